@@ -1,4 +1,1 @@
-"""Where chunks live.
-
-One file or folder per tier, the contract in `base.py`, eviction in `policies/`.
-"""
+"""Where chunks live. The contract is in `base.py`, eviction in `policies/`."""

@@ -1,24 +1,14 @@
-"""`audit+...`: check a tier's values against the values that were put, and log its operations.
+"""`audit+...`: check a tier's values against the values that were put, and log calls.
 
     # audit+redis://host:6379/0?audit_max_keys=10000&audit_exclude=probe,scan
-    tier = AuditTier(inner, AuditConfig(max_keys=10_000))
     tier.checked, tier.mismatches  # whole values compared; those that differ from the put
 
-The wrapper keeps a digest of every value that it saw put: xxh3-128, against faults and not against
-forgers. It keeps the `max_keys` digests that were used last. A whole value that comes back with
-another digest is no hit: its item is a TierError, it is counted, and its key is logged. Ranges are
-passed on unchecked. Operations are logged to `kvhold.audit` at INFO: keys, bytes, seconds,
-failures.
+The wrapper keeps the `max_keys` digests used last: xxh3-128, against faults, not forgers. A whole
+value with another digest is a TierError, counted and logged. Ranges are not checked.
 
-**Only values that are known for certain are checked.** A key keeps its first value, and a put does
-not tell which value that was. So each put first probes, at one more round trip. A digest is kept
-only if the key was absent before. If calls on one key overlap, the key is left unchecked.
-
-The wrapper does not see changes by another process: a replaced (re-encoded) value, other bytes put
-after a delete, or a put between our probe and our put. Keep this in mind when several nodes write
-one tier and compute the same text with different rounding: a mismatch may be harmless.
-
-Runs on one event loop; a thread hashes large values.
+**Only values known for certain are checked.** A put probes first, at one more round trip, and a
+digest is kept only if the key was absent. If calls on one key overlap, it is left unchecked.
+Changes by other processes are not seen.
 """
 
 import asyncio
@@ -43,13 +33,11 @@ OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 log = logging.getLogger("kvhold.audit")
 
 _PREFIX = "audit_"
-_LARGE_BYTES = 256 << 10  # hashing this takes about 20 µs; a thread hashes larger values
+_LARGE_BYTES = 256 << 10  # about 20 µs; more is hashed in a thread
 
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """The number of digests, and the operations to log."""
-
     max_keys: int = setting(
         100_000, "how many values' digests are kept, about 200 bytes each", minimum=1
     )
@@ -59,15 +47,9 @@ class AuditConfig:
 
 
 class AuditTier:
-    """A wrapper that audits another tier."""
-
     option_names: ClassVar[frozenset[str]] = frozenset({"audit_max_keys", "audit_exclude"})
 
     def __init__(self, inner: Tier, config: AuditConfig | None = None, *, shown: str = "") -> None:
-        """Wrap a tier. Raises ConfigError for an unknown operation in `exclude`.
-
-        shown: the name of the tier in the log
-        """
         config = config or AuditConfig()
         self.traits: TierTraits = inner.traits
         self.checked = 0
@@ -80,7 +62,6 @@ class AuditTier:
 
     @classmethod
     def from_url(cls, inner: Tier, options: Mapping[str, str], shown: str) -> Self:
-        """Wrap `inner`, with the options of this wrapper. Raises ConfigError."""
         values = {name.removeprefix(_PREFIX): value for name, value in options.items()}
         config = apply(AuditConfig(), values, source=shown, spell=lambda name: _PREFIX + name)
         try:
@@ -89,12 +70,10 @@ class AuditTier:
             raise ConfigError(f"{shown}: {error}") from None
 
     async def check(self) -> None:
-        """Tier contract."""
         with self._logged("check", 0):
             await self._inner.check()
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract."""
         with self._logged("probe", len(keys)) as line:
             found = await self._inner.probe(keys)
             line.count("found", sum(size is not None for size in found))
@@ -103,7 +82,6 @@ class AuditTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract; a whole value that differs from the put one is a TierError."""
         with self._logged("get", len(keys)) as line:
             before = [self._digests.of(key) for key in keys]
             got = await self._inner.get(keys, into, starts=starts)
@@ -118,7 +96,6 @@ class AuditTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract; probes first."""
         keys = [key for key, _ in items]
         with self._logged("put", len(items)) as line, self._digests.changing(keys):
             digests = await self._hash([parts for _, parts in items])
@@ -136,12 +113,11 @@ class AuditTier:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract; later reads are compared with the new value."""
         keys = [key for key, _ in items]
         with self._logged("replace", len(items)) as line, self._digests.changing(keys):
             digests = await self._hash([parts for _, parts in items])
             done = await replace(self._inner, items)
-            # reversed: if a key occurs twice, its first value counts
+            # a key's first value counts
             for (key, parts), digest, outcome in reversed(
                 list(zip(items, digests, done, strict=True))
             ):
@@ -154,7 +130,6 @@ class AuditTier:
         return done
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         with self._logged("delete", len(keys)) as line, self._digests.changing(keys):
             for key in keys:
                 self._digests.forget(key)
@@ -163,7 +138,6 @@ class AuditTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract; logged when the scan ends."""
         with self._logged("scan", 0) as line:
             async with closing_scan(self._inner, prefix) as keys:
                 async for key in keys:
@@ -171,7 +145,6 @@ class AuditTier:
                     yield key
 
     async def close(self) -> None:
-        """Tier contract."""
         self._hasher.shutdown(wait=False)
         await self._inner.close()
 
@@ -182,9 +155,7 @@ class AuditTier:
         got: list[int | TierError | None],
         before: Sequence[bytes | None],
     ) -> list[int | TierError | None]:
-        """Return `got`, with a TierError for each value that differs from the put one."""
-        # If the digest changed since the read began, or may be changing, the read value may be the
-        # old one or the new one.
+        # the read may have met the old or the new value
         some = [
             (i, size, digest)
             for i, digest in enumerate(before)
@@ -241,43 +212,30 @@ class AuditTier:
 
 @dataclass
 class _Line:
-    """The log line of one operation."""
-
     num_keys: int
     num_bytes: int = 0
     outcome: str = ""
 
     def count(self, word: str, number: int) -> None:
-        """Append a number to the line."""
         self.outcome += f", {number} {word}"
 
 
 class _Digests:
-    """The digests of the keys that were used last. One call at a time may change a key."""
-
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
-        self._changing: dict[bytes, int] = {}  # key -> number of calls that change it
-        # changed by overlapping calls, until the last call ends
+        self._changing: dict[bytes, int] = {}
+        # keys that overlapping calls change
         self._disputed: set[bytes] = set()
 
     def of(self, key: bytes) -> bytes | None:
-        """Return the digest of the stored value.
-
-        `None` if it is unknown, or uncertain because a call is changing the value.
-        """
+        """`None` if the digest is unknown or changing."""
         if key in self._changing or key not in self._kept:
             return None
         self._kept.move_to_end(key)
         return self._kept[key]
 
     def stored(self, key: bytes, digest: bytes, *, was_there: bool) -> None:
-        """Note a successful put.
-
-        If a value was there before, it is still there. Its digest is kept only if it equals the put
-        one.
-        """
         if not was_there:
             self._kept[key] = digest
             self._kept.move_to_end(key)
@@ -287,16 +245,11 @@ class _Digests:
             self.forget(key)
 
     def forget(self, key: bytes) -> None:
-        """Drop the digest: the stored value is no longer known."""
         self._kept.pop(key, None)
 
     @contextmanager
     def changing(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Mark `keys` as changing within the block.
-
-        At its end, drop the digests of keys that several calls changed at the same time. Drop all
-        digests of `keys` if the block failed.
-        """
+        """Drop the digests of keys that several calls change; after a failure, of all `keys`."""
         for key in keys:
             self._changing[key] = self._changing.get(key, 0) + 1
             if self._changing[key] > 1:
@@ -316,7 +269,6 @@ class _Digests:
 
 
 def _operations(names: str) -> frozenset[str]:
-    """Return the operations in a list such as `probe,scan`. Raises ConfigError."""
     operations = frozenset(filter(None, (name.strip() for name in names.split(","))))
     if unknown := sorted(operations - set(OPERATIONS)):
         raise ConfigError(
@@ -334,7 +286,6 @@ def _digest(parts: Parts) -> bytes:
 
 
 def _beginning(parts: Parts, nbytes: int) -> list[memoryview]:
-    """Return the first `nbytes` of the parts."""
     cut = []
     for part in parts:
         cut.append(part.cast("B")[:nbytes])

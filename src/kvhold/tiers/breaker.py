@@ -1,16 +1,13 @@
-"""A circuit breaker: whether a tier is used at all. Does no I/O; the caller passes the time.
+"""A circuit breaker: whether a tier is used at all. The caller passes the time.
 
-breaker.allows  # closed: calls go through
 breaker.succeeded(); breaker.failed(now_s)  # opens after `failures` failures in a row
-breaker.next_try_s  # the time of the next background try. Success closes; failure doubles the pause
+breaker.next_try_s  # of the background try. Success closes; failure doubles the pause
 """
 
 _LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """A circuit breaker that starts closed."""
-
     def __init__(self, *, failures: int, first_pause_s: float) -> None:
         self._limit = failures
         self._first_pause_s = first_pause_s
@@ -20,22 +17,21 @@ class Breaker:
 
     @property
     def allows(self) -> bool:
-        """Whether calls go through."""
         return self.next_try_s is None
 
     def succeeded(self) -> bool:
-        """Note a success. Return whether it closed the breaker."""
+        """Return whether the breaker was open."""
         closed = not self.allows
         self._failures, self._pause_s, self.next_try_s = 0, self._first_pause_s, None
         return closed
 
     def failed(self, now_s: float, *, for_good: bool = False) -> bool:
-        """Note a failure. Return whether it opened the breaker.
+        """Return whether this opened the breaker.
 
-        for_good: open at once, because retries cannot help now, as with wrong credentials
+        for_good: open at once, because retries cannot help, as with wrong credentials
         """
         self._failures += 1
-        # the background try, or a call that was under way when the breaker opened
+        # the background try, or a call that was under way
         if not self.allows:
             if now_s >= (self.next_try_s or 0):
                 self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)

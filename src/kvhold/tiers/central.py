@@ -1,11 +1,8 @@
 """The tier of a central cache: a shared `kvhold serve --listen` on another host.
 
     # kvhold://:token@cache.example:7710; with TLS: kvholds://... or ?tls=true
-    tier = CentralTier.from_url(parse_url(...)); await tier.put(...); await tier.close()
 
-Bytes go directly between the caller's memory and the socket. There are a few connections, and each
-carries one exchange at a time. A connection that broke, or whose call was cancelled, is closed; the
-next call opens another. Runs on one event loop. The caller sets time-outs.
+A connection that broke, or whose call was cancelled, is closed; the next call opens another.
 """
 
 import ssl
@@ -34,10 +31,9 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.url import TierUrl
 
-# bytes of values in one exchange: enough to amortise a round trip, and small enough to use
-# several connections
+# amortises a round trip, and leaves work for several connections
 _BATCH_BYTES = 8 << 20
-_MOST_QUOTED = 200  # characters of a server's message
+_MOST_QUOTED = 200
 _BELOW = "a tier below the central cache did not answer; its log and status say which"
 _greeting: Decoder[c.Greeting] = Decoder(c.Greeting)
 _answer: Decoder[c.Answer] = Decoder(c.Answer)
@@ -48,8 +44,6 @@ Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream
 
 @dataclass(frozen=True)
 class CentralConfig:
-    """The settings of one central cache."""
-
     host: str = setting("", "where it listens")
     port: int = setting(c.DEFAULT_PORT, "its port", minimum=1)
     token: str = setting(
@@ -74,15 +68,10 @@ class CentralConfig:
 
 
 class CentralTier:
-    """One central cache, as a tier."""
-
     traits: ClassVar[TierTraits] = TierTraits(name="kvhold", shared=True, expires=True)
 
     def __init__(self, config: CentralConfig, *, connect: Connect = open_stream) -> None:
-        """Make the tier; it connects at its first call. Raises ConfigError for invalid settings.
-
-        connect: opens a stream to the server; a simulation passes its own
-        """
+        """Raises ConfigError for invalid settings. A simulation passes its own `connect`."""
         if not config.host:
             raise ConfigError("kvhold: no server is named; write kvhold://host:7710")
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
@@ -111,11 +100,10 @@ class CentralTier:
             else None
         )
         self._pool = Pool(self._open, config.connections)
-        self._questions = Pool(self._open, 2)  # so that small exchanges do not wait for values
+        self._questions = Pool(self._open, 2)  # small exchanges do not wait for values
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """Make the tier from `kvhold://[:token@]host[:port]?options`. Raises ConfigError."""
         if len(url.hosts) != 1 or url.path not in ("", "/"):
             raise ConfigError(f"tiers: {url.shown}: write kvhold://host:{c.DEFAULT_PORT}")
         if url.username:
@@ -130,11 +118,9 @@ class CentralTier:
         return cls(url.apply(base))
 
     async def check(self) -> None:
-        """Tier contract."""
         await self._ask("check", c.Check(), c.Done)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract."""
         if not keys:
             return []
         sizes = (await self._ask("probe", c.Probe(b"".join(keys)), c.Sizes)).sizes
@@ -144,7 +130,6 @@ class CentralTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         check_lengths(keys, into, starts)
         exchanges = [
             _Getting(keys[at], into[at], None if starts is None else starts[at])
@@ -168,7 +153,6 @@ class CentralTier:
         return [batch.fault or self._stored(why) for batch in batches for why in batch.faults]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         if not keys:
             return []
         answer = await self._ask("delete", c.Delete(b"".join(keys)), c.Removed)
@@ -178,10 +162,7 @@ class CentralTier:
         return answer.removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Reads page by page.
-
-        If the server has forgotten the scan, it starts again there, and keys come twice.
-        """
+        """Tier contract. If the server has forgotten the scan, keys come twice."""
         after, more = b"", True
         while more:
             page = await self._ask("scan", c.Scan(prefix, after), c.Keys)
@@ -196,7 +177,6 @@ class CentralTier:
             after, more = (keys[-1] if keys else after), page.more and bool(keys)
 
     async def close(self) -> None:
-        """Tier contract."""
         self._pool.close()
         self._questions.close()
 
@@ -231,7 +211,6 @@ class CentralTier:
         return question.answer
 
     def _fault(self, operation: str, error: Exception) -> TierError:
-        """Return a connection's exception as a TierError."""
         if isinstance(error, TierError):
             return error
         where = f"{self._address}: "
@@ -260,8 +239,6 @@ class CentralTier:
 
 
 class _Question(Exchange):
-    """An exchange without values."""
-
     def __init__(self, request: c.CentralMessage) -> None:
         self.request = [encode(request)]
         self.answer: c.Answer | None = None
@@ -272,8 +249,6 @@ class _Question(Exchange):
 
 @dataclass
 class _Getting:
-    """One value, or range, to read into `parts`."""
-
     key: bytes
     parts: Parts
     start: int | None
@@ -286,8 +261,6 @@ class _Getting:
 
 @dataclass
 class _Putting:
-    """One value to send from `parts`."""
-
     key: bytes
     parts: Parts
 
@@ -297,8 +270,6 @@ class _Putting:
 
 
 class _GetBatch(Exchange):
-    """A batch of a call's gets."""
-
     def __init__(self, items: list[_Getting]) -> None:
         self.items = items
         self.value_bytes = sum(one.nbytes for one in items)
@@ -328,8 +299,6 @@ class _GetBatch(Exchange):
 
 
 class _PutBatch(Exchange):
-    """A batch of a call's puts."""
-
     def __init__(self, items: list[_Putting], ttl_s: float | None) -> None:
         self.faults = [""] * len(items)
         self.value_bytes = sum(one.nbytes for one in items)
@@ -349,7 +318,6 @@ Item = TypeVar("Item", _Getting, _Putting)
 
 
 def _batched(items: list[Item]) -> list[list[Item]]:
-    """Split items, in order, into batches of at most _BATCH_BYTES, or of one item."""
     batches: list[list[Item]] = []
     left = 0
     for item in items:
@@ -362,7 +330,7 @@ def _batched(items: list[Item]) -> list[list[Item]]:
 
 
 def _raise_if_all(batches: Sequence[Exchange]) -> None:
-    """Raise a fault if every batch failed: then the whole place is at fault."""
+    """If every batch failed, the whole place is at fault."""
     faults = [batch.fault for batch in batches]
     if faults and None not in faults:
         raise next(fault for fault in faults if fault is not None)

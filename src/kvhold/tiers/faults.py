@@ -1,31 +1,23 @@
-"""`faults+...`: a tier that fails on purpose, for tests and for rehearsals of failures.
+"""`faults+...`: a tier that fails on purpose, for tests and rehearsals of failures.
 
     # faults+disk:///kv?faults=get:corrupt:0.01&faults_seed=7
-    tier = FaultTier(inner, FaultConfig("get:corrupt:0.01 put:delay:0.1:0.5s"))
     tier.rules = parse_rules("get:hang:@3"); ...; tier.release()  # at any time; resets the counts
-    tier.injected["get:hang"]  # how often this fault was injected
 
 A rule is `operation:kind[:when[:with]]`. `when` is a probability (`0.01`), a number (`@3`: the
-third alone), or both (`0.5@3`: the third, with this probability). Without `when`, the rule always
-applies.
+third alone), or both (`0.5@3`). Default: always.
 
 | kind | operations | effect | with |
 |---|---|---|---|
 | error | all | raises; the tier is not called | error, unavailable, full or denied |
 | delay | all | waits first | a time: 0.5s, 20ms |
-| hang | all | waits until cancelled, or until `release` is called; then continues | |
-| corrupt | get | flips bits of a delivered value | the number of bits; default 1 |
-| truncate | get, probe | delivers fewer bytes, or reports a smaller size | |
-| swap | get | delivers another key's value, if another key was seen | |
-| stale | get, probe | gives an outdated answer | |
+| hang | all | waits for cancellation or `release` | |
+| corrupt | get | flips bits of a value | the number of bits; default 1 |
+| truncate | get, probe | delivers or reports fewer bytes | |
+| swap | get | delivers another seen key's value | |
+| stale | get, probe | misses a stored value; a probe also finds a removed one | |
 
-A `stale` answer says that a stored value is missing. In a probe, it also says that a removed value
-is still there, if its size was seen before.
-
-`error`, `delay` and `hang` are decided once per call, and `@n` counts calls. The others are decided
-once per value, and `@n` counts the values found. For `swap`, and for `stale` in a probe, `@n`
-counts the keys asked for. `seed` sets the random numbers, so that a run can be repeated. A fault
-never writes outside the caller's buffers or after the call. Runs on one event loop.
+`@n` counts calls for `error`, `delay` and `hang`, requested keys for `swap` and a probe's `stale`,
+else the hits.
 """
 
 import asyncio
@@ -57,20 +49,17 @@ ERRORS = {each.reason: each for each in (TierError, TierUnavailable, TierFull, T
 log = logging.getLogger(__name__)
 
 _NOISE = b"\xa5"
-_SEEN_KEYS = 10_000  # number of keys whose sizes are remembered, for `swap` and `stale`
+_SEEN_KEYS = 10_000
 _WHEN = re.compile(r"(\d+(?:\.\d*)?|\.\d+)?(?:@(\d+))?")
 _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of fault of one operation. Raises ConfigError for invalid values.
+    """One kind of fault of one operation.
 
-    probability: of each call, or value, from 0 to 1
-    nth:         only the n-th call, or value, counted from 1
-    error:       the error to raise: a key of ERRORS
-    delay_s:     the length of a delay
-    bits:        the number of flipped bits
+    nth:   only the n-th call, or value, counted from 1
+    error: a key of ERRORS
     """
 
     operation: str
@@ -102,14 +91,11 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """The name of the rule in counts and logs."""
         return f"{self.operation}:{self.kind}"
 
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """The faults, and the seed of their random numbers."""
-
     rules: str = setting(
         "",
         "what goes wrong: operation:kind[:when[:with]], with spaces or commas between, "
@@ -119,10 +105,6 @@ class FaultConfig:
 
 
 def parse_rules(text: str) -> list[Rule]:
-    """Parse rules such as `get:corrupt:0.01 put:delay:0.1:0.5s`.
-
-    Raises ConfigError that names the wrong rule and the allowed values.
-    """
     rules = []
     for part in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
         try:
@@ -133,12 +115,9 @@ def parse_rules(text: str) -> list[Rule]:
 
 
 class FaultTier:
-    """A wrapper that injects faults into another tier."""
-
     option_names: ClassVar[frozenset[str]] = frozenset({"faults", "faults_seed"})
 
     def __init__(self, inner: Tier, config: FaultConfig | None = None) -> None:
-        """Wrap a tier. Raises ConfigError for invalid rules."""
         config = config or FaultConfig()
         self.traits: TierTraits = inner.traits
         self.injected: Counter[str] = Counter()
@@ -150,7 +129,6 @@ class FaultTier:
 
     @classmethod
     def from_url(cls, inner: Tier, options: Mapping[str, str], shown: str) -> Self:
-        """Wrap `inner`, with the options of this wrapper. Raises ConfigError."""
         spelled = {"rules": "faults", "seed": "faults_seed"}
         values = {
             {v: k for k, v in spelled.items()}.get(name, name): value
@@ -166,7 +144,7 @@ class FaultTier:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """The current rules. Setting them resets all counts."""
+        """Setting the rules resets all counts."""
         return self._rules
 
     @rules.setter
@@ -175,17 +153,14 @@ class FaultTier:
         self._counts = [0] * len(self._rules)
 
     def release(self) -> None:
-        """Let every call that hangs now continue."""
         self._released.set()
         self._released = asyncio.Event()
 
     async def check(self) -> None:
-        """Tier contract."""
         await self._before("check")
         await self._inner.check()
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract."""
         await self._before("probe")
         found = await self._inner.probe(keys)
         return [self._probed(key, size) for key, size in zip(keys, found, strict=True)]
@@ -193,7 +168,6 @@ class FaultTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         check_lengths(keys, into, starts)
         await self._before("get")
         asked = [self._swapped(key, keys) for key in keys] if self._has("get", "swap") else keys
@@ -209,7 +183,6 @@ class FaultTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract."""
         await self._before("put")
         faults = await self._inner.put(items, ttl_s=ttl_s)
         for (key, parts), fault in zip(items, faults, strict=True):
@@ -218,7 +191,6 @@ class FaultTier:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract."""
         await self._before("replace")
         done = await replace(self._inner, items)
         for (key, parts), outcome in zip(items, done, strict=True):
@@ -227,24 +199,20 @@ class FaultTier:
         return done
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         await self._before("delete")
         return await self._inner.delete(keys)
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract."""
         await self._before("scan")
         async with closing_scan(self._inner, prefix) as keys:
             async for key in keys:
                 yield key
 
     async def close(self) -> None:
-        """Tier contract; releases calls that hang."""
         self.release()
         await self._inner.close()
 
     async def _before(self, operation: str) -> None:
-        """Apply the faults of a whole call."""
         for rule in self._due(operation, "delay"):
             await asyncio.sleep(rule.delay_s)
         for _ in self._due(operation, "hang"):
@@ -261,7 +229,6 @@ class FaultTier:
         return self._random.randrange(size) if size and self._due("probe", "truncate") else size
 
     def _swapped(self, key: bytes, keys: Sequence[bytes]) -> bytes:
-        """Return the key to read instead of `key`: another key of the call, or another seen key."""
         others = [other for other in keys if other != key and other in self._seen] or [
             other for other in self._seen if other != key
         ]
@@ -270,14 +237,13 @@ class FaultTier:
     def _delivered(
         self, key: bytes, parts: Parts, item: int | TierError | None
     ) -> int | TierError | None:
-        """Apply the faults of one value that arrived. Return its new answer."""
         if not isinstance(item, int):
             return item
         if self._due("get", "stale"):
             return None
         if item and self._due("get", "truncate"):
             left = self._random.randrange(item)
-            # Without this, a caller that ignores the size would have the whole value.
+            # else a caller that ignores the size would have the whole value
             _overwrite(parts, left, item)
             item = left
         for rule in self._due("get", "corrupt") if item else ():
@@ -289,7 +255,6 @@ class FaultTier:
         return any((rule.operation, rule.kind) == (operation, kind) for rule in self._rules)
 
     def _due(self, operation: str, kind: str) -> list[Rule]:
-        """Return the rules of this kind that apply now. Advances their counts."""
         due = []
         for i, rule in enumerate(self._rules):
             if (rule.operation, rule.kind) == (operation, kind):
@@ -325,7 +290,6 @@ def _parse_rule(text: str) -> Rule:
 
 
 def _with(rule: Rule, what: str) -> Rule:
-    """Return the rule with its last part parsed."""
     error, delay_s, bits = rule.error, rule.delay_s, rule.bits
     if rule.kind == "error" and what:
         error = what
@@ -346,7 +310,6 @@ def _with(rule: Rule, what: str) -> Rule:
 
 
 def _flip(parts: Parts, bit: int) -> None:
-    """Flip one bit; `bit` counts over all parts."""
     at = bit // 8
     for part in parts:
         if at < part.nbytes:
@@ -356,7 +319,6 @@ def _flip(parts: Parts, bit: int) -> None:
 
 
 def _overwrite(parts: Parts, start: int, stop: int) -> None:
-    """Fill bytes `start` to `stop` (exclusive), counted over all parts, with a noise byte."""
     for part in parts:
         first, last = min(max(start, 0), part.nbytes), min(max(stop, 0), part.nbytes)
         part.cast("B")[first:last] = _NOISE * (last - first)

@@ -1,23 +1,15 @@
-"""The shared file system tier: values as files that many hosts write, read and delete at once.
+"""The shared file system tier: values as files that many hosts write, read and delete.
 
     # fs:///mnt/shared/kvhold
-    tier = SharedFilesTier.from_url(parse_url(...)); await tier.put(...); await tier.close()
 
     new/<host>.<pid>.<n>.<r>  a file that is being written
-    <hh>/<key>                a value, as large as the file; hh is a byte of the key
+    <hh>/<key>                a value; hh is a byte of the key
 
-The tier has no lock, no index and no limit. The operator of the file system decides how long values
-stay, and removes them.
+No lock, no index, no limit: the operator of the file system removes values.
 
-A value is written under a unique temporary name and then linked to its own name, which never
-overwrites. Where links are not supported, the file is renamed unless the value exists by then. A
-replacement is written in the same way, and the two files exchange their names in one step. Network
-file systems may not support the exchange; there, nothing is replaced. Removing a file does not
-disturb its readers.
-
-Used from one event loop. All I/O is in threads; lookups have threads of their own, apart from reads
-and writes. Left out: detecting a file that a third party has cut short. The frame's checksums do
-it.
+A temporary file is linked to its own name, which never overwrites. Without links, it is renamed
+unless the value exists. A replacement exchanges the names of two files in one step, which some
+network file systems cannot do.
 """
 
 import logging
@@ -52,8 +44,6 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class SharedFilesConfig:
-    """The settings of a shared file system tier."""
-
     path: str = setting("", "folder for the values, the same for all hosts")
     direct: str = setting(
         "auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always")
@@ -74,8 +64,6 @@ class SharedFilesConfig:
 
 
 class SharedFilesTier:
-    """Values in a folder that other hosts use too."""
-
     traits: ClassVar[TierTraits] = TierTraits(name="fs", durable=True, shared=True, replaces=True)
 
     def __init__(self, config: SharedFilesConfig) -> None:
@@ -94,7 +82,6 @@ class SharedFilesTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """Make the tier from `fs:///path?options`. Raises ConfigError."""
         if url.netloc:
             raise ConfigError(
                 f"{url.shown}: a folder's path is absolute: write fs:///path, with three slashes"
@@ -105,10 +92,7 @@ class SharedFilesTier:
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:
-        """Tier contract.
-
-        A folder that is only readable passes; puts then fail with their own fault.
-        """
+        """Tier contract. A folder that is only readable passes."""
         async with self._opener.use() as tree:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:
@@ -120,7 +104,6 @@ class SharedFilesTier:
                 )
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. One stat per key, side by side."""
         async with self._opener.use() as tree:
             states = await self._run(
                 self._lookers, tree, "probe", [partial(tree.stat_file, _name(key)) for key in keys]
@@ -134,7 +117,6 @@ class SharedFilesTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         check_lengths(keys, into, starts)
         async with self._opener.use() as tree:
             calls = [
@@ -151,8 +133,7 @@ class SharedFilesTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract. Ignores ttl_s: the operator of the file system removes values."""
-        first = dict(reversed(items))  # if a key occurs twice, its first value counts
+        first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [
                 partial(_publish, tree, _name(key), as_pieces(parts))
@@ -163,10 +144,7 @@ class SharedFilesTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract.
-
-        The new file keeps the old one's mtime, since a cleaner may remove files by age.
-        """
+        """Tier contract. Keeps the mtime, since a cleaner may remove files by age."""
         first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [
@@ -181,7 +159,6 @@ class SharedFilesTier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. A file that cannot be removed is still found; its answer is false."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(
@@ -192,11 +169,7 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract.
-
-        Lists the folders side by side before it yields, so the keys of all values must fit in
-        memory.
-        """
+        """Tier contract. Lists all folders first, so the keys must fit in memory."""
         async with self._opener.use() as tree:
             shards = (
                 [shard_of(prefix)]
@@ -217,7 +190,6 @@ class SharedFilesTier:
                     yield key
 
     async def close(self) -> None:
-        """Tier contract. Waits for calls that are under way."""
         await self._opener.close()
         for threads in (self._lookers, self._readers, self._writers):
             threads.close()
@@ -253,7 +225,6 @@ class SharedFilesTier:
         operation: str,
         calls: Sequence[Callable[[], Answer]],
     ) -> list[Answer | TierError | None]:
-        """Run the calls in threads. Return each call's result, or its fault."""
         jobs = [_Job(call, operation=operation, path=self._path, tree=tree) for call in calls]
         await threads.run([job.run for job in jobs])
         if any(job.is_lost for job in jobs) and self._opener.lose(tree):
@@ -262,10 +233,7 @@ class SharedFilesTier:
 
 
 class _Job(Generic[Answer]):
-    """A blocking call for a thread. The result is `answer` or `fault`.
-
-    `is_lost` is set if the folder is no longer the one at its path.
-    """
+    """`is_lost`: the folder is no longer the one at its path."""
 
     def __init__(
         self, call: Callable[[], Answer], *, operation: str, path: str, tree: FileTree | None = None
@@ -279,7 +247,6 @@ class _Job(Generic[Answer]):
         self._tree = tree
 
     def run(self, stop: Event) -> None:
-        """Blocking."""
         if stop.is_set():
             return
         try:
@@ -292,14 +259,13 @@ class _Job(Generic[Answer]):
 
 
 def _publish(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> None:
-    """Write a value unless it exists. Blocking."""
     if tree.stat_file(name) is not None:
         return
     temporary, _ = tree.write_new(pieces, allocate=False)
     try:
         tree.link(temporary, name)
     except FileExistsError:
-        pass  # another writer was faster
+        pass
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -310,7 +276,6 @@ def _publish(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> None:
 
 
 def _publish_over(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> bool:
-    """Replace a value; return false if there is none. Blocking."""
     old = tree.stat_file(name)
     if old is None:
         return False
@@ -318,7 +283,7 @@ def _publish_over(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> bo
     try:
         tree.exchange(temporary, name)
     except FileNotFoundError:
-        return False  # another process has removed it
+        return False
     finally:
         tree.remove(temporary)
     return True
@@ -329,7 +294,6 @@ def _name(key: bytes) -> str:
 
 
 def _key(name: str) -> bytes | None:
-    """Return the key in a file's name; None for a foreign file."""
     if len(name) != _KEY_DIGITS or name != name.lower():
         return None
     try:
@@ -339,7 +303,7 @@ def _key(name: str) -> bytes | None:
 
 
 def _raise_if_all(answers: Sequence[object]) -> None:
-    """Raise the first fault if every item failed: then the whole place is at fault."""
+    """If every item failed, the whole place is at fault."""
     for answer in answers:
         if not isinstance(answer, TierError):
             return

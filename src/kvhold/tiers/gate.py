@@ -1,10 +1,8 @@
-"""Limit the calls of a tier: at most `width` at once, and the most urgent waiting call first.
+"""Limit the calls of a tier: at most `width` at once, the most urgent waiting call first.
 
     async with gate.turn(Urgency.READ): ...
 
-Requests wait for reads, so reads come first, then deletes, then writes. Re-encoded chunks come
-last, because no request waits for their writes. Writes never take the last turn, so that a read
-finds one free under any write load. Runs on one event loop.
+Writes never take the last turn, so that a read finds one under any write load.
 """
 
 import asyncio
@@ -15,7 +13,7 @@ from heapq import heappop, heappush
 
 
 class Urgency(IntEnum):
-    """The urgency of a call; a lower number goes first."""
+    """A lower number goes first."""
 
     READ = 0
     DELETE = 1
@@ -24,8 +22,6 @@ class Urgency(IntEnum):
 
 
 class Gate:
-    """A gate with `width` turns at once. Writes may have all but one (if there are two or more)."""
-
     def __init__(self, width: int) -> None:
         self._width = width
         self._writes_width = max(1, width - 1)
@@ -36,7 +32,6 @@ class Gate:
 
     @asynccontextmanager
     async def turn(self, urgency: Urgency) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it within the block."""
         await self._enter(urgency)
         try:
             yield
@@ -54,7 +49,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it has a turn that it will not use
+            if turn.done() and not turn.cancelled():  # a turn that it will not use
                 self._leave(urgency)
             raise
 
@@ -66,7 +61,7 @@ class Gate:
     def _admit(self) -> None:
         while self._waiting:
             urgency, _, turn = self._waiting[0]
-            if turn.done():  # cancelled
+            if turn.done():
                 heappop(self._waiting)
             elif self._may_enter(urgency):
                 heappop(self._waiting)

@@ -1,30 +1,19 @@
 """A shared tier in which `clear` holds for every host.
 
-    tier = GenerationTier(redis, learned=drop_from_memory)
     await tier.advance(namespace)  # a clear: no host finds the older values from here on
-    await tier.refresh()  # learn the clears of other hosts; each probe does so for its namespaces
+    await tier.refresh()  # learn the clears of other hosts
 
-**Generations.** The generation of a namespace is the number of its clears in this tier. In
-generation 0, keys are stored under their own names. In later generations, the namespace in a key is
-replaced by a hash of the namespace and its generation. So no host asks for older values any more.
-The host that cleared removes them.
+**Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
+hash of namespace and generation, so no host asks for older values.
 
-**Markers.** A clear puts a marker, which is never replaced or removed. Marker n means that
-generation n has begun. A probe asks for the next marker in the same round trip, so no clock and no
-lock is needed. Two clears at the same time count as one.
+**Marker** n says that generation n has begun. A probe asks for the next marker in the same round
+trip, without clock or lock.
 
-**Search.** A host that does not know a namespace searches its generation from 0. It probes all
-numbers that are a power of two ahead, goes to the largest marker that exists, and repeats this from
-there. Generation 13 is found through markers 8, 12 and 13. Each host that knows generation 13 keeps
-these markers in the tier: it puts them again if the store has evicted them. A namespace is searched
-when a host first uses it, again after the tier was away, and once in a while.
+**Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
+repeats. It reaches 13 by 8 and 12. Hosts restore evicted markers.
 
-**Chunks on this host** (in memory, on its own disks) belong to a generation too. `numbers` has
-these generations, and a journal keeps them through restarts. A later generation means that another
-host has cleared: `learned` is called.
-
-A write of an old chunk may be under way when another host clears. The write then uses an old name
-or is stopped, because `learned` is called before any key gets a name of the new generation.
+**Chunks on this host** have a generation too, kept in a journal. `learned` is called before any key
+gets a newer name, so a running write uses an old name or is stopped.
 """
 
 import asyncio
@@ -41,21 +30,19 @@ from kvhold.tiers.table import KeyList
 
 Result = TypeVar("Result")
 
-ALL = bytes(NAMESPACE_BYTES)  # stands for all namespaces
+ALL = bytes(NAMESPACE_BYTES)
 _PLACE = b"\xff\xff\xff\xff"  # a group and shard that no chunk has
-_SAYS = b"kvhold-clear"  # stands where other keys have a hash of tokens
+_SAYS = b"kvhold-clear"  # in place of the hash of tokens
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
-_TOKEN_BYTES = 16  # at the end of a marker: tells who put it
-_BITS_AT_ONCE = 16  # of a number, in one search step
+_TOKEN_BYTES = 16  # tells who put a marker
+_BITS_AT_ONCE = 16
 _MOST_BITS = 48
-_SPACES_AT_ONCE = 4096  # namespaces in one `refresh`; the next ones have the others
-_MOST_AT_ONCE = 8  # attempts of a clear, if clears of other hosts are a little earlier
-_ROUNDS = 12  # each namespace is searched again after so many refreshes
+_SPACES_AT_ONCE = 4096
+_MOST_AT_ONCE = 8
+_ROUNDS = 12
 
 
 class GenerationTier:
-    """Tier contract, over a tier that several hosts share."""
-
     def __init__(
         self,
         tier: Tier,
@@ -65,46 +52,39 @@ class GenerationTier:
         numbers: Mapping[bytes, int] | None = None,
         may_hold: Callable[[bytes], bool] = lambda space: True,
     ) -> None:
-        """Wrap a tier. No I/O happens yet.
+        """Wrap a tier.
 
-        learned:   called at once with each namespace that another host has cleared; b"" means all
-        read_only: put no markers
-        numbers:   namespace -> generation of the chunks that this host holds, from a journal; 0 if
-                   absent
-        may_hold:  whether this host may hold chunks of a namespace, at its first contact with the
-                   tier; if not, `learned` is not called for that namespace then
+        learned:  called with each namespace that another host has cleared; b"" means all
+        numbers:  namespace -> generation of this host's chunks, from a journal
+        may_hold: false: do not call `learned` at first contact with a namespace
         """
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
         self._numbers: dict[bytes, int] = {ALL: 0} | dict(numbers or {})
         self._may_hold = may_hold
-        # namespaces whose generation was searched since the tier was last away
+        # namespaces searched since the tier was last away
         self._met: set[bytes] = set()
-        self._used: dict[bytes, None] = {ALL: None}  # namespaces that this host uses
-        # namespace -> the generation that a clear of this host is beginning
+        self._used: dict[bytes, None] = {ALL: None}
+        # the generation that this host is beginning
         self._own: dict[bytes, int] = {}
         self._next_round = 0
-        self._spaces: dict[bytes, bytes] = {}  # name in the tier -> namespace
-        # if true, memory may hold chunks from before a clear that this host has not learned of
+        self._spaces: dict[bytes, bytes] = {}  # name -> namespace
+        # memory may hold chunks from before an unknown clear
         self._was_away = False
 
     @property
     def traits(self) -> TierTraits:
-        """The traits of the tier below."""
         return self._tier.traits
 
     @property
     def used_bytes(self) -> int | None:
-        """The bytes in the tier below, or None if it does not report them."""
         return getattr(self._tier, "used_bytes", None)
 
     async def check(self) -> None:
-        """Tier contract."""
         await self._noticed(self._tier.check())
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. Learns clears of the keys' namespaces in the same round trip."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
@@ -123,33 +103,27 @@ class GenerationTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         return await self._noticed(self._tier.get(self._names(keys), into, starts=starts))
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract."""
         return await self.putting(items, ttl_s=ttl_s)()
 
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """Return a put whose keys have their names already.
-
-        If this host learns of a clear before the put begins, the values still get old names.
-        """
+        """Return a put with the names of now."""
         named = [(self.name_of(key), parts) for key, parts in items]
         return lambda: self._noticed(self._tier.put(named, ttl_s=ttl_s))
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract."""
         return await self.replace_named([(self.name_of(key), parts) for key, parts in items])
 
     async def replace_named(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace values by their names in the tier: the names from when they were read.
+        """Replace values under the names that they had when they were read.
 
-        Raises TierError if the tier below cannot replace values.
+        Raises TierError if the tier below cannot.
         """
         if not isinstance(self._tier, Replaces):
             raise TierError(
@@ -160,15 +134,10 @@ class GenerationTier:
         return await self._noticed(self._tier.replace(items))
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         return await self._noticed(self._tier.delete(self._names(keys)))
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract.
-
-        A scan of all namespaces also finds their markers, and so learns clears of namespaces that
-        this host never used.
-        """
+        """Tier contract. A scan of all namespaces learns their clears."""
         if len(prefix) >= NAMESPACE_BYTES:
             names, _ = await self._scanned(self.name_of(prefix))
         else:
@@ -178,17 +147,13 @@ class GenerationTier:
                 self.use(space)
                 self.name_of(space)
         for part in names.taken():
-            await asyncio.sleep(0)  # perhaps no name of many belongs to a key now
+            await asyncio.sleep(0)
             for name in part:
                 key = self._key_of(name)
                 if key is not None and key.startswith(prefix):
                     yield key
 
     async def _scanned(self, prefix: bytes) -> tuple[KeyList, list[bytes]]:
-        """Return the names that begin with `prefix`, without markers.
-
-        Also returns the namespaces of the markers.
-        """
         names, spaces = KeyList(), dict[bytes, None]()
         async for name in self._tier.scan(prefix):
             if is_marker(name):
@@ -198,15 +163,13 @@ class GenerationTier:
         return names, list(spaces)
 
     async def close(self) -> None:
-        """Tier contract."""
         await self._tier.close()
 
     async def advance(self, prefix: bytes) -> bytes:
-        """Begin the next generation of a namespace; an empty prefix means all namespaces.
+        """Begin the next generation of a namespace; an empty prefix means all.
 
-        When this returns, no host that asks the tier finds a value that was stored before the call.
-        Returns the name prefix of the old values. Raises TierError if another host's clear was
-        first each time, or if the tier keeps no marker.
+        Returns the name prefix of the old values. Raises TierError if other hosts were first each
+        time, or if the tier keeps no marker.
         """
         space = prefix or ALL
         self.use(space)
@@ -222,10 +185,7 @@ class GenerationTier:
         return old
 
     async def names_of(self, old: bytes) -> KeyList:
-        """Return the garbage: names that begin with `old`, as `advance` returned it.
-
-        Markers, and names that are known to be of the current generation, are left out.
-        """
+        """Return the names with the prefix `old`, without markers and current names."""
         names, spaces = await self._scanned(old)
         await self._catch_up(spaces)
         for space in spaces:
@@ -241,8 +201,7 @@ class GenerationTier:
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
         """Put the next marker. Return false if another host put it first.
 
-        Then values from between that host's clear and ours are in the new generation too, and the
-        caller must begin one more.
+        Then values stored between both clears have this generation, so one more must begin.
         """
         number = self._number(space) + 1
         self._own[space] = number
@@ -257,22 +216,16 @@ class GenerationTier:
         return is_ours
 
     async def remove_names(self, names: Sequence[bytes]) -> list[bool]:
-        """Remove garbage, by its names in the tier."""
         return await self._tier.delete(names)
 
     def use(self, space: bytes) -> None:
-        """Include a namespace in `refresh` from now on, whether or not this host probes it."""
         self._used[space] = None
 
     def has_met(self, spaces: Sequence[bytes]) -> bool:
-        """Return whether `meet` has nothing to search."""
         return ALL in self._met and self._met.issuperset(spaces)
 
     async def meet(self, spaces: Sequence[bytes]) -> None:
-        """Search the generations of namespaces that were not searched since the tier was last away.
-
-        The generation that stands for all namespaces is included.
-        """
+        """Search the namespaces not searched since the tier was last away."""
         new = [space for space in dict.fromkeys([ALL, *spaces]) if space not in self._met]
         if new:
             for space in new:
@@ -281,14 +234,10 @@ class GenerationTier:
 
     @property
     def numbers(self) -> dict[bytes, int]:
-        """Namespace -> its generation, for the namespaces that were cleared.
-
-        `learned` is called before a generation appears here, where this host may hold older chunks.
-        """
         return {space: number for space, number in self._numbers.items() if number}
 
     async def refresh(self) -> None:
-        """Learn the clears of the namespaces in use, and put evicted markers again."""
+        """Learn the clears of the namespaces in use, and restore evicted markers."""
         self._next_round += 1
         others = [space for space in self._used if space != ALL]
         parts = -(-len(others) // _SPACES_AT_ONCE) or 1
@@ -316,7 +265,6 @@ class GenerationTier:
         await self._catch_up(newer)
 
     def name_of(self, key: bytes) -> bytes:
-        """Return the current name of a key in the tier."""
         space = key[:NAMESPACE_BYTES]
         own, every = self._numbers.get(space, 0), self._numbers[ALL]
         if not own and not every:
@@ -334,7 +282,6 @@ class GenerationTier:
         return [self.name_of(key) for key in keys]
 
     def _key_of(self, name: bytes) -> bytes | None:
-        """Return the key that has this name now; None if there is none."""
         if is_marker(name):
             return None
         key = (
@@ -347,14 +294,12 @@ class GenerationTier:
         return self._numbers.get(space, 0)
 
     def _set(self, space: bytes, number: int) -> None:
-        # two calls may have searched at the same time
         self._numbers[space] = max(number, self._number(space))
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Search the latest generation of each namespace, and call `learned` before it is used.
+        """Search each namespace's latest generation. Call `learned` before it is used.
 
-        If this host is beginning a generation itself, that clear finds out whether the marker is
-        its own.
+        A generation that this host is beginning is skipped: that clear checks whose marker it is.
         """
         for space, number in (await self._searched(spaces)).items():
             if number > self._number(space) and self._own.get(space) != number:
@@ -370,20 +315,15 @@ class GenerationTier:
             self._met.add(space)
 
     async def _searched(self, spaces: Sequence[bytes]) -> dict[bytes, int]:
-        """Return the latest generation of each namespace, by its markers.
-
-        All namespaces share the round trips.
-        """
         latest = await self._climbed(dict.fromkeys(spaces, 0))
         known = {
             space: self._number(space) for space in spaces if self._number(space) > latest[space]
         }
-        if known:  # the markers on the way are lost; later ones may exist
+        if known:  # the markers on the way are lost
             latest |= await self._climbed(known)
         return latest
 
     async def _climbed(self, latest: dict[bytes, int]) -> dict[bytes, int]:
-        """Go up from each number, as far as there are markers."""
         latest, going, top = dict(latest), list(latest), dict.fromkeys(latest, _BITS_AT_ONCE)
         while going:
             steps = [(space, 1 << bit) for space in going for bit in range(top[space])]
@@ -407,7 +347,7 @@ class GenerationTier:
             raise fault
 
     async def _mark_as_first(self, space: bytes, number: int) -> bool:
-        """Put a marker. Return true only if this host's marker is certainly the first."""
+        """Return true only if this host's marker is certainly the first."""
         mine = bytearray(_MARK)
         mine[-_TOKEN_BYTES:] = os.urandom(_TOKEN_BYTES)
         key, there = marker_key(space, number), bytearray(len(mine))
@@ -418,7 +358,6 @@ class GenerationTier:
         return size == len(mine) and there == mine
 
     async def _noticed(self, call: Awaitable[Result]) -> Result:
-        """Await a call of the tier below. If it fails, remember that the tier was away."""
         try:
             return await call
         except BaseException:
@@ -428,20 +367,15 @@ class GenerationTier:
 
 
 def marker_key(space: bytes, number: int) -> bytes:
-    """Return the name of the marker that says that generation `number` has begun."""
     return space + _SAYS + number.to_bytes(HASH_BYTES - len(_SAYS), "little") + _PLACE
 
 
 def is_marker(name: bytes) -> bool:
-    """Return whether a name in a tier is the name of a marker."""
     return name.endswith(_PLACE) and name[NAMESPACE_BYTES:].startswith(_SAYS)
 
 
 def _leading(number: int) -> list[int]:
-    """Return the numbers through which a search finds `number`: 13 -> 8, 12, 13.
-
-    For very large numbers, the powers of two at which the search widens are included.
-    """
+    """Return the numbers through which a search finds `number`: 13 -> 8, 12, 13."""
     leading = {number >> bit << bit for bit in range(number.bit_length())}
     return sorted(
         leading | {1 << bit for bit in range(_BITS_AT_ONCE - 1, number.bit_length(), _BITS_AT_ONCE)}

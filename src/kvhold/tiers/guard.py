@@ -1,15 +1,9 @@
-"""Guard one tier of a stack with deadlines, fault counters and a circuit breaker.
+"""Guard one tier with deadlines, fault counters and a circuit breaker.
 
-    guard = Guard(tier, GuardConfig(), name="redis", metrics=metrics)
     got = await guard.get(keys, into)  # a fault gives misses, never an exception
-    got.pending  # the call that still uses the buffers after its deadline; else None
 
-After `breaker_failures` failures in a row the breaker opens. Calls then return misses at once, at
-no cost. A background task tries `check`, and the first success closes the breaker.
-
-A call whose deadline has passed is cancelled, and the guard does not wait for its end. A tier that
-still uses the caller's memory (a hung disk) is reported by `pending`; the memory must stay reserved
-until that task ends. Runs on one event loop.
+While the breaker is open, calls return misses at once. A background task tries `check`; its success
+closes the breaker. A call past its deadline is cancelled, but not awaited. Runs on one event loop.
 """
 
 import asyncio
@@ -35,19 +29,17 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_SCAN_TIMEOUT_S = 60.0  # a scan of a whole tier
-_CLEAR_TIMEOUT_S = 60.0  # to begin a generation while other hosts clear too
+_SCAN_TIMEOUT_S = 60.0
+_CLEAR_TIMEOUT_S = 60.0
 _LONGEST_PAUSE_S = 30.0
-_MOST_GARBAGE = 10_000  # name prefixes of old generations that are remembered
-_MOST_OWED = 1000  # debts of a tier that is not shared; beyond this the whole tier is cleared
+_MOST_GARBAGE = 10_000
+_MOST_OWED = 1000
 _PER_ITEM = ("probe", "get", "put", "replace", "delete")
-_LEAVE_S = 5.0  # a cancelled caller waits at most this long until its memory is free
+_LEAVE_S = 5.0  # wait of a cancelled caller for its memory
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """The options that every tier's URL accepts, beside the tier's own options."""
-
     name: str = setting("", "what the tier is called in metrics and logs; empty: its scheme")
     read_only: bool = setting(False, "never write to it")
     codec: str = setting(
@@ -84,11 +76,10 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class Outcome(Generic[Result]):
-    """The answers of one call, item by item.
+    """One answer per key.
 
-    items:   one answer per key
-    pending: a task that still uses the caller's memory, and ends when it no longer does; else None
-    failed:  of a read: true for each item that failed, false for a hit or a plain miss
+    pending: a task that still uses the caller's memory, which must stay reserved
+    failed:  of a read: true for a fault, false for a plain miss
     """
 
     items: list[Result]
@@ -97,7 +88,6 @@ class Outcome(Generic[Result]):
 
 
 def _now() -> float:
-    """Return the loop's time: the monotonic clock, or the clock of a simulation."""
     return asyncio.get_running_loop().time()
 
 
@@ -112,7 +102,6 @@ class _Call(Generic[Result]):
     began_s: float = field(default_factory=_now)
 
     def check(self, result: Any) -> None:
-        """Raise ValueError unless the tier's answer has one item per key."""
         if self.operation in _PER_ITEM and (
             not isinstance(result, list) or len(result) != self.keys
         ):
@@ -143,12 +132,11 @@ class Guard:
             failures=config.breaker_failures, first_pause_s=config.breaker_pause_s
         )
         self._hidden = Hidden()
-        # name prefix of an old generation that could not be removed -> the number of its debt
+        # name prefix of old values to remove -> number of its debt
         self._garbage: dict[bytes, int] = {}
         self._remember: Callable[[], Awaitable[None]] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._paying: asyncio.Task[None] | None = None
-        # prefix -> lock: one call at a time pays its debt
         self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
@@ -158,26 +146,20 @@ class Guard:
 
     @property
     def last_fault(self) -> str:
-        """The message of the last fault; empty if there was none."""
         return self._last_fault
 
     @property
     def available(self) -> bool:
-        """Whether the breaker lets calls through."""
         return self._breaker.allows
 
     async def check(self) -> TierError | None:
-        """Return the fault if the tier cannot be used now, else None. Counts for the breaker."""
         call = _Call[None]("check", 0, self.config.get_timeout_s)
         return await self._attempt(call, self._tier.check)
 
     async def probe(
         self, keys: Sequence[bytes], silent: set[str] | None = None
     ) -> list[int | None]:
-        """Return the size of each value, `None` where it is missing.
-
-        If the tier does not answer, all are `None`, and its name is added to `silent`.
-        """
+        """Return the size of each value. A failed tier is added to `silent`."""
         call = _Call[list[int | None]]("probe", len(keys), self.config.probe_timeout_s)
         if keys:
             await self._run(call, lambda: self._tier.probe(keys))
@@ -198,7 +180,6 @@ class Guard:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> Outcome[int | None]:
-        """Read values, or ranges, as `Tier.get`; `None` for each item that did not arrive."""
         call = _Call[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
         await self._run(call, lambda: self._tier.get(keys, into, starts=starts))
         answers = call.result or [None] * len(keys)
@@ -214,10 +195,6 @@ class Guard:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Outcome[bool]:
-        """Store values, as `Tier.put`; true where the value is stored now.
-
-        A value that is not stored is counted with the reason.
-        """
         call = _Call[list[TierError | None]]("put", len(items), self.config.put_timeout_s)
         tier = self._tier
         put = (
@@ -243,10 +220,7 @@ class Guard:
         return Outcome(stored, call.pending)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the current names of the keys' values in the tier.
-
-        The names in a shared tier change with each clear.
-        """
+        """Return the current names, which change with each clear of a shared tier."""
         return (
             [self._tier.name_of(key) for key in keys]
             if isinstance(self._tier, GenerationTier)
@@ -256,12 +230,9 @@ class Guard:
     async def replace(
         self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None
     ) -> Outcome[bool | None]:
-        """Replace stored values, as `base.replace`.
+        """Replace stored values, as `base.replace`; `None` where it failed.
 
-        `None` where the replacement failed, or where its answer was lost.
-
-        names: the values' names when they were read (from `names`), so that a value from before a
-               clear never replaces a value from after the clear
+        names: taken before the read, so that no value from before a clear replaces a later one
         """
         call = _Call[list[bool | TierError]]("replace", len(items), self.config.put_timeout_s)
         tier = self._tier
@@ -290,14 +261,9 @@ class Guard:
         return Outcome(done, call.pending)
 
     def drop(self, count: int, *, reason: str) -> None:
-        """Count chunks that should have been stored but are not offered to the tier."""
         self._metrics.add("kvhold_tier_dropped_chunks", count, tier=self.name, reason=reason)
 
     async def delete(self, keys: Sequence[bytes], silent: set[str] | None = None) -> list[bool]:
-        """Remove values; true where one was removed.
-
-        If the tier fails, its name is added to `silent`.
-        """
         call = _Call[list[bool]]("delete", len(keys), self.config.put_timeout_s)
         if (
             await self._run(call, lambda: self._tier.delete(keys)) is not None
@@ -312,10 +278,6 @@ class Guard:
         return removed
 
     async def scan(self, prefix: bytes, silent: set[str] | None = None) -> KeyList:
-        """Return the keys that begin with `prefix`.
-
-        If the list may be incomplete, the tier's name is added to `silent`.
-        """
         keys, fault = await self._scan(prefix)
         if fault is not None and silent is not None:
             silent.add(self.name)
@@ -328,14 +290,10 @@ class Guard:
         return visible
 
     async def clear(self, prefix: bytes) -> int:
-        """Remove every value whose key begins with `prefix`. Return the number of removed values.
-
-        If the tier fails now, the values are hidden at once and removed when the tier can do it.
-        """
         return await self.pay(await self.owe(prefix))
 
     async def owe(self, prefix: bytes) -> Debt:
-        """Hide all values with this prefix until they are removed. Return the debt, for `pay`.
+        """Hide all values with this prefix. Return the debt, for `pay`.
 
         If there is a journal, the debt is on the disk when this returns. A tier that is not shared
         and has too many debts gets one debt for all its values instead, which is due when all
@@ -381,10 +339,6 @@ class Guard:
         return removed
 
     async def _write_journal(self, prefix: bytes) -> None:
-        """Write to the journal whether a prefix has a debt.
-
-        One call at a time, so that the journal ends with the latest state.
-        """
         if self._journal is not None:
             async with self._journal_turn:
                 if self._hidden.debt(prefix):
@@ -400,15 +354,7 @@ class Guard:
         may_hold: Callable[[bytes], bool] = lambda space: True,
         remember: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """If the tier is shared, make clears hold for all hosts, and learn of other hosts' clears.
-
-        See `generations.py`.
-
-        learned:  called with each namespace that another host has cleared
-        journal:  has the generations that this host knew when the last run ended
-        may_hold: see `GenerationTier`
-        remember: writes the generations that this host knows to the journal
-        """
+        """Make clears hold for all hosts, if the tier is shared (`generations.py`)."""
         if self.traits.shared:
             self._remember = remember
             numbers = journal.reached(self.place) if journal is not None else None
@@ -421,15 +367,10 @@ class Guard:
             )
 
     def use(self, space: bytes) -> None:
-        """Ask for clears of this namespace from now on, if the tier is shared."""
         if isinstance(self._tier, GenerationTier):
             self._tier.use(space)
 
     async def meet(self, spaces: Sequence[bytes]) -> None:
-        """Learn the clears of these namespaces before any of their chunks is used.
-
-        Does nothing if the tier is not shared, or if all are known.
-        """
         if isinstance(self._tier, GenerationTier) and not self._tier.has_met(spaces):
             tier = self._tier
             await self._run(
@@ -438,27 +379,18 @@ class Guard:
 
     @property
     def generations(self) -> dict[bytes, int]:
-        """The generation of each namespace that was cleared in a shared tier.
-
-        `learned` has been called for these clears where this host may hold older chunks.
-        """
         return self._tier.numbers if isinstance(self._tier, GenerationTier) else {}
 
     def hide(self, prefix: bytes) -> None:
-        """Record the debt of a clear. `remember` writes it to the disk."""
+        """`remember` writes the debt to the disk."""
         self._hidden.owe(prefix)
 
     async def remember(self) -> None:
-        """Write all debts to the journal that are not there yet."""
         if self._journal is not None:
             for prefix in set(self._hidden.owed) - set(self._journal.owed(self.place)):
                 await self._write_journal(prefix)
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """Keep the debts in a journal, and continue with the debts of the last run.
-
-        Call this on the tier's loop.
-        """
         self._journal = journal
         for prefix in journal.owed(self.place):
             self._hidden.fall_due(prefix, self._hidden.owe(prefix))
@@ -470,14 +402,12 @@ class Guard:
             self._paying = asyncio.ensure_future(self._pay_by_and_by(first_pause_s=0.0))
 
     async def refresh(self) -> None:
-        """Learn the clears of other hosts, if the tier is shared and available."""
         if isinstance(self._tier, GenerationTier) and self.available:
             await self._run(
                 _Call[None]("check", 0, self.config.probe_timeout_s), self._tier.refresh
             )
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the tier for users and monitors."""
         return {
             "name": self.name,
             "kind": self.traits.name,
@@ -494,7 +424,6 @@ class Guard:
         }
 
     async def close(self) -> None:
-        """End the background tasks and close the tier. Calls that hang are left behind."""
         for task in (self._mending, self._paying):
             if task is not None:
                 task.cancel()
@@ -505,10 +434,9 @@ class Guard:
     async def _run(
         self, call: _Call[Result], work: Callable[[], Awaitable[Result]]
     ) -> TierError | None:
-        """Make one call for a request. Return the fault, or None.
+        """Return the fault, or None.
 
-        A failed call is retried once if its fault is retryable, its deadline allows, and it is not
-        a put or a replace.
+        A retryable fault is retried once within the deadline, but never a put or a replace.
         """
         if not self.available:
             fault: TierError = TierUnavailable(
@@ -529,7 +457,7 @@ class Guard:
             or not self.available
         ):
             return first
-        if call.pending is not None:  # it may still write to the buffers that a retry would fill
+        if call.pending is not None:  # it may still write to the buffers
             return first
         if _now() - call.began_s >= call.deadline_s:
             return first
@@ -538,7 +466,6 @@ class Guard:
     async def _attempt(
         self, call: _Call[Result], work: Callable[[], Awaitable[Result]]
     ) -> TierError | None:
-        """Make one call with the rest of its deadline. Return the fault, or None."""
         began_s = _now()
         failed = self._failed if call.is_vital else self._fault
         task = asyncio.ensure_future(_awaited(work))
@@ -571,8 +498,8 @@ class Guard:
             else:
                 failed(call.operation, error)
             return error
-        # A tier (perhaps a plugin) that breaks its contract must not stop the others. A
-        # CancelledError comes from the tier here: our own cancellation is handled above.
+        # A bad plugin must not stop other tiers. A CancelledError here is the tier's: ours is
+        # handled above.
         except (Exception, asyncio.CancelledError) as error:
             log.exception("tier %s: %s broke the contract of a tier", self.name, call.operation)
             fault = TierError(self.name, call.operation, f"{type(error).__name__}: {error}")
@@ -594,7 +521,7 @@ class Guard:
             self._metrics.set("kvhold_tier_available", 0, tier=self.name)
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
             if self._mending is not None:
-                self._mending.cancel()  # it still sleeps for an earlier failure
+                self._mending.cancel()
             self._mending = asyncio.ensure_future(self._mend())
 
     def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
@@ -619,7 +546,7 @@ class Guard:
         async def collect() -> None:
             async for key in self._tier.scan(prefix):
                 if seen.add((key,)) and keys.append(key):
-                    await asyncio.sleep(0)  # let other tasks run
+                    await asyncio.sleep(0)
 
         fault = await self._run(_Call[None]("scan", 0, _SCAN_TIMEOUT_S), collect)
         num_freed = 0
@@ -631,10 +558,7 @@ class Guard:
         return keys, fault
 
     async def _pay(self, prefix: bytes) -> int:
-        """Remove the values of one prefix's debt. The debt is paid when no value is left.
-
-        Values that are stored during the removal are not part of the debt.
-        """
+        """Remove the values of one debt, but none stored meanwhile."""
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
@@ -649,43 +573,29 @@ class Guard:
         return removed
 
     async def _paid(self, prefix: bytes, debt: int) -> None:
-        """Settle a debt.
-
-        The journal is written first: a node that ends now must not clear once more when it starts.
-        """
+        """Settle a debt, first in the journal: else a restart would clear once more."""
         async with self._journal_turn:
             if self._journal is not None and self._hidden.debt(prefix) == debt:
                 await self._journal.remove(self.place, prefix)
             self._hidden.paid(prefix, debt)
 
     async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes, debt: int) -> int:
-        """Begin a new generation, which settles the debt, then remove the values of the old one.
-
-        No host asks for the old values again. If they cannot be removed now, their removal is
-        retried.
-        """
         call = _Call[bytes]("clear", 0, _CLEAR_TIMEOUT_S)
         await self._run(call, lambda: tier.advance(prefix))
         if call.result is None:
             return 0
         if self._remember is not None:
-            # Without this, a node that ends now would know of this clear only by a marker, which
-            # the store may lose.
+            # a restarted node would know this clear only by its marker, which the store may lose
             await self._remember()
         await self._paid(prefix, debt)
         removed, is_done = await self._remove_garbage(tier, call.result)
         if not is_done:
             while len(self._garbage) >= _MOST_GARBAGE:
-                # the next clear of all namespaces removes it
                 self._garbage.pop(next(iter(self._garbage)))
             self._garbage[call.result] = debt
         return removed
 
     async def _remove_garbage(self, tier: GenerationTier, old: bytes) -> tuple[int, bool]:
-        """Remove the values whose names begin with `old`. A fault here never opens the breaker.
-
-        Returns the number of removed values, and whether all were removed.
-        """
         removed, scan = 0, _Call[KeyList]("scan", 0, _SCAN_TIMEOUT_S, is_vital=False)
         await self._run(scan, lambda: tier.names_of(old))
         if scan.result is None:
@@ -717,7 +627,7 @@ class Guard:
                     if not gone
                 )
         removed = num_keys - len(left)
-        if left and fault is None:  # others may have removed those keys
+        if left and fault is None:
             there, fault = await self._scan(prefix)
             still = set[bytes]()
             for part in there.taken():
@@ -729,7 +639,6 @@ class Guard:
         return removed
 
     async def _pay_by_and_by(self, first_pause_s: float | None = None) -> None:
-        """Retry from time to time while a debt is due or garbage is left."""
         pause_s = self.config.breaker_pause_s if first_pause_s is None else first_pause_s
         while self._hidden.all_due or self._garbage:
             await asyncio.sleep(pause_s)
@@ -745,10 +654,9 @@ class Guard:
                     del self._garbage[old]
 
     async def _mend(self) -> None:
-        """Check the tier from time to time while the breaker is open."""
         while self._breaker.next_try_s is not None:
             await asyncio.sleep(max(0.0, self._breaker.next_try_s - _now()))
-            if self._stuck:  # earlier calls still hang
+            if self._stuck:
                 self._breaker.failed(_now())
             else:
                 await self.check()
@@ -762,7 +670,7 @@ class Guard:
         self._stuck.discard(task)
         self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
         if not task.cancelled():
-            task.exception()  # retrieve it, or asyncio logs it
+            task.exception()  # else asyncio logs it
 
     def _count(self, operation: str, **results: int) -> None:
         for result, count in results.items():

@@ -1,15 +1,9 @@
-"""The InfiniStore tier: values in an InfiniStore server's memory, over RDMA, by its own client.
+"""The InfiniStore tier: values in an InfiniStore server's memory, over RDMA.
 
-    url = parse_url("infinistore://host:12345?device=mlx5_0&link_type=Ethernet")
-    tier = InfiniStoreTier.from_url(url)
-    faults = await tier.put([(key, [header, payload])])
+    # infinistore://host:12345?device=mlx5_0&link_type=Ethernet
 
-This module has the settings and the real client (`pip install infinistore`, written against
-0.2.35). `kvhold.tiers.infinistore_blocks` has the format of values, and its loop and threads.
-
-The server needs an RDMA device. This tier was tested up to the client's calls, against a store of
-blocks in memory, not on RDMA hardware. The server has no authentication: run it in a network of its
-own.
+The client is `pip install infinistore` (0.2.35). Tested up to the client's calls, not on RDMA
+hardware. The server has no authentication: run it in a network of its own.
 """
 
 import os
@@ -24,7 +18,7 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "O
 _before = {name: os.environ.get(name) for name in _THREADS}
 import infinistore  # noqa: E402
 
-for _name, _value in _before.items():  # the import sets all of them to 1, for the whole process
+for _name, _value in _before.items():  # the import sets them to 1
     os.environ.pop(_name, None)
     if _value is not None:
         os.environ[_name] = _value
@@ -32,8 +26,6 @@ for _name, _value in _before.items():  # the import sets all of them to 1, for t
 
 @dataclass(frozen=True)
 class InfiniStoreConfig:
-    """Settings of one InfiniStore tier."""
-
     host: str = setting("", "the server")
     port: int = setting(0, "its service port")
     device: str = setting("mlx5_0", "the RDMA device of this host")
@@ -52,8 +44,6 @@ class InfiniStoreConfig:
 
 
 class InfiniStoreTier(BlockTier):
-    """Values in one server, below one prefix."""
-
     def __init__(self, config: InfiniStoreConfig) -> None:
         if not config.host or not 0 < config.port < 65536:
             raise ConfigError("infinistore: write infinistore://host:port?device=mlx5_0")
@@ -74,7 +64,6 @@ class InfiniStoreTier(BlockTier):
 
     @classmethod
     def from_url(cls, url: TierUrl) -> "InfiniStoreTier":
-        """Make a tier from `infinistore://host:port?option=value`. Raises ConfigError."""
         hosts = url.hosts
         if len(hosts) != 1 or "@" in url.netloc or url.path.strip("/"):
             raise ConfigError(

@@ -1,31 +1,13 @@
 """The logic of the InfiniStore tier: values in a store of RDMA blocks.
 
-    tier = BlockTier(layout, connect, place)    # kvhold.tiers.infinistore has the real `connect`
+The store knows no sizes, overwrites blocks, answers one code for a whole batch, and evicts single
+blocks. So a value has blocks of equal size, under names that no other put uses. Its head is a small
+block under the key's own name, written last, with the size and the put's name. A reader gets the
+blocks of one put, or misses.
 
-The store maps names to blocks. It
-
-- knows no sizes: a read moves as many bytes as the reader requests,
-- overwrites existing blocks,
-- answers one code for a whole batch,
-- evicts single blocks.
-
-So a value consists of blocks of equal size and a head. The blocks have names that no other put
-uses. The head is one small block under the key's own name; it is written last, and contains the
-size and the name of the put. A reader of a head reads the blocks of one put or misses. A value is
-never mixed from two puts.
-
-Bytes pass through slots: memory that is registered once. A slot belongs to its operation until the
-operation ends, even if the caller is cancelled. The caller's memory is copied to or from slots
-only. So values have no size limit, and a cancelled call ends at once. One event loop calls; one
-thread of the tier makes the blocking calls; a thread of the client reports completions.
-
-Left out:
-
-- Listing: the store cannot list.
-- Removing blocks without a head. A killed or cancelled writer leaves them until the store evicts
-  them.
-- If two writers put one key at the same moment, the later head may stay, and the blocks of the
-  other put are left as well.
+Bytes pass through slots: memory registered once. A slot belongs to its operation until the end, so
+a cancelled call ends at once. One event loop calls; one thread makes the blocking calls; a thread
+of the client reports completions.
 """
 
 import asyncio
@@ -48,10 +30,10 @@ Result = TypeVar("Result")
 Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
 
 HEAD_BYTES = 64
-_HEAD = struct.Struct("<8sQI16s")  # magic, bytes of the value, bytes of a block, id of the put
+_HEAD = struct.Struct("<8sQI16s")  # magic, bytes of the value, bytes of a block, put id
 _MAGIC = b"kvholdI1"
-_COPY_IN_THREAD = 256 << 10  # below it, handing a copy to a thread costs more than the copy
-_LAST_MOVES_S = 5.0  # how long `close` waits; a device that needs longer does not answer any more
+_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
+_LAST_MOVES_S = 5.0
 _NAMES_AT_ONCE = 1000
 _MOVES_AT_ONCE = 64  # the client has 128 request buffers, and aborts if it needs more
 
@@ -59,10 +41,7 @@ _DONE, _MISSING, _NO_ROOM = 200, 404, 507
 
 
 class Connection(Protocol):
-    """The calls of `infinistore._infinistore.Connection` that the tier uses.
-
-    A negative result is a failure. A callback gets an HTTP status code.
-    """
+    """A negative result is a failure. A callback gets an HTTP status code."""
 
     def register_mr(self, pointer: int, size: int, /) -> int: ...
     def w_rdma_async(
@@ -90,13 +69,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Sizes of blocks and slots.
-
-    root:        prefix of all names
-    block_bytes: size of a block
-    slot_bytes:  memory of one request, a multiple of `block_bytes`
-    slots:       number of slots
-    """
+    """slot_bytes: memory of one request, a multiple of `block_bytes`."""
 
     root: str
     block_bytes: int
@@ -124,18 +97,13 @@ class _Head:
 
 
 class _Refused(Exception):
-    """The store answered with this code."""
-
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
 
 
 class BlockTier:
-    """Values in one store of blocks.
-
-    `connect` may block: it runs in the tier's thread. It raises TierError.
-    """
+    """`connect` runs in the tier's thread. It raises TierError."""
 
     traits: ClassVar[TierTraits] = TierTraits(name="infinistore", shared=True)
 
@@ -147,13 +115,12 @@ class BlockTier:
         self._connection: Connection | None = None
         self._is_lost = False
         self._memory: mmap.mmap | None = None
-        self._free: asyncio.Queue[int] = asyncio.Queue()  # offsets of the free slots
+        self._free: asyncio.Queue[int] = asyncio.Queue()  # offsets of free slots
         self._moves = asyncio.Semaphore(_MOVES_AT_ONCE)
         self._opening = asyncio.Lock()
         self._thread: ThreadPoolExecutor | None = None
 
     async def check(self) -> None:
-        """Tier contract."""
         if (
             await self._blocking(
                 "check", lambda connection: connection.check_exist(f"{self._layout.root}check")
@@ -163,14 +130,12 @@ class BlockTier:
             raise self._lost("check")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract: read all heads concurrently."""
         heads = await _all([self._whole("probe", partial(self._head, key)) for key in keys])
         return [head.nbytes if head else None for head in heads]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: read the head, then the blocks of the range."""
         check_lengths(keys, into, starts)
         return await _all(
             [
@@ -184,8 +149,7 @@ class BlockTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract. Ignores `ttl_s`: the store evicts old blocks when it needs room."""
-        first = dict(reversed(items))  # of a repeated key, the first value counts
+        first = dict(reversed(items))
         faults = await _all(
             [self._item("put", partial(self._put, key, parts)) for key, parts in first.items()]
         )
@@ -193,7 +157,7 @@ class BlockTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract: remove heads before blocks, so that no reader finds a partial value."""
+        """Tier contract. Removes heads first, so that no reader finds a partial value."""
         unique = list(dict.fromkeys(keys))
         heads = await _all([self._whole("delete", partial(self._head, key)) for key in unique])
         removed = set()
@@ -204,7 +168,6 @@ class BlockTier:
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Raise TierError: the store cannot list."""
         raise TierError(
             self.traits.name,
             "scan",
@@ -213,7 +176,6 @@ class BlockTier:
         yield b""  # type: ignore[unreachable]  # makes this a generator
 
     async def close(self) -> None:
-        """Tier contract. Wait up to `_LAST_MOVES_S` for the operations of cancelled calls."""
         async with self._opening:
             if self._connection is not None:
                 with suppress(TimeoutError):
@@ -229,7 +191,7 @@ class BlockTier:
         first, wanted = (0, head.nbytes) if start is None else (start, room)
         block = head.block_bytes
         if block > self._layout.slot_bytes:
-            return None  # another configuration wrote blocks larger than a slot here
+            return None
         target, at = _Cursor(parts), first // block * block
         while at < first + wanted:
             count = min(self._layout.slot_bytes // block, -(-(first + wanted - at) // block))
@@ -259,7 +221,7 @@ class BlockTier:
             await self._drop_blocks(key, head)
             raise
         there = await self._head(key)
-        if there is not None and there.put_id != head.put_id:  # the head of a concurrent put stayed
+        if there is not None and there.put_id != head.put_id:  # a concurrent put won
             await self._drop_blocks(key, head)
 
     async def _head(self, key: bytes) -> _Head | None:
@@ -286,10 +248,7 @@ class BlockTier:
         before: Callable[[memoryview], None] | None = None,
         after: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """Write blocks from a slot that `before` fills, or read blocks into a slot for `after`.
-
-        Raises _Refused.
-        """
+        """Write blocks from a slot that `before` fills, or read blocks into a slot for `after`."""
         connection = await self._open(operation)
         memory, free = self._memory, self._free
         assert memory is not None
@@ -299,7 +258,7 @@ class BlockTier:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[int] = loop.create_future()
 
-            def ended(code: int) -> None:  # called in a thread of the client
+            def ended(code: int) -> None:  # in a thread of the client
                 with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(done.set_result, code)
 
@@ -318,7 +277,7 @@ class BlockTier:
             try:
                 code = await asyncio.shield(done)
             except asyncio.CancelledError:
-                # Until then the device still uses the slot's memory.
+                # until then the device uses the slot's memory
                 done.add_done_callback(partial(_give_back, free, at, memory))
                 raise
             try:
@@ -337,11 +296,7 @@ class BlockTier:
             await in_thread(self._thread, copy)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
-        """Remove the blocks of a put, in batches.
-
-        Stops at the first batch that is not there, because the head's number of blocks is not
-        trusted.
-        """
+        """Stops at a missing batch: the head's number of blocks is not trusted."""
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
             if not await self._drop(
                 self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))
@@ -400,7 +355,7 @@ class BlockTier:
     async def _item(
         self, operation: str, call: Callable[[], Awaitable[Result]]
     ) -> Result | TierError | None:
-        """Return one item's answer: None for a missing block, a TierError for another refusal."""
+        """Return None for a missing block, a TierError for other refusals."""
         try:
             return await call()
         except _Refused as refused:
@@ -422,7 +377,7 @@ class BlockTier:
         )
 
     def _lost(self, operation: str) -> TierError:
-        self._is_lost = self._connection is not None  # the next call connects again
+        self._is_lost = self._connection is not None
         return TierUnavailable(self.traits.name, operation, f"no answer from {self._place}")
 
     def _name(self, key: bytes) -> str:
@@ -433,14 +388,11 @@ class BlockTier:
 
 
 class _Cursor:
-    """A position in the parts of a value. It advances as bytes are copied."""
-
     def __init__(self, parts: Parts) -> None:
         self._left: Iterator[memoryview] = (part.cast("B") for part in parts if part.nbytes)
         self._part = memoryview(b"")
 
     def fill(self, data: memoryview, inside: slice) -> None:
-        """Copy the slice `inside` of `data` into the parts."""
         self._over(
             data[inside],
             lambda part, piece: np.copyto(
@@ -449,7 +401,6 @@ class _Cursor:
         )
 
     def drain(self, data: memoryview) -> None:
-        """Copy from the parts into `data`, until either ends."""
         self._over(
             data,
             lambda part, piece: np.copyto(
@@ -471,7 +422,7 @@ class _Cursor:
 def _give_back(
     free: "asyncio.Queue[int]", at: int, memory: mmap.mmap, done: "asyncio.Future[int]"
 ) -> None:
-    """Free a slot when its operation ends. `memory` keeps the mapping alive until then."""
+    """`memory` keeps the mapping alive until here."""
     free.put_nowait(at)
 
 
@@ -480,10 +431,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all calls concurrently, and raise the error of the first failed one.
-
-    Returns when all have ended, also when cancelled.
-    """
+    """Raise the first error when all have ended, also when cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

@@ -1,11 +1,6 @@
 """A small file of the clears that tiers have not done yet, so that a restart keeps them.
 
-    journal = ClearsJournal(Path("/home/user/.local/state/kvhold/host-0123456789abcdef.clears"))
     journal.begin(["disk", "redis"])          # once, at the start
-    journal.owed("redis")                     # the pending clears, after a restart
-    await journal.add("redis", prefix)        # on the disk before it returns
-    await journal.remove("redis", prefix)     # the tier has been cleared
-    await journal.reach({"redis": numbers})   # generations of this host's chunks
 
 Each clear has one line: the tier's place, a tab, and the prefix of the keys in hex. Each generation
 has one line: the tier's place, a tab, the namespace in hex, a tab, and the number. The file is
@@ -30,22 +25,16 @@ from kvhold.tiers.files.safe import open_folder, open_own_file
 
 log = logging.getLogger(__name__)
 
-_MOST_OWED = 100_000  # pending clears of one tier
-_MOST_REACHED = 20_000  # namespaces of one tier with a stored generation
+_MOST_OWED = 100_000
+_MOST_REACHED = 20_000
 _MOST_BYTES = 16 << 20
 
 
 class ClearsJournal:
-    """The journal of one cache.
-
-    `owed` is read once at the start. `add`, `remove` and `reach` are awaited from one loop.
-    """
+    """`owed` is read once at the start. `add`, `remove` and `reach` are awaited from one loop."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
-        """Read the file. Raises ConfigError if it cannot be read or is not ours.
-
-        any_owner: the folder may belong to others
-        """
+        """Raises ConfigError if the file cannot be read or is not ours."""
         self._path = path
         self._any_owner = any_owner
         self._lock = threading.Lock()
@@ -72,7 +61,6 @@ class ClearsJournal:
             self._all_owe = True
 
     def begin(self, tiers: Sequence[str]) -> None:
-        """If the file was invalid, add a pending clear of everything for each of these tiers."""
         if self._all_owe:
             self._all_owe = False
             with self._lock:
@@ -81,29 +69,24 @@ class ClearsJournal:
                 self._save()
 
     def owed(self, tier: str) -> list[bytes]:
-        """Return the key prefixes of a tier's pending clears."""
         return list(self._owed.get(tier, ()))
 
     async def add(self, tier: str, prefix: bytes) -> None:
-        """Add a pending clear of a tier. It is on the disk when this returns.
-
-        A fault is logged and not raised, because the clear itself must continue.
-        """
+        """The clear is on the disk when this returns. A fault is only logged."""
         await asyncio.to_thread(self._change, tier, prefix, owed=True)
 
     def reached(self, tier: str) -> dict[bytes, int]:
-        """Return the generation of this host's chunks in each namespace of a tier."""
         return dict(self._reached.get(tier, {}))
 
     async def reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
         """Store the generations of this host's chunks: tier -> namespace -> number.
 
-        Call it after `add`: chunks of older generations must be covered by pending clears.
+        Call it after `add`: pending clears must cover chunks of older generations.
         """
         await asyncio.to_thread(self._reach, numbers)
 
     def _reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
-        # Namespaces beyond the bound count as 0. A restart makes their next clear be learned again.
+        # the clears of other namespaces are learned again after a restart
         with self._lock:
             new = {
                 tier: dict(list(of_tier.items())[:_MOST_REACHED])
@@ -127,7 +110,6 @@ class ClearsJournal:
         ]
 
     async def remove(self, tier: str, prefix: bytes) -> None:
-        """Remove a clear that a tier has done."""
         await asyncio.to_thread(self._change, tier, prefix, owed=False)
 
     def _change(self, tier: str, prefix: bytes, *, owed: bool) -> None:

@@ -1,24 +1,13 @@
 """The memcached tier: chunks in one memcached server (1.6 or later).
 
-    tier = MemcachedTier.from_url(parse_url("memcached://cache.example:11211?ttl_s=86400"))
-    await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key],
-    [[header, payload]])
+    # memcached://cache.example:11211?ttl_s=86400
 
-Speaks the meta protocol, pipelined. Values move between the socket and the caller's memory without
-a copy.
+Speaks the meta protocol, pipelined.
 
-- **Probe, get, put:** `mg` without the value, `mg` with it, and `ms ... ME` (add).
-- **Large values:** a value beyond the server's item size (1 MiB by default) is refused as TierFull.
-  Set `memcached -I` to the size of the largest frame.
-- **Replace:** `cas`, because it changes nothing if it fails. A failed `ms` removes the old value.
-- **Ranges:** memcached has none. The tier receives the whole value and drops the rest.
-- **Scan:** the server lists its items (`lru_crawler metadump hash`). Its lists by age may omit
-  items that move between them.
-
-Values that vanish when the server restarts or needs room are misses.
-
-Left out: several servers (configure one tier for each, or a proxy), SASL, and time-outs, which
-`guard.py` has. Runs in one event loop, without threads.
+- **Large values:** a value beyond the server's item size (1 MiB by default) is TierFull. Set
+  `memcached -I` to the largest frame.
+- **Replace:** `cas`, because a failed `ms` removes the old value.
+- **Ranges:** the tier receives the whole value and drops the rest.
 """
 
 import asyncio
@@ -41,8 +30,8 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 11211
 _SMALL_CONNECTIONS = 2
-_DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less than skipping the bytes
-_LONGEST_RELATIVE_S = 30 * 86_400  # the server takes a longer time to live for a date
+_DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less
+_LONGEST_RELATIVE_S = 30 * 86_400  # longer times to live are dates
 _LAST_DATE_S = 2**31 - 1
 _MAX_PREFIX = 150  # a key is at most 250 bytes
 
@@ -51,13 +40,11 @@ _VALUE = re.compile(rb"VA (\d{1,15})")
 _STATE = re.compile(rb"HD t(-1|\d{1,15}) c(\d{1,20})")
 
 _REPLACE_ROUNDS = 3
-_CHANGED = 2  # the answer if another client wrote the value after our look
+_CHANGED = 2
 
 
 @dataclass(frozen=True)
 class MemcachedConfig:
-    """Settings of one memcached tier. The URL gives `addresses`; options may give the others."""
-
     addresses: tuple[Address, ...] = setting((), "the server")
     prefix: str = setting("kvhold:", "what the names of our keys begin with")
     ttl_s: float = setting(
@@ -71,8 +58,6 @@ class MemcachedConfig:
 
 
 class MemcachedTier:
-    """One memcached server. Does no I/O before it is used."""
-
     traits: ClassVar[TierTraits] = TierTraits(
         "memcached", durable=True, shared=True, expires=True, replaces=True
     )
@@ -96,7 +81,6 @@ class MemcachedTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """Make a tier from `memcached://host[:port]?...`. Raises ConfigError."""
         if url.path.strip("/") or "@" in url.netloc:
             raise ConfigError(
                 f"{url.shown}: memcached has neither databases nor, here, users; write "
@@ -106,11 +90,9 @@ class MemcachedTier:
         return cls(url.apply(replace(MemcachedConfig(), addresses=addresses)))
 
     async def check(self) -> None:
-        """Tier contract."""
         await self._run("check", [_Call((b"mn\r\n",), _noop)], self._small)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract."""
         calls = [_Call((b"mg %b s\r\n" % self._name(key),), _size) for key in keys]
         await self._run("probe", calls, self._small)
         return [
@@ -120,7 +102,6 @@ class MemcachedTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         check_lengths(keys, into, starts)
         if starts is not None and any(start < 0 for start in starts):
             raise ValueError("a range that starts before its value")
@@ -137,14 +118,13 @@ class MemcachedTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract."""
         until = _expiry(ttl_s if ttl_s is not None else self._config.ttl_s or None)
         calls: dict[bytes, _Call] = {}
         faults: dict[bytes, TierError | None] = {}
         for key, parts in items:
             if not size_of(parts):
                 faults.setdefault(key, TierError("memcached", "put", "a value of no bytes"))
-            elif key not in calls:  # of a repeated key, the first value counts
+            elif key not in calls:
                 head = b"ms %b %d ME T%d\r\n" % (self._name(key), size_of(parts), until)
                 calls[key] = _Call((head, *parts, b"\r\n"), _stored, size_of(parts))
         await self._run("put", list(calls.values()), self._bulk)
@@ -152,7 +132,6 @@ class MemcachedTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. A value that changes between look and write is looked at again."""
         answers: dict[bytes, bool | TierError] = {}
         todo: dict[bytes, Parts] = {}
         for key, parts in items:
@@ -190,7 +169,6 @@ class MemcachedTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         calls = [_Call((b"md %b\r\n" % self._name(key),), _removed) for key in keys]
         await self._run("delete", calls, self._small)
         for call in calls:
@@ -199,7 +177,7 @@ class MemcachedTier:
         return [call.answer is True for call in calls]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. The server lists all items, also of others, for one client at a time."""
+        """Tier contract. `hash`: the server's lists by age may omit items."""
         seen: set[bytes] = set()
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
@@ -212,11 +190,10 @@ class MemcachedTier:
                         yield key
             finally:
                 writer.close()
-        except (OSError, ValueError, ProtocolError) as error:  # ValueError: an endless line
+        except (OSError, ValueError, ProtocolError) as error:  # an endless line
             raise self._fault("scan", error) from None
 
     async def close(self) -> None:
-        """Close all connections, including those of running calls."""
         self._small.close()
         self._bulk.close()
 
@@ -224,7 +201,6 @@ class MemcachedTier:
         return self._prefix + key.hex().encode()
 
     def _listed(self, line: bytes) -> bytes | None:
-        """Return the key in a line of the server's list; None if the item is not ours."""
         if not line.startswith(b"key="):
             if (refusal := _refusal(line)) is not None:
                 raise refusal.fault("scan")
@@ -270,8 +246,6 @@ class MemcachedTier:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """An error line, such as `SERVER_ERROR ...`, instead of an answer."""
-
     text: str
 
     def fault(self, operation: str) -> TierError:
@@ -288,8 +262,6 @@ class _Exchange(Exchange):
 
 
 class _Call(_Exchange):
-    """A command with an answer of one line, which `read` parses."""
-
     def __init__(
         self, request: Sequence[Bytes], read: Callable[[bytes], _Answer], value_bytes: int = 0
     ) -> None:
@@ -303,13 +275,12 @@ class _Call(_Exchange):
         if isinstance(self.answer, _Refusal) and self.answer.text.startswith(
             ("ERROR", "CLIENT_ERROR")
         ):
-            stream.close()  # the server may take the rest of this request for commands
+            stream.close()  # the rest may be taken for commands
 
 
 class _Look(_Exchange):
-    """`mg` before a replacement. The answer is true if the value exists.
+    """left_s:  the value's remaining time to live; None: for ever.
 
-    left_s:  its remaining time to live; None: for ever
     version: its number for `cas`
     """
 
@@ -331,8 +302,6 @@ class _Look(_Exchange):
 
 
 class _Read(_Exchange):
-    """`mg` with the value. Reads it, or a range, into the parts, as `Tier.get` does."""
-
     def __init__(self, name: bytes, parts: Parts, start: int | None) -> None:
         self.request = (b"mg %b v\r\n" % name,)
         self.value_bytes = size_of(parts)
@@ -407,10 +376,7 @@ def _nonsense(line: bytes) -> ProtocolError:
 
 
 def _expiry(ttl_s: float | None) -> int:
-    """Return the server's form of a time to live: whole seconds, or a date beyond 30 days.
-
-    At least 1 s; 0 means never.
-    """
+    """Return whole seconds, at least 1, or a date beyond 30 days; 0 means never."""
     if ttl_s is None or ttl_s == math.inf:
         return 0
     seconds = max(1, math.ceil(min(ttl_s, _LAST_DATE_S)))

@@ -1,11 +1,7 @@
-"""The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in this host's memory.
+"""The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory.
 
-    tier = MemoryTier(MemoryConfig(max_bytes=8 << 30))
-
-Engines read unencoded chunks from the arena. This tier lies below the arena; its codec lets memory
-hold more chunks. It has its own memory, which is allocated at the first use and lost with the
-process. A RamTier does the work, with its eviction and expiry. Bytes are copied in the caller's
-loop.
+Engines read unencoded chunks from the arena. This tier lies below; its codec lets memory hold more
+chunks.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -24,15 +20,11 @@ from kvhold.tiers.url import TierUrl
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Settings of one memory tier."""
-
     max_bytes: int = size(0, "how much memory; there is no default")
     policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
 
 
 class MemoryTier:
-    """Tier contract, over an arena of its own."""
-
     traits: ClassVar[TierTraits] = TierTraits(name="memory", expires=True, replaces=True)
 
     def __init__(self, config: MemoryConfig) -> None:
@@ -42,7 +34,6 @@ class MemoryTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """Make a tier from a URL. Raises ConfigError for a host or a path, or without a size."""
         if url.netloc or url.path:
             raise ConfigError(f"{url.shown}: it has no place; write memory://?max_bytes=8GiB")
         config = url.apply(MemoryConfig())
@@ -54,51 +45,42 @@ class MemoryTier:
 
     @property
     def used_bytes(self) -> int:
-        """Allocated bytes, rounding included."""
         return self._ram.used_bytes if self._ram is not None else 0
 
     async def check(self) -> None:
-        """Tier contract: allocate the memory."""
         self._tier("check")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract."""
         return await self._tier("probe").probe(keys)
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: a copy."""
         return await self._tier("get").get(keys, into, starts=starts)
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract: a copy."""
         return await self._tier("put").put(items, ttl_s=ttl_s)
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract: a copy."""
         return await self._tier("replace").replace(items)
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         return await self._tier("delete").delete(keys)
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract."""
         async for key in self._tier("scan").scan(prefix):
             yield key
 
     async def close(self) -> None:
-        """Tier contract: free the memory."""
         self._ram = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
     def _tier(self, operation: str) -> RamTier:
-        """Return the RAM tier. The first call allocates it, or raises TierUnavailable."""
+        """The first call allocates the memory, or raises TierUnavailable."""
         if self._ram is None:
             try:
                 self._arena = Arena.create(self._config.max_bytes, huge_pages="never")

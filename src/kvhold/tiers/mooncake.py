@@ -1,27 +1,16 @@
 """The Mooncake tier: values in the memory of a Mooncake Store, by its own client.
 
-    url = parse_url("mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB")
-    tier = MooncakeTier.from_url(url)
-    faults = await tier.put([(key, [header, payload])])
+    # mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB
 
 The client is `pip install mooncake-transfer-engine-non-cuda`, or the CUDA build; it needs
-libibverbs1. Its calls block, so they run in threads of the tier. The client moves bytes between the
-store and the caller's parts; the tier makes no copy. A cancelled call ends only when its thread has
-ended, so that the thread never writes to memory that the caller uses again. One event loop calls.
+libibverbs1. Its calls block, so they run in threads. It copies nothing, so a cancelled call waits
+for its thread.
 
-**The client listens on all interfaces**, without authentication, in every process that has this
-tier. No option changes that (0.3.13), so the tier requires `allow_all_interfaces=true`. Run it in a
-network of its own.
+**The client listens on all interfaces**, without authentication, and no option changes that
+(0.3.13). So the tier requires `allow_all_interfaces=true`. Run it in a network of its own.
 
-- A value is visible once it is whole. A key keeps its first value.
-- The master leases a value that was just read or looked up (5 s by default). A leased value cannot
-  be removed, so `delete` waits, at most `delete_wait_s`.
-- The client cannot list keys. `scan` asks the master's HTTP port, if `admin` names it.
-- With `segment_bytes`, this process lends memory to the store. The values in it end with the
-  process.
-
-Left out: tests of RDMA. It follows the client's documentation, and each call registers its memory,
-but it was never run.
+The master leases a value to its readers (5 s by default). `delete` waits for that, at most
+`delete_wait_s`. RDMA was never run.
 """
 
 import asyncio
@@ -48,11 +37,10 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_
 from kvhold.tiers.url import TierUrl
 
 Result = TypeVar("Result")
-Place = tuple[int, int]  # an address and a number of bytes
+Place = tuple[int, int]  # address, bytes
 
-# Error codes of the client.
 _NO_ROOM = -200
-_NOT_READY = -703  # the value is being written
+_NOT_READY = -703  # being written
 _MISSING = -704
 _EXISTS = -705
 _LEASED = -706
@@ -63,13 +51,11 @@ _GONE = (_MISSING, _NOT_READY, _LEASE_EXPIRED)
 _TRIES = 3
 _CONNECT_S = 1.0
 _LEASE_POLL_S = 0.05
-_LISTING_BYTES = 1 << 30  # the most that is read of a listing
+_LISTING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class MooncakeConfig:
-    """Settings of one Mooncake tier."""
-
     master: str = setting("", "host:port of the master")
     metadata: str = setting(
         "P2PHANDSHAKE", "the metadata server; P2PHANDSHAKE: none, the clients tell each other"
@@ -100,8 +86,6 @@ class MooncakeConfig:
 
 
 class MooncakeTier:
-    """Values in one store, below one prefix."""
-
     traits: ClassVar[TierTraits] = TierTraits(name="mooncake", shared=True)
 
     def __init__(self, config: MooncakeConfig) -> None:
@@ -131,7 +115,6 @@ class MooncakeTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> "MooncakeTier":
-        """Make a tier from `mooncake://master:port?option=value`. Raises ConfigError."""
         if "@" in url.netloc or url.path.strip("/"):
             raise ConfigError(
                 "mooncake: write mooncake://host:port?option=value; it has no credentials "
@@ -140,11 +123,9 @@ class MooncakeTier:
         return cls(url.apply(MooncakeConfig(master=url.netloc)))
 
     async def check(self) -> None:
-        """Tier contract: ask the master about one key."""
         await self._ask("check", self._alive)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract: one call tells which keys exist, another one their sizes."""
         return (
             await self._ask("probe", lambda client: self._sizes(client, keys, "probe"))
             if keys
@@ -154,7 +135,6 @@ class MooncakeTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: read the sizes, then all values in one call (more if keys repeat)."""
         check_lengths(keys, into, starts)
         return (
             await self._ask("get", lambda client: self._get(client, keys, into, starts))
@@ -165,8 +145,7 @@ class MooncakeTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract: one call. Ignores `ttl_s`: the master evicts old values for room."""
-        first = dict(reversed(items))  # of a repeated key, the first value counts
+        first = dict(reversed(items))
         faults = await self._ask("put", lambda client: self._put(client, first)) if first else {}
         return [faults[key] for key, _ in items]
 
@@ -187,7 +166,7 @@ class MooncakeTier:
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Raises TierError if `admin` is not set."""
+        """Tier contract. Raises TierError without `admin`."""
         if not self._config.admin:
             raise TierError(
                 self.traits.name,
@@ -200,7 +179,6 @@ class MooncakeTier:
                 yield key
 
     async def close(self) -> None:
-        """Tier contract. With a dead master, the client has taken 15 s."""
         async with self._opening:
             client, threads = self._client, self._threads
             self._client = self._threads = None
@@ -217,7 +195,7 @@ class MooncakeTier:
     async def _open(self, operation: str) -> Any:
         async with self._opening:
             if self._client is None:
-                await self._reach_master(operation)  # fails fast: `setup` tries a dead one for long
+                await self._reach_master(operation)  # `setup` tries a dead master for long
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(
                         self._config.threads, thread_name_prefix="kvhold-mooncake"
@@ -266,11 +244,7 @@ class MooncakeTier:
             raise self._fault(code, "check")
 
     def _sizes(self, client: Any, keys: Sequence[bytes], operation: str) -> list[int | None]:
-        """Return the size of each value; None for a missing one.
-
-        Asks which keys exist first: with a dead master, the call for sizes takes 4 s and returns
-        nothing.
-        """
+        """Ask first which keys exist: with a dead master, the call for sizes takes 4 s."""
         names = [self._name(key) for key in keys]
         codes = dict(zip(names, client.batch_is_exist(names), strict=True))
         if any(code < 0 for code in codes.values()):
@@ -303,7 +277,7 @@ class MooncakeTier:
                 i: _cut(place, nbytes) for (i, _, nbytes), place in zip(reads, places, strict=True)
             }
             for _ in range(_TRIES):
-                late = []  # reads whose lease ended: a large batch on a busy host may take longer
+                late = []
                 for batch in _without_repeats(reads, keys):
                     names, targets = (
                         [self._name(keys[i]) for i, _, _ in batch],
@@ -335,7 +309,6 @@ class MooncakeTier:
         places: Sequence[Sequence[Place]],
         starts: Sequence[int] | None,
     ) -> list[int]:
-        """Read values into places. Returns the bytes read of each value, or an error code."""
         pointers, lengths = (
             [[at for at, _ in p] for p in places],
             [[nbytes for _, nbytes in p] for p in places],
@@ -348,7 +321,7 @@ class MooncakeTier:
             list(accumulate(of_value[:-1], initial=start))
             for of_value, start in zip(lengths, starts, strict=True)
         ]
-        with self._session:  # the client has one session per key, so calls must not overlap
+        with self._session:  # one session per key in the client
             opened = client.batch_get_session_start(names)
             try:
                 codes = client.batch_get_into_multi_buffer_ranges(names, pointers, lengths, sources)
@@ -373,7 +346,7 @@ class MooncakeTier:
         return faults
 
     def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
-        """Remove keys and add them to `removed`. Returns keys that are leased or being written."""
+        """Add removed keys to `removed`. Return keys leased or being written."""
         codes = client.batch_remove([self._name(key) for key in keys])
         leased = []
         for key, code in zip(keys, codes, strict=True):
@@ -397,10 +370,7 @@ class MooncakeTier:
 
     @contextmanager
     def _known(self, client: Any, values: Sequence[Parts]) -> Iterator[list[list[Place]]]:
-        """Yield the places of each value's parts, registered with the RDMA devices in the `with`.
-
-        Empty parts are left out.
-        """
+        """Yield the places of each value's parts, registered for RDMA in the `with`."""
         arrays = [
             [np.frombuffer(part.cast("B"), np.uint8) for part in parts if part.nbytes]
             for parts in values
@@ -443,7 +413,7 @@ class MooncakeTier:
 
 
 def _size_in(replicas: Sequence[Any]) -> int | None:
-    """Return the size of a value that has a complete replica in memory; None without one."""
+    """None without a complete replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica() and replica.status.name == "COMPLETE":
             nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size
@@ -452,7 +422,6 @@ def _size_in(replicas: Sequence[Any]) -> int | None:
 
 
 def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
-    """Return the first `nbytes` bytes of the places."""
     cut, left = [], int(nbytes)
     for at, length in places:
         if left:
@@ -464,10 +433,7 @@ def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
 def _without_repeats(
     reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield batches without repeated keys.
-
-    Of two reads of one key in a batch, the client fills one and reports both as done (0.3.13).
-    """
+    """Of two reads of one key in a batch, the client fills one and reports both (0.3.13)."""
     left = list(reads)
     while left:
         first = {keys[read[0]]: read for read in reversed(left)}

@@ -1,21 +1,16 @@
 """The RAM tier: chunks in the arena, which readers use in place.
 
-    wanted = [Wanted(key, nbytes)]
-    [entry] = tier.reserve_all(wanted, num_tokens=256, first_token=0)    # not visible yet
+    [entry] = tier.reserve_all([Wanted(key, nbytes)], num_tokens=256, first_token=0)
     tier.commit(entry)    # visible; or tier.abandon(entry)
     entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
 
-- A reserved entry belongs to its writer.
-- A committed entry is visible. Its bytes may be read while it is pinned.
-- Only committed, unpinned entries are evicted, and never one whose continuation is here or being
-  written.
-- An entry that is removed or cleared while it is pinned or being written is *doomed*. It is not
-  found any more, and its memory is freed when the last pin or the writer is done.
-- An expired entry is not found.
-- A namespace may have a quota. Beyond the quota, it evicts its own chunks.
+A reserved entry belongs to its writer. A committed one is visible, and readable while pinned.
+Pinned entries, and those with a continuation here or being written, are not evicted.
 
-The methods of the Tier contract copy the bytes. Synchronous and single-threaded: the lock of a
-cache or the loop of a node protects it.
+A *doomed* entry was removed or cleared while pinned or being written. It is not found, and is freed
+by the last pin or the writer.
+
+Single-threaded: a cache's lock or a node's loop protects it.
 """
 
 import asyncio
@@ -36,17 +31,12 @@ from kvhold.tiers.policies import Policy
 from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
-_REMOVE_UNITS = 8  # cost of removing one entry in a sweep, see `cache/chores.py`
+_REMOVE_UNITS = 8  # see `cache/chores.py`
 
 
 @dataclass(slots=True)
 class Wanted:
-    """A chunk to reserve memory for.
-
-    parent: the key of the previous chunk of the prompt, of the same group and shard; None if there
-            is none or it is unknown. The parent is not evicted while this chunk is here or being
-            written.
-    """
+    """parent: key of the prompt's previous chunk, of the same group and shard."""
 
     key: bytes
     nbytes: int
@@ -56,11 +46,10 @@ class Wanted:
 class Entry:
     """One chunk in the arena.
 
-    taken_bytes: its memory in the arena, rounding included
-    expires_at:  Unix time of its expiry; 0: never
-    checksums:   end-to-end checksums of its layers (`core.checksums`); empty for bytes that have
-                 their own checksums, such as frames
-    epoch:       number of clears before it was reserved
+    taken_bytes: its memory, rounding included
+    expires_at:  Unix time; 0: never
+    checksums:   of its layers (`core.checksums`); empty for frames, which have their own
+    epoch:       number of clears before it
     """
 
     __slots__ = (
@@ -102,7 +91,7 @@ class Entry:
 
 
 class RamTier:
-    """The chunks of one arena."""
+    """The methods of the Tier contract copy the bytes."""
 
     traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True, replaces=True)
 
@@ -115,7 +104,7 @@ class RamTier:
         quota_bytes: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """quota_bytes: the limit of each namespace; 0: none. clock: Unix time."""
+        """quota_bytes: limit of each namespace, which then evicts its own chunks; 0: none."""
         self._arena = arena
         self._slabs = SlabAllocator(arena.nbytes)
         self._policy = policy
@@ -123,68 +112,58 @@ class RamTier:
         self._quota_bytes = quota_bytes
         self._clock = clock
         self._entries: KeyTable[Entry] = KeyTable()
-        self._num_by: dict[bytes, int] = {}  # namespace -> entries that are not cleared
-        self._num_live = 0  # entries that are not cleared, in all namespaces
+        self._num_by: dict[bytes, int] = {}
+        self._num_live = 0
         self._num_pinned = 0
         self._epoch = 0
-        self._cleared: dict[bytes, int] = {}  # prefix -> epoch; entries of earlier ones are cleared
+        self._cleared: dict[bytes, int] = {}  # prefix -> epoch; earlier entries are cleared
         self._sweeping = False
-        # Called with each entry that becomes visible (ADMITTED) or is removed (the reason).
+        # called with each entry that becomes visible (ADMITTED) or is removed (the reason)
         self.watch: Callable[[str, Entry], None] | None = None
-        self._to_be_continued: dict[bytes, int] = {}  # key -> continuations that are being written
-        self._used_by: dict[bytes, int] = {}  # namespace -> bytes, reserved ones included
+        self._to_be_continued: dict[bytes, int] = {}
+        self._used_by: dict[bytes, int] = {}
         self._doomed = 0
 
     @property
     def num_chunks(self) -> int:
-        """Number of entries, reserved and doomed ones included."""
         return len(self._entries) + self._doomed
 
     @property
     def capacity_bytes(self) -> int:
-        """Size of the arena in bytes."""
         return self._slabs.capacity
 
     @property
     def used_bytes(self) -> int:
-        """Allocated bytes of the arena, rounding included; 0 when there are no entries."""
         return self._slabs.used_bytes
 
     @property
     def used_by_namespace(self) -> dict[bytes, int]:
-        """Allocated bytes of each namespace that has entries, reserved ones included."""
         return dict(self._used_by)
 
     def used_bytes_of(self, namespace: bytes) -> int:
-        """Return the allocated bytes of one namespace, reserved entries included."""
         return self._used_by.get(namespace, 0)
 
     @property
     def num_namespaces(self) -> int:
-        """Number of namespaces that have entries."""
         return len(self._used_by)
 
     @property
     def num_pinned(self) -> int:
-        """Number of pinned entries, plus the doomed ones."""
         return self._num_pinned + self._doomed
 
     @property
     def num_clears(self) -> int:
-        """Number of calls of `clear`."""
         return self._epoch
 
     @property
     def num_clearing(self) -> int:
-        """Number of cleared entries that `sweep` has not removed yet."""
         return len(self._entries) - self._num_live
 
     def now(self) -> float:
-        """Return the Unix time that expiry uses."""
         return self._clock()
 
     def view(self, entry: Entry) -> memoryview:
-        """Return the bytes of an entry. The caller must have reserved or pinned it."""
+        """The caller must have reserved or pinned the entry."""
         return self._arena.view(entry.offset, entry.nbytes)
 
     def holds(self, key: bytes) -> bool:
@@ -198,11 +177,9 @@ class RamTier:
         return True
 
     def is_being_written(self, entry: Entry) -> bool:
-        """Return whether an entry is uncommitted and still the one of its key."""
         return not entry.committed and self._entries.get(entry.key) is entry
 
     def find(self, key: bytes) -> Entry | None:
-        """Return the visible entry of `key`, or None."""
         entry = self._entries.shards[key[SPREAD]].get(key)
         if entry is None or not entry.committed:
             return None
@@ -221,8 +198,8 @@ class RamTier:
     ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
-        Returns None, and reserves nothing, if there is no room. Once there is room, the visible
-        entry of each key is replaced. None of the keys may be being written.
+        Returns None, and reserves nothing, without room. Visible entries are replaced. None of the
+        keys may be being written.
         """
         namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
         for one in wanted:
@@ -254,7 +231,7 @@ class RamTier:
         """Make a reserved entry visible, or free it if it is doomed."""
         assert not entry.committed
         self._is_continued(entry.parent)
-        if self.is_doomed(entry):  # cleared while it was written
+        if self.is_doomed(entry):
             if not entry.doomed:
                 self.remove(entry)
             self._doomed -= 1
@@ -266,7 +243,6 @@ class RamTier:
             self.watch(ADMITTED, entry)
 
     def abandon(self, entry: Entry) -> None:
-        """Free a reserved entry without making it visible."""
         assert not entry.committed
         self._is_continued(entry.parent)
         if entry.doomed:
@@ -276,27 +252,22 @@ class RamTier:
         self._free(entry)
 
     def is_doomed(self, entry: Entry) -> bool:
-        """Return whether an entry was removed or cleared. Safe from any thread.
-
-        Only its readers or its writer keep it.
-        """
+        """Return whether an entry was removed or cleared. Safe from any thread."""
         return entry.doomed or (bool(self._cleared) and self._was_cleared(entry))
 
     def pin(self, entry: Entry) -> None:
-        """Keep an entry in place until `unpin`, and count it as used."""
         self.pin_all((entry,))
 
     def pin_all(self, entries: Sequence[Entry]) -> None:
-        """Keep entries in place until `unpin_all`, and count them as used in this order."""
+        """Keep entries in place until `unpin_all`. They count as used, in this order."""
         self.hold_all(entries)
         self._policy.touch_all([entry.key for entry in entries])
 
     def hold(self, entry: Entry) -> None:
-        """Keep an entry in place until `unpin`, without counting it as used."""
+        """Pin an entry without counting it as used."""
         self.hold_all((entry,))
 
     def hold_all(self, entries: Iterable[Entry]) -> None:
-        """Hold each entry, as `hold` does."""
         for entry in entries:
             assert entry.committed, "only what is visible is read"
             if not entry.pins and not entry.doomed:
@@ -304,11 +275,9 @@ class RamTier:
             entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
-        """Remove one pin."""
         self.unpin_all((entry,))
 
     def unpin_all(self, entries: Iterable[Entry]) -> None:
-        """Remove one pin of each entry. A doomed entry is freed with its last pin."""
         for entry in entries:
             assert entry.pins > 0
             entry.pins -= 1
@@ -321,7 +290,6 @@ class RamTier:
                 self._num_pinned -= 1
 
     def remove(self, entry: Entry, *, why: str = CLEARED) -> None:
-        """Remove an entry now. Its memory is freed when its readers or its writer are done."""
         assert self._entries.get(entry.key) is entry, "removed already"
         self._forget(entry)
         if entry.committed:
@@ -337,10 +305,7 @@ class RamTier:
             self._free(entry)
 
     def entries(self, prefix: bytes = b"") -> list[Entry]:
-        """Return all entries whose key begins with `prefix`, reserved ones included.
-
-        Takes one step over all entries: only for tests and for tiers with few values.
-        """
+        """Includes reserved entries. Slow."""
         return [
             entry
             for entry in self._entries.values()
@@ -348,15 +313,14 @@ class RamTier:
         ]
 
     def parts(self) -> Iterator[list[Entry]]:
-        """Yield all visible entries, some hundred at a time. Entries may change in between."""
+        """Yield all visible entries in parts. They may change in between."""
         for part in self._entries.parts():
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
     def clear(self, prefix: bytes) -> int:
-        """Clear a namespace, or everything if the prefix is empty. Returns the number of entries.
+        """Clear a namespace; an empty prefix means all. Return the number of entries.
 
-        Takes one short step for any number of entries. From now on none of them is found. `sweep`
-        frees their memory.
+        `sweep` frees their memory.
         """
         self._epoch += 1
         self._cleared[prefix] = self._epoch
@@ -369,11 +333,8 @@ class RamTier:
         return removed
 
     def sweep(self) -> Iterator[int]:
-        """Remove the cleared entries, in steps (`cache/chores.py`). Yields the cost of each step.
-
-        The memory of an entry is freed when its readers and its writer are done.
-        """
-        if self._sweeping:  # the running sweep removes these entries, too
+        """Remove the cleared entries. Yields the cost of each step (`cache/chores.py`)."""
+        if self._sweeping:
             return
         self._sweeping = True
         while self._cleared:
@@ -391,13 +352,11 @@ class RamTier:
         """Tier contract."""
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract."""
         return [entry.nbytes if (entry := self.find(key)) else None for key in keys]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: a copy."""
         check_lengths(keys, into, starts)
         return [
             self._copy_out(key, parts, None if starts is None else starts[i])
@@ -407,18 +366,15 @@ class RamTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract: a copy."""
         expires_at = 0 if ttl_s is None or ttl_s == inf else ceil(self._clock() + ttl_s)
         return [self._copy_in(key, parts, expires_at) for key, parts in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract: copy the new value, then remove the old one."""
         first = dict(reversed(items))
         answers = {key: self._copy_over(key, parts) for key, parts in first.items()}
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         removed = []
         for key in keys:
             entry = self.find(key)
@@ -428,15 +384,14 @@ class RamTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract."""
         for part in self.parts():
             for entry in part:
                 if entry.key.startswith(prefix):
                     yield entry.key
-            await asyncio.sleep(0)  # let other tasks run
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Do nothing: the arena belongs to its maker."""
+        """The arena belongs to its maker."""
 
     def _copy_out(self, key: bytes, parts: Parts, start: int | None) -> int | None:
         entry = self.find(key)
@@ -493,26 +448,22 @@ class RamTier:
         self.commit(entry)
 
     def _allocate(self, namespace: bytes, sizes: list[int]) -> list[int] | None:
-        """Allocate all of `sizes`, each a size class, or none. Returns their offsets."""
         needed = sum(sizes)
         if needed > self._slabs.capacity or not self._make_quota(namespace, needed):
-            return None  # evicting everything would not help
+            return None
         while (offsets := self._slabs.allocate_all(sizes)) is None:
-            # Evict only the missing bytes. If enough bytes are free, but not in one slab, evict
-            # one victim at a time until a whole slab is free.
+            # Evict only the missing bytes, then victims one by one until one slab has them.
             if not self._evict(max(1, needed - (self._slabs.capacity - self._slabs.used_bytes))):
                 return None
         return offsets
 
     def _make_quota(self, namespace: bytes, needed: int) -> bool:
-        """Evict a namespace's chunks until `needed` more bytes fit its quota. Returns success."""
         if not self._quota_bytes:
             return True
         over = self._used_by.get(namespace, 0) + needed - self._quota_bytes
         return over <= 0 or (needed <= self._quota_bytes and self._evict(over, namespace))
 
     def _is_continued(self, parent: bytes | None) -> None:
-        """Count one chunk less that is being written and continues `parent`."""
         if parent is None:
             return
         left = self._to_be_continued[parent] - 1
@@ -526,7 +477,6 @@ class RamTier:
         return entry.epoch < find(b"", 0) or entry.epoch < find(entry.key[:NAMESPACE_BYTES], 0)
 
     def _forget(self, entry: Entry) -> None:
-        """Remove an entry from the table, and from the counts if no clear has done so."""
         del self._entries[entry.key]
         if self._cleared and self._was_cleared(entry):
             return

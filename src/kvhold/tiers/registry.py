@@ -3,11 +3,9 @@
     url = "audit+redis://host:6379/0?audit_max_keys=1000&get_timeout_s=2"
     tier, settings = make_tier(url, plugins=())
 
-A scheme is one of kvhold's own, the name of a plugin (an entry point of the group "kvhold.tiers"),
-or `plugin`, as in `plugin://module:Class`. A wrapper stands before the scheme, with a plus sign.
-
-A tier's module is imported at the first use of its scheme. Plugins run only if the settings list
-them: an entry point by its name, a `plugin://` by its module and class.
+A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`, as in
+`plugin://module:Class`. Wrappers stand before it, with a plus sign. Only plugins that the settings
+list are run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +33,6 @@ _PLACE_OPTIONS = ("db", "endpoint", "metadata_server", "prefix", "service")  # s
 
 @dataclass(frozen=True)
 class _Home:
-    """The location of a tier's class, and the extra that it needs."""
-
     module: str
     name: str
     extra: str = ""
@@ -80,15 +76,13 @@ _WRAPPERS = {
 
 
 class TierClass(Protocol):
-    """A tier's class: the contract of its instances, and `from_url`."""
-
     from_url: Callable[[TierUrl], Tier]
 
 
 def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardConfig]:
-    """Make a tier from its URL, and the settings of its guard. Raises ConfigError.
+    """Make a tier, and the settings of its guard, from a URL. Raises ConfigError.
 
-    plugins: the plugins that may be loaded: names of entry points, and "module:Class"
+    plugins: allowed plugins: names of entry points, and "module:Class"
     """
     url = parse_url(text)
     *wrappers, scheme = url.scheme.split("+")
@@ -127,7 +121,6 @@ def place_of(text: str) -> str:
 
 
 def guard_settings(url: TierUrl) -> GuardConfig:
-    """Return a URL's options that all tiers share. Raises ConfigError."""
     return _take(url, _GUARD_OPTIONS).apply(GuardConfig())
 
 
@@ -141,14 +134,13 @@ def _make(tier_class: TierClass, url: TierUrl) -> Tier:
 
 
 def tier_schemes() -> tuple[str, ...]:
-    """Return all schemes that a URL may have, sorted, without wrappers."""
     return tuple(sorted({*_TIERS, *_plugins(), PLUGIN_SCHEME}))
 
 
 def tier_options(scheme: str) -> list[tuple[str, object, str]]:
     """Return `(name, default, help)` of each option of one of kvhold's own tiers.
 
-    scheme: the scheme of the tier; "" for the options that all tiers share
+    scheme: "" for the options that all tiers share
 
     Raises ConfigError if the scheme is unknown or a package is missing.
     """
@@ -162,7 +154,7 @@ def tier_options(scheme: str) -> list[tuple[str, object, str]]:
             f"there is no tier {scheme!r} of ours; known are {', '.join(sorted(_TIERS))}"
         )
     home = _TIERS[scheme]
-    # The settings stand beside the tier, such as DiskConfig beside DiskTier.
+    # such as DiskConfig beside DiskTier
     settings = getattr(_load_module(home, scheme), home.name.replace("Tier", "Config"), None)
     return (
         []
@@ -252,5 +244,4 @@ def _take(url: TierUrl, names: Mapping[str, object]) -> TierUrl:
 
 @cache
 def _plugins() -> dict[str, EntryPoint]:
-    """Return the installed entry points by name, without importing them."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

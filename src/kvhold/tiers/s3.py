@@ -1,30 +1,16 @@
-"""The S3 tier: values as objects of a bucket, in AWS or in another S3 store (Ceph, MinIO, R2 ...).
+"""The S3 tier: values as objects of a bucket, in AWS, Ceph, MinIO, R2 and others.
 
-    url = parse_url("s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1")
-    tier = S3Tier.from_url(url)
-    faults = await tier.put([(key, [header, payload])])
+    # s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
 
-The client is obstore. Its requests run in its own threads, without the GIL. A put is sent from the
-caller's memory, part by part. A get arrives in obstore's memory and is copied once into the
-caller's. One event loop calls; two threads copy large values.
+The client is obstore, with threads of its own.
 
-An object is named `prefix/<namespace>/<rest of the key>`, in hex.
-
-- **Put.** A conditional PUT (`If-None-Match: *`) keeps the first value of a key. AWS, Ceph, MinIO,
-  R2 and others enforce the condition. For other stores, `put_if_absent=false` sends a HEAD before
-  it writes. Of two concurrent writers, the last value then stays, whole. The same holds for values
-  of `multipart_bytes` and more, whose parts are sent in parallel.
-- **Replace.** A PUT with `If-Match` replaces a value. `put_if_absent=false` excludes it, because
-  such a store may ignore `If-Match` as well.
-- **Miss.** Telling a miss requires the right to list the bucket. Without it, S3 answers 403 for a
-  missing object; `check` reports that.
-
-Left out:
-
-- `~/.aws` profiles: export the keys, or use a role.
-- Expiry: set a lifecycle rule. Set another for incomplete multipart uploads. A killed process
-  leaves them; they are not listed, but cost money.
-- If two callers delete one key at once, both may count it as removed.
+- **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. With
+  `put_if_absent=false`, and from `multipart_bytes` on, a HEAD comes first; of two concurrent
+  writers, the last one's value stays.
+- **Replace.** A PUT with `If-Match`, not with `put_if_absent=false`: such a store may ignore it.
+- **Miss.** Without the right to list the bucket, S3 answers 403 for a missing object.
+- **Expiry.** Set lifecycle rules, one for incomplete multipart uploads, which killed processes
+  leave.
 """
 
 import asyncio
@@ -56,21 +42,18 @@ __all__ = ["S3Config", "S3Tier"]
 
 Result = TypeVar("Result")
 
-_COPY_IN_THREAD = 256 << 10  # below it, handing a copy to a thread costs more than the copy
+_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
 _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
-_ABORT_S = 5.0  # a cancelled multipart upload removes its parts within this time
-# Lets obstore's threads return from their last call: a thread that waits for the GIL when Python
-# exits aborts the process.
+_ABORT_S = 5.0
+# lets obstore's threads return: one that waits for the GIL at exit aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
 _NAME_CHARS = 2 * KEY_BYTES + 1
 
 
 class S3Tier:
-    """Values in one bucket, below one prefix."""
-
     def __init__(self, config: S3Config) -> None:
         check_config(config)
         self.traits = TierTraits(
@@ -86,7 +69,6 @@ class S3Tier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> "S3Tier":
-        """Make a tier from `s3://bucket/prefix?option=value`. Raises ConfigError."""
         if "@" in url.netloc:
             raise ConfigError(
                 "s3: credentials go into the environment, or the options access_key_id and "
@@ -95,7 +77,7 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """Tier contract: list an empty page. Tests bucket, credentials and the right to list."""
+        """Tier contract. Lists an empty page: tests bucket, credentials and the right to list."""
         try:
             await obstore.list(
                 self._client(), self._root or None, offset=f"{self._root}{_LAST}"
@@ -104,16 +86,12 @@ class S3Tier:
             raise self._fault(error, "check") from None
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract: one HEAD per key, concurrently.
-
-        A missing bucket gives misses only; `check` and `put` report it.
-        """
+        """Tier contract. A missing bucket gives misses; `check` and `put` report it."""
         return [_raised(found) for found in await _all([self._size(key, "probe") for key in keys])]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract: one GET per key, `parallel` at once."""
         check_lengths(keys, into, starts)
         calls = [
             self._get(key, parts, None if starts is None else starts[i])
@@ -124,8 +102,7 @@ class S3Tier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract: one PUT per key, `parallel` at once. Ignores `ttl_s`."""
-        first = dict(reversed(items))  # of a repeated key, the first value counts
+        first = dict(reversed(items))
         faults = _unless_all_failed(
             await _all([self._put(key, parts) for key, parts in first.items()])
         )
@@ -133,7 +110,6 @@ class S3Tier:
         return [answers[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract: a HEAD and a conditional PUT per key, `parallel` at once, in one piece."""
         first = dict(reversed(items))
         answers = _unless_all_failed(
             await _all([self._replace(key, parts) for key, parts in first.items()])
@@ -142,7 +118,7 @@ class S3Tier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract: one HEAD per key first, because S3 does not report the removed objects."""
+        """Tier contract. A HEAD comes first: S3 does not report the removed objects."""
         unique = list(dict.fromkeys(keys))
         sizes = [
             _raised(found) for found in await _all([self._size(key, "delete") for key in unique])
@@ -156,7 +132,6 @@ class S3Tier:
         return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract: list the objects, of one namespace if the prefix contains a whole one."""
         async for name in self._names(
             prefix[:NAMESPACE_BYTES].hex() if len(prefix) >= NAMESPACE_BYTES else ""
         ):
@@ -165,7 +140,6 @@ class S3Tier:
                 yield key
 
     async def close(self) -> None:
-        """Tier contract."""
         if self._copiers is not None:
             self._copiers.shutdown(wait=False)
             self._copiers = None
@@ -182,17 +156,15 @@ class S3Tier:
         return f"{self._root}{key[:NAMESPACE_BYTES].hex()}/{key[NAMESPACE_BYTES:].hex()}"
 
     def _key(self, name: str) -> bytes | None:
-        """Return the key of an object's name; None for an object of another program."""
         with suppress(ValueError):
             key = bytes.fromhex(name[len(self._root) :].replace("/", "", 1))
             return key if len(key) == KEY_BYTES and self._name(key) == name else None
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
-        """Return `error` as a TierError, and drop its traceback.
+        """Return `error` as a TierError, without traceback.
 
-        obstore may keep the error until its next call. The traceback's frames hold the caller's
-        memory.
+        obstore may keep the error, and the traceback's frames hold the caller's memory.
         """
         error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
@@ -200,7 +172,6 @@ class S3Tier:
     async def _size(self, key: bytes, operation: str) -> int | TierError | None:
         async with self._questions:
             try:
-                # An empty object is not a value of ours.
                 return (await obstore.head_async(self._client(), self._name(key)))["size"] or None
             except FileNotFoundError:
                 return None
@@ -231,10 +202,6 @@ class S3Tier:
             return len(data)
 
     async def _whole(self, key: bytes, room: int) -> "obstore.Bytes | None":
-        """Return the value; None if it is empty or larger than `room` bytes.
-
-        The response's header has the size, so a value that does not fit is not read.
-        """
         answer = await obstore.get_async(self._client(), self._name(key))
         if not 0 < answer.meta["size"] <= room:
             return None
@@ -291,7 +258,7 @@ class S3Tier:
                 except OBSTORE_FAULTS as error:
                     fault = self._fault(error, "replace")
                     if isinstance(error, PreconditionError):
-                        continue  # the object was written or removed after the HEAD
+                        continue
                     return False if is_missing_object(error) else fault
                 return True
         return TierError(
@@ -306,13 +273,10 @@ class S3Tier:
         return True
 
     async def _put_in_parts(self, name: str, views: list[memoryview]) -> None:
-        """Upload a value in parts, in parallel.
-
-        When cancelled, wait up to `_ABORT_S`: obstore removes the parts when its input raises.
-        """
+        """When cancelled, wait until obstore has removed the parts, up to `_ABORT_S`."""
         given_up: list[bool] = []
 
-        def pieces() -> Iterator[memoryview]:  # iterated by obstore's threads
+        def pieces() -> Iterator[memoryview]:
             for view in views:
                 if given_up:
                     raise RuntimeError("given up")
@@ -332,10 +296,10 @@ class S3Tier:
             await asyncio.shield(upload)
         except asyncio.CancelledError:
             given_up.append(True)
-            with suppress(asyncio.CancelledError):  # stop waiting if cancelled again
+            with suppress(asyncio.CancelledError):
                 await asyncio.wait((upload,), timeout=_ABORT_S)
             if not upload.cancel() and not upload.cancelled():
-                upload.exception()  # mark as retrieved, so that asyncio does not log it
+                upload.exception()  # else asyncio logs it
             raise
 
     async def _names(self, folder: str) -> AsyncIterator[str]:
@@ -353,12 +317,10 @@ class S3Tier:
 
 @asynccontextmanager
 async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[memoryview]]:
-    """Give the caller's memory to obstore, in pieces of at most `piece_bytes`; None: whole parts.
+    """Lend the caller's memory to obstore, in pieces of `piece_bytes`; None: whole parts.
 
-    On exit, wait until obstore no longer uses the memory. Its threads hold an export of each view
-    until they drop the request. A request that was cancelled, or answered before it was read to its
-    end, is dropped shortly after the call ends. Releasing a view that still has exports raises
-    BufferError, so the loop tries until every release succeeds.
+    On exit, wait until obstore's threads no longer use it: releasing a view that they export raises
+    BufferError.
     """
     step = piece_bytes or max(1, size_of(parts))
     views = [view[at : at + step] for view in _flat(parts) for at in range(0, view.nbytes, step)]
@@ -389,7 +351,6 @@ def _flat(parts: Parts) -> list[memoryview]:
 
 
 def _fill(parts: Parts, data: memoryview) -> None:
-    """Copy `data` into the parts. NumPy releases the GIL for long copies."""
     source, at = np.frombuffer(data, np.uint8), 0
     for part in _flat(parts):
         step = min(part.nbytes, source.size - at)
@@ -398,7 +359,7 @@ def _fill(parts: Parts, data: memoryview) -> None:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all calls concurrently. Returns when all have ended, also when cancelled."""
+    """Returns when all have ended, also when cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
@@ -411,7 +372,7 @@ def _raised(found: int | TierError | None) -> int | None:
 
 
 def _unless_all_failed(answers: list[Result]) -> list[Result]:
-    """Return the answers, or raise the first one if all are TierUnavailable or TierDenied."""
+    """Raise the first answer if all are TierUnavailable or TierDenied."""
     if answers and all(isinstance(answer, TierUnavailable | TierDenied) for answer in answers):
         raise answers[0]  # type: ignore[misc]  # it is one of them
     return answers

@@ -1,12 +1,7 @@
 """Map obstore's exceptions to TierError, with a message that says how to repair the fault.
 
-    except OBSTORE_FAULTS as error:
-        return fault_of(error, operation="put", place=place)
-
-obstore raises most faults as one class with a long text: the request, the status, the server's XML
-and obstore's internals. Messages use only the status, the server's code and message, or the
-system's message about the connection. So no header, key or signature gets into a log. Pure; any
-thread.
+Messages use only the status, the server's code and message, or the system's message about the
+connection. So no header, key or signature gets into a log.
 """
 
 import re
@@ -21,14 +16,12 @@ OBSTORE_FAULTS: Final = (
     BaseError,
     OSError,
     ValueError,
-)  # a missing object is a FileNotFoundError, a bad argument a ValueError
+)  # OSError: a missing object; ValueError: a bad argument
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
-_SYSTEM = re.compile(
-    r'(?:message|error): "([^"\\]{1,200})"'
-)  # inside Rust's rendering of the cause
+_SYSTEM = re.compile(r'(?:message|error): "([^"\\]{1,200})"')
 
 _FULL = frozenset(
     {"QuotaExceeded", "EntityTooLarge", "InsufficientCapacity", "StorageFull", "XMinioStorageFull"}
@@ -50,8 +43,6 @@ _METADATA_PATHS = (
 
 @dataclass(frozen=True)
 class Place:
-    """A tier's bucket and endpoint, for messages. `endpoint` is empty for AWS."""
-
     tier: str
     bucket: str
     endpoint: str
@@ -61,16 +52,12 @@ class Place:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that caused `error`; None if there was no answer."""
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
 
 
 def is_missing_object(error: BaseException) -> bool:
-    """Return whether the object is missing, and not the bucket.
-
-    The answer to a HEAD does not tell them apart; it counts as a missing object.
-    """
+    """A HEAD does not tell a missing object from a missing bucket: true for both."""
     return isinstance(error, FileNotFoundError) and _code_of(str(error)) in (
         "",
         "NoSuchKey",
@@ -79,15 +66,11 @@ def is_missing_object(error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Return whether another client is writing the object.
-
-    obstore calls this "already exists", but the other write may still fail.
-    """
+    """Another client is writing the object; its write may still fail."""
     return _code_of(str(error)) == "ConditionalRequestConflict"
 
 
 def fault_of(error: BaseException, *, operation: str, place: Place) -> TierError:
-    """Return the TierError for `error`, one of OBSTORE_FAULTS."""
     text = str(error)
     status, code = status_of(error), _code_of(text)
     kind: type[TierError]

@@ -1,11 +1,4 @@
-"""The settings of the S3 tier, their checks, and the obstore client that they describe.
-
-    config = S3Config(bucket="kv", prefix="llama", endpoint="http://127.0.0.1:9000")
-    store = open_store(config)                                 # reads `ca_file`; no other I/O
-
-`check_config`, `prefix_of` and `endpoint_of` raise ConfigError, which names the option. Pure except
-`open_store`; any thread.
-"""
+"""The settings of the S3 tier, their checks, and the obstore client that they describe."""
 
 import re
 from dataclasses import dataclass
@@ -21,18 +14,16 @@ from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer below encodes these
+_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer encodes these
 
-_LEAST_PART = 5 << 20  # S3's minimum for all parts but the last
-_NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s per request; guard.py has time-outs
+_LEAST_PART = 5 << 20  # for all parts but the last
+_NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s
 _RETRIES = 1  # for a stale connection or a short overload
 _BACKOFF = timedelta(milliseconds=20)
 
 
 @dataclass(frozen=True)
 class S3Config:
-    """Settings of one S3 tier."""
-
     bucket: str = setting("", "the bucket; it must exist")
     prefix: str = setting(
         "", "where in the bucket; tiers with different prefixes do not see each other"
@@ -80,7 +71,6 @@ class S3Config:
 
 
 def check_config(config: S3Config) -> None:
-    """Raise ConfigError for settings that cannot work."""
     if not _BUCKET.fullmatch(config.bucket):
         raise ConfigError(
             f"s3: {config.bucket!r} is not a bucket's name; write s3://bucket/prefix?endpoint=..."
@@ -100,7 +90,7 @@ def check_config(config: S3Config) -> None:
 
 
 def prefix_of(config: S3Config) -> str:
-    """Return the prefix of object names: empty, or with a final `/`. Raises ConfigError."""
+    """Empty, or with a final `/`."""
     segments = [segment for segment in config.prefix.split("/") if segment]
     for segment in segments:
         if not _SEGMENT.fullmatch(segment):
@@ -112,10 +102,7 @@ def prefix_of(config: S3Config) -> str:
 
 
 def endpoint_of(config: S3Config) -> str:
-    """Return the endpoint for obstore; empty for the default. Raises ConfigError.
-
-    With `virtual_hosted`, the bucket is part of the host.
-    """
+    """Empty for the default. Raises ConfigError."""
     if not config.endpoint:
         return ""
     parts = _split(config.endpoint)
@@ -125,14 +112,14 @@ def endpoint_of(config: S3Config) -> str:
 
 
 def open_store(config: S3Config) -> S3Store:
-    """Make the client. Raises ConfigError if `ca_file` cannot be read."""
+    """Raises ConfigError if `ca_file` cannot be read."""
     endpoint = endpoint_of(config)
     options: dict[str, Any] = {
         "virtual_hosted_style_request": config.virtual_hosted,
         "unsigned_payload": _is_unsigned(config),
     }
     given = {
-        "aws_endpoint_url_s3": endpoint,  # AWS_ENDPOINT_URL_S3 would override `endpoint`
+        "aws_endpoint_url_s3": endpoint,
         "region": config.region,
         "access_key_id": config.access_key_id,
         "secret_access_key": config.secret_access_key,
@@ -176,11 +163,7 @@ def _split(endpoint: str) -> SplitResult:
 
 
 def _is_unsigned(config: S3Config) -> bool:
-    """Return whether requests leave their body unsigned.
-
-    "auto" does so over TLS and loopback: signing costs a SHA-256 of the body, and these paths are
-    already protected against changes.
-    """
+    """With "auto", TLS and loopback save the SHA-256 of the body."""
     if config.unsigned_payload != "auto":
         return config.unsigned_payload == "true"
     return (

@@ -1,10 +1,7 @@
 """A tier's scan as a `with`, for callers that may leave it early.
 
-    async with closing_scan(tier, prefix) as keys:
-        async for key in keys: ...
-
-Otherwise the garbage collector closes an unfinished generator later, and until then it keeps its
-cursor, connection or open folder. A tier's scan need not be a generator.
+Else an unfinished generator keeps its cursor, connection or open folder until the garbage collector
+closes it.
 """
 
 from collections.abc import AsyncIterator
@@ -15,7 +12,6 @@ from kvhold.tiers.base import Tier
 
 @asynccontextmanager
 async def closing_scan(tier: Tier, prefix: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Run `tier.scan(prefix)`, and close it at the end of the `with`."""
     keys = tier.scan(prefix)
     try:
         yield keys

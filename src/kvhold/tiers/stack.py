@@ -1,11 +1,8 @@
 """The stack of the tiers below RAM, in order, each behind its guard.
 
-    stack = make_stack(["disk:///var/cache/kvhold", "redis://host:6379/0"], plugins=(),
-    metrics=metrics)
     places = await stack.probe(keys)                    # the first tier that has each key
 
-A probe takes one call per tier for all chunks of a prompt. A tier's fault is not raised: its guard
-handles it, and the other tiers are unaffected. Runs in one event loop.
+A tier's fault is not raised: its guard handles it.
 """
 
 import asyncio
@@ -22,19 +19,11 @@ from kvhold.tiers.registry import make_tier, place_of
 
 @dataclass(frozen=True)
 class Place:
-    """The location of a chunk.
-
-    tier:   number of its tier, from the top
-    nbytes: size of its value
-    """
-
     tier: int
     nbytes: int
 
 
 class Stack:
-    """Tiers behind their guards, the fastest first."""
-
     def __init__(self, guards: Sequence[Guard]) -> None:
         self.guards = list(guards)
 
@@ -42,15 +31,12 @@ class Stack:
         return len(self.guards)
 
     async def check(self) -> None:
-        """Check each tier once, so that a dead one is known before the first request."""
         await asyncio.gather(*(guard.check() for guard in self.guards))
 
     async def probe(
         self, keys: Sequence[bytes], silent: set[str] | None = None
     ) -> dict[bytes, Place]:
-        """Return the place of each key that a tier has.
-
-        Takes one call per tier, for the keys that no tier above it has.
+        """Return the place of each key that a tier has. One call per tier.
 
         silent: receives the names of tiers that did not answer
         """
@@ -69,9 +55,9 @@ class Stack:
         return places
 
     async def clear(self, prefix: bytes, *, shared: bool = True) -> int:
-        """Remove all chunks whose key begins with `prefix`. Returns the number of removed values.
+        """Remove all chunks with this prefix. Return the number of removed values.
 
-        shared: false leaves out shared tiers, because another host has cleared them
+        shared: false leaves out shared tiers, which another host has cleared
         """
         return await self.pay(await self.owe(prefix, shared=shared))
 
@@ -83,15 +69,13 @@ class Stack:
         )
 
     async def pay(self, debts: Sequence[tuple[Guard, Debt]]) -> int:
-        """Remove the chunks that `owe` has hidden. Returns the number of removed values."""
         return sum(await asyncio.gather(*(guard.pay(debt) for guard, debt in debts)))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return one entry per tier, from the top. Safe from any thread."""
+        """Safe from any thread."""
         return [guard.status() for guard in self.guards]
 
     async def close(self) -> None:
-        """Close every tier."""
         await asyncio.gather(*(guard.close() for guard in self.guards))
 
 

@@ -1,12 +1,9 @@
 """Tables of keys in many small dictionaries, so that no single step takes long.
 
-    table = KeyTable(); table[key] = entry; table.get(key); del table[key]
-    for part in table.parts(): ...  # a scan that may stop between two parts, while entries come and
-    go keys = KeyList(); keys.append(key); keys.parts
+    for part in table.parts(): ...  # the table may change between two parts
 
 A dictionary of a million keys takes 20 ms to grow once, and must not change while it is iterated.
-Here each of 256 dictionaries grows by itself, and a scan copies one at a time. An entry that exists
-during the whole scan is in exactly one part.
+Here are 256. An entry that exists during the whole scan is in exactly one part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +14,12 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 Value = TypeVar("Value")
 
-SPREAD = NAMESPACE_BYTES  # this byte of a key selects its dictionary: the token hash's first byte
-_MOST = 512  # values in one part
-KEYS_A_PART = 256  # keys in one part of a KeyList
+SPREAD = NAMESPACE_BYTES  # of a key: selects its dictionary
+_MOST = 512
+KEYS_A_PART = 256
 
 
 class KeyTable(Generic[Value]):
-    """Values by key. Keys are KEY_BYTES long.
-
-    shards: `shards[key[SPREAD]]` is the dictionary of a key, for callers that look up many keys
-    num:    number of keys
-    """
-
     __slots__ = ("num", "shards")
 
     def __init__(self) -> None:
@@ -55,18 +46,16 @@ class KeyTable(Generic[Value]):
         self.num -= 1
 
     def get(self, key: bytes) -> Value | None:
-        """Return the value of a key, or None."""
         return self.shards[key[SPREAD]].get(key)
 
     def values(self) -> Iterator[Value]:
-        """Yield all values. The table must not change until the end."""
         for shard in self.shards:
             yield from shard.values()
 
     def parts(self) -> Iterator[list[Value]]:
         """Yield all values, some hundred at a time.
 
-        The table may change between two parts, so a part may contain values that were removed.
+        The table may change between two parts; a part may contain removed values.
         """
         for shard in self.shards:
             if not shard:
@@ -76,25 +65,22 @@ class KeyTable(Generic[Value]):
                 yield part
 
     def emptied(self) -> Iterator[list[Value]]:
-        """Remove all values and yield them, some hundred at a time."""
         for shard in self.shards:
             while shard:
                 part = [shard.popitem()[1] for _ in range(min(_MOST, len(shard)))]
                 self.num -= len(part)
                 yield part
-            shard.clear()  # frees the memory of the grown dictionary
+            shard.clear()
 
 
 class KeySet:
-    """A set of keys, in many small sets for the same reasons."""
-
     __slots__ = ("shards",)
 
     def __init__(self) -> None:
         self.shards: list[set[bytes]] = [set() for _ in range(256)]
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Add keys. Returns the new ones, in order."""
+        """Return the new keys, in order."""
         new = []
         for key in keys:
             shard = self.shards[key[SPREAD]]
@@ -104,18 +90,17 @@ class KeySet:
         return new
 
     def emptied(self) -> Iterator[int]:
-        """Remove all keys, some hundred at a time, and yield the numbers."""
         for shard in self.shards:
             while shard:
                 num_keys = min(_MOST, len(shard))
                 for _ in range(num_keys):
                     shard.pop()
                 yield num_keys
-            shard.clear()  # frees the memory of the grown set
+            shard.clear()
 
 
 class KeyList:
-    """A list of keys, in many short lists: one list of a million keys takes 7 ms to grow once."""
+    """A list of keys, in many short lists: a million keys take 7 ms to grow once."""
 
     __slots__ = ("num", "parts")
 
@@ -127,7 +112,7 @@ class KeyList:
         return self.num
 
     def append(self, key: bytes) -> bool:
-        """Add a key. Returns whether it began a new part, a good time to let other tasks run."""
+        """Return whether the key began a new part: then let other tasks run."""
         begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
         if begins:
             self.parts.append([])

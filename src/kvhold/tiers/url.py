@@ -3,11 +3,8 @@
     url = parse_url("disk:///var/cache/kvhold?max_bytes=100GiB")
     config = url.apply(DiskConfig(path=url.path))    # sets the options; raises ConfigError
 
-The part before the `?` has the form of the tier's own tools. Each option after it is a field of the
-tier's settings. A password or an option may be a reference, such as
-`redis://user:${env:REDIS_PASSWORD}@host` or `${file:/etc/kvhold/password}`. It is read when the
-tier is made, so the line itself holds no secret. `shown` has no secrets; logs, metrics and errors
-use it.
+Each option is a field of the tier's settings. A password or an option may be a reference, such as
+`${env:REDIS_PASSWORD}` or `${file:/etc/kvhold/password}`, read when the tier is made.
 """
 
 import re
@@ -27,10 +24,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 @dataclass(frozen=True, repr=False)
 class TierUrl:
-    """The parts of a tier's URL. Its `repr` shows no secrets.
-
-    netloc: the text between `://` and the path; it may name several hosts
-    """
+    """`netloc` may name several hosts. The `repr` shows no secrets."""
 
     scheme: str
     netloc: str
@@ -42,12 +36,10 @@ class TierUrl:
 
     @property
     def username(self) -> str:
-        """The user name; empty if there is none. Raises ConfigError for an unreadable reference."""
         return resolve(unquote(self._credentials.partition(":")[0]), where=self.shown)
 
     @property
     def password(self) -> str:
-        """The password; empty if there is none. Raises ConfigError for an unreadable reference."""
         return resolve(unquote(self._credentials.partition(":")[2]), where=self.shown)
 
     @property
@@ -62,12 +54,12 @@ class TierUrl:
 
     @property
     def hosts(self) -> list[tuple[str, int | None]]:
-        """`(host, port)` of each host. Raises ConfigError for an invalid one."""
+        """Raises ConfigError for an invalid host."""
         return [self._host(part) for part in self.netloc.rpartition("@")[2].split(",") if part]
 
     @property
     def shown(self) -> str:
-        """The line without passwords and tokens."""
+        """Without passwords and tokens, for logs, metrics and errors."""
         credentials, at, hosts = self.netloc.rpartition("@")
         user, colon, _ = credentials.partition(":")
         shown = f"{user}:***" if colon else "***" if user else ""  # a lone user may be a token
@@ -88,7 +80,6 @@ class TierUrl:
         )
 
     def without(self, names: Mapping[str, object]) -> "TierUrl":
-        """Return the URL without the options of these names."""
         return replace(self, options={k: v for k, v in self.options.items() if k not in names})
 
     @property
@@ -103,8 +94,8 @@ class TierUrl:
 
 
 def parse_url(text: str) -> TierUrl:
-    """Parse a tier's URL. Raises ConfigError, which shows no secret."""
-    text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)  # a path has slashes
+    """Raises ConfigError, which shows no secret."""
+    text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)
     if not _SCHEME.match(text):
         place = text.partition("?")[0].rpartition("@")[2]
         raise ConfigError(
@@ -119,7 +110,7 @@ def parse_url(text: str) -> TierUrl:
         ) from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
-    if ":" in parts.netloc and "@" in parts.path:  # `shown` would reveal a part of a password
+    if ":" in parts.netloc and "@" in parts.path:  # `shown` would reveal a part of it
         raise ConfigError(
             f"tiers: {parts.scheme}://...: in a password, '/' is %2F and '@' is %40; in a "
             "path, '@' is %40"

@@ -1,8 +1,4 @@
-"""The disk tier.
-
-`tier.py` spreads the keys over disks. `store.py` is one disk, `folder.py` has its files, and
-`index.py` counts their bytes.
-"""
+"""The disk tier: `tier.py` spreads keys over disks; `store.py` is one disk."""
 
 from kvhold.tiers.disk.tier import DiskConfig, DiskTier
 

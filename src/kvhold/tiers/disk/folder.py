@@ -1,18 +1,11 @@
-"""One folder of values on a local disk: file names, and the lock of its owner.
-
-    folder = Folder.open("/var/cache/kvhold", direct="auto", sync=False)  # TierUnavailable: owned
-    for found in folder.batches(): ...  # also removes torn and temporary files
-    folder.write(name, pieces, stamp_ns=..., reuse=None); folder.read(...); folder.remove(name)
+"""One folder of values on a local disk: file names, and the owner's lock.
 
     kvhold.lock               held by flock(2) while a process owns the folder; has its pid
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
-The size in a name detects a torn file. The time gives each write its own name, so that the removal
-of an old file never hits a new one. A file's mtime is its last use.
-
-A value is written under a temporary name and renamed when it is whole. Other files and folders are
-left alone and not counted. Blocking; call it from a thread.
+The size detects a torn file. The time makes names unique, so a late removal never hits a newer
+file. A file's mtime is its last use. Other files are left alone. Blocking.
 """
 
 import fcntl
@@ -46,7 +39,7 @@ class FoundValue:
 
 
 class Folder:
-    """A folder that this process owns, from `open` to `close`. No call may overlap `close`."""
+    """No call may overlap `close`."""
 
     def __init__(self, tree: FileTree, lock: int) -> None:
         self.path = tree.path
@@ -56,10 +49,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
-        """Own the folder, and make it if it is missing.
-
-        Raises TierUnavailable (another process owns it, by its pid), TierDenied or TierError.
-        """
+        """Raises TierUnavailable (another process owns it), TierDenied or TierError."""
         try:
             tree = FileTree.open(path, direct=direct, sync=sync, any_owner=any_owner)
             try:
@@ -72,23 +62,17 @@ class Folder:
 
     @property
     def free_bytes(self) -> int:
-        """The bytes that the file system has free for this user."""
         state = self._tree.state()
         return state.f_bavail * state.f_frsize
 
     def is_in_place(self) -> bool:
-        """Return whether the folder is still the one at its path."""
         return self._tree.is_in_place()
 
     def try_to_write(self) -> None:
-        """Raise OSError if no file can be made here."""
         self._tree.try_to_write()
 
     def batches(self) -> Iterator[list[FoundValue]]:
-        """Yield all whole values, one batch per subfolder. Remove temporary and torn files.
-
-        Two files of one key are in the same batch.
-        """
+        """Yield one batch per subfolder. Remove temporary and torn files."""
         for name in self._tree.names(NEW):
             if writer_of(name) is not None:
                 self.remove(f"{NEW}/{name}")
@@ -99,14 +83,11 @@ class Folder:
     def write(
         self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None
     ) -> int:
-        """Write all pieces to the file `name`, whole or not at all.
-
-        Return the bytes that it occupies.
+        """Write the file whole or not at all. Return the bytes that it occupies.
 
         Raises OSError.
 
-        reuse: a file that is not needed any more, to overwrite and rename. If the size fits, this
-               is twice as fast as removing the file and making another
+        reuse: a file to overwrite and rename; twice as fast as a new one, if the size fits
         """
         temporary, state = self._tree.write_new(
             pieces, allocate=True, used_ns=stamp_ns, reuse=reuse
@@ -121,18 +102,13 @@ class Folder:
     def read(
         self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int, stamp_ns: int
     ) -> int | None:
-        """Fill the pieces from the file `name` of `size` bytes. Return the number of bytes.
-
-        None if the file is missing or not whole. Raises OSError.
-        """
+        """Return the number of bytes; None if the file is missing or not whole. Raises OSError."""
         return self._tree.read(name, pieces, at=at, size=size, used_ns=stamp_ns)
 
     def remove(self, name: str) -> None:
-        """Remove a file; harmless if it is already gone. Raises OSError."""
         self._tree.remove(name)
 
     def close(self) -> None:
-        """Release the folder for other processes. Call it once."""
         os.close(self._lock)
         self._tree.close()
 
@@ -157,15 +133,11 @@ class Folder:
             )
 
     def _occupied_bytes(self, state: os.stat_result) -> int:
-        """Return the bytes that a file occupies.
-
-        At least its size rounded up to blocks, since some file systems count blocks late.
-        """
+        """At least the size, since some file systems count blocks late."""
         return max(state.st_blocks * 512, -(-state.st_size // self.block_bytes) * self.block_bytes)
 
 
 def value_name(key: bytes, nbytes: int, stamp_ns: int) -> str:
-    """Return the file name for a value of `key` whose write began at `stamp_ns`."""
     return f"{shard_of(key)}/{key.hex()}-{nbytes}-{stamp_ns:x}"
 
 

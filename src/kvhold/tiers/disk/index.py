@@ -1,18 +1,12 @@
 """The values of one folder, and the exact number of their bytes.
 
-No I/O; used by the tier's loop only.
-
     planned = index.reserve(key, written_ns, nbytes)  # a place and its victims; None: no room
-    index.commit(planned.entry, occupied_bytes)  # visible from here on
-    index.abandon(planned.entry)  # or: the file was not written
-    index.swap(old, entry, occupied_bytes)  # or: it replaces `old`, if reserved beside `old`
-    index.take(entry)  # not found from here on; then one of:
-    index.finish(entry)  # its file is removed
-    index.restore(entry)  # its file could not be removed
+    index.commit(planned.entry, occupied_bytes)  # visible; or index.abandon(planned.entry)
+    index.take(entry)  # not found from here on
+    index.finish(entry)  # its file is removed; or index.restore(entry): it could not be
 
-`used_bytes` includes files that are being written or removed. A removed file that is still being
-read occupies its space until its last reader has finished. A file that is being read or written is
-never a victim.
+`used_bytes` includes files being written or removed, and removed files until their last reader has
+finished. Such files are never victims.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -22,13 +16,13 @@ from kvhold.tiers.disk.folder import FoundValue, value_name
 from kvhold.tiers.disk.rows import NONE, Rows, Sorting
 from kvhold.tiers.policies import Policy, make_policy
 
-_IN_ROWS = ("lru", "fifo", "mru")  # policies that use the order of the rows
+_IN_ROWS = ("lru", "fifo", "mru")
 
 
 class Entry:
-    """One value's file. Made on demand; while the file is being read, always the same object.
+    """One value's file. While it is read, always the same object.
 
-    `occupied_bytes` is an estimate until the entry is committed.
+    `occupied_bytes` is an estimate until the commit.
     """
 
     __slots__ = ("key", "leaving", "nbytes", "occupied_bytes", "readers", "removed", "written_ns")
@@ -39,37 +33,31 @@ class Entry:
         self.written_ns = written_ns
         self.occupied_bytes = occupied_bytes
         self.readers = 0
-        self.leaving = False  # taken, and its bytes will soon be free
+        self.leaving = False
         self.removed = False
 
     @property
     def name(self) -> str:
-        """The file's name. No other file of the folder ever has this name."""
         return value_name(self.key, self.nbytes, self.written_ns)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A place for a new value. The victims' files must be gone before it is written."""
+    """A place for a new value, once the victims' files are removed."""
 
     entry: Entry
     victims: list[Entry]
 
 
 class Index:
-    """The values of one folder, with at most `limit_bytes` in total."""
-
     def __init__(self, policy: str, limit_bytes: int, block_bytes: int) -> None:
-        """Make an empty index.
-
-        policy: its name. Policies other than lru, fifo and mru take about 400 bytes more per value
-        """
+        """Policies other than lru, fifo and mru add 400 bytes per value."""
         self.limit_bytes = limit_bytes
         self._order = policy
         self._policy: Policy | None = None if policy in _IN_ROWS else make_policy(policy)
         self._block_bytes = block_bytes
         self._rows = Rows()
-        self._busy: dict[bytes, Entry] = {}  # key -> entry that is being read or held
+        self._busy: dict[bytes, Entry] = {}
         self._used_bytes = 0
         self._leaving_bytes = 0
 
@@ -78,26 +66,22 @@ class Index:
 
     @property
     def index_bytes(self) -> int:
-        """The memory of this index, in bytes, without a policy's own order."""
         return self._rows.index_bytes
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all files, rounded up to blocks, including reserved places."""
         return self._used_bytes
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes above the limit that stay after all removals under way."""
+        """The bytes above the limit, after all removals under way."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
     def find(self, key: bytes) -> Entry | None:
-        """Return the visible entry of `key`, or None."""
         row = self._rows.find(key)
         return None if row == NONE else self._entry(row)
 
     def holds(self, entry: Entry) -> bool:
-        """Return whether the entry's file is the visible one of its key."""
         found = self.find(entry.key)
         return found is not None and (found.written_ns, found.nbytes) == (
             entry.written_ns,
@@ -105,18 +89,13 @@ class Index:
         )
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Yield the visible keys that begin with `prefix`, a few at a time.
-
-        Keys may come and go between.
-        """
         return self._rows.keys(prefix)
 
     def entries(self) -> Iterator[Entry]:
-        """Iterate over all visible entries."""
         return (self._entry(row) for row in list(self._rows.oldest()))
 
     def add(self, entry: Entry, used_ns: int) -> None:
-        """Add a file that was there before. Call `sort` after the last one."""
+        """Call `sort` after the last file."""
         self._used_bytes += entry.occupied_bytes
         self._show(entry, used_ns)
 
@@ -127,11 +106,9 @@ class Index:
         before_ns: int | None = None,
         writing: Container[bytes] = (),
     ) -> list[str]:
-        """Add files that were found in the folder. Return the names of outdated files.
+        """Add files from a listing. Return the names of files that a newer one replaces.
 
-        A file is outdated if a newer file of the same key exists.
-
-        before_ns: skip files that were written from this time on; they are ours and known already
+        before_ns: skip files written from this time on; they are known
         writing:   keys whose new file is being written
         """
         older: list[str] = []
@@ -153,24 +130,18 @@ class Index:
         return older
 
     def sort(self) -> None:
-        """Sort all entries by time of use.
-
-        A policy with an order of its own keeps the order of arrival.
-        """
+        """Sort all entries by time of use. Policies with their own order keep it."""
         self._rows.sort()
 
     def sorting(self) -> Sorting:
-        """Return the same sort in steps; values may come and go between the steps."""
         return Sorting(self._rows)
 
     def reserve(
         self, key: bytes, written_ns: int, nbytes: int, *, beside: Entry | None = None
     ) -> Planned | None:
-        """Reserve a place for a file of `nbytes`.
+        """Reserve a place for a file of `nbytes`. Return None, and take nothing, without room.
 
-        Return None, and take nothing, if there is no room.
-
-        beside: the entry to be replaced. It must be held or read, so that it is no victim
+        beside: the entry to be replaced, which must be held or read
         """
         assert beside is not None or self._rows.find(key) == NONE
         occupied = -(-nbytes // self._block_bytes) * self._block_bytes
@@ -183,10 +154,7 @@ class Index:
         return Planned(Entry(key, nbytes, written_ns, occupied), victims)
 
     def evict(self, nbytes: int) -> list[Entry] | None:
-        """Take victims that free at least `nbytes`.
-
-        Return None, and take none, if there are not enough.
-        """
+        """Take victims that free at least `nbytes`, or return None and take none."""
         if nbytes <= 0:
             return []
         victims = self._victims(nbytes)
@@ -195,22 +163,19 @@ class Index:
         return victims or None
 
     def commit(self, entry: Entry, occupied_bytes: int) -> None:
-        """Make an entry visible: its file is written and occupies `occupied_bytes`."""
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry, entry.written_ns)
 
     def swap(self, old: Entry, entry: Entry, occupied_bytes: int) -> None:
-        """Make `entry` visible in the place of `old`, whose file must be removed next."""
+        """Show `entry` instead of `old`, whose file must be removed next."""
         self._take(old, evicted=False)
         self.commit(entry, occupied_bytes)
 
     def abandon(self, entry: Entry) -> None:
-        """Free a reserved place: its file was not written."""
         self._used_bytes -= entry.occupied_bytes
 
     def read(self, entry: Entry, used_ns: int) -> None:
-        """Note a read of the entry: protect it until `unread`, and count it as used."""
         self.hold(entry)
         if self._policy is not None:
             self._policy.touch(entry.key)
@@ -218,12 +183,11 @@ class Index:
             self._rows.touch(row, used_ns)
 
     def hold(self, entry: Entry) -> None:
-        """Protect the entry from eviction until `unread`, without counting it as used."""
+        """Protect the entry from eviction until `unread`."""
         entry.readers += 1
         self._busy[entry.key] = entry
 
     def unread(self, entry: Entry) -> None:
-        """End one `read` or `hold`."""
         assert entry.readers > 0
         entry.readers -= 1
         if not entry.readers and self._busy.get(entry.key) is entry:
@@ -232,11 +196,9 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def take(self, entry: Entry) -> None:
-        """Hide the entry: it was deleted, or its file was found broken."""
         self._take(entry, evicted=False)
 
     def finish(self, entry: Entry) -> None:
-        """Note that the file of a taken entry is removed."""
         assert not entry.removed
         entry.removed = True
         self._leave(entry)
@@ -244,10 +206,9 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def restore(self, entry: Entry) -> None:
-        """Note that the file of a taken entry could not be removed.
+        """Show a taken entry whose file could not be removed.
 
-        The entry is visible again. If its key has a new entry, the old file's bytes are only
-        counted, until the next start.
+        If its key has a new entry, the old bytes are counted until the next start.
         """
         self._leave(entry)
         if self._rows.find(entry.key) == NONE:

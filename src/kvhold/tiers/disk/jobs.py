@@ -1,9 +1,8 @@
-"""The jobs of a disk's threads: one small object per job, which brings its result back to the loop.
+"""The jobs of a disk's threads, which bring their results to the loop.
 
     job = Write(...); await threads.run([job.run]); job.fault, job.occupied_bytes
 
-`run` never raises an OSError: the error becomes `fault`. With `stop` set, a job only cleans up and
-moves no bytes.
+An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
 """
 
 import logging
@@ -20,14 +19,12 @@ from kvhold.tiers.files.faults import as_tier_error
 
 _log = logging.getLogger(__name__)
 
-# values: a larger folder is used when this many are listed; the rest is listed later
+# listed values after which a folder is used
 SERVES_FROM = 20_000
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """The settings of one disk, from DiskConfig; `max_bytes` is this disk's share."""
-
     max_bytes: int
     reserve_bytes: int
     policy: str
@@ -38,8 +35,6 @@ class StoreSettings:
 
 
 class Open:
-    """Own a folder and build its index. The result is `folder` and `index`, or `fault`."""
-
     def __init__(self, path: str, settings: StoreSettings) -> None:
         self._path = path
         self._settings = settings
@@ -51,7 +46,6 @@ class Open:
         self.fault: TierError | None = None
 
     def run(self, stop: Event) -> None:
-        """Read the size and time of each file. Blocking."""
         folder = None
         try:
             folder = Folder.open(
@@ -96,10 +90,7 @@ class Open:
 
 
 class OpenMore:
-    """List more of a folder that is already in use.
-
-    The result is `found` (None at the end), or `fault`.
-    """
+    """`found` is None at the end."""
 
     def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
         self.found: list[FoundValue] | None = None
@@ -108,7 +99,6 @@ class OpenMore:
         self._path = path
 
     def run(self, stop: Event) -> None:
-        """Blocking."""
         try:
             self.found = next(self._rest, None)
         except OSError as error:
@@ -116,29 +106,23 @@ class OpenMore:
 
 
 class RemoveNames:
-    """Remove outdated files, which newer files have replaced."""
-
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
         self._folder = folder
         self._names = names
 
     def run(self, stop: Event) -> None:
-        """Blocking."""
         for name in self._names:
             with suppress(OSError):
                 self._folder.remove(name)
 
 
 class Check:
-    """Check that a folder is in its place, and that a file can be made there."""
-
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self.is_in_place = False
         self.fault: TierError | None = None
 
     def run(self, stop: Event) -> None:
-        """Blocking."""
         self.is_in_place = self._folder.is_in_place()
         try:
             self._folder.try_to_write()
@@ -149,8 +133,6 @@ class Check:
 
 
 class Remove:
-    """Remove an entry's file. The result is `gone`, or `fault`."""
-
     def __init__(self, folder: Folder, entry: Entry) -> None:
         self.entry = entry
         self.gone = False
@@ -158,10 +140,7 @@ class Remove:
         self._folder = folder
 
     def run(self, stop: Event) -> None:
-        """Remove the file even if `stop` is set, since the entry was taken from the index.
-
-        Blocking.
-        """
+        """Remove the file even if `stop` is set: its entry was taken."""
         try:
             self._folder.remove(self.entry.name)
             self.gone = True
@@ -176,10 +155,7 @@ class Remove:
 
 
 class Read:
-    """Read an entry's file, or a range. `answer` is the tier's answer.
-
-    `is_broken` is set if the file differs from its index entry.
-    """
+    """`is_broken`: the file differs from its entry."""
 
     def __init__(
         self,
@@ -200,7 +176,6 @@ class Read:
         self._stamp_ns = stamp_ns
 
     def run(self, stop: Event) -> None:
-        """Blocking."""
         if stop.is_set():
             return
         entry, folder = self.entry, self._folder
@@ -219,8 +194,6 @@ class Read:
 
 
 class Write:
-    """Remove the victims and write an entry's file. The result is `occupied_bytes`, or `fault`."""
-
     def __init__(
         self,
         folder: Folder,
@@ -242,8 +215,8 @@ class Write:
         self._may_reuse = may_reuse
 
     def run(self, stop: Event) -> None:
-        """Overwrite a victim that occupies the same bytes; remove the others. Blocking."""
-        stopped = stop.is_set()  # read once, so that it does not change within this job
+        """Overwrite a victim that occupies the same bytes; remove the others."""
+        stopped = stop.is_set()
         reused = None if stopped or not self._may_reuse else self._victim_to_reuse()
         for victim in self.victims:
             if victim is not reused:
@@ -254,7 +227,7 @@ class Write:
         if self.fault is None:
             self._write(reused)
             if reused is not None:
-                reused.run(stop)  # usually gone already
+                reused.run(stop)
 
     def _victim_to_reuse(self) -> Remove | None:
         return next(

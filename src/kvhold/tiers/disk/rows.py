@@ -1,12 +1,7 @@
-"""The rows of an index, one per file, in arrays: about 100 bytes per value, and no objects.
+"""The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
-    rows = Rows(); row = rows.add(key, nbytes=..., occupied_bytes=..., written_ns=..., used_ns=...)
-    rows.find(key); rows.touch(row, used_ns); rows.remove(row)
-    for row in rows.oldest(): ...  # in order of use, least recently used first
-
-Keys are found by open addressing with linear probing, in tables of row numbers. A removed row
-leaves a mark until its table is rebuilt. There are 256 tables, so that each rebuild is short. The
-order of use is a linked list in two arrays. No I/O; one user.
+Row numbers are in 256 hash tables with linear probing, so that each rebuild is short. A removed row
+leaves a mark until a rebuild.
 """
 
 from array import array
@@ -18,17 +13,17 @@ import numpy as np
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 
 NONE, _REMOVED = -1, -2
-_BLOCK = 512  # bytes; the unit in which file systems count a file's space
+_BLOCK = 512  # as `st_blocks` counts
 _TABLES = 256
-_SMALLEST = 16  # number of places in a new table
-_MOST_KEYS = 500  # rows in one step
+_SMALLEST = 16
+_MOST_KEYS = 500
 _MOST_TIMES = 50_000
 _MOST_ORDERED = 500
 _MIX = 0x9E3779B97F4A7C15
 
 
 class Rows:
-    """Rows in arrays. A row's number is used again after `remove`."""
+    """A row's number is used again after `remove`."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -37,15 +32,14 @@ class Rows:
         self._blocks = array("I")
         self._written_ns = array("q")
         self._used_ns = array("q")
-        self._before = array("i")  # in the order of use
+        self._before = array("i")
         self._after = array("i")
         self._oldest = self._newest = NONE
-        self._ordered_to = NONE  # the rows up to this one are ordered by `order_next`
+        self._ordered_to = NONE
         self._free = array("i")
         self._tables = [_Table() for _ in range(_TABLES)]
 
     def find(self, key: bytes) -> int:
-        """Return the row of a key, or NONE."""
         number = _hash(key)
         table = self._tables[number % _TABLES].rows
         mask = len(table) - 1
@@ -59,7 +53,7 @@ class Rows:
     def add(
         self, key: bytes, *, nbytes: int, occupied_bytes: int, written_ns: int, used_ns: int
     ) -> int:
-        """Add a row as the most recently used one. The key must be new."""
+        """Add a new key as the most recently used one."""
         number = _hash(key)
         table = self._tables[number % _TABLES]
         if 3 * (table.num_filled + 1) > 2 * len(table.rows):
@@ -74,7 +68,6 @@ class Rows:
         return row
 
     def remove(self, row: int) -> None:
-        """Remove a row."""
         number = _hash(self.key(row))
         self._tables[number % _TABLES].remove(row, number // _TABLES)
         self._unlink(row)
@@ -83,27 +76,24 @@ class Rows:
         self.num -= 1
 
     def touch(self, row: int, used_ns: int) -> None:
-        """Make a row the most recently used one."""
         self._used_ns[row] = used_ns
         self._unlink(row)
         self._link(row, self._newest)
 
     def oldest(self) -> Iterator[int]:
-        """Iterate over the rows, least recently used first. Do not change rows during this."""
+        """Least recently used first. Do not change rows during this."""
         row = self._oldest
         while row != NONE:
             yield row
             row = self._after[row]
 
     def newest(self) -> Iterator[int]:
-        """Iterate over the rows, most recently used first."""
         row = self._newest
         while row != NONE:
             yield row
             row = self._before[row]
 
     def sort(self) -> None:
-        """Sort all rows by time of use, in one step. `Sorting` does it in many steps."""
         sorting = Sorting(self)
         for _ in sorting.look():
             pass
@@ -112,10 +102,7 @@ class Rows:
             pass
 
     def used_ns(self) -> "Iterator[np.ndarray[Any, Any]]":
-        """Yield the times of use in row order, some thousand rows at a time.
-
-        Each part is int64 [rows], with NONE where a row is free.
-        """
+        """Yield the times of use in parts: int64 [rows], NONE where a row is free."""
         for begin in range(0, len(self._nbytes), _MOST_TIMES):
             end = begin + _MOST_TIMES
             used_ns = np.array(self._used_ns[begin:end], np.int64)
@@ -123,14 +110,10 @@ class Rows:
             yield used_ns
 
     def begin_order(self) -> None:
-        """Start a new order of use; `order_next` gives its rows from the start."""
         self._ordered_to = NONE
 
     def order_next(self, row: int, used_ns: int) -> None:
-        """Put a row behind the rows that were given before.
-
-        Does nothing if the row was removed, or used since `used_ns`.
-        """
+        """Put a row behind the rows given before, unless it was removed or used since."""
         if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
             return
         self._unlink(row)
@@ -138,34 +121,26 @@ class Rows:
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Yield the keys that begin with `prefix`, some hundred rows at a time.
-
-        Rows may come and go between two parts.
-        """
+        """Yield the keys with this prefix, in parts. Rows may change in between."""
         for begin in range(0, len(self._nbytes), _MOST_KEYS):
             rows = range(begin, min(begin + _MOST_KEYS, len(self._nbytes)))
             keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
             yield [key for key in keys if key.startswith(prefix)]
 
     def key(self, row: int) -> bytes:
-        """Return the key of a row."""
         return bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
 
     def nbytes(self, row: int) -> int:
-        """Return the size of the row's value."""
         return self._nbytes[row]
 
     def occupied_bytes(self, row: int) -> int:
-        """Return the bytes that the row's file occupies."""
         return self._blocks[row] * _BLOCK
 
     def written_ns(self, row: int) -> int:
-        """Return the time when the row's file was written."""
         return self._written_ns[row]
 
     @property
     def index_bytes(self) -> int:
-        """The memory of all arrays, in bytes."""
         arrays = [
             self._nbytes,
             self._blocks,
@@ -192,7 +167,7 @@ class Rows:
         return len(self._nbytes) - 1
 
     def _link(self, row: int, before: int) -> None:
-        """Put a row into the order of use after the row `before`; NONE: at the start."""
+        """Put a row after the row `before`; NONE: at the start."""
         after = self._oldest if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
         if before == NONE:
@@ -228,14 +203,14 @@ class Rows:
 
 
 class Sorting:
-    """Sorts rows by time of use, in steps. Between two steps, rows may be added, used and removed.
+    """Sorts rows by time of use, in steps between which rows may change.
 
         for _ in sorting.look(): ...
         sorting.sort()  # may run in a thread
         for _ in sorting.link(): ...
 
-    A row that is used after `look` has ended stays behind all sorted rows. The victims of `lru` and
-    `fifo` are right from the first step of `link`; those of `mru` are right when `link` ends.
+    Rows used after `look` stay last. Victims of `lru` and `fifo` are right from the first step of
+    `link`, those of `mru` at its end.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -244,20 +219,17 @@ class Sorting:
         self._order = self._used_ns = np.empty(0, np.int64)
 
     def look(self) -> Iterator[None]:
-        """Note the times of use."""
         for part in self._rows.used_ns():
             self._noted.append(part)
             yield
 
     def sort(self) -> None:
-        """Sort the noted times. Does not access the rows."""
         used_ns = np.concatenate([self._used_ns, *self._noted])
         live = np.flatnonzero(used_ns != NONE)
         self._order = live[np.argsort(used_ns[live], kind="stable")]
         self._used_ns = used_ns[self._order]
 
     def link(self) -> Iterator[None]:
-        """Put the rows in the sorted order."""
         self._rows.begin_order()
         for begin in range(0, len(self._order), _MOST_ORDERED):
             end = begin + _MOST_ORDERED
@@ -269,8 +241,6 @@ class Sorting:
 
 
 class _Table:
-    """A hash table of row numbers."""
-
     __slots__ = ("num_filled", "rows")
 
     def __init__(self) -> None:
@@ -278,7 +248,6 @@ class _Table:
         self.num_filled = 0  # places that are not NONE
 
     def add(self, row: int, number: int) -> None:
-        """Add a row whose key has the hash `number`."""
         mask = len(self.rows) - 1
         place = number & mask
         while self.rows[place] >= 0:
@@ -287,7 +256,6 @@ class _Table:
         self.rows[place] = row
 
     def remove(self, row: int, number: int) -> None:
-        """Replace a row by a mark."""
         mask = len(self.rows) - 1
         place = number & mask
         while self.rows[place] != row:
@@ -297,7 +265,7 @@ class _Table:
     def make_again(
         self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]"
     ) -> None:
-        """Rebuild the table without marks, and larger if it is too full."""
+        """Rebuild the table without marks, larger if it is too full."""
         rows = np.array(self.rows, np.int32)
         rows = rows[rows >= 0]
         size, self.num_filled = len(self.rows), len(rows)
@@ -307,7 +275,7 @@ class _Table:
         places = (hashes_of(rows) // np.uint64(_TABLES) & np.uint64(size - 1)).astype(np.int64)
         while len(rows):
             free = table[places] == NONE
-            table[places[free]] = rows[free]  # if several rows want a place, one gets it
+            table[places[free]] = rows[free]  # one of several rows gets a place
             left = table[places] != rows
             rows, places = rows[left], (places[left] + 1) & (size - 1)
         self.rows = array("i", table.tobytes())

@@ -1,12 +1,8 @@
-"""One disk of the disk tier: an index used by the event loop, and a folder used by threads.
+"""One disk of the disk tier: an index used by the loop, and a folder used by threads.
 
-    store = DiskStore("/mnt/a/kvhold", settings)
-    await store.put(items); await store.get(keys, into, None); await store.close()
-
-The first call opens the folder. If the folder is lost, the next call opens it again.
-
-A call plans its changes in the index before its threads start, and settles them when the threads
-have finished, also when the call was cancelled. So the byte count is always right.
+The first call opens the folder, and so does the next call after its loss. A call plans its changes
+in the index before its threads start, and settles them afterwards, also when cancelled. So the byte
+count is always right.
 """
 
 import asyncio
@@ -38,17 +34,16 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
-_FOUND = 16  # listed files that are added to the index in one step
-_SCANS = 3  # at most; a scan is repeated if a failed removal shows a value again
+_FOUND = 16
+_SCANS = 3  # repeated if a failed removal shows a value
 
 
 class _Opened:
-    """An open folder, its index, and the work under way.
+    """An open folder, and the work under way.
 
-    writing:      key -> done when its write ends; for new values and for replacements
-    leaving:      `id` of a removal job -> its key, and done when the job ends; the value is not
-                  found any more, but its file may still be there
-    num_restored: number of removals that failed, after which the value is found again
+    writing:      key -> done when its write ends
+    leaving:      `id` of a removal job -> its key, and done when the job ends
+    num_restored: failed removals; their values are found again
     """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
@@ -60,18 +55,14 @@ class _Opened:
         self._last_ns = last_ns
 
     def stamp_ns(self) -> int:
-        """Return the current time, later than any stamp before."""
         self._last_ns = max(self._last_ns + 1, time.time_ns())
         return self._last_ns
 
     def close(self) -> None:
-        """Release the folder, so that another process can own it."""
         self.folder.close()
 
 
 class DiskStore:
-    """The values in one folder. The methods are those of a tier, for this folder's keys."""
-
     def __init__(self, path: str, settings: StoreSettings) -> None:
         self._path = path
         self._path_digest = blake2b(path.encode(), digest_size=32).digest()
@@ -85,25 +76,21 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes that the files occupy; 0 while the folder is not open."""
         return self._opener.place.index.used_bytes if self._opener.place else 0
 
     @property
     def limit_bytes(self) -> int:
-        """The bytes that the files may occupy; 0 while the folder is not open."""
         return self._opener.place.index.limit_bytes if self._opener.place else 0
 
     @property
     def index_bytes(self) -> int:
-        """The memory of the index, in bytes; 0 while the folder is not open."""
         return self._opener.place.index.index_bytes if self._opener.place else 0
 
     def weight(self, key: bytes) -> bytes:
-        """Return the key's weight. The disk with the greatest weight keeps the key."""
+        """The disk with the greatest weight keeps the key."""
         return blake2b(key, key=self._path_digest, digest_size=8).digest()
 
     async def check(self) -> None:
-        """Raise TierError if the folder cannot be written, or is no longer in its place."""
         async with self._opener.use() as opened:
             job = Check(opened.folder)
             await self._writers.run([job.run])
@@ -116,15 +103,11 @@ class DiskStore:
                 raise job.fault
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the sizes from the index."""
         async with self._opener.use() as opened:
             return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
 
     async def keys(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
-        """Yield the keys that begin with `prefix`, a few at a time, after the folder is listed.
-
-        A key may come twice, because the scan is repeated after a failed removal.
-        """
+        """Yield the keys with this prefix, in parts. A key may come twice."""
         async with self._opener.use() as opened:
             await self._all_listed()
         num_restored = -1
@@ -135,14 +118,14 @@ class DiskStore:
             num_restored = opened.num_restored
             for keys in opened.index.keys(prefix):
                 yield keys
-                await asyncio.sleep(0)  # let other tasks run
-            # After the scan, a crash brings back no value that the scan did not report.
+                await asyncio.sleep(0)
+            # else a crash could bring back values that the scan did not report
             await self._left(opened)
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
     ) -> list[int | TierError | None]:
-        """Read values. A file that differs from its index entry is a miss, and is removed."""
+        """A file that differs from its index entry is a miss, and is removed."""
         answers: list[int | TierError | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         async with self._opener.use() as opened:
@@ -171,17 +154,13 @@ class DiskStore:
                         self._settle_read(opened, job)
                 for i in todo:
                     answers[i] = jobs[i].answer if i in jobs else None
-                # Another file has replaced the broken one: read again.
                 todo = [
                     i for i, job in jobs.items() if job.is_broken and opened.index.find(keys[i])
                 ]
         return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
-        """Write the values that are not there.
-
-        If another call is writing a key, wait for that write, and try again if it fails.
-        """
+        """Waits for another call that writes a key, and tries again if that fails."""
         faults: list[TierError | None] = [None] * len(items)
         todo = list(range(len(items)))
         async with self._opener.use() as opened:
@@ -200,9 +179,7 @@ class DiskStore:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Write each new file beside the old one, let it take the old one's place, then remove the
-        old file.
-        """
+        """Write each new file beside the old one, show it, then remove the old file."""
         answers: dict[bytes, bool | TierError] = {}
         async with self._opener.use() as opened:
             await self._written(opened, [key for key, _ in items])
@@ -218,13 +195,9 @@ class DiskStore:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove values.
-
-        Waits for replacements and evictions of these keys first: a crash could bring such a value
-        back.
-        """
+        """Wait for replacements and evictions: a crash could bring such a value back."""
         async with self._opener.use() as opened:
-            await self._all_listed()  # else a file that is listed later would come back
+            await self._all_listed()  # else files listed later come back
             await self._left(opened, set(keys))
             await self._written(opened, [key for key in keys if opened.index.find(key)])
             jobs: dict[int, Remove] = {}
@@ -237,7 +210,6 @@ class DiskStore:
             return [i in jobs and jobs[i].gone for i in range(len(keys))]
 
     async def close(self) -> None:
-        """Release the folder when the calls under way have ended."""
         self._closing = True
         if self._listing is not None:
             await asyncio.wait((self._listing,))
@@ -264,11 +236,8 @@ class DiskStore:
     async def _list_rest(
         self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int
     ) -> None:
-        """List the rest of the folder while the folder is in use.
-
-        A value that is not listed yet is a miss, and may be written again.
-        """
-        async with self._opener.use() as held:  # `use` keeps it open
+        """List the rest of a folder in use. A value not listed yet is a miss."""
+        async with self._opener.use() as held:
             if held is opened:
                 await self._list_more(opened, rest, began_ns)
 
@@ -297,7 +266,7 @@ class DiskStore:
                 )
                 if not self._settings.max_bytes:
                     index.limit_bytes += index.used_bytes - before_bytes
-                await asyncio.sleep(0)  # let other tasks run
+                await asyncio.sleep(0)
             if older:
                 await self._writers.run([RemoveNames(opened.folder, older).run])
         else:
@@ -312,7 +281,6 @@ class DiskStore:
         )
 
     async def _sort(self, index: Index) -> None:
-        """Sort the index by time of use, in steps, while other calls run."""
         sorting = index.sorting()
         for _ in sorting.look():
             await asyncio.sleep(0)
@@ -321,7 +289,6 @@ class DiskStore:
             await asyncio.sleep(0)
 
     def _lose(self, opened: _Opened) -> None:
-        """Give up the folder. The next call opens it again."""
         if self._opener.lose(opened):
             _log.warning(
                 "disk: %s was lost with %d values; the next call opens it anew",
@@ -336,10 +303,7 @@ class DiskStore:
         todo: Sequence[int],
         faults: list[TierError | None],
     ) -> tuple[dict[int, Write], list[int]]:
-        """Reserve a place for each item of `todo` that is not there, or note its fault.
-
-        Returns the write jobs by position, and the positions that other calls are writing now.
-        """
+        """Return write jobs by position, and the positions that other calls are writing."""
         jobs: dict[int, Write] = {}
         waiting = []
         for i in todo:
@@ -375,11 +339,6 @@ class DiskStore:
     def _plan_over(
         self, opened: _Opened, values: Mapping[bytes, Parts], answers: dict[bytes, bool | TierError]
     ) -> list[tuple[Entry, Write]]:
-        """Reserve a place beside each stored value for its replacement.
-
-        Returns pairs of the old entry and the write job. An item without a stored value, or without
-        room, gets its answer at once.
-        """
         jobs: list[tuple[Entry, Write]] = []
         for key, parts in values.items():
             old, nbytes, stamp_ns = opened.index.find(key), size_of(parts), opened.stamp_ns()
@@ -414,10 +373,7 @@ class DiskStore:
     def _settle_over(
         self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]
     ) -> Entry | None:
-        """Let the new file take the old one's place.
-
-        Return the entry of the file to remove, or None.
-        """
+        """Show the new file instead of the old one. Return the entry to remove, or None."""
         index, key = opened.index, old.key
         self._settle_removed(opened, job.victims)
         index.unread(old)
@@ -432,13 +388,12 @@ class DiskStore:
             index.swap(old, job.entry, job.occupied_bytes)
             answers[key] = True
             return old
-        answers[key] = False  # a read has found the old file broken, and removed it
+        answers[key] = False  # a read has removed the broken old file
         index.commit(job.entry, job.occupied_bytes)
         index.take(job.entry)
         return job.entry
 
     async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> None:
-        """Wait until no call is writing any of these keys."""
         while others := {opened.writing[key] for key in keys if key in opened.writing}:
             await asyncio.wait(others)
 
@@ -463,18 +418,10 @@ class DiskStore:
         return job.fault
 
     async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> None:
-        """Wait until the removals under way have ended, each with the file gone or found again.
-
-        keys: only removals of these keys; None: all
-        """
         if others := [gone for key, gone in opened.leaving.values() if keys is None or key in keys]:
             await asyncio.wait(others)
 
     def _leave(self, opened: _Opened, entries: Iterable[Entry]) -> list[Remove]:
-        """Return the jobs that remove the files of taken entries.
-
-        Call `_settle_removed` after the jobs.
-        """
         jobs = [Remove(opened.folder, entry) for entry in entries]
         for job in jobs:
             opened.leaving[id(job)] = job.entry.key, asyncio.get_running_loop().create_future()
@@ -490,10 +437,6 @@ class DiskStore:
             opened.leaving.pop(id(job))[1].set_result(None)
 
     async def _trim(self, opened: _Opened) -> None:
-        """Evict the bytes above the limit.
-
-        A file may occupy more than its size, and a folder may exceed its limit when it is opened.
-        """
         victims = opened.index.evict(opened.index.excess_bytes)
         await self._remove(opened, self._leave(opened, victims or ()))
 

@@ -1,27 +1,17 @@
 """The disk tier: values as files on this host's own disks.
 
-One folder per disk, one process per folder.
-
     # disk:///var/cache/kvhold?max_bytes=100GiB&policy=lru
     # several disks: disk:///mnt/a/kv,/mnt/b/kv?max_bytes=1TiB
-    tier = DiskTier.from_url(parse_url(...)); await tier.put(...); await tier.close()
 
-**Disks.** Rendezvous hashing of the key and the paths chooses a key's disk. So a dead disk loses
-only its own keys, and an added disk takes only its share.
+One process per folder, one folder per disk. Rendezvous hashing of key and path chooses the disk: a
+dead disk loses only its own keys.
 
-**Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Without
-`sync`, a file may have other bytes after a power cut. The frame's checksums and key detect this.
-
-**Index.** It is in memory, about 100 bytes per value (`rows.py`), and is rebuilt from the file
-names when a folder is opened. A large folder is used while its rest is listed. Only the event loop
-touches the index. Threads read and write files; gets and puts have separate threads.
+**Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut.
+Otherwise a power cut may change a file, which the frame's checksums and key detect.
 
 **Files, not segments.** With 8 MiB values and O_DIRECT, both are read at 2.4 GB/s. A segment is
-written at 4.8 GB/s, a new file at 2.5. With an eviction, removing the victim and making a new file
-reaches 1.6; overwriting the victim's file reaches 4.1. So victims are overwritten.
-
-Left out: moving values when the paths change (the values of a removed path are lost), and
-compaction, which files do not need.
+written at 4.8 GB/s, a new file at 2.5. With an eviction, a new file reaches 1.6, overwriting the
+victim's file 4.1. So victims are overwritten.
 """
 
 import asyncio
@@ -48,8 +38,6 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Settings of a disk tier."""
-
     path: str = setting(
         "", "folder for the values; several, separated by commas, for several disks"
     )
@@ -75,8 +63,6 @@ class DiskConfig:
 
 
 class DiskTier:
-    """Values on the disks of this host."""
-
     def __init__(self, config: DiskConfig) -> None:
         paths = [normpath(path) for path in config.path.split(",")]
         if (
@@ -94,8 +80,7 @@ class DiskTier:
             )
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
             raise ConfigError("disk: max_bytes and io_threads must leave something for each path")
-        # A batch from the page cache takes about a millisecond, so the fixed cost of a call counts
-        # most. A larger batch spreads this cost.
+        # A batch from the page cache takes about 1 ms; a larger one spreads the fixed cost.
         batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
         self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
         settings = StoreSettings(
@@ -111,7 +96,6 @@ class DiskTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """Make the tier from `disk:///path[,/path...]?options`. Raises ConfigError."""
         if url.netloc:
             raise ConfigError(
                 f"{url.shown}: a disk's path is absolute: write disk:///path, with three slashes"
@@ -120,24 +104,18 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes that the files occupy, in folders that are open."""
         return sum(store.used_bytes for store in self._stores)
 
     @property
     def index_bytes(self) -> int:
-        """The memory of the indexes, in bytes, without a policy's own order (`lfu`, `s3fifo`)."""
         return sum(store.index_bytes for store in self._stores)
 
     @property
     def limit_bytes(self) -> int:
-        """The bytes that the files may occupy, in folders that are open."""
         return sum(store.limit_bytes for store in self._stores)
 
     async def check(self) -> None:
-        """Tier contract. Opens folders that are not open.
-
-        Passes if at least one disk works, and logs a warning for each of the others.
-        """
+        """Tier contract. Passes if one disk works."""
         faults = await _all(self._fault_of(store.check()) for store in self._stores)
         for fault in faults:
             if fault is not None and all(faults):
@@ -146,7 +124,6 @@ class DiskTier:
                 _log.warning("one disk of several cannot be used: %s", fault)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. From the index, without I/O."""
         return await self._spread(
             keys, lambda store, chosen: store.probe(_pick(keys, chosen)), lambda fault: None
         )
@@ -154,7 +131,6 @@ class DiskTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         check_lengths(keys, into, starts)
 
         async def get(store: DiskStore, chosen: Sequence[int]) -> list[int | TierError | None]:
@@ -169,30 +145,24 @@ class DiskTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract. Ignores ttl_s: eviction removes values that are not used."""
         keys = [key for key, _ in items]
         return await self._spread(
             keys, lambda store, chosen: store.put(_pick(items, chosen)), lambda fault: fault
         )
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract.
-
-        The new file is whole before the old one is removed. After a crash, the newer counts.
-        """
+        """Tier contract. After a crash, the newer of two files counts."""
         keys = [key for key, _ in items]
         return await self._spread(
             keys, lambda store, chosen: store.replace(_pick(items, chosen)), lambda fault: fault
         )
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. A file that cannot be removed is still found; its answer is false."""
         return await self._spread(
             keys, lambda store, chosen: store.delete(_pick(keys, chosen)), lambda fault: False
         )
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. From the index."""
         faults = await _all(self._fault_of(store.probe([])) for store in self._stores)
         if all(faults) and faults[0] is not None:
             raise faults[0]
@@ -203,7 +173,6 @@ class DiskTier:
                         yield key
 
     async def close(self) -> None:
-        """Tier contract. Waits for calls that are under way."""
         await _all(store.close() for store in self._stores)
 
     async def _spread(
@@ -212,11 +181,9 @@ class DiskTier:
         call: Callable[[DiskStore, Sequence[int]], Awaitable[list[Answer]]],
         lost: Callable[[TierError], Answer],
     ) -> list[Answer]:
-        """Call each disk with the positions of its keys, side by side.
+        """Raise TierError if all disks fail.
 
-        Raise TierError if all disks fail.
-
-        lost: the answer for each key of a disk that failed
+        lost: the answer for each key of a failed disk
         """
         if len(self._stores) == 1:
             return await call(self._stores[0], range(len(keys)))
@@ -247,10 +214,9 @@ class DiskTier:
 
 
 async def _all(work: Iterable[Awaitable[Answer]]) -> list[Answer]:
-    """Await all, side by side, and return their results. Raise the first fault at the end.
+    """Return the results, or raise the first fault, when all have ended.
 
-    Ends only when all have ended, also when cancelled. Without `return_exceptions`, `gather` would
-    end at the first cancelled one.
+    When cancelled, `gather` alone would not wait.
     """
     tasks = [asyncio.ensure_future(call) for call in work]
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,4 @@
-"""The one place where an OSError becomes a TierError.
-
-raise as_tier_error(error, tier="disk", operation="put", where=path) from error
-"""
+"""The one place where an OSError becomes a TierError."""
 
 import os
 from errno import (
@@ -30,7 +27,6 @@ _GONE = frozenset({ENOENT, ENOTDIR, ENODEV, ENXIO, ESTALE, ENOTCONN, ESHUTDOWN})
 
 
 def as_tier_error(error: OSError, *, tier: str, operation: str, where: str) -> TierError:
-    """Return the TierError for an OSError at `where`, with advice for the user."""
     if isinstance(error, Unsafe):
         return TierDenied(
             tier,

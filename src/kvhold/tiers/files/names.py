@@ -1,9 +1,4 @@
-"""File names: unique temporary names across hosts, and the subfolder of a key.
-
-name = temporary_name()  # <host>-<pid namespace>.<pid>.<counter>.<random>
-is_leftover(name, age_s=..., stale_s=...)  # whether its writer has ended
-shard_of(key)  # "3f"
-"""
+"""File names: unique temporary names across hosts, and the subfolder of a key."""
 
 import os
 from functools import cache
@@ -19,20 +14,16 @@ _CHANCE_BYTES = 8
 
 
 def shard_of(key: bytes) -> str:
-    """Return the key's subfolder, one of 256.
-
-    It is the first byte of the tokens' hash, since many keys share their namespace.
-    """
+    """Return one of 256 subfolders, by the tokens' hash."""
     return key[NAMESPACE_BYTES : NAMESPACE_BYTES + 1].hex()
 
 
 def temporary_name() -> str:
-    """Return a new unique name."""
+    """Return `<host>-<pid namespace>.<pid>.<counter>.<random>`."""
     return f"{_host()}.{os.getpid()}.{next(_COUNTER)}.{token_hex(_CHANCE_BYTES)}"
 
 
 def writer_of(name: str) -> tuple[str, int] | None:
-    """Return the host and pid in a temporary name; None for a foreign name."""
     fields = name.split(".")
     if (
         len(fields) != 4
@@ -44,10 +35,7 @@ def writer_of(name: str) -> tuple[str, int] | None:
 
 
 def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
-    """Return whether a temporary file is abandoned.
-
-    Its process on this host has ended, or the file is older than `stale_s`.
-    """
+    """Return whether a file's process on this host has ended, or it is older than `stale_s`."""
     writer = writer_of(name)
     if writer is None:
         return False
@@ -57,7 +45,7 @@ def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
 
 @cache
 def _host() -> str:
-    """Return this host's name and its pid namespace, since containers may share a host name."""
+    """Includes the pid namespace, since containers may share a host name."""
     space = Path("/proc/self/ns/pid").stat().st_ino
     return "".join(c if c.isalnum() else "-" for c in gethostname())[:64] + f"-{space}"
 

@@ -1,11 +1,8 @@
 """Open a place once for the many calls that use it, and close it after the last one.
 
-    opener = Opener(open_folder, Folder.close, closed=TierUnavailable(...))
     async with opener.use() as folder: ...  # opened by the first call, and by the next after `lose`
-    opener.lose(folder); await opener.close()
 
-Used from one event loop. `open` runs in its own task: a cancelled caller must not lose a lock that
-a thread has just taken.
+`open` runs in its own task: a cancelled caller must not lose a lock that a thread has just taken.
 """
 
 import asyncio
@@ -27,7 +24,7 @@ class _Held(Generic[Place]):
 
 
 class Opener(Generic[Place]):
-    """Opens and closes one place. After `close`, calls raise the error `closed`."""
+    """After `close`, calls raise the error `closed`."""
 
     def __init__(
         self,
@@ -46,12 +43,10 @@ class Opener(Generic[Place]):
 
     @property
     def place(self) -> Place | None:
-        """The place if it is open now, else None."""
         return self._held.place if self._held else None
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Place]:
-        """Keep the place open within the block. Raises the errors of `open`."""
         held = await self._get()
         held.users += 1
         try:
@@ -61,12 +56,7 @@ class Opener(Generic[Place]):
             self._close_if_unused(held)
 
     def lose(self, place: Place) -> bool:
-        """Give up the place, so that the next call opens it again.
-
-        Return false if it was given up before.
-
-        It is closed when its users have ended.
-        """
+        """Close the place after its last user. Return false if it was given up before."""
         held = self._held
         if held is None or held.place is not place:
             return False
@@ -77,7 +67,7 @@ class Opener(Generic[Place]):
         return True
 
     async def close(self) -> None:
-        """Close the place when the calls under way have ended. Idempotent."""
+        """Wait for the calls under way. Idempotent."""
         self._is_closed = True
         if self._opening is not None:
             await asyncio.wait((self._opening,))
@@ -87,7 +77,7 @@ class Opener(Generic[Place]):
             await held.closed.wait()
 
     async def _get(self) -> _Held[Place]:
-        while True:  # the place may be lost again before this task runs
+        while True:  # it may be lost again
             if self._is_closed:
                 raise self._closed_error
             if self._held is not None:
@@ -101,7 +91,7 @@ class Opener(Generic[Place]):
         try:
             self._held = _Held(await self._open())
         finally:
-            self._opening = None  # cleared within the task, so that a visible task can be awaited
+            self._opening = None  # in the task, so that a visible task can be awaited
 
     def _close_if_unused(self, held: _Held[Place]) -> None:
         if held.is_retired and not held.users and not held.closed.is_set():

@@ -1,15 +1,14 @@
-"""Open folders and files that no other user can change. The check is made on the open descriptor.
+"""Open folders and files that no other user can change.
 
     folder = open_folder("/var/cache/kvhold")  # a descriptor; made with mode 0700 if it is missing
     lock = open_own_file("kvhold.lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
 
-A folder is safe if it belongs to this user or to root, others cannot write to it, and no other user
-can replace it. So no folder above it may be writable by all users, unless it is sticky (as `/tmp`
-is), and no symbolic link on the way may belong to another user. A file is opened without following
-a link. It must be a regular file of this user, with one name.
+A safe folder belongs to this user or root, and others cannot write to it or replace it. No folder
+above it is writable by all users, unless sticky (as `/tmp`), and no symbolic link on the way
+belongs to another user. A file must be a regular file of this user, with one name and no link.
 
-The checked descriptor is the one that is used, so that no exchange is possible between check and
-use. Blocking. Raises OSError. Its subclass `Unsafe` says how to repair the fault.
+The checked descriptor is the one used, so no exchange is possible in between. `Unsafe` says how to
+repair the fault.
 """
 
 import errno
@@ -21,12 +20,10 @@ import stat
 from contextlib import suppress
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_LINKS = 40  # symbolic links on the way to a folder, as in Linux
+_MOST_LINKS = 40  # as in Linux
 
 
 class Unsafe(PermissionError):
-    """A folder or file that another user could have made, or could change."""
-
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
 
@@ -35,10 +32,10 @@ class Unsafe(PermissionError):
 
 
 def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: bool = False) -> int:
-    """Open a safe folder and return its descriptor. `path` is absolute.
+    """Return the folder's descriptor. `path` is absolute.
 
-    make:      make the folder, and missing ones above it, with mode 0700
-    any_owner: skip the checks, because the folder is meant to belong to another user or to a group
+    make:      make missing folders with mode 0700
+    any_owner: skip the checks, for a folder of another user or a group
     """
     folder = os.open("/", FOLDER)
     parts = _parts(os.fspath(path))
@@ -59,12 +56,11 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
                 continue
             below = _step_into(name, folder, make=make)
             os.close(folder)
-            # text, for messages
             folder, walked = below, os.path.normpath(os.path.join(walked, name))  # noqa: PTH118
         if not any_owner:
             check_folder(os.fstat(folder), os.fspath(path))
         if fcntl.fcntl(folder, fcntl.F_GETFL) & os.O_PATH:
-            os.close(os.open(".", FOLDER, dir_fd=folder))  # raises the system's own error
+            os.close(os.open(".", FOLDER, dir_fd=folder))
         _let_owner_in(folder)
     except BaseException:
         os.close(folder)
@@ -75,13 +71,10 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
 def open_own_file(
     name: str, flags: int, *, dir_fd: int, shown: str = "", any_owner: bool = False
 ) -> int:
-    """Open a regular file in an open folder and return its descriptor.
+    """Return the file's descriptor.
 
-    If `flags` has O_CREAT, a missing file is made with mode 0600. `O_TRUNC` is not allowed: it
-    would empty the file before the check.
-
-    shown:     the file's name in errors
-    any_owner: allow a file of another user
+    With O_CREAT, a missing file is made with mode 0600. `O_TRUNC` would empty the file before the
+    check.
     """
     assert not flags & os.O_TRUNC
     shown = shown or name
@@ -111,7 +104,6 @@ def open_own_file(
 
 
 def check_folder(state: os.stat_result, path: str) -> None:
-    """Raise Unsafe unless this user or root owns the folder and others cannot write there."""
     if state.st_uid not in (0, os.geteuid()):
         raise Unsafe(
             f"{path} belongs to {user_name(state.st_uid)}, who could change what is in it; "
@@ -131,14 +123,13 @@ def check_folder(state: os.stat_result, path: str) -> None:
 
 
 def user_name(uid: int) -> str:
-    """Return a user's name for messages."""
     with suppress(KeyError):
         return f"user {pwd.getpwuid(uid).pw_name}"
     return f"user {uid}"
 
 
 def _parts(path: str) -> list[str]:
-    """Return the components of a path, the first one at the end."""
+    """The first component is at the end."""
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
@@ -151,10 +142,7 @@ def _check_above(state: os.stat_result, path: str) -> None:
 
 
 def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str | None:
-    """Return the target of a symbolic link; None for anything else.
-
-    Raises Unsafe for a link of another user.
-    """
+    """Raises Unsafe for another user's link."""
     try:
         state = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -173,7 +161,7 @@ def _step_into(name: str, folder: int, *, make: bool) -> int:
     flags = FOLDER | os.O_NOFOLLOW
     try:
         return os.open(name, flags, dir_fd=folder)
-    # The folder can be passed but not listed, as home folders often are.
+    # can be passed but not listed, as many home folders
     except PermissionError:
         return os.open(
             name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder
@@ -189,14 +177,12 @@ def _step_into(name: str, folder: int, *, make: bool) -> int:
 
 
 def _let_owner_in(folder: int) -> None:
-    """Restore this user's rights to an own folder if a umask has removed them."""
     state = os.fstat(folder)
     if state.st_uid == os.geteuid() and state.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         os.fchmod(folder, stat.S_IMODE(state.st_mode) | stat.S_IRWXU)
 
 
 def _is_private_group(gid: int) -> bool:
-    """Return whether this is the user's private group, which many systems make."""
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -1,12 +1,7 @@
 """Move bytes between a value's parts and one file, past the page cache where that is faster.
 
-    fill_file(fd, pieces, direct=True)  # all bytes, or OSError
-    done = fill_parts(fd, pieces, nbytes, at=0, direct=True)  # fewer than nbytes: the file ended
-
-O_DIRECT moves as many leading bytes as are aligned to whole pages, in memory and in the file. The
-rest (a partial last page, unaligned parts) goes through the page cache by the same descriptor. On a
-file system without O_DIRECT, all bytes do. Blocking; for threads. The system calls release the GIL.
-This module knows no names and no folders.
+O_DIRECT moves the leading bytes that are aligned to pages, in memory and in the file. The rest goes
+through the page cache. The system calls release the GIL.
 """
 
 import fcntl
@@ -18,22 +13,22 @@ import numpy as np
 
 from kvhold.tiers.base import Parts
 
-PAGE_BYTES = 4096  # alignment of addresses, lengths and offsets for O_DIRECT
-LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster, for reads and writes
+PAGE_BYTES = 4096  # alignment for O_DIRECT
+LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster
 
 _MOST_PIECES = 1024  # IOV_MAX
 _UNSUPPORTED = frozenset({EINVAL, EOPNOTSUPP, ENOSYS})
 
 
 def as_pieces(parts: Parts) -> list[memoryview]:
-    """Return the parts as flat bytes, without empty ones."""
+    """Flat bytes, without empty parts."""
     return [part.cast("B") for part in parts if part.nbytes]
 
 
 def direct_bytes(pieces: Sequence[memoryview], nbytes: int, at: int) -> int:
     """Return how many of the first `nbytes` can use O_DIRECT at file offset `at`.
 
-    0 for less than LEAST_DIRECT_BYTES, or if less than half of the bytes are aligned.
+    0 below LEAST_DIRECT_BYTES, or if less than half are aligned.
     """
     if at % PAGE_BYTES or nbytes < LEAST_DIRECT_BYTES:
         return 0
@@ -49,7 +44,6 @@ def direct_bytes(pieces: Sequence[memoryview], nbytes: int, at: int) -> int:
 
 
 def fill_file(fd: int, pieces: Sequence[memoryview], *, direct: bool) -> None:
-    """Write all pieces from the start of the file. Raises OSError if it is cut short."""
     nbytes = sum(piece.nbytes for piece in pieces)
     done = _transfer(os.pwritev, fd, pieces, nbytes, at=0, direct=direct)
     if done != nbytes:
@@ -57,18 +51,11 @@ def fill_file(fd: int, pieces: Sequence[memoryview], *, direct: bool) -> None:
 
 
 def fill_parts(fd: int, pieces: Sequence[memoryview], nbytes: int, *, at: int, direct: bool) -> int:
-    """Read `nbytes` from offset `at` into the pieces. Return the number of bytes read.
-
-    Nothing is written beyond the first `nbytes` of the pieces.
-    """
     return _transfer(os.preadv, fd, pieces, nbytes, at=at, direct=direct)
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Reserve the space now, so that a full disk fails before any write, and with few extents.
-
-    Does nothing where the file system does not support this.
-    """
+    """A full disk fails here, before any write."""
     if nbytes:
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -78,7 +65,7 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Turn O_DIRECT on or off. Return whether it is on now."""
+    """Return whether O_DIRECT is on now."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
@@ -98,12 +85,11 @@ def _transfer(
     at: int,
     direct: bool,
 ) -> int:
-    """Call `preadv` or `pwritev` until `nbytes` are moved or the file ends."""
     limit = direct_bytes(pieces, nbytes, at) if direct else 0
     is_direct = limit > 0 and set_direct(fd, True)
     done = 0
     while done < nbytes:
-        if is_direct and (done >= limit or done % PAGE_BYTES):  # second: short transfer
+        if is_direct and (done >= limit or done % PAGE_BYTES):  # a short transfer
             is_direct = set_direct(fd, False)
         batch = _cut(pieces, done, limit if is_direct else nbytes)
         try:
@@ -111,7 +97,7 @@ def _transfer(
         except OSError as error:
             if not is_direct or error.errno != EINVAL:
                 raise
-            limit = 0  # this file system needs another alignment
+            limit = 0
             continue
         if moved == 0:
             break
@@ -120,7 +106,6 @@ def _transfer(
 
 
 def _cut(pieces: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return the bytes `start` to `stop` of all pieces, or as many as one call can take."""
     cut, at = [], 0
     for piece in pieces:
         first, last = max(start - at, 0), min(stop - at, piece.nbytes)

@@ -1,12 +1,7 @@
 """One folder of ours. Temporary files are in `new/`, whole ones elsewhere.
 
-    tree = FileTree.open(path, direct="auto", sync=False)
-    temporary, state = tree.write_new(pieces, allocate=True); tree.rename(temporary, "3f/name")
-    tree.read("3f/name", pieces, at=None, size=None); tree.remove("3f/name"); tree.close()
-
-All names are relative to a descriptor of the folder. Blocking: every call is for a thread, and
-raises OSError. No call follows a symbolic link below the folder. The folder must be safe
-(`safe.py`), unless `any_owner` is set.
+Names are relative to a descriptor of the folder, and no symbolic link below it is followed. Every
+call blocks, and raises OSError.
 """
 
 import ctypes
@@ -22,7 +17,7 @@ from kvhold.tiers.files.names import temporary_name
 from kvhold.tiers.files.safe import FOLDER, open_folder, open_own_file
 from kvhold.tiers.files.transfer import fill_file, fill_parts, preallocate, set_direct
 
-NEW = "new"  # the folder for temporary files
+NEW = "new"
 
 _RENAME_EXCHANGE = 2
 # O_NONBLOCK: opening a named pipe must not block
@@ -30,7 +25,7 @@ _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FileTree:
-    """An open folder, from `open` to `close`. No call may overlap `close`."""
+    """No call may overlap `close`."""
 
     def __init__(self, path: str, root: int, *, direct: bool, sync: bool, any_owner: bool) -> None:
         self.path = path
@@ -42,10 +37,10 @@ class FileTree:
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
-        """Open the folder, and make it if it is missing. Raises `Unsafe` if others could change it.
+        """Open the folder, and make it if it is missing. Raises `Unsafe` (`safe.py`).
 
         direct:    `always` raises EOPNOTSUPP where there is no O_DIRECT; `auto` works without
-        any_owner: the folder may belong to others, and others may write to it
+        any_owner: others may own the folder or write to it
         """
         root = open_folder(path, any_owner=any_owner)
         tree = cls(path, root, direct=direct != "never", sync=sync, any_owner=any_owner)
@@ -58,10 +53,6 @@ class FileTree:
         return tree
 
     def is_in_place(self) -> bool:
-        """Return whether the folder is still the one at its path.
-
-        False if it was removed, or if a file system was mounted over it.
-        """
         try:
             mine, there = os.fstat(self._root), Path(self.path).stat()
         except OSError:
@@ -69,11 +60,9 @@ class FileTree:
         return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
     def state(self) -> os.statvfs_result:
-        """Return the state of the file system."""
         return os.fstatvfs(self._root)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a subfolder, or in `.`; none if it is missing."""
         try:
             fd = os.open(folder, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
         except (FileNotFoundError, NotADirectoryError):
@@ -84,7 +73,7 @@ class FileTree:
             os.close(fd)
 
     def stat_file(self, name: str) -> os.stat_result | None:
-        """Return the state of a regular file; None for anything else."""
+        """None unless it is a regular file."""
         try:
             state = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -92,17 +81,13 @@ class FileTree:
         return state if stat.S_ISREG(state.st_mode) else None
 
     def open_file(self, name: str, flags: int) -> int:
-        """Open a file directly in the folder, and make it if it is missing. Return its descriptor.
-
-        Raises `Unsafe` unless it is a regular file of this user.
-        """
+        """Return the descriptor. Raises `Unsafe` unless it is a regular file of this user."""
         shown = f"{self.path}/{name}"
         return open_own_file(
             name, flags | os.O_CREAT, dir_fd=self._root, shown=shown, any_owner=self._any_owner
         )
 
     def try_to_write(self) -> None:
-        """Raise OSError if no file can be made here."""
         temporary, fd = self._create()
         os.close(fd)
         self.remove(temporary)
@@ -115,14 +100,11 @@ class FileTree:
         used_ns: int | None = None,
         reuse: str | None = None,
     ) -> tuple[str, os.stat_result]:
-        """Write all pieces to a new temporary file.
+        """Write all pieces to a new temporary file. Return its name and state.
 
-        Return its name and state. A failure leaves no file.
-
-        allocate: reserve the space before writing. Not on network file systems, where the C library
-                  would write a byte to each block
+        allocate: not on network file systems, where the C library would write to each block
         used_ns:  the file's mtime
-        reuse:    a file that is not needed any more, to rename and overwrite
+        reuse:    a file to rename and overwrite
         """
         temporary, fd = self._create(reuse)
         try:
@@ -139,14 +121,14 @@ class FileTree:
                     os.fsync(fd)
                 return temporary, os.fstat(fd)
             finally:
-                os.close(fd)  # a network file system may report failed writes here
+                os.close(fd)  # network file systems may report failed writes here
         except OSError:
-            with suppress(OSError):  # the first error tells more; the next start removes the file
+            with suppress(OSError):  # the next start removes the file
                 self.remove(temporary)
             raise
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file, and replace any file named `new`. A missing folder of `new` is made."""
+        """Replaces any file named `new`. Makes a missing folder."""
         try:
             os.rename(old, new, src_dir_fd=self._root, dst_dir_fd=self._root)
         except FileNotFoundError:
@@ -157,7 +139,7 @@ class FileTree:
     def exchange(self, one: str, other: str) -> None:
         """Exchange the names of two files in one step.
 
-        Raises FileNotFoundError if one is missing, EOPNOTSUPP if the file system cannot do it.
+        Raises FileNotFoundError if one is missing, EOPNOTSUPP if the file system cannot.
         """
         if self._renameat2 is None or self._renameat2(
             self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE
@@ -173,10 +155,7 @@ class FileTree:
             self._sync_folder(name.rpartition("/")[0])
 
     def link(self, old: str, new: str) -> None:
-        """Give the file `old` a second name.
-
-        Raises FileExistsError if `new` exists, OSError if links are not supported.
-        """
+        """Raises FileExistsError if `new` exists, OSError if links are not supported."""
         try:
             os.link(old, new, src_dir_fd=self._root, dst_dir_fd=self._root, follow_symlinks=False)
         except FileNotFoundError:
@@ -193,9 +172,7 @@ class FileTree:
         size: int | None = None,
         used_ns: int | None = None,
     ) -> int | None:
-        """Fill the pieces with the whole file, or from offset `at` to their end.
-
-        Return the number of bytes.
+        """Read the whole file, or fill the pieces from offset `at`. Return the number of bytes.
 
         None if the file is missing, is not of `size` (if given), does not fit, or ends too early.
         """
@@ -213,14 +190,13 @@ class FileTree:
             if fill_parts(fd, pieces, nbytes, at=start, direct=self._direct) != nbytes:
                 return None
             if used_ns is not None:
-                with suppress(OSError):  # a failure only affects the order after a restart
+                with suppress(OSError):  # only affects the order after a restart
                     os.utime(fd, ns=(used_ns, used_ns))
             return nbytes
         finally:
             os.close(fd)
 
     def remove(self, name: str) -> bool:
-        """Remove a file; return false if it is already gone."""
         try:
             os.unlink(name, dir_fd=self._root)
         except FileNotFoundError:
@@ -228,13 +204,12 @@ class FileTree:
         return True
 
     def close(self) -> None:
-        """Close the folder. Call it once."""
         os.close(self._root)
 
     def _create(self, reuse: str | None = None) -> tuple[str, int]:
         temporary = f"{NEW}/{temporary_name()}"
         if reuse is not None:
-            with suppress(FileNotFoundError):  # if another process has removed it, make a new file
+            with suppress(FileNotFoundError):
                 self.rename(reuse, temporary)
                 return temporary, self._open_renamed(temporary)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
@@ -264,7 +239,7 @@ class FileTree:
             os.mkdir(name, mode=0o700, dir_fd=self._root)
             fd = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
             try:
-                os.fchmod(fd, 0o700)  # independent of the umask
+                os.fchmod(fd, 0o700)  # whatever the umask
             finally:
                 os.close(fd)
             self._sync_folder(".")

@@ -30,5 +30,4 @@ __all__ = [
 
 
 def make_policy(name: str) -> Policy:
-    """Make a policy. `name` is one of POLICIES; the settings loader has checked it."""
     return POLICIES[name]()

@@ -1,19 +1,12 @@
-"""The shared part of all policies: chains of chunks, candidates for eviction, bytes per namespace.
+"""The shared part of all policies: chains, candidates for eviction, bytes per namespace.
 
     class FifoPolicy(ChainPolicy):
         def _inserted(self, chunk: Chunk) -> None:
             self._rank(chunk, self._now())            # the lowest rank is evicted first
 
-A policy ranks chunks. This module keeps the *leaves*, chunks without a continuation here, in queues
-by
-rank: one for each namespace and one for all. A chunk that becomes a leaf enters the queue at the
-      rank
-that it already has.
-
-Insert, touch and remove cost O(log leaves) at most; touching a chunk that is no leaf costs O(1).
-`victims` costs O((victims + pinned leaves before them) log leaves), independent of the number of
-chunks that the leaves protect. No single call takes long: tables and queues consist of small parts,
-and each call removes some stale places. Threads: see base.py.
+The *leaves*, chunks without a continuation here, are in queues by rank: one for each namespace and
+one for all. Insert, touch and remove cost O(log leaves) at most. `victims` costs O((victims +
+pinned leaves before them) log leaves).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,18 +18,17 @@ from typing import ClassVar, Self, TypeAlias
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.tiers.table import KeyTable
 
-_BUCKET_BITS = 8  # ranks of one bucket: 256
-_SWEPT_AT_ONCE = 128  # places
-_SWEPT_A_CALL = 3  # places per call: keeps a queue at some two places per leaf at most
+_BUCKET_BITS = 8
+_SWEPT_AT_ONCE = 128
+_SWEPT_A_CALL = 3  # keeps some two places per leaf at most
 
 
 class Chunk:
     """One known key.
 
-    rank:  the lowest is evicted first; unique
-    queue: number of its queue; 0 for policies with a single queue
+    rank:  unique; the lowest is evicted first
     uses:  a counter for the policy
-    place: its current entry in the heaps; None if it is no leaf
+    place: its entry in the heaps; None if it is no leaf
     space: the queues of its namespace
     """
 
@@ -53,15 +45,14 @@ class Chunk:
         self.place: Place | None = None
 
 
-Place: TypeAlias = tuple[int, int, Chunk]  # rank and chunk; compared by the rank, which is unique
+Place: TypeAlias = tuple[int, int, Chunk]  # compared by the unique rank
 
 
 class Queue:
-    """Chunks of one namespace, or of all, that are ranked together: their number, bytes and leaves.
+    """Chunks of one namespace, or of all, that are ranked together.
 
-    Places are in buckets of neighbouring ranks, each a heap. A chunk that gets a new place leaves a
-    stale one behind. Stale places are dropped when they are popped, and bucket by bucket in later
-    calls.
+    Places are in heaps, one for 256 neighbouring ranks. A chunk's new place makes its old one
+    stale. Each call sweeps some stale places, so no call takes long.
     """
 
     __slots__ = ("_buckets", "_credit", "_order", "_to_sweep", "nbytes", "num_chunks")
@@ -70,17 +61,15 @@ class Queue:
         self.num_chunks = 0
         self.nbytes = 0
         self._buckets: dict[tuple[int, int], list[Place]] = {}
-        self._order: list[tuple[int, int]] = []  # a heap of bucket names; some are obsolete
+        self._order: list[tuple[int, int]] = []  # some are obsolete
         self._to_sweep: list[tuple[int, int]] = []
         self._credit = 0
 
     @property
     def num_places(self) -> int:
-        """Number of places, stale ones included."""
         return sum(map(len, self._buckets.values()))
 
     def push(self, place: Place) -> None:
-        """Add the new place of a leaf."""
         name = place[0], place[1] >> _BUCKET_BITS
         bucket = self._buckets.get(name)
         if bucket is None:
@@ -90,7 +79,6 @@ class Queue:
         self.tidy()
 
     def pop(self) -> Place | None:
-        """Remove and return the place of the leaf with the lowest rank; None if there is none."""
         while self._order:
             bucket = self._buckets.get(self._order[0], [])
             while bucket:
@@ -101,13 +89,12 @@ class Queue:
         return None
 
     def tidy(self) -> None:
-        """Drop some stale places."""
         self._credit += _SWEPT_A_CALL
         if self._credit < _SWEPT_AT_ONCE:
             return
         while self._credit > 0:
             if not self._to_sweep:
-                self._credit = 0  # the next round begins in a later call
+                self._credit = 0
                 self._to_sweep = list(self._buckets)
                 if len(self._order) > 2 * len(self._buckets):
                     self._order = sorted(self._to_sweep)
@@ -115,7 +102,6 @@ class Queue:
             self._credit -= 1 + self._sweep(self._to_sweep.pop())
 
     def take_buckets(self) -> list[list[Place]]:
-        """Empty the queue. Returns its buckets."""
         buckets, self._buckets, self._order, self._to_sweep = (
             list(self._buckets.values()),
             {},
@@ -137,22 +123,21 @@ class Queue:
 
 
 class ChainPolicy:
-    """A policy without an order. Subclasses override `_inserted`, and other hooks if needed."""
+    """Subclasses override `_inserted`, and other hooks if needed."""
 
     num_queues: ClassVar[int] = 1
 
     def __init__(self) -> None:
         self._chunks: KeyTable[Chunk] = KeyTable()
-        # Key, known or not -> number of known chunks that continue it.
+        # key, known or not -> number of its known continuations
         self._continued: KeyTable[int] = KeyTable()
         self._all = [Queue() for _ in range(self.num_queues)]
         self._spaces: dict[bytes, list[Queue]] = {}
-        # Buckets of namespaces without chunks, freed one per call.
+        # freed one per call
         self._dropped: list[list[Place]] = []
-        self._now: Callable[[], int] = count(1).__next__  # a number higher than all before
+        self._now: Callable[[], int] = count(1).__next__
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
-        """Policy contract."""
         namespace = key[:NAMESPACE_BYTES]
         assert parent is None or parent.startswith(namespace), (
             "a prompt's chunks are in one namespace"
@@ -170,16 +155,13 @@ class ChainPolicy:
             self._link(chunk, parent)
 
     def touch(self, key: bytes) -> None:
-        """Policy contract."""
         self.touch_all((key,))
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
-        """Policy contract."""
         find = self._chunks.get
         self._touched([chunk for key in keys if (chunk := find(key)) is not None])
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """Policy contract."""
         self._tidy()
         chunk = self._chunks.get(key)
         if chunk is None:
@@ -200,7 +182,6 @@ class ChainPolicy:
     def victims(
         self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None
     ) -> list[bytes]:
-        """Policy contract."""
         if not 0 < nbytes <= self.nbytes(namespace):
             return []
         with self._walk(self._queues(namespace), pinned) as walk:
@@ -213,41 +194,36 @@ class ChainPolicy:
         return walk.taken
 
     def nbytes(self, namespace: bytes | None = None) -> int:
-        """Policy contract."""
         return sum(queue.nbytes for queue in self._queues(namespace))
 
     def __len__(self) -> int:
         return len(self._chunks)
 
     def _inserted(self, chunk: Chunk) -> None:
-        """Give a new chunk its first rank, by `_rank`."""
         raise NotImplementedError
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
-        """Update chunks that were used, in this order."""
+        pass
 
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
-        """Update the policy after a chunk was removed."""
+        pass
 
     def _walk(self, queues: list[Queue], pinned: Callable[[bytes], bool]) -> "Walk":
-        """Return the search for victims: by default, the lowest rank first."""
         return Walk(self, queues, pinned)
 
     def _rank(self, chunk: Chunk, minor: int, major: int = 0) -> None:
-        """Rank a chunk by `major`, then by `minor`. Each chunk needs its own `minor`."""
+        """`minor` must be unique."""
         chunk.rank = (major, minor)
         if chunk.place is not None:
             self._place(chunk)
 
     def _move(self, chunk: Chunk, queue: int) -> None:
-        """Move a chunk to the end of a queue, its own or another one."""
         self._count(chunk, -1)
         chunk.queue = queue
         self._count(chunk, 1)
         self._rank(chunk, self._now())
 
     def _above(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Yield the known chunks of its prefix, the nearest first."""
         while chunk.parent is not None and (above := self._chunks.get(chunk.parent)) is not None:
             yield above
             chunk = above
@@ -264,13 +240,11 @@ class ChainPolicy:
         return space
 
     def _count(self, chunk: Chunk, sign: int) -> None:
-        """Add a chunk to the counts (sign 1) or subtract it (-1)."""
         for queue in (self._all[chunk.queue], chunk.space[chunk.queue]):
             queue.num_chunks += sign
             queue.nbytes += sign * chunk.nbytes
 
     def _place(self, chunk: Chunk) -> None:
-        """Put a leaf into its queues, at its rank."""
         chunk.place = place = (*chunk.rank, chunk)
         self._all[chunk.queue].push(place)
         chunk.space[chunk.queue].push(place)
@@ -297,20 +271,14 @@ class ChainPolicy:
             self._place(above)
 
     def _continues(self, chunk: Chunk, first: Chunk) -> bool:
-        """Return whether `chunk` is `first` or one of its continuations.
-
-        Takes no step for a prompt that is inserted in order, forwards or backwards.
-        """
+        """Return whether `chunk` is `first` or continues it. No step for a prompt in order."""
         if chunk is first or first.key not in self._continued:
             return chunk is first
         return any(above.parent == first.key for above in (chunk, *self._above(chunk)))
 
 
 class Walk:
-    """One search for victims: leaves in order, also those that become leaves in the search.
-
-    The exit from the `with` restores the policy.
-    """
+    """One search for victims. Its exit restores the policy."""
 
     def __init__(
         self, policy: ChainPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]
@@ -322,7 +290,7 @@ class Walk:
         self._pinned = pinned
         self._seen: list[Place] = []
         self._opened: list[Chunk] = []
-        self._fewer: dict[bytes, int] = {}  # key -> taken chunks that continue it
+        self._fewer: dict[bytes, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -348,7 +316,7 @@ class Walk:
         return None
 
     def take(self, chunk: Chunk) -> None:
-        """Take a chunk as a victim. A parent without other continuations becomes a leaf."""
+        """Take a victim. A parent without other continuations becomes a leaf."""
         self.taken.append(chunk.key)
         self.freed_bytes += chunk.nbytes
         if chunk.parent is None:
@@ -361,8 +329,7 @@ class Walk:
             self.queues[above.queue].push(place)
 
     def choose(self) -> Chunk | None:
-        """Return the next victim, not yet taken; None if there is none."""
         return self.next(0)
 
     def settle(self) -> None:
-        """Accept the victims. A policy may now move the chunks that the search passed over."""
+        """Accept the victims. A policy may now move the chunks passed over."""

@@ -1,7 +1,6 @@
-"""Least frequently used: evicts the chunk with the fewest uses first.
+"""Least frequently used: evicts the chunk with the fewest uses, then the oldest such.
 
-Of chunks with equal uses, the one that reached this number first is evicted first. A chunk's uses
-are counted while it is here, and forgotten when it is removed. They do not age.
+Uses do not age, and are forgotten at the removal.
 """
 
 from collections.abc import Sequence
@@ -10,8 +9,6 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
 class LfuPolicy(ChainPolicy):
-    """Ranks chunks by uses, then by the time when that number was reached."""
-
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, self._now(), major=chunk.uses)
 

@@ -6,8 +6,6 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
 class LruPolicy(ChainPolicy):
-    """Ranks chunks by their last use; the insertion counts as one."""
-
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, self._now())
 

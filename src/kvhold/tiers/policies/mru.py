@@ -1,7 +1,6 @@
 """Most recently used: evicts the chunk with the latest use first.
 
-For texts that are used in turn and are together larger than the tier. LRU would miss each of them
-every time; MRU keeps a part.
+For texts used in turn that do not all fit: LRU would miss each of them every time.
 """
 
 from collections.abc import Sequence
@@ -10,8 +9,6 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk
 
 
 class MruPolicy(ChainPolicy):
-    """Ranks chunks by their last use, in reverse; the insertion counts as one."""
-
     def _inserted(self, chunk: Chunk) -> None:
         self._rank(chunk, -self._now())
 

@@ -1,15 +1,11 @@
 """S3-FIFO (Yang et al., SOSP 2023): evicts chunks without a second use early.
 
-So one long scan does not replace the whole cache. There are three queues:
+- **Small** queue, for new keys, a tenth of the bytes. When its turn comes, a used key moves to the
+  main queue, with its prefix; an unused one is the victim.
+- **Ghost** queue, names of the small queue's victims. Such a key comes back into the main queue.
+- **Main** queue. When its turn comes, a used key goes to the end.
 
-- **Small**, for new keys, a tenth of the bytes. When the turn of a key comes and it was used, it
-  moves to the main queue. Its prefix moves with it, because each use of the key is a use of its
-  prefix. A key without a use is the victim.
-- **Ghost**, for the names of victims of the small queue. A key that comes back while its name is
-  there enters the main queue.
-- **Main**. When the turn of a key comes and it was used, it goes to the end of the queue.
-
-A cleared key gets no ghost, because it was not removed for lack of use.
+A cleared key gets no ghost.
 """
 
 from collections import OrderedDict
@@ -24,8 +20,6 @@ _MOST_FREQUENT = 3  # the paper counts uses in two bits
 
 
 class S3FifoPolicy(ChainPolicy):
-    """Touch costs O(1). Used chunks add to the cost of `victims`, amortised over their touches."""
-
     num_queues: ClassVar[int] = 2
 
     def __init__(self) -> None:
@@ -52,7 +46,6 @@ class S3FifoPolicy(ChainPolicy):
         return _S3FifoWalk(self, queues, pinned)
 
     def _move_on(self, chunk: Chunk) -> None:
-        """Move a used chunk whose turn has come, with its prefix if it is in the small queue."""
         if chunk.queue == _MAIN:
             chunk.uses -= 1
             self._move(chunk, _MAIN)
@@ -65,18 +58,13 @@ class S3FifoPolicy(ChainPolicy):
 
 
 class _S3FifoWalk(Walk):
-    """Takes victims from the small queue while it exceeds its share, else from the main queue.
-
-    Used chunks are passed over and move on instead.
-    """
-
     def __init__(
         self, policy: S3FifoPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]
     ) -> None:
         super().__init__(policy, queues, pinned)
         self._moving = policy
         self._passed: tuple[dict[Chunk, None], ...] = ({}, {})
-        self._small_bytes = queues[_SMALL].nbytes  # without taken and passed chunks
+        self._small_bytes = queues[_SMALL].nbytes
         self._all_bytes = queues[_SMALL].nbytes + queues[_MAIN].nbytes
 
     def choose(self) -> Chunk | None:
@@ -93,7 +81,6 @@ class _S3FifoWalk(Walk):
                 self._moving._move_on(chunk)
 
     def _cold(self, queue: int) -> Chunk | None:
-        """Return the next unused chunk; note the used ones before it as passed."""
         while (chunk := self.next(queue)) is not None:
             if queue == _SMALL:
                 self._small_bytes -= chunk.nbytes
@@ -103,7 +90,6 @@ class _S3FifoWalk(Walk):
         return None
 
     def _warm(self, queue: int) -> Chunk | None:
-        """Return the oldest chunk that was passed over: the last resort, without unused chunks."""
         for chunk in self._passed[queue]:
             del self._passed[queue][chunk]
             return chunk

@@ -1,4 +1,4 @@
-"""Chunks in Redis or Valkey. `tier.py` has the tier, `settings.py` its URLs and options."""
+"""Chunks in Redis or Valkey."""
 
 from kvhold.tiers.redis.settings import RedisConfig
 from kvhold.tiers.redis.tier import RedisTier

@@ -1,17 +1,13 @@
-"""Values that are stored in parts. `split.py` has their format.
-
-    stored = await large.put(name, parts, ttl_ms); nbytes = await large.read(name, head, 0, parts)
+"""Values that are stored in parts, in the format of `split.py`.
 
 A put without a time to live has three steps:
-
 1. Upload the parts, which expire after hours.
-2. Write the head, which expires after one hour and makes the value visible.
+2. Write the head, which makes the value visible and expires after one hour.
 3. Remove the expiry of the parts, and of the head last.
 
-So the remains of an interrupted put expire, and a head never outlives its parts, unless the server
-evicts a part. Such a value is a miss. Its reader removes the head if that is unchanged. With a time
-to live, step 3 is left out: the head expires in time and the parts two hours later. Runs in the
-event loop.
+So remains of an interrupted put expire, and a head never outlives its parts, unless the server
+evicts one. Such a value is a miss, and its reader removes the head. With a time to live, the parts
+expire two hours after the head.
 """
 
 from collections.abc import Sequence
@@ -30,17 +26,12 @@ _UNFINISHED_MS = 3600_000
 
 
 class LargeValues:
-    """Puts, reads, replaces and removes values in parts of at most `part_bytes`."""
-
     def __init__(self, router: Router, part_bytes: int) -> None:
         self._router = router
         self._part_bytes = part_bytes
 
     async def sizes(self, names: Sequence[bytes]) -> list[int | None]:
-        """Return the size of the value at each name, whose string has HEAD_BYTES.
-
-        None if a part is missing or the string is not there any more.
-        """
+        """None if a part is missing or the string has changed."""
         peeks = [peek(name) for name in names]
         await self._router.run("probe", peeks, bulk=False)
         return [
@@ -51,7 +42,6 @@ class LargeValues:
     async def read(
         self, name: bytes, head: Head | None, start: int | None, parts: Parts
     ) -> int | TierError | None:
-        """Read a value, or the range from `start` on, into `parts`, as `Tier.get` does."""
         if head is None:
             return None
         wanted = size_of(parts)
@@ -73,23 +63,23 @@ class LargeValues:
             if (fault := fault_in(call, "get")) is not None:
                 return fault
         if any(call.reply is None for call in reads):
-            with suppress(TierError):  # the next reader tries again
+            with suppress(TierError):
                 await self.mend(name, head)
             return None
         return nbytes
 
     async def put(self, name: bytes, value: Parts, ttl_ms: int | None) -> bool | TierError:
-        """Store a value. Returns true if stored, false if the name has a string, or the fault."""
+        """Return true if stored, false if the name has a string, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         try:
             return await self._put(name, head, value, ttl_ms)
         except TierError as error:
-            with suppress(TierError):  # otherwise they expire
+            with suppress(TierError):  # else they expire
                 await self.remove_parts(name, head)
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Replace an existing value. Returns whether there was one, or the fault."""
+        """Return whether there was a value, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:
@@ -97,17 +87,16 @@ class LargeValues:
             done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
             if done is False:
                 await self.remove_parts(name, head)
-        except TierError as error:  # keep the parts: they may be in use now; otherwise they expire
+        except TierError as error:  # keep the parts: they may be in use
             return error
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
-        """Remove a head that lacks parts, and its parts. A value that replaced the head stays."""
+        """Remove a head that lacks parts, and its parts. A later value stays."""
         await self._router.run("delete", [_RemoveHead(name, head)], bulk=False)
         await self.remove_parts(name, head)
 
     async def remove_parts(self, name: bytes, head: Head) -> None:
-        """Remove the parts of a value that is not visible."""
         await self._router.run(
             "delete", [Call(part, "UNLINK", part) for part in head.part_names(name)], bulk=False
         )
@@ -115,7 +104,6 @@ class LargeValues:
     async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
         names = head.part_names(name)
         await self._upload(names, head, value)
-        # From now on, no part expires before the head.
         lasting = 2 * _UNFINISHED_MS + (ttl_ms or 0)
         await self._all([Call(part, "PEXPIRE", part, lasting) for part in names], 1)
         written = Call(
@@ -131,7 +119,7 @@ class LargeValues:
         if written.fault is not None or written.reply != b"OK":
             raise written.fault or fault_of(written.reply, "put")
         if ttl_ms is None:
-            with suppress(TierError):  # the value is stored, but may still expire
+            with suppress(TierError):
                 await self._all([Call(part, "PERSIST", part) for part in names], 1)
                 await self._all([Call(name, "PERSIST", name)], 1)
         return True
@@ -162,15 +150,12 @@ class LargeValues:
 
 
 def peek(name: bytes) -> Call:
-    """Make a call that reads a string's first HEAD_BYTES + 1 bytes: a longer string is no head."""
+    """Reads one byte more than HEAD_BYTES: a longer string is no head."""
     return Call(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
 class _RemoveHead(Call):
-    """Remove a head if it is unchanged.
-
-    WATCH and read, then MULTI ... EXEC, alone on its connection.
-    """
+    """Remove a head if it is unchanged, alone on its connection."""
 
     def __init__(self, name: bytes, head: Head) -> None:
         self._head = head.pack()

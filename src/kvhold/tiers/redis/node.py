@@ -1,11 +1,6 @@
 """One server: a pool of connections that are ready for commands.
 
-    node = Node(address, login, tls=Tls(config), connections=4)
-    await node.run("get", calls, bulk=True)
-
-A new connection authenticates and chooses the database. If a sentinel named the server, the
-connection also checks that it is the primary. Small commands have connections of their own, so that
-a lookup never waits behind values. Runs in the event loop.
+Small commands have connections of their own, so that a lookup never waits behind values.
 """
 
 import asyncio
@@ -23,18 +18,16 @@ _SMALL_CONNECTIONS = 2
 
 
 class Tls:
-    """The TLS context of a configuration, made at the first use, because that reads files."""
-
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
         self._context: ssl.SSLContext | None = None
 
     async def context(self) -> ssl.SSLContext | None:
-        """Return the context; None without TLS. Raises TierDenied if its files cannot be used."""
+        """None without TLS. Raises TierDenied if its files cannot be used."""
         if self._config.tls and self._context is None:
             try:
                 self._context = await asyncio.to_thread(_make_context, self._config)
-            except OSError as error:  # ssl.SSLError is one
+            except OSError as error:
                 raise TierDenied(
                     "redis", "connect", f"ca_file, cert_file or key_file cannot be used: {error}"
                 ) from None
@@ -43,7 +36,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Login:
-    """The first commands of a new connection. primary_only: refuse a server that is no primary."""
+    """primary_only: refuse a server that is no primary."""
 
     username: str = ""
     password: str = ""
@@ -52,8 +45,6 @@ class Login:
 
 
 class Node:
-    """One server."""
-
     def __init__(self, address: Address, login: Login, *, tls: Tls, connections: int) -> None:
         self.address = address
         self._login = login
@@ -62,7 +53,7 @@ class Node:
         self._bulk = Pool(self._open, connections)
 
     async def run(self, operation: str, exchanges: Sequence[Exchange], *, bulk: bool) -> None:
-        """Run all exchanges, and set the reply or the fault of each. Never raises TierError."""
+        """Set the reply or the fault of each exchange. Never raises TierError."""
         await run(
             self._bulk if bulk else self._small,
             exchanges,
@@ -70,7 +61,6 @@ class Node:
         )
 
     def close(self) -> None:
-        """Close all connections for good, including those in use."""
         self._small.close()
         self._bulk.close()
 
@@ -105,7 +95,7 @@ class Node:
         if isinstance(reply, ErrorReply):
             found = fault_of(reply, "connect")
             if name == "AUTH" and not isinstance(found, TierUnavailable):
-                # The text may repeat the password, so the message has only the code.
+                # the text may repeat the password
                 raise TierDenied(
                     "redis",
                     "connect",
@@ -124,7 +114,7 @@ class Node:
                     f"{self.address} wants a password: write redis://:password@... ({reply.code})",
                 )
             if name == "CLIENT" and not isinstance(found, TierUnavailable):
-                return  # the name is only for the server's operator; not every user may set one
+                return  # not every user may set a name
             raise found
         if name == "ROLE" and not (isinstance(reply, list) and reply and reply[0] == b"master"):
             raise TierUnavailable("redis", "connect", f"{self.address} is not a primary now")

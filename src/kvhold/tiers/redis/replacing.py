@@ -1,11 +1,9 @@
 """Replace an existing string by another, in one transaction.
 
-    done = await replace_string(router, name, parts)                       # false if there is none
     done = await replace_string(router, name, [head], parts=part_names)    # the parts are written
 
-The old and the new string may each be the head of a value in parts (`large.py`). The new parts then
-get the remaining time to live of the value, and one hour more. The old parts expire after a minute,
-so that readers of the old head still find them. Runs in the event loop.
+The new parts live one hour longer than the value. The old ones expire after a minute, for readers
+of the old head.
 """
 
 from collections.abc import Sequence
@@ -27,18 +25,16 @@ from kvhold.tiers.redis.split import HEAD_BYTES, Head
 
 _ROUNDS = 3
 _LATE_READERS_MS = 60_000
-_SPARE_MS = 3600_000  # parts live this much longer than their head
-_CHANGED = 0  # the reply if another client wrote between WATCH and EXEC
+_SPARE_MS = 3600_000
+_CHANGED = 0
 
 
 async def replace_string(
     router: Router, name: bytes, value: Parts, *, parts: Sequence[bytes] = ()
 ) -> bool | TierError:
-    """Replace the string at `name` by `value`. Returns whether there was one, or the fault.
+    """Replace the string at `name`. Returns whether there was one, or the fault.
 
     parts: names of the value's parts, if `value` is a head
-
-    Raises TierError if the server itself failed.
     """
     for _ in range(_ROUNDS):
         call = _Replace(name, value, parts)
@@ -55,7 +51,7 @@ async def replace_string(
 
 
 class _Replace(Call):
-    """The transaction: WATCH and read, then MULTI ... EXEC, alone on its connection.
+    """WATCH and read, then MULTI ... EXEC, alone on its connection.
 
     The reply is OK, None if there was no string, _CHANGED, or an error.
     """
@@ -88,7 +84,6 @@ class _Replace(Call):
         self.reply = _outcome(queued, await read_reply(stream))
 
     def _commands(self, seen: bytes, left_ms: int) -> list[Sequence[Bytes]]:
-        """Return the commands of the transaction."""
         commands: list[Sequence[Bytes]] = [set_pieces(self.name, self._value, "XX", "KEEPTTL")]
         commands += [
             [
@@ -100,7 +95,7 @@ class _Replace(Call):
         ]
         old = Head.parse(seen)
         leaving = old.part_names(self.name) if old is not None else []
-        # If a broken connection made it run twice, the old parts are the new ones: keep them.
+        # after a lost connection it may run twice: keep the new parts
         commands += [
             [command("PEXPIRE", part, _LATE_READERS_MS)]
             for part in leaving

@@ -1,11 +1,7 @@
 """The part of Redis' protocol, version 2, that a tier needs. Replies are not trusted.
 
-    stream.send([command("STRLEN", name)]); length = await read_reply(stream)
-    stream.send(set_pieces(name, parts, "NX")); reply = await read_reply(stream)
-
-An invalid reply raises ProtocolError; the stream cannot be used after that. Announced sizes are
-checked before memory is allocated. An error reply is a value, because it concerns one command only.
-Runs in the event loop.
+An invalid reply raises ProtocolError and ends the stream's use. Announced sizes are checked before
+memory is allocated. An error reply is a value: it concerns one command.
 """
 
 import re
@@ -18,9 +14,9 @@ from kvhold.net.pool import Exchange
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 
-_MAX_SMALL_BYTES = 1 << 20  # strings in replies, except values
-_MAX_ITEMS = 1 << 16  # items of a list
-_MAX_DEPTH = 5  # depth of nested lists
+_MAX_SMALL_BYTES = 1 << 20  # of a string that is no value
+_MAX_ITEMS = 1 << 16
+_MAX_DEPTH = 5
 _INTEGER = re.compile(rb"-?\d{1,19}")
 
 _DENIED = ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED")
@@ -40,13 +36,10 @@ _UNAVAILABLE = (
 
 @dataclass(frozen=True)
 class ErrorReply:
-    """`-CODE text`."""
-
     text: str
 
     @property
     def code(self) -> str:
-        """The first word of the error."""
         return self.text.partition(" ")[0]
 
 
@@ -54,10 +47,7 @@ Reply: TypeAlias = int | bytes | ErrorReply | list["Reply"] | None
 
 
 class Call(Exchange):
-    """One command with a small reply. It may send a value.
-
-    name: the command's key, which decides the server
-    """
+    """name: the command's key, which decides the server."""
 
     def __init__(
         self,
@@ -74,10 +64,9 @@ class Call(Exchange):
     async def take(self, stream: Stream) -> None:
         self.reply = await read_reply(stream)
         if isinstance(self.reply, ErrorReply) and self.reply.text.startswith("ERR Protocol error"):
-            stream.close()  # the server closes it, too; later calls must not get it from the pool
+            stream.close()
 
     def forget(self) -> None:
-        """Drop the reply and the fault, before the call is sent again."""
         self.fault = None
         self.reply = None
 
@@ -91,12 +80,11 @@ class Asking(Exchange):
         self.value_bytes = call.value_bytes
 
     async def take(self, stream: Stream) -> None:
-        await read_reply(stream)  # the command itself would give the same error
+        await read_reply(stream)
         await self.call.take(stream)
 
 
 def command(*words: bytes | str | int) -> bytes:
-    """Encode a command of short words."""
     data = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     return b"*%d\r\n" % len(data) + b"".join(
         [b"$%d\r\n%b\r\n" % (len(word), word) for word in data]
@@ -104,7 +92,6 @@ def command(*words: bytes | str | int) -> bytes:
 
 
 def set_pieces(name: bytes, value: Parts, *options: bytes | str | int) -> list[Bytes]:
-    """Encode `SET name value options` without copying the value."""
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
         3 + len(options),
         len(name),
@@ -116,7 +103,6 @@ def set_pieces(name: bytes, value: Parts, *options: bytes | str | int) -> list[B
 
 
 async def read_reply(stream: Stream, depth: int = 0) -> Reply:
-    """Read one small reply of any type. Raises ProtocolError."""
     line = await stream.line()
     kind, rest = line[:1], line[1:]
     if kind == b":":
@@ -133,10 +119,7 @@ async def read_reply(stream: Stream, depth: int = 0) -> Reply:
 
 
 async def read_string_head(stream: Stream) -> int | ErrorReply | None:
-    """Read the length of a string. The string and its CRLF follow on the stream.
-
-    Returns None for a null string, and an error reply as it is.
-    """
+    """The string and its CRLF follow. None for a null string."""
     line = await stream.line()
     if line[:1] == b"-":
         return ErrorReply(_readable(line[1:]))
@@ -149,7 +132,6 @@ async def read_string_head(stream: Stream) -> int | ErrorReply | None:
 
 
 def fault_of(reply: Reply, operation: str) -> TierError:
-    """Return the TierError for an error reply or an unexpected reply."""
     if not isinstance(reply, ErrorReply):
         return TierError(
             "redis",

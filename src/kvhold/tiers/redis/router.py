@@ -1,14 +1,9 @@
 """Send calls to the servers that hold their keys, and follow keys that move.
 
-    router = Router(make_topology(config))
     await router.run("get", calls, bulk=True)          # each call now has its reply or its fault
 
-- A redirect is followed, at most `_MAX_ROUNDS` times.
-- If a server failed or is no primary any more, the topology is asked again. Calls whose key has
-  another server now are sent there, once.
-- A cancelled call also makes the next call ask the topology again, because its server may be dead.
-
-Runs in the event loop.
+After a server's failure or a cancelled call, the topology is asked again. A failed call goes to
+another server once.
 """
 
 import asyncio
@@ -22,23 +17,18 @@ from kvhold.tiers.redis.node import Node
 from kvhold.tiers.redis.resp import Asking, Call, ErrorReply, fault_of
 from kvhold.tiers.redis.topology import Topology
 
-_MAX_ROUNDS = 8  # one redirect per round
+_MAX_ROUNDS = 8
 
 _log = logging.getLogger(__name__)
 
 
 class Router:
-    """Routes calls through a topology."""
-
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._ailing: set[Node] = set()
 
     async def run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
-        """Send all calls, and set the reply or the fault of each.
-
-        Raises TierError if every call failed because of its server.
-        """
+        """Raises TierError if every call failed because of its server."""
         try:
             await self._run(operation, calls, bulk=bulk)
         except asyncio.CancelledError:
@@ -49,7 +39,7 @@ class Router:
             raise next(fault for fault in faults if fault)
 
     async def _run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
-        failed: dict[Call, Node] = {}  # call -> node that failed it, which is not tried again
+        failed: dict[Call, Node] = {}  # the node is not tried again
         asking: dict[Call, Node] = {}
         pending = list(calls)
         for _ in range(_MAX_ROUNDS):
@@ -83,10 +73,6 @@ class Router:
     async def _placed(
         self, calls: Sequence[Call], failed: dict[Call, Node], asking: dict[Call, Node]
     ) -> dict[Node, dict[Call, Exchange]]:
-        """Group calls by server, each with its exchange.
-
-        A failed call that has no other server keeps its fault and is left out.
-        """
         groups: dict[Node, dict[Call, Exchange]] = {}
         for call in calls:
             if call in asking:
@@ -105,7 +91,6 @@ class Router:
     def _goes_on(
         self, call: Call, node: Node, failed: dict[Call, Node], asking: dict[Call, Node]
     ) -> bool:
-        """Return whether to send a call again, to another server."""
         code = call.reply.code if isinstance(call.reply, ErrorReply) and call.fault is None else ""
         if code in ("MOVED", "ASK") and isinstance(call.reply, ErrorReply):
             to = self.topology.moved(call.name, call.reply, node)
@@ -125,7 +110,6 @@ class Router:
         return True
 
     def _note(self, node: Node, fails: bool) -> None:
-        """Log when a server begins to fail, and when it answers again."""
         if fails and node not in self._ailing:
             self._ailing.add(node)
             _log.warning(
@@ -137,7 +121,7 @@ class Router:
 
 
 def outage(call: Call, operation: str) -> TierError | None:
-    """Return the fault of a call that its server caused, not the call itself; else None."""
+    """Return the fault of a call that its server caused, not the call itself."""
     fault = fault_in(call, operation)
     return (
         fault
@@ -147,7 +131,6 @@ def outage(call: Call, operation: str) -> TierError | None:
 
 
 def fault_in(call: Call, operation: str) -> TierError | None:
-    """Return the fault of a call: its own, or the one of its error reply; else None."""
     if call.fault is not None:
         return call.fault
     return fault_of(call.reply, operation) if isinstance(call.reply, ErrorReply) else None

@@ -1,14 +1,9 @@
 """The settings of a Redis tier: RedisConfig, made from a tier's URL.
 
-    config =
-    config_from(parse_url("rediss://user:secret@cache.example:6380/0?ttl_s=86400&ca_file=/etc/ssl/redis.pem"))
-
-Forms:
-
 - `redis://[user:password@]host[:port][/db]`
 - `rediss://...`, with TLS
 - `unix:///path/redis.sock`
-- `redis-cluster://host:port,host:port`, with some of the cluster's nodes
+- `redis-cluster://host:port,host:port`, with some of the nodes
 - `redis-sentinel://host:port,host:port[/db]?service=name`, with the sentinels
 
 `valkey` instead of `redis` means the same.
@@ -29,11 +24,6 @@ _MAX_VALUE_BYTES = 512 << 20  # the default of servers' proto-max-bulk-len
 
 @dataclass(frozen=True)
 class RedisConfig:
-    """Settings of one Redis tier.
-
-    The URL's parts give the first fields; its options may give the others.
-    """
-
     addresses: tuple[Address, ...] = setting(
         (), "the server; or some nodes of the cluster, or the sentinels"
     )
@@ -74,7 +64,6 @@ class RedisConfig:
     )
 
     def check(self) -> None:
-        """Raise ConfigError for invalid or contradicting settings."""
         if not all(isinstance(address, Address) for address in self.addresses):
             raise ConfigError(
                 "redis: addresses = ...: servers are named before the '?', as in "
@@ -117,7 +106,6 @@ class RedisConfig:
 
 
 def config_from(url: TierUrl) -> RedisConfig:
-    """Return the settings in a URL. Raises ConfigError."""
     kind = url.scheme.replace("valkeys", "rediss").replace("valkey", "redis")
     base = RedisConfig(
         username=url.username,

@@ -1,24 +1,15 @@
 """The Redis tier: chunks in Redis or Valkey; one server, one behind Sentinel, or a cluster.
 
-    tier = RedisTier.from_url(parse_url("redis://:secret@cache.example:6379/0?ttl_s=86400"))
-    await tier.put([(key, [header, payload])]); await tier.probe([key]); await tier.get([key],
-    [[header, payload]])
+    # redis://:secret@cache.example:6379/0?ttl_s=86400
 
-A value is one string under the name `kvhold:{<key in hex>}`, written by one `SET ... NX`. There is
-no second key that could disagree with it, and readers never see a part of a value. `split.py`
-describes values that are larger than a string may be. A probe is one STRLEN per key, pipelined.
-Values move between the socket and the caller's memory without a copy (`net/stream.py`).
+A value is one string, written whole by `SET ... NX`; larger ones see `split.py`.
 
-**Primaries only.** A replica lags behind its primary: it would miss new values and return deleted
-ones. Replication is asynchronous, so a failover may lose the latest values; they are misses. A
-value on a replica is always whole.
+**Primaries only.** A replica would miss new values and return deleted ones. A failover may lose the
+latest values.
 
 The server's user needs the commands get, getrange, getdel, strlen, set, unlink, pexpire, persist,
-watch, unwatch, multi, exec, scan, ping and select on the keys of the prefix. Replacing also needs
-pttl, a cluster `cluster|slots`, and Sentinel `role`. Needs Redis 6.2 or later. A value that the
-server evicts (maxmemory-policy) is a miss. Runs in one event loop, without threads.
-
-Left out: replicas, and time-outs, which `guard.py` has.
+watch, unwatch, multi, exec, scan, ping and select on the keys of the prefix; for replacing pttl; a
+cluster `cluster|slots`; Sentinel `role`. Needs Redis 6.2 or later.
 """
 
 import math
@@ -39,15 +30,13 @@ from kvhold.tiers.redis.topology import ask, make_topology
 from kvhold.tiers.redis.values import ReadRange, ReadWhole, fill
 from kvhold.tiers.url import TierUrl
 
-_SCAN_COUNT = 1000  # names looked at in one round trip
+_SCAN_COUNT = 1000  # names in one round trip
 _MAX_TTL_MS = 100 * 365 * 86_400_000
 _PROBE_ROUNDS = 3
-_PUT_ROUNDS = 3  # a put is repeated after an unreadable old value was removed
+_PUT_ROUNDS = 3
 
 
 class RedisTier:
-    """One place in Redis or Valkey. Does no I/O before it is used."""
-
     traits: ClassVar[TierTraits] = TierTraits(
         "redis", durable=True, shared=True, expires=True, replaces=True
     )
@@ -62,11 +51,9 @@ class RedisTier:
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
-        """Make a tier from a URL; `settings.py` lists the forms. Raises ConfigError."""
         return cls(config_from(url))
 
     async def check(self) -> None:
-        """Tier contract: ping every primary, and read a key's length."""
         name = self._names.of(b"")
         self._topology.doubt()
         for node in await self._topology.primaries():
@@ -74,7 +61,7 @@ class RedisTier:
         await self._router.run("check", [Call(name, "STRLEN", name)], bulk=False)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. Values on a cluster's server that does not answer are missing."""
+        """Tier contract. Values on a cluster's dead server are missing."""
         sizes: list[int | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         for _ in range(_PROBE_ROUNDS):
@@ -90,7 +77,7 @@ class RedisTier:
                 strict=True,
             ):
                 sizes[i] = nbytes
-            # A part is missing, or a string replaced the head after STRLEN.
+            # a part is missing, or a string replaced the head
             todo = [i for i in unsure if sizes[i] is None]
             if not todo:
                 break
@@ -99,7 +86,6 @@ class RedisTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         check_lengths(keys, into, starts)
         froms: Sequence[int | None] = [None] * len(keys) if starts is None else starts
         if any(start is not None and start < 0 for start in froms):
@@ -121,7 +107,7 @@ class RedisTier:
             await self._got(call, parts, start)
             for call, parts, start in zip(calls, into, froms, strict=True)
         ]
-        # An empty range read nothing, so the probe tells whether it is within the value.
+        # an empty range read nothing, so probe
         for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):
             (nbytes,) = await self.probe([keys[i]])
             got[i] = None if nbytes is None or (froms[i] or 0) > nbytes else 0
@@ -130,12 +116,11 @@ class RedisTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract."""
         ttl_ms = self._ttl_ms(ttl_s)
         faults: dict[bytes, TierError | None] = {}
         todo: dict[bytes, Parts] = {}
         for key, parts in items:
-            todo.setdefault(key, parts)  # of a repeated key, the first value counts
+            todo.setdefault(key, parts)
         for _ in range(_PUT_ROUNDS):
             taken = await self._put_once(todo, ttl_ms, faults)
             broken = await self._unreadable(taken, faults) if taken else []
@@ -149,7 +134,7 @@ class RedisTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. Items go one by one: each takes two round trips alone on a connection."""
+        """Tier contract. One by one: each takes two round trips alone on a connection."""
         answers: dict[bytes, bool | TierError] = {}
         for key, parts in items:
             if key not in answers:
@@ -157,13 +142,12 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         lengths = await self._lengths(keys, "delete")
         calls: dict[int, Call] = {}
         for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
             name = self._names.of(key)
             if length == HEAD_BYTES:
-                calls[i] = Call(name, "GETDEL", name)  # may be a head: its parts are removed below
+                calls[i] = Call(name, "GETDEL", name)  # may be a head
             elif length != 0:
                 calls[i] = Call(name, "UNLINK", name)
         await self._router.run("delete", list(calls.values()), bulk=False)
@@ -175,7 +159,6 @@ class RedisTier:
         return [i in calls and calls[i].reply not in (0, None) for i in range(len(keys))]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Scans all names of the database, including those of other programs."""
         seen: set[bytes] = set()  # SCAN may return a key twice
         for node in await self._topology.primaries():
             cursor = b"0"
@@ -190,7 +173,6 @@ class RedisTier:
                     break
 
     async def close(self) -> None:
-        """Close all connections, including those of running calls."""
         self._topology.close()
 
     async def _ping(self, node: Node) -> None:
@@ -198,7 +180,7 @@ class RedisTier:
             raise fault_of(reply, "check")
 
     async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply]:
-        """Return each key's STRLEN reply: an ErrorReply if it is no string, None after a fault."""
+        """An ErrorReply where the key holds no string, None after a fault."""
         names = [self._names.of(key) for key in keys]
         calls = [Call(name, "STRLEN", name) for name in names]
         await self._router.run(operation, calls, bulk=False)
@@ -207,7 +189,7 @@ class RedisTier:
     def _read(self, name: bytes, parts: Parts, start: int | None) -> Call:
         if start is None:
             return ReadWhole(name, parts)
-        # A range within the first HEAD_BYTES could be read from a head and look like a value.
+        # a short range of a head would look like a value
         return (
             ReadRange(name, start, parts)
             if start + size_of(parts) > HEAD_BYTES and size_of(parts)
@@ -234,7 +216,7 @@ class RedisTier:
     async def _put_once(
         self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Put each value and set its entry in `faults`. Returns the keys that had one before."""
+        """Set each key's entry in `faults`. Return the keys that had a value before."""
         taken: list[bytes] = []
         small: dict[bytes, Call] = {}
         options = ("NX",) if ttl_ms is None else ("NX", "PX", ttl_ms)
@@ -275,8 +257,8 @@ class RedisTier:
     ) -> list[bytes]:
         """Remove values that lack parts, and return their keys, which can be put again.
 
-        Sets a fault for a key that holds no string. Otherwise such keys would count as stored and
-        never be found. A key that is empty by now was stored and then removed, so its put stands.
+        Sets a fault for a key that holds no string: it would never be found. A key that is empty by
+        now was stored and removed, so its put stands.
         """
         broken: list[bytes] = []
         for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):
@@ -287,7 +269,7 @@ class RedisTier:
         return broken
 
     async def _mended(self, name: bytes) -> bool:
-        """Remove the head at `name` if parts are missing. Returns whether there was such a head."""
+        """Return whether there was a head without parts."""
         if await self._large.sizes([name]) != [None]:
             return False
         look = peek(name)
@@ -319,7 +301,6 @@ class RedisTier:
 
 
 def _may_be_in_parts(read: ReadRange) -> bool:
-    """Return whether a range that came back short could have been read from a head."""
     start = read.start
     return (
         read.reply is None and read.fault is None and read.short_bytes == max(0, HEAD_BYTES - start)

@@ -1,12 +1,7 @@
-"""Find the server of a key: a single server, Sentinel's primary, or the owner of a cluster's slot.
+"""Find the server of a key: a single one, Sentinel's primary, or a cluster slot's owner.
 
-    topology = make_topology(config)
-    node = await topology.node_of(name); topology.doubt()
-
-Sentinels and cluster nodes are asked at the first use, and again after `doubt`, which follows a
-call that failed, was cancelled or was redirected. All known ones are asked concurrently and the
-first good answer counts, so that a dead one costs no time. Only primaries are used. Runs in the
-event loop.
+Sentinels and cluster nodes are asked at the first use, and again after `doubt`. All are asked
+concurrently and the first good answer counts, so that a dead one costs no time.
 """
 
 import asyncio
@@ -26,10 +21,8 @@ Answer = TypeVar("Answer")
 
 
 class Topology(Protocol):
-    """The servers of a tier, and the keys that each one holds."""
-
     async def node_of(self, name: bytes) -> Node:
-        """Return the server of a key. Raises TierError if no server answers the question."""
+        """Raises TierError if no server answers."""
 
     async def primaries(self) -> Sequence[Node]:
         """Return all servers that hold keys. Raises TierError."""
@@ -45,8 +38,6 @@ class Topology(Protocol):
 
 
 class Single:
-    """One server, at a fixed address."""
-
     def __init__(self, config: RedisConfig) -> None:
         login = Login(config.username, config.password, config.db)
         self._node = Node(
@@ -54,18 +45,15 @@ class Single:
         )
 
     async def node_of(self, name: bytes) -> Node:
-        """Return the server."""
         return self._node
 
     async def primaries(self) -> Sequence[Node]:
-        """Return the server."""
         return (self._node,)
 
     def doubt(self) -> None:
-        """Do nothing: the address is fixed."""
+        """The address is fixed."""
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
-        """Return None: a single server does not redirect."""
         return None
 
     def close(self) -> None:
@@ -73,8 +61,6 @@ class Single:
 
 
 class Discovered:
-    """The base of Sentinels and Cluster: nodes that change, and one question at a time."""
-
     def __init__(self, config: RedisConfig, login: Login) -> None:
         self._config = config
         self._login = login
@@ -84,11 +70,9 @@ class Discovered:
         self._known = False
 
     def doubt(self) -> None:
-        """Ask the servers again before the next key."""
         self._known = False
 
     def close(self) -> None:
-        """Close all connections."""
         self._keep(())
 
     async def _ask(self) -> None:
@@ -109,15 +93,12 @@ class Discovered:
         return self._nodes[address]
 
     def _keep(self, addresses: Iterable[Address]) -> None:
-        """Close all nodes but those at `addresses`."""
         kept = set(addresses)
         for address in [address for address in self._nodes if address not in kept]:
             self._nodes.pop(address).close()
 
 
 class Sentinels(Discovered):
-    """The primary that the sentinels name. Connecting to a server that is no primary fails."""
-
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(
             config, Login(config.username, config.password, config.db, primary_only=True)
@@ -129,21 +110,17 @@ class Sentinels(Discovered):
         self._primary: Address | None = None
 
     async def node_of(self, name: bytes) -> Node:
-        """Return the primary."""
         await self._learn()
         assert self._primary is not None
         return self._node(self._primary)
 
     async def primaries(self) -> Sequence[Node]:
-        """Return the primary."""
         return (await self.node_of(b""),)
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
-        """Return None: a single server does not redirect."""
         return None
 
     def close(self) -> None:
-        """Close all connections."""
         super().close()
         for sentinel in self._sentinels:
             sentinel.close()
@@ -167,14 +144,11 @@ class Sentinels(Discovered):
 
 
 class Cluster(Discovered):
-    """The owners of a cluster's slots."""
-
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config, Login(config.username, config.password))
         self._owners: list[Address | None] = [None] * NUM_SLOTS
 
     async def node_of(self, name: bytes) -> Node:
-        """Return the owner of the key's slot."""
         await self._learn()
         owner = self._owners[slot_of(name)]
         if owner is None:
@@ -184,16 +158,11 @@ class Cluster(Discovered):
         return self._node(owner)
 
     async def primaries(self) -> Sequence[Node]:
-        """Return all owners of slots."""
         await self._learn()
         return [self._node(address) for address in dict.fromkeys(self._owners) if address]
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
-        """Return the server that a redirect, such as `MOVED 3999 host:port`, names.
-
-        MOVED is remembered, and all slots are asked for again before the next call. ASK is for one
-        call.
-        """
+        """MOVED is remembered, and the slots are asked for again. ASK is for one call."""
         host, colon, port = reply.text.rpartition(" ")[2].rpartition(":")
         address = _address(host.strip("[]").encode() or by.address.host.encode(), port.encode())
         if not colon or address is None:
@@ -233,17 +202,13 @@ class Cluster(Discovered):
 
 
 def make_topology(config: RedisConfig) -> Topology:
-    """Make the topology of a configuration."""
     if config.service:
         return Sentinels(config)
     return Cluster(config) if config.cluster else Single(config)
 
 
 def slot_of(name: bytes) -> int:
-    """Return the slot of a key (the Redis Cluster specification).
-
-    It is the CRC16 of the text in the first braces, or of the whole key if there is none.
-    """
+    """By the Redis Cluster specification."""
     start = name.find(b"{")
     end = name.find(b"}", start + 1)
     tag = name[start + 1 : end] if 0 <= start and start + 1 < end else name
@@ -251,7 +216,6 @@ def slot_of(name: bytes) -> int:
 
 
 async def ask(node: Node, *words: bytes | str) -> Reply:
-    """Return the reply to one small command. Raises the call's TierError if there is none."""
     call = Call(b"", *words)
     await node.run("connect", [call], bulk=False)
     if call.fault is not None:
@@ -262,7 +226,7 @@ async def ask(node: Node, *words: bytes | str) -> Reply:
 async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
     """Return the first answer, and cancel the other questions.
 
-    If all fail, raises the TierError that a user can most likely repair: a non-retryable one first.
+    If all fail, raises the TierError that a user can most likely repair.
     """
     tasks = [asyncio.ensure_future(question) for question in questions]
     faults: list[TierError] = []
@@ -280,7 +244,6 @@ async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer
 
 
 def _address(host: Reply, port: Reply) -> Address | None:
-    """Return the address in a server's reply; None if it is invalid."""
     text = str(port, "ascii", "replace") if isinstance(port, bytes) else str(port)
     if (
         not isinstance(host, bytes)

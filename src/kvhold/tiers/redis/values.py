@@ -1,10 +1,4 @@
-"""Read values into the caller's memory: the commands with large replies.
-
-    read = ReadWhole(name, parts); await router.run("get", [read], bulk=True); read.reply
-
-The announced size is compared with the size of the parts before the value is received. Runs in the
-event loop.
-"""
+"""Read values into the caller's memory: the commands with large replies."""
 
 from kvhold.core.errors import ProtocolError
 from kvhold.net.stream import Stream
@@ -12,15 +6,11 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.resp import Call, read_string_head
 from kvhold.tiers.redis.split import HEAD_BYTES, looks_like_head
 
-_DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less than skipping the bytes
+_DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less
 
 
 class ReadWhole(Call):
-    """`GET` of a value.
-
-    The reply is its size; None if it is missing or larger than the parts; the head's bytes if the
-    value is stored in parts.
-    """
+    """The reply of `GET`: the size; None if missing or too large; the bytes of a head."""
 
     def __init__(self, name: bytes, parts: Parts) -> None:
         self.parts = parts
@@ -45,10 +35,7 @@ class ReadWhole(Call):
 
 
 class ReadRange(Call):
-    """`GETRANGE` of as many bytes as the parts have.
-
-    The reply is their number. If there are fewer, it is None, and `short_bytes` has their number.
-    """
+    """The reply of `GETRANGE`: the size of the parts, or None and `short_bytes`."""
 
     def __init__(self, name: bytes, start: int, parts: Parts) -> None:
         self.parts = parts
@@ -76,7 +63,7 @@ class ReadRange(Call):
 
 
 def fill(parts: Parts, data: bytes) -> int | None:
-    """Copy `data` (small) into the parts. Returns its size; None if it does not fit or is empty."""
+    """None if `data` does not fit or is empty."""
     if len(data) > size_of(parts) or not data:
         return None
     at = 0
