@@ -1,4 +1,4 @@
-"""The daemon of one host around one cache, and its client."""
+"""The node and its client."""
 
 from kvhold.node.client import NodeClient
 from kvhold.node.start import connect, end_node

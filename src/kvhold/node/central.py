@@ -1,17 +1,12 @@
 """The central cache of many hosts: `kvhold serve --listen HOST:PORT`.
 
-    asyncio.run(Central(config).serve(on_ready=print))
+Hosts use it as their tier `kvhold://host:port`. One event loop; values are not copied.
 
-It keeps frames in memory and in the tiers below. Hosts use it as their tier `kvhold://host:port`.
+Beyond the loopback interface a client needs the token, or a certificate of the configured
+authorities. No client can make it allocate: sizes are checked before memory is reserved.
 
-On the loopback interface it serves every client. On other interfaces a client needs the token, or a
-certificate that the configured authorities signed; if neither is configured, other addresses are a
-ConfigError. One event loop; values go between sockets and memory without a copy. No client can make
-it allocate: sizes are checked before memory is reserved, and a full memory evicts or refuses.
-
-A stranger (a client that has not logged in) costs little. The cache reads at most MAX_HELLO_BYTES
-from it, within a deadline. The number of such connections is bounded (`logins.py`), and they do not
-count for `max_connections`. A stranger's text is neither logged nor sent back.
+A stranger (a client that has not logged in) costs little: its bytes, time and connections
+(`logins.py`) are limited. Its text is neither logged nor sent back.
 """
 
 import asyncio
@@ -51,7 +46,7 @@ _request: Decoder[c.Request] = Decoder(c.Request)
 
 
 class _Stranger(Exception):
-    """A client that fails to log in. The reason is a constant text, never the client's."""
+    """The reason is a constant text, never the client's."""
 
     def __init__(self, reason: str, *, denied: bool = False) -> None:
         super().__init__(reason)
@@ -59,15 +54,10 @@ class _Stranger(Exception):
 
 
 class Central:
-    """One central cache. `serve` runs until `stop` is called."""
-
     def __init__(self, config: Config, shelf: Shelf | None = None) -> None:
-        """Check the settings, and create the store.
+        """shelf: `serve` closes it
 
-        shelf: the store to serve, instead of one made from the settings; `serve` closes it
-
-        Raises ConfigError for an address that these settings may not expose, CapacityError when the
-        memory does not fit.
+        Raises ConfigError: an address that may not be exposed; CapacityError.
         """
         self._config = config.listen
         self.host, self.port = _address(config.listen.address)
@@ -84,7 +74,7 @@ class Central:
         self._strangers = StrangersLog(log)
 
     async def serve(self, on_ready: Callable[["Central"], None] | None = None) -> None:
-        """Serve clients until stopped. Raises NodeError when it cannot listen."""
+        """Raises NodeError: cannot listen."""
         loop = asyncio.get_running_loop()
         listener = self._listen()
         accepting = loop.create_task(self._accept(listener))
@@ -103,7 +93,6 @@ class Central:
             await self.shelf.close()
 
     def stop(self) -> None:
-        """Make `serve` end soon."""
         self._stopped.set()
 
     def _check_exposed(self, config: ListenConfig) -> None:
@@ -147,7 +136,7 @@ class Central:
         while True:
             try:
                 sock, where = await loop.sock_accept(listener)
-            # out of descriptors, or the client has gone: the others are still served
+            # out of descriptors, or the client has left
             except OSError as error:
                 self._strangers.refused(
                     "the network", f"it could not be accepted: {error.strerror or error}"
@@ -161,18 +150,15 @@ class Central:
                 self.shelf.metrics.add("kvhold_connections", result="refused")
                 self.shelf.metrics.add("kvhold_protocol_errors", reason="crowded out")
                 crowded_out.cancel()
-            await asyncio.sleep(0)  # an accept that succeeds at once lets no other task run
+            await asyncio.sleep(0)  # an accept that succeeds at once yields to no task
 
     def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
         self._conversations.discard(task)
         self._logins.remove(task)
-        sock.close()  # if the task was cancelled before its first step
+        sock.close()  # if cancelled before its first step
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
-        """Serve one client from its first byte to its end.
-
-        Its errors end only this conversation.
-        """
+        """Errors end only this conversation."""
         stream = None
         try:
             async with asyncio.timeout(_GREET_WITHIN_S):
@@ -201,7 +187,7 @@ class Central:
                 stream.close()
 
     async def _log_in(self, stream: Stream) -> None:
-        """Read the client's Hello. Raises _Stranger unless it may use this cache."""
+        """Raises _Stranger unless the client may use this cache."""
         try:
             hello = _hello.decode(
                 await stream.read(body_length(await stream.read(LENGTH_BYTES), c.MAX_HELLO_BYTES))
@@ -216,7 +202,6 @@ class Central:
             raise _Stranger(_TOKEN_WRONG if hello.token else _TOKEN_NEEDED, denied=True)
 
     async def _serve(self, stream: Stream) -> None:
-        """Welcome a client that has logged in, and answer its requests until it leaves."""
         if self._num_served >= self._config.max_connections:
             log.warning(
                 "refused a client: listen.max_connections = %d are in use",
@@ -242,10 +227,6 @@ class Central:
             self._num_served -= 1
 
     async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
-        """Count a refused client, and send it the reason.
-
-        To a stranger the reason must be a constant text.
-        """
         self.shelf.metrics.add(
             "kvhold_protocol_errors", reason="denied" if denied else "bad message"
         )
@@ -313,10 +294,7 @@ class Central:
         await stream.send([encode(c.Stored(faults))])
 
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
-        """Receive one value from the stream.
-
-        Returns why it is not stored ("full", "busy"), or "" if it is.
-        """
+        """Return why the value is not stored ("full", "busy"), or ""."""
         room = (
             self.shelf.reserve(key, nbytes, ttl_s)
             if nbytes <= self._config.max_value_bytes
@@ -341,7 +319,6 @@ class Central:
 
 
 def _piece(value: memoryview, room: int, start: int | None) -> memoryview | None:
-    """Return the bytes of a value to send; None if it does not fit, or the range ends beyond it."""
     if start is None:
         return value if len(value) <= room else None
     return value[start : start + room] if 0 < room <= len(value) - start else None
@@ -357,9 +334,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _digest(token: str) -> bytes:
-    """Return the digest that is compared in place of the token, so that timing does not reveal its
-    length.
-    """
+    """Compared in place of the token: timing does not reveal its length."""
     return blake2b(token.encode()).digest()
 
 

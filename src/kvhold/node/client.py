@@ -1,18 +1,11 @@
 """The cache of this host's node, as one process sees it.
 
-    with connect() as cache: ...                   # joins the node, or starts one
-    NodeClient(path, name="vllm-worker")           # only joins
+Any thread may call. A call past its deadline is a miss; the connection stays in use. While the node
+owes an answer for `client.call_timeout_s`, calls raise NodeError at once. After its end, too; then
+a thread joins the next node.
 
-Implements `core.api.Cache`. Any thread may call, and calls of several threads run at once. Each
-call has a deadline. A late answer is a miss for its caller, its grant is returned, and the
-connection stays in use. While the node owes an answer and has sent nothing for
-`client.call_timeout_s`, it is silent: every call raises NodeError at once, until the node sends
-something.
-
-Only the end of the node breaks the connection. Then, too, every call raises NodeError at once,
-while a thread looks for the node in the background and joins it again. Memory that a caller reads
-or writes stays mapped, and stays the caller's, until it closes its loan or room. The broken
-connection is closed only after that, so the node never reuses memory that a caller still writes to.
+A broken connection closes after its last loan or room, so the node never reuses memory that a
+caller writes to.
 """
 
 import logging
@@ -51,13 +44,11 @@ log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=m.Message)
 
-_TEND_S = 0.5  # at most, in one wait for late answers
-_FLUSH_PAUSE_S = 0.05  # between two questions, unless the node's News comes earlier
+_TEND_S = 0.5
+_FLUSH_PAUSE_S = 0.05
 
 
 class NodeClient:
-    """A client of the node that joins again by itself when the node was lost."""
-
     def __init__(
         self,
         path: Path,
@@ -67,26 +58,21 @@ class NodeClient:
         requires: bytes = b"",
         revive: Callable[[threading.Event], None] | None = None,
     ) -> None:
-        """Join the node.
+        """requires: packed requirements (`node/requirements.py`)
+        revive:   starts a node before each attempt to join again; returns when its argument is set
 
-        path:     the node's socket
-        requires: the packed requirements (`node/requirements.py`), checked now and at each joining
-        revive:   called before each attempt to join again, to start a node if necessary; may raise
-                  NodeError. Its argument is set when this client is closed; it must then return
-
-        Raises NodeError when no node can be joined now, NodeRefused when the node does not meet the
-        requirements.
+        Raises NodeError: no node; NodeRefused: unmet requirements.
         """
         self.path = path
         self._config = config or ClientConfig()
         self._name = name
         self._requires = requires
         self._revive = revive
-        self._lock = threading.Lock()  # over the membership
+        self._lock = threading.Lock()  # for the membership
         self._lost_at_s = 0.0
         self._pid = os.getpid()
         self._closed = threading.Event()
-        # wakes the keeper: the node is lost, an answer is late, or this client is closed
+        # wakes the keeper
         self._wake = Notifier()
         try:
             self._membership = Membership(
@@ -103,7 +89,6 @@ class NodeClient:
 
     @property
     def connected(self) -> bool:
-        """Whether calls reach a node now."""
         link = self._link
         return link is not None and not self._membership.is_silent(
             link, self._config.call_timeout_s
@@ -111,48 +96,38 @@ class NodeClient:
 
     @property
     def is_rejoining(self) -> bool:
-        """Whether a lost node may be back in a moment: no attempt to start one has failed yet."""
         return self._revive is not None and self._membership.is_rejoining
 
     @property
     def lost_at_s(self) -> float:
-        """Time of the last loss of a node, by the monotonic clock; 0.0 if there was none."""
+        """Monotonic time of the last loss; 0.0: none."""
         return self._lost_at_s
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes] of the current node.
-
-        Loans and rooms have their own buffer: each node has another arena.
-        """
+        """[arena bytes] of the current node. Loans keep their own."""
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """See `Cache`.
-
-        Tells the node of the device, so that it takes memory back only after the end of this
-        process.
-        """
+        """See `Cache`. The node then takes memory back only after this process has ended."""
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(), m.Done, None, link)
         return link.mappings()
 
     def report_pinned(self, nbytes: int) -> None:
-        """See `Cache`."""
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(nbytes), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
-        """Register the namespace and its layout, now and with each node that is joined later."""
+        """Register a namespace with this and each later node."""
         request = m.Register(
             namespace.layout, namespace.digest, terms_of(namespace.tags), namespace.description
         )
         with self._lock:
             self._membership.register(request)
-        # Often the first call to a node that has just started, and no request waits for it: the
-        # longer time-out.
+        # often the first call to a new node: the longer time-out
         self._call(request, m.Done, self._config.connect_timeout_s)
 
     def lookup(
@@ -164,10 +139,7 @@ class NodeClient:
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
-        """Return the longest prefix that the node has, pinned.
-
-        deadline_s: for each request to the node; the wait for lower tiers has `wait_s`
-        """
+        """deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
         found = self._call(m.Lookup(query, work, have_tokens), m.Found, deadline_s, link)
 
@@ -190,23 +162,15 @@ class NodeClient:
     def came_of(
         self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
     ) -> None:
-        """Report to the node how long the engine took to load and to compute."""
         self._call(m.Outcome(request, load_s, compute_s), m.Done, deadline_s)
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """Return the node's latest decisions and their reasons, newest first."""
         return self._call(m.Explain(request), m.Explained, deadline_s).decisions
 
     def names(
         self, prefix: str = "", *, deadline_s: float | None = None
     ) -> tuple[list[m.KnownSpace], int, int]:
-        """Return the known namespaces, in the order of their digests.
-
-        Also returns how many other namespaces without a description have chunks in memory, and the
-        bytes of these chunks.
-
-        prefix: hexadecimal digits that the digests begin with
-        """
+        """Return described namespaces, then number and bytes of the others."""
         spaces: list[m.KnownSpace] = []
         while True:
             page = self._call(
@@ -217,7 +181,6 @@ class NodeClient:
                 return spaces, page.other_spaces, page.other_bytes
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Make the node load a prompt's chunks from lower tiers into memory."""
         self._call(m.Prefetch(query), m.Done, deadline_s)
 
     def claim(
@@ -229,10 +192,7 @@ class NodeClient:
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Loan | None:
-        """Return a loan of one shard's part of a hit; None if the ticket is no longer valid.
-
-        The ticket may come from another process.
-        """
+        """See `Cache`. The ticket may come from another process."""
         link = self._current("claim")
         buffer = link.hold()
         lent: m.Answer | None = None
@@ -271,7 +231,6 @@ class NodeClient:
         terms: Terms = FREE,
         deadline_s: float | None = None,
     ) -> Room:
-        """Reserve memory in the node's arena for the missing chunks."""
         request = m.Reserve(
             layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names)
         )
@@ -294,19 +253,11 @@ class NodeClient:
         )
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Clear everything, or one namespace, in memory and in lower tiers.
-
-        Returns the number of removed chunks.
-        """
         removed = self._call(m.Clear(namespace), m.Done, deadline_s).count
         self.flush(0, deadline_s=deadline_s)
         return removed
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until all commits are written to lower tiers, or given up, and no clear is running.
-
-        Returns False at the deadline.
-        """
         until_s = time.monotonic() + (
             self._config.arrival_timeout_s if deadline_s is None else deadline_s
         )
@@ -329,10 +280,7 @@ class NodeClient:
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Recoding:
-        """Start to re-encode a tier's chunks with another codec, in the node.
-
-        deadline_s: for each request to the node.
-        """
+        """See `Cache`. deadline_s: per request"""
         link = self._current("recode")
         begun = self._call(m.Recode(tier, codec, namespace, query), m.Recoding, deadline_s, link)
 
@@ -349,10 +297,7 @@ class NodeClient:
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """Return the visible chunks in the node's memory as events; `events` continues from there.
-
-        They come in pages. deadline_s: for each page
-        """
+        """See `Cache`. deadline_s: per page"""
         link = self._current("snapshot")
         part = self._call(m.Snapshot(0), m.Happened, deadline_s, link)
         events, pages = list(part.events), 1
@@ -363,19 +308,14 @@ class NodeClient:
         return EventBatch(events, part.next)
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
-        """Return the events of the node's memory after event number `after`."""
         part = self._call(m.Events(after), m.Happened, deadline_s)
         return EventBatch(part.events, part.next, part.lost)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
-        """Return the values that `kvhold status` shows."""
         return self._call(m.Status(), m.Report, deadline_s).values
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.Client]:
-        """Return the node's clients and their holdings, this one included.
-
-        deadline_s: for each page
-        """
+        """Return the node's clients. deadline_s: per page"""
         part = self._call(m.Clients(), m.ClientList, deadline_s)
         found = list(part.clients)
         while part.more:
@@ -386,18 +326,13 @@ class NodeClient:
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.Client]:
-        """End the client with that number, or the clients of a process.
-
-        Returns them as they were.
-        """
+        """Return the ended clients as they were."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
-        """Do one round trip to the node."""
         self._call(m.Ping(), m.Done, None)
 
     def stop_node(self) -> None:
-        """Ask the node to end."""
         self._call(m.Stop(), m.Done, None)
 
     def close(self) -> None:
@@ -418,9 +353,7 @@ class NodeClient:
         self.close()
 
     def renew_locks_in_child(self) -> None:
-        """Make new locks in a forked child: threads that the child does not have may hold the
-        parent's.
-        """
+        """The parent's threads may hold the old locks."""
         was_closed = self._closed.is_set()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._wake.close_in_child()
@@ -429,7 +362,6 @@ class NodeClient:
 
     @property
     def _link(self) -> Link | None:
-        """The link in use."""
         return self._membership.link
 
     def _current(self, operation: str) -> Link:
@@ -437,7 +369,7 @@ class NodeClient:
         return self._membership.current(operation)
 
     def _check_process(self) -> None:
-        # two processes on one connection would read each other's answers
+        # two processes would read each other's answers
         if self._pid != os.getpid():
             raise NodeError(
                 "this client was made before the process forked; make one in each process"
@@ -459,13 +391,9 @@ class NodeClient:
     def _ask(
         self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False
     ) -> m.Answer:
-        """Send a request, and return its answer.
+        """keep: send it even if the node is silent or late, because it returns a grant
 
-        keep: send it even if the node is silent or the deadline passes; for requests that return a
-              grant
-
-        Raises NodeLost when the connection breaks, NodeError when the node refuses,
-        DeadlineExceeded.
+        Raises NodeLost: the connection breaks; NodeError: the node refuses; DeadlineExceeded.
         """
         self._check_process()
         if not keep and self._membership.is_silent(link, self._config.call_timeout_s):
@@ -473,7 +401,7 @@ class NodeClient:
         try:
             answer = link.call(request, deadline_s or self._config.call_timeout_s, keep=keep)
         except DeadlineExceeded:
-            self._wake.set()  # the keeper takes the late answer
+            self._wake.set()
             raise
         except OSError as error:
             self._break(link, str(error))
@@ -506,24 +434,18 @@ class NodeClient:
         )
 
     def _report_damage(self, link: Link, loan: int, offsets: list[int]) -> None:
-        """Report damaged chunks. Never raises: the reader has its own error.
-
-        If the report is lost, the next read finds them again.
-        """
+        """Never raises: the next read finds the damage again."""
         try:
             self._call(m.Damaged(loan, offsets), m.Done, None, link)
         except KVHoldError as error:
             log.warning("damaged chunks could not be reported: %s", error)
 
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
-        """Send a request that returns a grant.
-
-        Never raises: when a broken link closes, the node takes everything back.
-        """
+        """Never raises: when a broken link closes, the node takes everything back."""
         if held:
             link.let_go()
             if link.closed:
-                self._wake.set()  # the keeper may have to send `Departed` on the next link
+                self._wake.set()  # the keeper may have to send `Departed`
         within_s = self._membership.return_within_s(link, self._config.call_timeout_s)
         if request is not None and within_s is not None:
             try:
@@ -533,7 +455,7 @@ class NodeClient:
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
-            # set first: others read it without the lock once they see the loss
+            # first: others read it without the lock once they see the loss
             if self._membership.link is link:
                 self._lost_at_s = time.monotonic()
             lost = self._membership.lose(link)
@@ -546,10 +468,6 @@ class NodeClient:
         link.retire(at_once=False)
 
     def _keep(self) -> None:
-        """Run the keeper's thread: notice at once when the node ends, and join the next one.
-
-        It also pings an idle connection at intervals, and reads late answers.
-        """
         while not self._closed.is_set():
             link = self._link
             if link is None:
@@ -602,9 +520,7 @@ class NodeClient:
             self._closed.wait(self._membership.pause_s(self._config.reconnect_interval_s))
 
     def _introduce(self, link: Link) -> None:
-        """Register every namespace with a new node, also those added meanwhile; then give the link
-        to callers.
-        """
+        """Register every namespace, then give the link to callers."""
         told: set[bytes] = set()
         while True:
             with self._lock:
@@ -613,7 +529,7 @@ class NodeClient:
             if is_used:
                 log.info("joined the node on %s again", self.path)
                 return
-            if not missing:  # this client was closed meanwhile
+            if not missing:
                 link.retire()
                 return
             for request in missing:
@@ -621,8 +537,8 @@ class NodeClient:
                 told.add(request.namespace)
 
 
-_clients: "WeakSet[NodeClient]" = WeakSet()  # of this process
-_departures: dict[Path, Departures] = {}  # by the node's socket
+_clients: "WeakSet[NodeClient]" = WeakSet()
+_departures: dict[Path, Departures] = {}
 
 
 def _departures_from(path: Path) -> Departures:
@@ -640,7 +556,6 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _operation(request: m.Message) -> str:
-    """Return the name of a request, for errors."""
     return type(request).__name__.lower()
 
 

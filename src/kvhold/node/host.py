@@ -1,14 +1,7 @@
-"""Remove from a detached node the process settings that it inherited from the engine that started
-it.
+"""Free a detached node from process settings of the engine that started it.
 
-    environ = node_environment(os.environ, config)     # for the process that is spawned
-    belong_to_host(keep=(pipe,))  # in that process, before it makes threads, files or memory
-    raise_priority(config.node.nice)
-
-An engine may pin itself to a few cores and to the memory of one NUMA node, run with another
-priority, and preload its own libraries. A child process inherits these settings. A node that kept
-them would compete with the engine's spinning threads for its cores. Nothing here raises: if the
-host refuses a change, the node is slower, not wrong.
+A child inherits the engine's cores, memory policy and priority, and would compete with its spinning
+threads. Nothing here raises: if the host refuses a change, the node is slower, not wrong.
 """
 
 import logging
@@ -29,9 +22,8 @@ log = logging.getLogger(__name__)
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 
-# The variables that a node takes over from the engine that starts it, each with its reason. It
-# takes no others: not the engine's LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*), devices and
-# settings.
+# The variables that a node inherits. Not LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*),
+# devices and settings.
 _KEPT = {
     r"PATH|HOME|USER|LOGNAME|SHELL": "who and where the user is",
     r"LANG|LANGUAGE|LC_\w+|TZ": "the language and time zone of messages and logs",
@@ -52,13 +44,7 @@ _KEPT_NAME = re.compile("|".join(f"(?:{names})" for names in _KEPT))
 
 
 def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Return the variables of this environment that a new node gets.
-
-    The caller adds the node's settings.
-
-    Kept are `_KEPT`, the names in `node.environment`, and the variables that settings refer to for
-    secrets and encryption keys.
-    """
+    """Return `_KEPT`, `node.environment`, and variables that settings name for secrets."""
     named = set(config.node.environment) | referenced_variables(
         (*config.tiers, *config.encryption.keys)
     )
@@ -70,7 +56,7 @@ def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, st
 
 
 def spawn_attributes() -> dict[str, Any]:
-    """Return arguments for `os.posix_spawn`: a new session, no signal blocked or ignored."""
+    """Return `posix_spawn` arguments: a new session, no signal blocked or ignored."""
     usual = [
         number
         for number in signal.valid_signals()
@@ -80,11 +66,10 @@ def spawn_attributes() -> dict[str, Any]:
 
 
 def belong_to_host(keep: Iterable[int] = ()) -> None:
-    """Reset this process's inherited cores, memory policy, scheduling, descriptor limit and working
-    folder.
+    """Reset cores, memory policy, scheduling, descriptor limit and working folder.
 
-    Closes all descriptors except 0-2 and `keep`. Call it before the process has other threads and
-    maps memory: later threads inherit these settings.
+    Closes all descriptors except 0-2 and `keep`. Later threads inherit these settings, so call it
+    before there are threads and mapped memory.
     """
     first = 3
     for fd in sorted(keep):
@@ -99,10 +84,6 @@ def belong_to_host(keep: Iterable[int] = ()) -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of open descriptors to the most that this user may have.
-
-    Returns the limit.
-    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):
@@ -112,31 +93,26 @@ def raise_descriptor_limit() -> int:
 
 
 def raise_priority(nice: int) -> None:
-    """Set the nice value of this process, and of its session's autogroup if Linux has one.
-
-    Changes nothing if the host refuses.
-    """
+    """Set the nice value of this process and of its autogroup, if the host allows."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError as error:
         log.debug("the nice value stays %d: %s", os.getpriority(os.PRIO_PROCESS, 0), error)
         return
-    with suppress(OSError):  # absent, or another user's
+    with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _reset_scheduling() -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    # an ordinary user may not lower the nice value that an engine was given
+    # users may not lower a nice value
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
-    # of this process: the default, by its nice value
     placement.system_call(_IOPRIO_SET, "ioprio_set", 1, 0, 0)
 
 
 def _most_descriptors() -> int:
-    """Return one more than the largest descriptor that may be open."""
     try:
         return 1 + max(int(fd.name) for fd in Path("/proc/self/fd").iterdir())
     except (OSError, ValueError):

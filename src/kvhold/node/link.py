@@ -1,17 +1,10 @@
-"""One connection to the node, and the arena that came with it.
+"""One connection to the node, and its arena.
 
-    link = Link(path, "vllm-worker", timeout_s=5)
-    answer = link.call(Ping(), deadline_s=1)
-    buffer = link.hold() ... link.let_go()              # around every read and write of the arena
+Any thread may call. One of the waiting callers reads for all. While none waits, the client's keeper
+calls `tend`.
 
-Several threads may call at once. `Conversation` matches answers to calls; the link has the socket,
-locks and mappings. No thread is dedicated to reading: one of the waiting callers reads for all. A
-late answer is dropped, and its grant returned. While no caller waits, the client's keeper calls
-`tend` to read late answers.
-
-The node takes memory back when the socket closes. So a broken or retired link closes its socket
-only when no thread reads or writes the arena through it. `client.py` builds a reconnecting client
-on links.
+The node takes memory back when the socket closes. So a broken or retired link closes only when no
+thread uses the arena.
 """
 
 import errno
@@ -41,22 +34,19 @@ from kvhold.node.paths import peer_user
 
 log = logging.getLogger(__name__)
 
-_DESCRIPTORS = 1  # sent with a welcome
-_READ_BYTES = 64 << 10  # read at once; most answers are smaller
-# faulted in ahead, per mapping: at most 8 MiB of page tables; covers an arena of the default size
+_DESCRIPTORS = 1
+_READ_BYTES = 64 << 10
+# faulted in per mapping: 8 MiB of page tables
 _TOUCHED_BYTES = 4 << 30
-_TOUCH_AFTER_S = 1.0  # the first calls of an engine that has joined are more urgent
-_LAST_WORDS_S = 1.0  # to read the messages that a node sent before it closed the connection
-_MOST_NAME = 100  # characters: a Hello is short
+_TOUCH_AFTER_S = 1.0
+_LAST_WORDS_S = 1.0
+_MOST_NAME = 100
 
 _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
 
 
 class _Mapping:
-    """One mapping of the arena.
-
-    Only its first pages are faulted in ahead, because page tables take memory, too.
-    """
+    """Only first pages are faulted in: page tables take memory."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -66,24 +56,15 @@ class _Mapping:
         self.buffer: npt.NDArray[np.uint8] | None = np.frombuffer(arena.buffer, dtype=np.uint8)
 
     def close(self) -> None:
-        """Unmap the arena now, or when its last view is gone."""
         self._toucher.stop()
         self.buffer = None
         self._arena.close()
 
 
 class Link:
-    """One connection and its arena.
-
-    A broken or retired link closes when no thread reads or writes the arena through it.
-    """
-
     def __init__(self, path: Path, name: str, timeout_s: float, requires: bytes = b"") -> None:
-        """Join the node. requires: see `messages.Hello`.
-
-        Raises NodeError; NodeRefused when the node refuses this client.
-        """
-        self._retiring = _event()  # readable once the link is retired; ends the waits of calls
+        """Raises NodeError; NodeRefused: the node refuses this client."""
+        self._retiring = _event()  # readable once retired; ends all waits
         try:
             self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
         except BaseException:
@@ -94,17 +75,16 @@ class Link:
         self.uses_device = False
         """Whether a device copies between the arena and this process."""
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
-        self._mappings: dict[bool, _Mapping] = {}  # by whether it is writable
-        self._count_lock = threading.Lock()  # over the lifetime and the mappings
+        self._mappings: dict[bool, _Mapping] = {}  # writable -> mapping
+        self._count_lock = threading.Lock()  # for the lifetime and the mappings
         self._lifetime = Lifetime()
-        self._lock = threading.Lock()  # over the conversation and the reader
+        self._lock = threading.Lock()  # for the conversation and the reader
         self._conversation = Conversation(time.monotonic())
-        # an answer was read, or the reader has ended
         self._change = threading.Condition(self._lock)
-        self._num_waiting = 0  # threads that wait for a change; an upper bound
-        self._reader: object | None = None  # the waiting caller that reads for all
+        self._num_waiting = 0
+        self._reader: object | None = None
         self._send_lock = threading.Lock()
-        self._readable = select.poll()  # the reader's
+        self._readable = select.poll()
         self._readable.register(self._socket, select.POLLIN)
         self._readable.register(self._retiring, select.POLLIN)
         self._incoming = memoryview(bytearray(_READ_BYTES))
@@ -112,24 +92,17 @@ class Link:
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
-        """A read-only view of the arena.
-
-        It is mapped at its first use, because tools that only ask for the status need none.
-        """
+        """Read-only; mapped at first use."""
         with self._count_lock:
             return self._mapped(writable=False)
 
     def mappings(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Return a read-only and a writable view of the arena.
-
-        Raises NodeError when it cannot be mapped.
-        """
+        """Return a read-only and a writable view. Raises NodeError."""
         with self._count_lock:
             return self._mapped(writable=False), self._mapped(writable=True)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the node's last message while it owes a late answer, else 0."""
         if not self._conversation.is_owed:
             return 0.0
         with self._lock:
@@ -137,39 +110,30 @@ class Link:
 
     @property
     def last_heard_s(self) -> float:
-        """Time of the node's last message, by the monotonic clock."""
         return self._conversation.last_heard_s
 
     @property
     def has_loose_ends(self) -> bool:
-        """Whether `tend` has work to do."""
         return self._conversation.has_loose_ends
 
     @property
     def is_broken(self) -> bool:
-        """Whether the connection has failed."""
         return self._conversation.error is not None
 
     @property
     def retired(self) -> bool:
-        """Whether the link accepts no more calls."""
         return self._lifetime.retired
 
     @property
     def closed(self) -> bool:
-        """Whether the socket is closed.
-
-        Then no thread reads or writes the arena through the link.
-        """
+        """Whether the socket is closed; then no thread uses the arena."""
         return self._socket.fileno() < 0
 
     def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
-        """Send one request, and return its answer.
+        """keep: send it even after the deadline
 
-        keep: send the request even after the deadline
-
-        Raises DeadlineExceeded, after which the link is still usable; ProtocolError for a request
-        that cannot be sent; OSError or ProtocolError when the connection has failed (`is_broken`).
+        Raises DeadlineExceeded: the link stays usable; ProtocolError: the request cannot be sent;
+        OSError or ProtocolError: the connection has failed (`is_broken`).
         """
         asked_s = time.monotonic()
         until = asked_s + deadline_s
@@ -182,7 +146,7 @@ class Link:
                 self._send(until)
                 self._wait(lambda: call.answer is not None, until)
             except TimeoutError:
-                pass  # it could not be sent in time
+                pass
             if (answer := self._answer_of(call)) is None:
                 raise DeadlineExceeded(type(request).__name__.lower(), deadline_s)
             return answer
@@ -194,10 +158,7 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until the node sends News.
-
-        If several callers pause at once, only one may get the News.
-        """
+        """Wait for `seconds`, or until News, which only one of several callers may get."""
         try:
             self._enter()
         except ConnectionError:
@@ -205,16 +166,14 @@ class Link:
         try:
             self._wait(self._conversation.take_news, time.monotonic() + seconds)
         except (OSError, ProtocolError):
-            return  # the next call raises it
+            return
         finally:
             self._leave()
 
     def watch(self, notifier: Notifier, seconds: float) -> None:
-        """Wait until the node has closed its end, the notifier is set, or `seconds` have passed.
+        """Wait until the node closes its end, the notifier is set, or `seconds` have passed.
 
-        Other threads read meanwhile.
-
-        Raises OSError or ProtocolError when the connection has failed.
+        Raises OSError, ProtocolError.
         """
         self._enter()
         try:
@@ -223,7 +182,6 @@ class Link:
             end.register(self._retiring, select.POLLIN)
             end.register(notifier, select.POLLIN)
             if any(fd == self._socket.fileno() for fd, _ in end.poll(seconds * 1e3)):
-                # first read its last messages
                 self._wait(lambda: False, time.monotonic() + _LAST_WORDS_S)
         finally:
             self._leave()
@@ -235,36 +193,30 @@ class Link:
         try:
             with suppress(TimeoutError):
                 while talk.has_loose_ends and time.monotonic() < until:
-                    self._send(until)  # also returns the grants of late answers
+                    self._send(until)
                     self._wait(lambda: talk.is_unsent or not talk.is_owed, until)
         finally:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> npt.NDArray[np.uint8]:
-        """Add a reader or writer of the arena, and return its view.
-
-        Raises NodeError when the arena cannot be mapped.
-        """
+        """Return the arena, mapped until `let_go`. Raises NodeError."""
         with self._count_lock:
             buffer = self._mapped(writable)
             self._lifetime.hold()
             return buffer
 
     def let_go(self) -> None:
-        """Remove a reader or writer of the arena."""
         with self._count_lock:
             self._lifetime.let_go()
             self._close_if_unused()
 
     def retire(self, *, at_once: bool = True) -> None:
-        """Accept no more calls, end the waiting ones, and close when the arena has no reader or
-        writer.
+        """Accept no more calls, and close when the arena is not held.
 
-        at_once: False: a thread closes. The last process to close a dead node's arena frees its
-                 pages, which takes 0.2 s for 512 MiB.
+        Until then the socket stays open: a node that cannot write to the socket takes the memory
+        back.
 
-        While a caller holds the arena, the socket stays open in both directions. A node that cannot
-        write to the socket takes the memory back.
+        at_once=False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s.
         """
         with self._count_lock:
             self._lifetime.retired = True
@@ -275,16 +227,11 @@ class Link:
         if not at_once:
             try:
                 threading.Thread(target=self.retire, name="kvhold-unmap", daemon=True).start()
-            except RuntimeError:  # no more threads can be started
+            except RuntimeError:
                 self.retire()
 
     def forget_in_child(self) -> None:
-        """Close the copy of the socket in a forked child; otherwise the parent's holdings would
-        last as long as the child.
-
-        Threads that the child does not have may hold the parent's locks, so the child gets new
-        ones.
-        """
+        """Close a forked child's copy of the socket, which would keep the parent's holdings."""
         self._count_lock, self._send_lock, self._lock = (
             threading.Lock(),
             threading.Lock(),
@@ -307,16 +254,13 @@ class Link:
             self._close_if_unused()
 
     def _mapped(self, writable: bool) -> npt.NDArray[np.uint8]:
-        """Return the read-only or the writable mapping; made at first use, so a process that only
-        reads has no writable one.
-        """
         if self.retired:
             raise NodeError("the connection to the node is closed")
         mapping = self._mappings.get(writable)
         if mapping is None:
             nbytes, huge = self._arena_size
             try:
-                fd = os.dup(self._arena_fd)  # `attach` owns it, even if it fails
+                fd = os.dup(self._arena_fd)
             except OSError as error:
                 raise NodeError(f"the node's arena could not be mapped: {error}") from None
             mapping = self._mappings[writable] = _Mapping(
@@ -326,7 +270,7 @@ class Link:
         return mapping.buffer
 
     def _close_if_unused(self) -> None:
-        if not self._lifetime.is_over:  # the last caller or holder closes
+        if not self._lifetime.is_over:
             return
         self._close_sockets()
         while self._mappings:
@@ -342,21 +286,16 @@ class Link:
             self._retiring = -1
 
     def _answer_of(self, call: Call) -> m.Answer | None:
-        """Return the call's answer. If there is none, give the call up and return None."""
         if call.answer is None:
             with self._lock:
                 if call.answer is None:
                     self._conversation.give_up(call)
         return call.answer if not call.late else None
 
-    # Sending: the thread that has the lock sends all queued requests, in order.
+    # Sending.
 
     def _send(self, until: float) -> None:
-        """Send the queued requests, as far as the node takes them in time; another call sends the
-        rest.
-
-        Raises TimeoutError, OSError.
-        """
+        """Raises TimeoutError, OSError."""
         if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(
             timeout=max(0.0, until - time.monotonic())
         ):
@@ -371,10 +310,7 @@ class Link:
             self._send_lock.release()
 
     def _send_some(self, data: memoryview, until: float) -> memoryview | None:
-        """Send what the node takes now, or wait until it takes something. Returns the next bytes.
-
-        Raises TimeoutError, OSError.
-        """
+        """Returns the next bytes. Raises TimeoutError, OSError."""
         try:
             nbytes = self._socket.send(data)
             with self._lock:
@@ -382,17 +318,17 @@ class Link:
         except BlockingIOError:
             self._wait_until_writable(until)
             with self._lock:
-                # another request, if this one was given up meanwhile
+                # another request, if this one was given up
                 return self._conversation.to_send()
-        # an interrupt, too: it is not known how much of the request is sent
+        # an interrupt, too: it is unknown how much was sent
         except BaseException as error:
             self._fail(error, "a call was cut short while it sent a request")
             raise
 
-    # Receiving: one of the waiting callers reads for all.
+    # Receiving.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Wait until `is_done()`, which is called under the lock. Returns False at the deadline.
+        """Wait until `is_done()`, called under the lock. Returns False at the deadline.
 
         Raises the connection's error.
         """
@@ -401,7 +337,7 @@ class Link:
             try:
                 with self._lock:
                     while self._reader is not me:
-                        if is_done():  # even if the connection has ended after that
+                        if is_done():  # even if the connection has ended
                             return True
                         self._check()
                         left = until - time.monotonic()
@@ -417,8 +353,8 @@ class Link:
                     self._read(until)
                 except TimeoutError:
                     return False
-            # also after an interrupt, wherever it comes: a single assignment makes this call the
-            # reader, or ends that
+            # An interrupt may come anywhere: a single assignment makes this call the reader, or
+            # ends that.
             finally:
                 if self._reader is me:
                     self._reader = None
@@ -427,14 +363,11 @@ class Link:
                             self._change.notify_all()
 
     def _read(self, until: float) -> None:
-        """Read the next bytes, and match answers to calls.
-
-        Raises TimeoutError, OSError, ProtocolError.
-        """
+        """Raises TimeoutError, OSError, ProtocolError."""
         if not self._readable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
         if self.retired:
-            return  # `_check` raises in every waiting call
+            return
         try:
             nbytes = self._socket.recv_into(self._incoming)
             if not nbytes:
@@ -445,13 +378,12 @@ class Link:
                 with self._lock:
                     self._conversation.deliver(number, answer)
         except BlockingIOError:
-            return  # nothing to read after all
-        except BaseException as error:  # an interrupt, too: the received bytes are lost
+            return
+        except BaseException as error:  # an interrupt, too
             self._fail(error, "a call was cut short while it read an answer")
             raise
 
     def _wait_until_writable(self, until: float) -> None:
-        """Wait until the socket takes bytes, or the link is retired. Raises TimeoutError."""
         writable = select.poll()
         writable.register(self._socket, select.POLLOUT)
         writable.register(self._retiring, select.POLLIN)
@@ -471,14 +403,13 @@ class Link:
 
 
 def _event() -> int:
-    """Make an event descriptor. Raises NodeError when there is none left."""
     try:
         return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     except OSError as error:
         raise NodeError(f"cannot join a node: {error}") from None
 
 
-_links: "WeakSet[Link]" = WeakSet()  # of this process
+_links: "WeakSet[Link]" = WeakSet()
 
 
 def _forget_links() -> None:
@@ -492,10 +423,7 @@ os.register_at_fork(after_in_child=_forget_links)
 def _join(
     path: Path, name: str, timeout_s: float, requires: bytes
 ) -> tuple[socket.socket, m.Welcome, int]:
-    """Connect and greet. Returns the socket, the node's welcome, and the arena's descriptor.
-
-    Raises NodeError.
-    """
+    """Return socket, welcome and arena's descriptor. Raises NodeError."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -517,7 +445,7 @@ def _join(
                 f"the settings name more tiers than a node can be told of: {len(hello)} "
                 f"bytes of {m.MAX_HELLO_BYTES}"
             )
-        with suppress(BrokenPipeError):  # the node has refused already; its reason is read below
+        with suppress(BrokenPipeError):  # the reason is read below
             sock.sendall(hello)
         data, fds = _receive_with_descriptors(sock)
         while len(data) < LENGTH_BYTES or len(data) < LENGTH_BYTES + body_length(
@@ -565,12 +493,9 @@ def _join(
 
 
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive bytes and the descriptors sent with them.
+    """Raises OSError, also when no descriptor is free.
 
-    Raises OSError, also when this process may have no more descriptors.
-
-    `socket.recv_fds` is not used: its descriptors are inherited by every child, which keeps the
-    arena alive.
+    Not `socket.recv_fds`: children would inherit its descriptors and keep the arena alive.
     """
     fds = array("i")
     data, ancillary, flags, _ = sock.recvmsg(

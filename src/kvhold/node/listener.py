@@ -1,12 +1,7 @@
 """The node's listening Unix socket.
 
-It accepts clients while there are descriptors, and refuses others with a reason.
-
-    listener = Listener(sock, make_protocol, refusal); listener.start(loop) ... listener.close()
-
-Without a free descriptor, asyncio's own server logs a traceback for each client and leaves it
-waiting. This listener keeps one descriptor in reserve, so that it can send the reason even then.
-The loop's thread runs it.
+Without a free descriptor, asyncio's own server logs a traceback per client and leaves it waiting.
+This one keeps a spare descriptor to send the reason. The loop's thread runs it.
 """
 
 import asyncio
@@ -22,25 +17,21 @@ from kvhold.net.wire import encode
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 1024  # clients that join at once
-_AT_ONCE = 16  # clients taken in one turn of the loop
-_PAUSE_S = 0.5  # where the host as a whole has no descriptor left
+_BACKLOG = 1024
+_AT_ONCE = 16
+_PAUSE_S = 0.5  # while the host has no descriptor left
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    """One listening socket."""
-
     def __init__(
         self,
         sock: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
         refusal: Callable[[], str],
     ) -> None:
-        """Keep a descriptor in reserve.
-
-        sock:    bound; this object owns it
-        refusal: returns why one more client cannot be served; empty: it can
+        """sock:    bound; owned
+        refusal: returns why no client can be served, or ""
         """
         self._socket = sock
         self._make_protocol = make_protocol
@@ -50,14 +41,13 @@ class Listener:
         self._joining: set[asyncio.Task[object]] = set()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen. Raises OSError."""
+        """Raises OSError."""
         self._loop = loop
         self._socket.setblocking(False)
         self._socket.listen(_BACKLOG)
         loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
             self._loop = None
@@ -92,7 +82,6 @@ class Listener:
         task.add_done_callback(self._joining.discard)
 
     def _refuse_with_spare(self, why: str) -> None:
-        """Free the spare descriptor, refuse the waiting client with it, and reserve it again."""
         assert self._loop is not None
         if self._spare >= 0:
             os.close(self._spare)
@@ -114,7 +103,6 @@ class Listener:
 
 
 def no_descriptor(error: OSError) -> str:
-    """Return the reason for a client that cannot get a descriptor."""
     return f"the node has no descriptor left ({error.strerror}); raise `ulimit -n` and restart it"
 
 

@@ -1,13 +1,8 @@
 """Connections that have not logged in yet, and the log lines about strangers.
 
-    crowded_out = logins.add(task, network_of(host))  # the connection that must be closed, or None
-    logins.remove(task)                                   # it has logged in, or has ended
-
-These connections have limits of their own, in total and per network, so they never displace a host
-that has logged in. A new connection is always accepted. At a limit the oldest one is closed: that
-of the same network if the network is at its limit, else that of the network with the most
-connections. A login takes milliseconds, so silent connections only displace each other, however
-often they are renewed. No I/O; one event loop.
+They have limits, in total and per network. At a limit the oldest one is closed: of the network at
+its limit, or else of the largest network. A login takes milliseconds, so silent connections only
+displace each other. One event loop.
 """
 
 import logging
@@ -18,14 +13,12 @@ from typing import Generic, TypeVar
 Connection = TypeVar("Connection")
 
 MOST = 256
-MOST_OF_NETWORK = 64  # one host may start many engines at once
-_LINES = 20  # log lines about strangers, per period
+MOST_OF_NETWORK = 64
+_LINES = 20
 _PERIOD_S = 60.0
 
 
 class Logins(Generic[Connection]):
-    """The set of connections that have not logged in."""
-
     def __init__(self, *, most: int = MOST, most_of_network: int = MOST_OF_NETWORK) -> None:
         self._most = most
         self._most_of_network = most_of_network
@@ -36,10 +29,7 @@ class Logins(Generic[Connection]):
         return len(self._network_of)
 
     def add(self, connection: Connection, network: str) -> Connection | None:
-        """Add a connection.
-
-        Returns the one that must be closed in its place, or None; it is no longer counted.
-        """
+        """Return the connection to close in its place, or None."""
         victim = None
         own = self._networks.get(network, {})
         if len(own) >= self._most_of_network:
@@ -54,7 +44,6 @@ class Logins(Generic[Connection]):
         return victim
 
     def remove(self, connection: Connection) -> None:
-        """Remove a connection. Idempotent."""
         network = self._network_of.pop(connection, None)
         if network is not None:
             del self._networks[network][connection]
@@ -73,7 +62,6 @@ class StrangersLog:
         self._num_silent = 0
 
     def refused(self, host: str, reason: str) -> None:
-        """Log a refusal, if the limit allows. reason: a constant text, never a stranger's."""
         now_s = self._clock()
         if now_s - self._since_s >= _PERIOD_S:
             if self._num_silent:

@@ -1,11 +1,7 @@
 """The node's log file, with a limit on its size and on repeated lines.
 
-    write_log(path, max_bytes=10 << 20, files=3)  # instead of standard error, for the process's
-    whole life
-
-A full file is renamed to `node.log.1`, that to `node.log.2`, and so on; the oldest is removed.
-Standard output and error go to the current file, so that the limit covers the output of libraries,
-too. Call it before there are threads.
+Standard output and error go to the current file, so the limit covers libraries, too. Call it before
+there are threads.
 """
 
 import logging
@@ -19,21 +15,18 @@ from pathlib import Path
 from kvhold.node.paths import open_beside
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_BURST = 20  # lines of one kind in one period
+_BURST = 20
 _PERIOD_S = 60.0
-_MOST_KINDS = 1000  # counted at once
+_MOST_KINDS = 1000
 
 
 class RepeatFilter(logging.Filter):
-    """Passes 20 lines of one kind per minute, and adds the number of dropped lines to the next.
-
-    A kind is one place in the code.
-    """
+    """Passes 20 lines per minute and place in the code, and counts the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        # kind -> start of its period, number of lines
+        # kind -> start, lines
         self._counts: dict[tuple[str, str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -54,7 +47,7 @@ class RepeatFilter(logging.Filter):
 
 
 def write_log(path: Path, *, max_bytes: int, files: int) -> None:
-    """Log to `path` from now on. files: the number of files, including the current one.
+    """Log to `path` from now on. files: including the current one
 
     Raises OSError.
     """
@@ -68,7 +61,7 @@ def write_log(path: Path, *, max_bytes: int, files: int) -> None:
 
 
 class _LogFile(RotatingFileHandler):
-    """A rotating file, readable by this user only, that also receives standard output and error."""
+    """Readable by this user only; also receives standard output and error."""
 
     def _open(self) -> TextIOWrapper:
         fd = open_beside(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -78,7 +71,6 @@ class _LogFile(RotatingFileHandler):
         return open(fd, "a", encoding="utf-8", errors="backslashreplace")  # noqa: PTH123
 
     def doRollover(self) -> None:
-        """Start a new file. With one file in all, that one is emptied."""
         super().doRollover()
         if self.backupCount == 0 and self.stream is not None:
             self.stream.truncate(0)

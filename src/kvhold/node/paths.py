@@ -1,4 +1,4 @@
-"""The paths of this user's node, such as `default_socket()`, and the checks that make them safe."""
+"""The paths of this user's node, and the checks that make them safe."""
 
 import hashlib
 import logging
@@ -15,17 +15,14 @@ from kvhold.tiers.files.safe import Unsafe, check_folder, open_folder, open_own_
 
 log = logging.getLogger(__name__)
 
-_MAX_PATH = 107  # sun_path of a Unix socket, less its final zero
+_MAX_PATH = 107
 
 
 def default_socket() -> Path:
-    """Return the node's socket, in the first usable folder of this user.
+    """Return the node's socket, in this user's first usable folder.
 
-    That is `$XDG_RUNTIME_DIR/kvhold`, or without that `kvhold-UID` in the temporary directory.
-    Another user may have made a folder of that name; then it is `/run/user/UID/kvhold`, or a folder
-    for this host in `~/.cache/kvhold/run`. All engines of the user with the same environment get
-    the same path: it depends on the owners and modes of the folders, which do not change while
-    engines run.
+    Engines with the same environment get the same path: the folders' owners and modes do not
+    change.
     """
     places = list(_places())
     for number, folder in enumerate(places):
@@ -33,14 +30,11 @@ def default_socket() -> Path:
             if number:
                 _warn_once(places[0], folder)
             return folder / "node.sock"
-    return places[0] / "node.sock"  # `prepare_folder` raises the reason
+    return places[0] / "node.sock"  # `prepare_folder` raises
 
 
 def socket_path(configured: str) -> Path:
-    """Return the configured socket, or the default.
-
-    Raises NodeError for a path that is too long for a Unix socket.
-    """
+    """Return the configured socket, or the default. Raises NodeError: too long."""
     path = Path(configured).expanduser().absolute() if configured else default_socket()
     if len(os.fsencode(path)) > _MAX_PATH:
         raise NodeError(
@@ -50,27 +44,21 @@ def socket_path(configured: str) -> Path:
 
 
 def lock_path(path: Path) -> Path:
-    """Return the lock file beside a socket.
-
-    The node locks it before it listens, and until its memory is freed.
-    """
+    """Locked by the node until its memory is freed."""
     return Path(f"{path}.lock")
 
 
 def clears_path(path: Path) -> Path:
-    """Return the file in which the node of a socket records the clears that tiers have not done
-    yet.
+    """Return the file for the clears that tiers have not done yet.
 
-    It is in `$XDG_STATE_HOME/kvhold` (`~/.local/state/kvhold`), because a reboot usually removes
-    the socket's folder. Hosts may share a home, so the file's name contains the host's name, and a
-    digest of the socket's path. If that folder cannot be used, the file is beside the socket, and a
-    warning is logged.
+    It is in `$XDG_STATE_HOME/kvhold`, because a reboot usually removes the socket's folder. Hosts
+    may share a home, so its name has the host's name.
     """
     beside = Path(f"{path}.clears")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     try:
         folder = (state if state.is_absolute() else Path.home() / ".local" / "state") / "kvhold"
-    except RuntimeError:  # this user has no home
+    except RuntimeError:
         folder = beside.parent
     if not _is_free_or_ours(folder):
         if folder != beside.parent:
@@ -86,16 +74,14 @@ def clears_path(path: Path) -> Path:
 
 
 def watch_path(path: Path) -> Path:
-    """Return the lock file beside a socket for the watcher of its node (`node/watcher.py`)."""
+    """The watcher (`node/watcher.py`) locks this file."""
     return Path(f"{path}.watch")
 
 
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
-    """Make the socket's folder, for this user alone.
+    """any_owner: allow a folder that others can change
 
-    Raises NodeError when it cannot be made or written, or others can change it.
-
-    any_owner: allow a folder that others can change
+    Raises NodeError: the folder cannot be made or written, or others can change it.
     """
     folder = path.parent
     try:
@@ -115,11 +101,9 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
 
 
 def open_beside(path: Path, flags: int) -> int:
-    """Open a lock or log file of the node in an existing folder, and return its descriptor.
+    """Follows no link and truncates nothing.
 
-    Follows no link and truncates nothing. The file must be this user's; `prepare_folder` checks the
-    folder. Raises OSError, and `Unsafe` for a link, another user's file, or anything but a regular
-    file.
+    Raises OSError; `Unsafe`: a link, another user's file, or no regular file.
     """
     folder = open_folder(path.parent, make=False, any_owner=True)
     try:
@@ -129,7 +113,6 @@ def open_beside(path: Path, flags: int) -> int:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket, from the kernel."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
@@ -138,7 +121,6 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def _places() -> Iterator[Path]:
-    """Yield the possible folders of a node, best first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         yield Path(runtime) / "kvhold"
@@ -149,13 +131,13 @@ def _places() -> Iterator[Path]:
         yield system / "kvhold"
     try:
         home = Path.home()
-    except RuntimeError:  # this user has none
+    except RuntimeError:
         return
-    yield home / ".cache" / "kvhold" / "run" / socket.gethostname()  # hosts may share a home
+    yield home / ".cache" / "kvhold" / "run" / socket.gethostname()
 
 
 def _is_free_or_ours(folder: Path) -> bool:
-    """Return whether the folder is this user's alone, or can be made."""
+    """Whether the folder is this user's alone, or can be made."""
     try:
         state = folder.lstat()
     except FileNotFoundError:

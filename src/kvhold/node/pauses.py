@@ -1,31 +1,19 @@
-"""Keep Python's garbage collector (of reference cycles) from stopping a node's loop.
+"""Keep Python's collector of reference cycles from stopping a node's loop.
 
-    avoid_pauses()                  # once, in a process that is only a node
-    collect_young(may_look=True)    # every second, between two turns of the loop
-    collect_all()                   # while no client is connected
-
-An index of a million chunks has some millions of objects. A full collection visits all of them,
-which takes half a second. Even a collection of young objects takes 160 ms if one of them is a list
-of a million chunks, as a long lookup makes. So the node decides when the collector runs:
-
-- over young objects once a second, if they are few and no long call ran
-- over all objects when the last client has left
-
-Young objects that were not visited become old, which costs nothing. Chunks, their names and
-requests are in no cycles; reference counting frees them.
-
-`avoid_pauses` also reduces the interpreter's switch interval from 5 ms to 0.5 ms.
+A full collection of a million chunks takes half a second, that of a young list of a million chunks
+160 ms. Skipped young objects become old, which is safe: chunks, names and requests are in no
+cycles.
 """
 
 import gc
 import sys
 
-_MOST_YOUNG = 2000  # objects, which take a fraction of a millisecond
-_is_ours = False  # whether this module runs the collector
+_MOST_YOUNG = 2000  # a fraction of a millisecond
+_is_ours = False
 
 
 def avoid_pauses() -> None:
-    """Stop automatic collections. From then on only this module runs the collector."""
+    """Only this module collects from now on. The switch interval falls from 5 ms to 0.5 ms."""
     global _is_ours
     gc.collect()
     gc.freeze()
@@ -35,9 +23,9 @@ def avoid_pauses() -> None:
 
 
 def collect_young(*, may_look: bool) -> None:
-    """Collect the young objects, if `avoid_pauses` was called; then count them as old.
+    """Collect young objects, then count them as old. Called every second.
 
-    may_look: False: do not collect, because a long call may have made a large object
+    may_look=False after a long call, which may have made a large object
     """
     if _is_ours:
         if may_look and gc.get_count()[0] < _MOST_YOUNG:
@@ -46,7 +34,7 @@ def collect_young(*, may_look: bool) -> None:
 
 
 def collect_all() -> None:
-    """Collect all objects, if `avoid_pauses` was called."""
+    """Collect all objects, while no client is connected."""
     if _is_ours:
         gc.unfreeze()
         gc.collect()

@@ -1,15 +1,10 @@
-"""The process at the other end of a Unix socket: its identity, and whether it still lives.
+"""The process at the other end of a Unix socket.
 
-    peer = Peer.of(connection)
-    peer.pid, peer.has_ended()
+A forked child may keep a dead process's socket open, so the node also asks the kernel. It keeps no
+descriptor per process: the default limit is too low for 256 engines.
 
-A socket closes when its process ends, unless a forked child has a copy of the socket. So the node
-also asks the kernel every second. It keeps no descriptor per process, because the default limit of
-descriptors is too low for 256 engines.
-
-Processes whose memory a device copies are the exception (`watch`). When a process dies, the kernel
-closes its files one after another, perhaps the socket before the device, whose copies continue
-until then. The process has ended when all files are closed.
+A dying process's files are closed one by one. A device copies until its file is closed, so `watch`
+waits for the end of the whole process.
 """
 
 import asyncio
@@ -28,18 +23,16 @@ from kvhold.core.errors import NodeError
 log = logging.getLogger(__name__)
 
 _CREDENTIALS = struct.Struct("3i")
-_SO_PEERPIDFD = 77  # Linux 6.5; Python's socket module does not name it
-_STATE, _START_TIME = 0, 19  # of the fields in /proc/PID/stat that follow the command
+_SO_PEERPIDFD = 77  # Linux 6.5; not in Python
+_STATE, _START_TIME = 0, 19  # of /proc/PID/stat, after the command
 
 
 @dataclass(frozen=True)
 class Peer:
     """A process.
 
-    pid:   0 if it is in another PID namespace
-    uid:   its user
-    start: its start time in the kernel's clock ticks, to tell it from a later process with the same
-           pid; -1: not known
+    pid:   0: in another PID namespace
+    start: in kernel clock ticks, because pids recur; -1: not known
     """
 
     pid: int
@@ -48,17 +41,13 @@ class Peer:
 
     @classmethod
     def of(cls, connection: socket.socket) -> "Peer":
-        """Return the process that connected, from the kernel."""
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         return cls(pid, uid, _start_of(pid) if _proc_is_ours() else -1)
 
     def has_ended(self) -> bool:
-        """Return whether all its threads have ended, so that it no longer writes memory.
-
-        False if that is not known.
-        """
+        """Return whether all threads have ended; False: not known."""
         if self.pid <= 0 or self.start < 0:
             return False
         try:
@@ -68,15 +57,12 @@ class Peer:
             if int(fields[_START_TIME]) != self.start:
                 return True
             return fields[_STATE] in ("Z", "X") and _is_gone(self.pid)
-        except OSError as error:  # no descriptor is left, for one
+        except OSError as error:
             log.debug("process %d: %s", self.pid, error)
             return False
 
     def watch(self, connection: socket.socket) -> "ProcessEnd":
-        """Return the end of the process that connected, to wait for.
-
-        Raises NodeError if it cannot be watched.
-        """
+        """Raises NodeError: the process cannot be watched."""
         try:
             (fd,) = struct.unpack(
                 "i", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
@@ -101,18 +87,17 @@ class Peer:
 
 
 class ProcessEnd:
-    """The end of a process: of all its threads, and of its device copies. Used in an event loop."""
+    """Includes the end of device copies. Used in an event loop."""
 
     def __init__(self, fd: int) -> None:
-        """fd: a pidfd of the process; this object owns it."""
+        """fd: a pidfd, owned"""
         self._fd = fd
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the process has ended, unless `close` is called first."""
+        """Call `callback` at the end, unless `close` comes first."""
         asyncio.get_running_loop().add_reader(self._fd, callback)
 
     def close(self) -> None:
-        """Stop waiting. Idempotent."""
         if self._fd >= 0:
             asyncio.get_running_loop().remove_reader(self._fd)
             os.close(self._fd)
@@ -120,10 +105,7 @@ class ProcessEnd:
 
 
 def _proc_is_ours() -> bool:
-    """Return whether /proc belongs to this process's PID namespace.
-
-    Another one shows other processes under the same numbers.
-    """
+    """Another PID namespace's /proc has other processes under the same numbers."""
     try:
         return Path("/proc/self").readlink() == Path(str(os.getpid()))
     except OSError:
@@ -139,9 +121,7 @@ def _start_of(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the command, which may contain blanks; None: no
-    such file. Raises OSError.
-    """
+    """The command may contain blanks. Raises OSError."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -149,10 +129,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Return whether a process whose first thread has ended has no other threads.
-
-    Raises OSError.
-    """
+    """Whether a process whose first thread has ended has no other. Raises OSError."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

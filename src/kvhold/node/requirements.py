@@ -1,6 +1,4 @@
-"""The part of the settings that an engine and a node compare when the engine joins:
-`requirements_of(config)`.
-"""
+"""The settings that an engine and a node compare when the engine joins."""
 
 from hashlib import blake2b
 
@@ -13,16 +11,13 @@ from kvhold.tiers.guard import GuardConfig
 from kvhold.tiers.registry import guard_settings
 from kvhold.tiers.url import TierUrl, parse_url
 
-_OF_THE_PLACE = ("endpoint", "prefix", "service")  # options that name the place of a tier's values
+_OF_THE_PLACE = ("endpoint", "prefix", "service")
 _MOST_SHOWN = 120
 _decoder = msgspec.msgpack.Decoder(Requirements)
 
 
 def requirements_of(config: Config) -> Requirements:
-    """Return the requirements of a process with these settings.
-
-    Raises ConfigError for an invalid tier URL.
-    """
+    """Raises ConfigError: an invalid tier URL."""
     return Requirements(
         tiers=tuple(_terms(parse_url(text)) for text in config.tiers),
         keys=digest_of(config.encryption.keys),
@@ -32,12 +27,11 @@ def requirements_of(config: Config) -> Requirements:
 
 
 def pack(requirements: Requirements) -> bytes:
-    """Encode requirements for a Hello."""
     return msgspec.msgpack.encode(requirements)
 
 
 def unpack(packed: bytes) -> Requirements:
-    """Decode the requirements of a Hello; empty bytes require nothing. Raises ProtocolError."""
+    """Empty bytes require nothing. Raises ProtocolError."""
     try:
         return _decoder.decode(packed) if packed else Requirements()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -45,10 +39,7 @@ def unpack(packed: bytes) -> Requirements:
 
 
 def check(required: Requirements, offered: Requirements) -> tuple[str, ...]:
-    """Return the differences that only need a warning.
-
-    Raises NodeError when the engine must not join.
-    """
+    """Return the differences that need only a warning. Raises NodeError: do not join."""
     missing: Missing = compare(required, offered)
     fatal = missing.refused + (missing.different if required.refuse else ())
     if fatal:

@@ -1,11 +1,7 @@
-"""Scans of a central store, page by page: all keys in memory, then the keys that only lower tiers
-have.
+"""Scans of a central store: keys in memory, then keys that only lower tiers have.
 
-    page = await scans.page(prefix, after, most)      # page.keys, page.more, page.whole
-
-Between two pages, a scan is kept under the last key of its last page, and continues from there.
-Keys come in no order. At most 64 scans are kept; a scan that was dropped starts again, and then
-keys may come twice. Each step handles few keys, so the loop is never blocked for long.
+A scan continues from the last key of a page. Keys are unordered. Dropped scans start again, and
+keys may recur.
 """
 
 import asyncio
@@ -17,15 +13,11 @@ from kvhold.tiers.guard import Guard
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.table import KeySet
 
-_MOST_SCANS = 64  # kept between two pages
+_MOST_SCANS = 64
 
 
 class Page(NamedTuple):
-    """One page of keys.
-
-    more:  more keys follow
-    whole: every tier has answered so far
-    """
+    """whole: every tier has answered so far"""
 
     keys: list[bytes]
     more: bool
@@ -33,8 +25,6 @@ class Page(NamedTuple):
 
 
 class Scans:
-    """The scans of one store."""
-
     def __init__(self, ram: RamTier, guards: Sequence[Guard]) -> None:
         self._ram = ram
         self._guards = guards
@@ -44,10 +34,6 @@ class Scans:
         return len(self._scans)
 
     async def page(self, prefix: bytes, after: bytes, most: int) -> Page:
-        """Return the next keys of a scan, `most` at most.
-
-        after: the last key of the page before.
-        """
         scan = self._scans.pop((prefix, after), None)
         if scan is None:
             silent = set[str]()
@@ -62,10 +48,7 @@ class Scans:
         return page
 
     async def _parts(self, prefix: bytes, silent: set[str]) -> AsyncIterator[list[bytes]]:
-        """Yield all keys, a few at a time; a key in two places comes twice.
-
-        Tiers that do not answer go into `silent`.
-        """
+        """Yield keys, twice if in two places. silent: gets tiers that fail"""
         for entries in self._ram.parts():
             yield [entry.key for entry in entries if entry.key.startswith(prefix)]
         for guard in self._guards:
@@ -92,7 +75,6 @@ class _Scan:
         return Page(page, more=bool(self._left), whole=not self._silent)
 
     async def end(self) -> None:
-        """Free the scan's keys, in steps."""
         self._left.clear()
         for _ in self._seen.emptied():
             await asyncio.sleep(0)

@@ -1,14 +1,10 @@
 """The daemon of one host: an arena, an index, and engines that are its clients.
 
-    asyncio.run(Node(config).serve(on_ready=print))
+One loop in one thread serves the clients. Long work takes several turns, and the loop serves
+sockets between these. Other threads fault in the arena, scrub idle chunks, and use the lower tiers.
+Engines map the arena and copy.
 
-One loop in one thread serves the clients. Other threads fault in the arena's pages, scrub idle
-chunks, and run the mover, which reads and writes the tiers below RAM in a loop of its own. The node
-copies nothing and uses no device: engines map the arena and copy themselves.
-
-The node listens on a Unix socket of mode 0600 and serves only processes of its own user. It ends on
-SIGTERM, SIGINT or a Stop message. A node that an engine started also ends after some time without
-clients. Only one node can have a socket: the lock file beside the socket names its process.
+The Unix socket has mode 0600 and serves only the node's user.
 """
 
 import _thread
@@ -56,33 +52,30 @@ log = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 5.0
 _WATCH_S = 1.0
-_WATCHED_AT_ONCE = 16  # in one turn of the loop
+_WATCHED_AT_ONCE = 16
 _CLIENTS_A_PAGE = 32
 _LEAST_CLIENTS = 8
-_MOST_SAID = 900  # characters of the differences: an answer to a Hello is short
-# on busy cores a new thread may take 200 ms to start, and clients wait for the node
+_MOST_SAID = 900
+# a new thread may take 200 ms to start, and clients wait for the node
 _CHORES_AFTER_S = 1.0
 _LOCK_ATTEMPTS = 100
 _LOCK_PAUSE_S = 0.002
-_MOST_READ_BYTES = 256 << 10  # in one turn
-_MAX_UNREAD_BYTES = 16 << 20  # of answers that a client does not fetch
-_UNASKED = 0  # the number of a message that is no answer
+_MOST_READ_BYTES = 256 << 10
+_MAX_UNREAD_BYTES = 16 << 20
+_UNASKED = 0
 _hello_decoder: Decoder[m.Hello] = Decoder(m.Hello)
 _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
 
 class Node:
-    """One node. `serve` runs until `stop` is called."""
-
     _mover: Mover | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
-        """Take the socket's lock, and create the arena, the state and the mover.
+        """Take the socket's lock, and create arena, state and mover.
 
-        idle_exit_s: end after this time without clients; None: never
+        idle_exit_s: end after this time without clients
 
-        Raises CapacityError when the arena does not fit, ConfigError for tiers that cannot be used,
-        NodeError when another node has the socket.
+        Raises CapacityError, ConfigError, or NodeError: another node has the socket.
         """
         self.path = socket_path(config.node.socket)
         self._idle_exit_s = idle_exit_s
@@ -106,13 +99,9 @@ class Node:
             raise
         self._toucher = Toucher(self.arena.regions)
         self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
-        # set when both threads above have been started
         self._starting: threading.Event | None = None
 
     def _prepare(self, config: Config, arena: Arena, state: CacheState) -> None:
-        """Set up everything except the host's part (socket, lock, threads), which a simulation
-        replaces.
-        """
         self._config = config
         self.offers = requirements_of(config)
         self.arena = arena
@@ -121,31 +110,25 @@ class Node:
         self.names = Names()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.connections: set[_Connection] = set()
-        self.numbers = count(1)  # of connections
-        self.run = randbits(60)  # distinguishes this node's client numbers from an earlier node's
+        self.numbers = count(1)
+        self.run = randbits(60)  # tells client numbers of two nodes apart
         self._most_clients = _LEAST_CLIENTS
         self._listener: Listener | None = None
-        # once True, no client's memory is taken back: a client may still be using it
+        # once True, no client's memory is taken back: it may be in use
         self.is_ending = False
-        # shared: one connection is read at a time
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))
         self._stopped = asyncio.Event()
-        # with more work, one turn each; None: the state
+        # waiting connections; None: the state
         self._busy: deque[_Connection | None] = deque()
         self._is_turning = False
-        # a task took more than one turn since the last round of `_watch_clients`
         self._was_busy = False
         self.longest_turn_s = 0.0
-        # the longest since the last status: wall time, thread time
         self._recent_turns_s = (0.0, 0.0)
         self._started_s = time.monotonic()
         self._empty_since_s = time.monotonic()
 
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
-        """Serve clients until stopped; then drop every client, remove the socket, free the arena.
-
-        Raises NodeError when it cannot listen.
-        """
+        """Raises NodeError: cannot listen."""
         loop = self._loop = asyncio.get_running_loop()
         self._most_clients = _most_clients(raise_descriptor_limit())
         watch, chores = None, None
@@ -176,9 +159,7 @@ class Node:
             self._lock.close()
 
     def _start_chores(self) -> None:
-        """Start the background threads from another thread: `Thread.start` blocks until the new
-        thread runs.
-        """
+        """Start the threads from another thread: `Thread.start` blocks until the new one runs."""
         self._starting = threading.Event()
         _thread.start_new_thread(self._start_threads, (self._starting,))
 
@@ -196,10 +177,7 @@ class Node:
             started.set()
 
     def end_conversations(self) -> None:
-        """Accept no more clients, and close all connections.
-
-        Their memory is not reused: they may still read and write it.
-        """
+        """Clients' memory is not reused: they may still use it."""
         self.is_ending = True
         if self._listener is not None:
             self._listener.close()
@@ -207,11 +185,9 @@ class Node:
             connection.close("the node stops")
 
     def stop(self) -> None:
-        """Make `serve` end soon."""
         self._stopped.set()
 
     def status(self) -> dict[str, Any]:
-        """Return the values that `kvhold status` shows."""
         now = time.monotonic()
         (recent_s, recent_cpu_s), self._recent_turns_s = self._recent_turns_s, (0.0, 0.0)
         return (
@@ -245,17 +221,12 @@ class Node:
         )
 
     def move(self) -> None:
-        """Submit the state's orders to the mover, and schedule the state's chores.
-
-        Called after every request.
-        """
         if self._mover is not None:
             self._mover.submit(self.state.take_orders())
         if self.state.has_chores and None not in self._busy:
             self.go_on(None)
 
     def go_on(self, connection: "_Connection | None") -> None:
-        """Schedule one turn of a connection, or of the state (None), for a part of its work."""
         self._busy.append(connection)
         self._was_busy = True
         if not self._is_turning and self._loop is not None:
@@ -263,7 +234,6 @@ class Node:
             self._loop.call_soon(self._turn)
 
     def took(self, began: tuple[float, float]) -> None:
-        """Record the duration of one turn of the loop. began: `_now()` at its start."""
         now_s, now_cpu_s = _now()
         turn_s, cpu_s = now_s - began[0], now_cpu_s - began[1]
         longest_s, longest_cpu_s = self._recent_turns_s
@@ -274,7 +244,6 @@ class Node:
                 self.metrics.set("kvhold_loop_longest_turn_seconds", turn_s)
 
     def _turn(self) -> None:
-        """Do one part of the first waiting task. The loop serves sockets between two turns."""
         began = _now()
         connection = self._busy.popleft()
         if connection is not None:
@@ -290,21 +259,16 @@ class Node:
         self.took(began)
 
     def joined(self, connection: "_Connection") -> None:
-        """Add a connection that was opened."""
         self.connections.add(connection)
 
     def left(self, connection: "_Connection") -> None:
-        """Remove a connection that was closed."""
         self.connections.discard(connection)
         if not self.connections:
             self._empty_since_s = time.monotonic()
             collect_all()
 
     def _post(self, event: Callable[[], None]) -> None:
-        """Run `event` in the loop.
-
-        Called in the mover's thread, which may live before the loop and after it.
-        """
+        """Called in the mover's thread, which may outlive the loop."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._happen, event)
@@ -317,7 +281,6 @@ class Node:
         self.took(began)
 
     def _ring(self) -> None:
-        """Send News to clients whose hit or flush has ended or grown."""
         for connection in self.connections:
             connection.ring()
 
@@ -330,8 +293,8 @@ class Node:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener = Listener(sock, lambda: _Connection(self), self._refusal)
         try:
-            # The file gets the socket's mode. So other users can never connect, and the umask,
-            # which would also affect files of other threads, stays unchanged.
+            # The file gets the socket's mode: other users can never connect. A umask would affect
+            # other threads.
             os.fchmod(sock.fileno(), 0o600)
             sock.bind(str(self.path))
             listener.start(loop)
@@ -341,7 +304,7 @@ class Node:
         return listener
 
     def _refusal(self) -> str:
-        """Return why another client cannot be accepted; empty: it can."""
+        """Return the reason, or "" if another client fits."""
         if len(self.connections) < self._most_clients:
             return ""
         self.metrics.add("kvhold_protocol_errors", reason="too many")
@@ -352,10 +315,7 @@ class Node:
         )
 
     async def _watch_clients(self) -> None:
-        """Drop the connections of dead processes, every second.
-
-        A forked child may keep a copy of the socket open.
-        """
+        """Drop dead processes' connections: a forked child may keep the socket open."""
         while True:
             await asyncio.sleep(_WATCH_S)
             collect_young(may_look=not self._was_busy and not self._busy)
@@ -363,15 +323,12 @@ class Node:
             for number, connection in enumerate(list(self.connections), 1):
                 try:
                     connection.drop_if_dead()
-                except Exception:  # a bug with one client must not end the watch over the others
+                except Exception:  # one client's bug must not end the watch
                     log.exception("a client could not be looked after")
                 if number % _WATCHED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
     def clients(self, first: int) -> m.ClientList:
-        """Return one page of the clients and their holdings, in the order of their numbers, from
-        number `first` on.
-        """
         known = sorted(
             (c for c in self.connections if c.session is not None and c.number >= first),
             key=lambda c: c.number,
@@ -381,10 +338,6 @@ class Node:
         )
 
     def kick(self, number: int, pid: int) -> m.ClientList:
-        """End the client with that number; if it is 0, all clients of a process.
-
-        Returns them as they were.
-        """
         kicked = [
             c
             for c in self.connections
@@ -396,10 +349,7 @@ class Node:
         return m.ClientList(ended)
 
     def departed(self, run: int, number: int, pid: int) -> None:
-        """Handle a process's report that no device uses a client's memory.
-
-        Ignored if the client is another process's.
-        """
+        """Ignored for another process's client."""
         for connection in list(self.connections):
             if (
                 run == self.run
@@ -427,23 +377,21 @@ class Node:
 class _Connection(asyncio.BufferedProtocol):
     """One client's connection: bytes to messages, messages to the session, answers to bytes.
 
-    The node closes the connection of a client that breaks the rules. While such a client has a loan
-    or a room, the node only ignores its requests. The client may still be writing, so the node
-    takes the memory back only after the client has closed its end.
+    A client that breaks the rules is disconnected. With a loan or a room it may still be writing:
+    then its requests are ignored, and its memory is taken back after it closes its end.
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self.number = next(node.numbers)
         self._peer: Peer | None = None
-        self._process_end: ProcessEnd | None = None  # of a client whose memory a device copies
+        self._process_end: ProcessEnd | None = None
         self._is_closed = False
-        self._has_departed = False  # its process has reported that no device copies for it
+        self._has_departed = False
         self._splitter = Splitter(m.MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._deaf = False
-        # requests that came while another one was being answered
         self._waiting: deque[bytes] = deque()
         self._answering: Running[m.Answer] | None = None
         self._answering_number = 0
@@ -484,28 +432,24 @@ class _Connection(asyncio.BufferedProtocol):
                     return
                 if self.session is None:
                     self._greet(_hello_decoder.decode(body))
-                elif answered or self._is_busy():  # in order, and each in a turn of its own
+                elif answered or self._is_busy():  # in order, each in its own turn
                     self._waiting.append(bytes(body))
                 else:
                     answered = True
                     self._answer(body)
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
-        # a bug ends one client's connection, not the node, and frees no memory that is in use
+        # a bug ends one connection, not the node, and frees no used memory
         except Exception:
             log.exception("a request failed")
             self._refuse("the node failed; its log says why", "internal error")
         finally:
             if self._is_busy() and not was_busy and self._transport is not None:
-                self._transport.pause_reading()  # until the received requests are answered
+                self._transport.pause_reading()
                 self._node.go_on(self)
             self._node.took(began)
 
     def go_on(self) -> None:
-        """Do the next part of an answer, or the next waiting request.
-
-        The node calls it after `Node.go_on`.
-        """
         if not self._is_over():
             try:
                 self._go_on()
@@ -517,12 +461,12 @@ class _Connection(asyncio.BufferedProtocol):
         if self._is_over():
             self._stop_answering()
             if self._transport is not None and not self._transport.is_closing():
-                self._transport.resume_reading()  # to notice that the client has closed its end
+                self._transport.resume_reading()  # to notice the client's end
 
     def _go_on(self) -> None:
         if self._answering is None:
             self._answer(self._waiting.popleft())
-        elif self._answering.is_done:  # encoding a large answer takes a turn of its own
+        elif self._answering.is_done:  # encoding a large answer takes its own turn
             answer, self._answering = self._answering.result, None
             self._send(answer, self._answering_number)
             self._node.move()
@@ -540,7 +484,6 @@ class _Connection(asyncio.BufferedProtocol):
         return self._answering is not None or bool(self._waiting)
 
     def _answer(self, body: memoryview | bytes) -> None:
-        """Answer a request: at once, or over several turns if it takes longer than one."""
         assert self.session is not None
         number, request = split_number(body)
         answer = self.session.answer(_request_decoder.decode(request))
@@ -551,7 +494,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._node.move()
 
     def _stop_answering(self) -> None:
-        """Drop the waiting requests, and close the running one, which releases its holdings."""
         self._waiting.clear()
         if self._answering is not None:
             self._answering.close()
@@ -578,18 +520,12 @@ class _Connection(asyncio.BufferedProtocol):
             self._leave()
 
     def depart(self) -> None:
-        """Allow the client's memory to be taken back once its connection is closed, though its
-        process lives.
-        """
+        """Allow the client's memory to be taken back while its process lives."""
         self._has_departed = True
         if self._is_closed:
             self._leave()
 
     def _leave(self) -> None:
-        """Take back the client's holdings, unless the node is ending.
-
-        The client no longer reads or writes them.
-        """
         try:
             if self.session is not None and not self._node.is_ending:
                 self.session.gone()
@@ -615,12 +551,10 @@ class _Connection(asyncio.BufferedProtocol):
         return ("a client", 0) if self.session is None else (self.session.name, self.session.pid)
 
     def ring(self) -> None:
-        """Send News if a hit or a flush that was reported as under way has ended or grown."""
         if self.session is not None and not self._is_over() and self.session.take_news():
             self._send(m.News(), _UNASKED)
 
     def describe(self) -> m.Client:
-        """Return the client and its holdings, for `kvhold clients`."""
         assert self.session is not None
         held = self._node.state.held_by(self.session)
         return m.Client(
@@ -639,7 +573,7 @@ class _Connection(asyncio.BufferedProtocol):
         )
 
     def kick(self) -> None:
-        """End the client, and let others write the chunks that it has reserved.
+        """Let others write the chunks that the client has reserved.
 
         Its memory stays its own until it closes its end or its process ends.
         """
@@ -648,11 +582,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._refuse("this client was ended by `kvhold kick`", "kicked")
 
     def drop_if_dead(self) -> None:
-        """Close the connection if the client's process has ended.
-
-        Not if a device copies: a child may keep the device's files open, too. `ProcessEnd` watches
-        those.
-        """
+        """Not if a device copies: a child may keep the device open, too."""
         if self._process_end is not None:
             return
         if (
@@ -670,7 +600,6 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def close(self, why: str) -> None:
-        """Close the connection from the node's side."""
         log.debug("closing a connection: %s", why)
         self._stop_watching()
         if self._transport is not None:
@@ -727,13 +656,9 @@ class _Connection(asyncio.BufferedProtocol):
         log.info("client %s (pid %d) joined", self.session.name, self.session.pid)
 
     def _welcome(self, welcome: m.Welcome) -> None:
-        """Send the welcome with the arena's descriptor.
-
-        Raises OSError when the process has no descriptor left.
-        """
+        """Raises OSError: no descriptor is left."""
         assert self._transport is not None
-        # Nothing was sent before on this socket, so it accepts these few bytes at once. asyncio
-        # cannot send descriptors.
+        # asyncio cannot send descriptors; the first bytes fit the buffer
         with (
             socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw,
             suppress(BrokenPipeError),
@@ -765,29 +690,23 @@ class _Connection(asyncio.BufferedProtocol):
             return
         if self.session is not None and self.session.touches_memory:
             self._deaf = True
-            self._transport.resume_reading()  # to notice its end
+            self._transport.resume_reading()
         elif self.session is not None and self._transport.get_write_buffer_size():
-            # `close` would wait until the client reads, and its hits would stay pinned
+            # `close` would wait until the client reads, with its hits pinned
             self._transport.abort()
         else:
             self._transport.close()
 
 
 def _most_clients(descriptors: int) -> int:
-    """Return the limit of clients, one descriptor each.
-
-    The rest are for tiers, the log, and reading /proc.
-    """
+    """One descriptor each, less those for tiers, log and /proc."""
     return max(_LEAST_CLIENTS, descriptors - max(64, descriptors // 8))
 
 
 def _place_arena(arena: Arena, numa: str) -> None:
-    """Set the NUMA nodes of the arena's pages.
-
-    Raises ConfigError for a setting that names no NUMA node with memory.
-    """
+    """Raises ConfigError: the setting names no NUMA node with memory."""
     nodes = memory_nodes()
-    # an engine names its nodes when it starts one; a node that a person starts has no engine
+    # an engine that starts a node names its NUMA nodes
     if numa in ("spread", "engine"):
         if len(nodes) < 2:
             return
@@ -812,15 +731,11 @@ def _place_arena(arena: Arena, numa: str) -> None:
 
 
 def _now() -> tuple[float, float]:
-    """Return wall time and this thread's CPU time, in seconds."""
     return time.perf_counter(), time.thread_time()
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a node that has ended. The caller holds the lock.
-
-    Raises NodeError for anything but a socket.
-    """
+    """Raises NodeError: no socket. The caller holds the lock."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise NodeError(
@@ -837,10 +752,9 @@ def _remove_stale(path: Path) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Take the lock. Raises BlockingIOError if a node has it.
+    """Raises BlockingIOError: a node has the lock.
 
-    Tries for 0.2 s, because a process that only checks for a node (`start.py`) takes the lock for
-    an instant.
+    Tries for 0.2 s: a process that checks for a node (`start.py`) takes the lock for an instant.
     """
     for left in range(_LOCK_ATTEMPTS, 0, -1):
         try:
@@ -848,15 +762,13 @@ def _lock(fd: int) -> None:
         except BlockingIOError:
             if left == 1:
                 raise
-            time.sleep(_LOCK_PAUSE_S)  # flock has no timeout
+            time.sleep(_LOCK_PAUSE_S)
         else:
             return
 
 
 class _SocketLock:
-    """The ownership of a socket: a lock file beside it, which has the owner's pid and is locked
-    while the owner lives.
-    """
+    """A file with the owner's pid, locked while the owner lives."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
         prepare_folder(path, any_owner=any_owner)
@@ -887,8 +799,5 @@ class _SocketLock:
         os.write(self._fd, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """Release the socket.
-
-        The file stays: if it were removed, two owners could lock two files of the same name.
-        """
+        """The file stays: else two owners could lock two files of one name."""
         os.close(self._fd)

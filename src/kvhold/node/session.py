@@ -1,6 +1,6 @@
-"""The node's side of one client, as a state machine: a request in, an answer out, no I/O.
+"""The node's side of one client, as a state machine without I/O.
 
-A session owns its client's holdings. They are released when its connection ends.
+A session owns its client's holdings until the connection ends.
 """
 
 import math
@@ -19,18 +19,16 @@ from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
-_CLEAR_STEPS = 400  # some 20,000 chunks, in a fraction of a second
-_MOST_PARTS = 32  # of a snapshot, in one page
-# bytes, for a claim: 1.2 million tokens of 80 layers, 128 tokens per chunk
+_CLEAR_STEPS = 400  # some 20,000 chunks
+_MOST_PARTS = 32
+# bytes: 1.2 million tokens of 80 layers
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4
-_MAX_NAME = 100  # it is shown in every status and log line
+_MAX_NAME = 100
 
 Result = TypeVar("Result")
 
 
 class _Snapshot:
-    """A snapshot that a client fetches page by page."""
-
     def __init__(self, number: int, parts: Iterator[list[Entry]]) -> None:
         self.number = number
         self.page = 0
@@ -38,7 +36,6 @@ class _Snapshot:
         self._parts = parts
 
     def take(self) -> list[Entry]:
-        """Return the entries of the next page: some hundreds, or none if its parts were cleared."""
         self.page += 1
         entries: list[Entry] = []
         for _ in range(_MOST_PARTS):
@@ -53,11 +50,6 @@ class _Snapshot:
 
 
 class Host(Protocol):
-    """The part of the node that a session uses.
-
-    names: the namespaces that clients have registered.
-    """
-
     names: Names
 
     def status(self) -> dict[str, Any]: ...
@@ -75,7 +67,7 @@ def _watch_nothing() -> None: ...
 
 
 class Session:
-    """One client after the handshake. `answer` takes one request at a time, in order."""
+    """One client after the handshake. `answer` takes one request at a time."""
 
     def __init__(
         self,
@@ -86,11 +78,9 @@ class Session:
         *,
         watch_process: Callable[[], None] = _watch_nothing,
     ) -> None:
-        """Start the session of a client that said `hello`.
-
-        pid:           from the kernel; 0: not known, and the client's own number is shown
-        watch_process: called when a device copies the client's memory; raises NodeError if the end
-                       of the client's process cannot be watched
+        """pid: 0: not known
+        watch_process: called when a device copies; raises NodeError if the process cannot be
+                       watched
         """
         self.name = hello.name[:_MAX_NAME]
         self.pid = pid if pid > 0 else hello.pid
@@ -98,10 +88,10 @@ class Session:
         self._node = node
         self._watch_process = watch_process
         self.uses_device, self.pinned_bytes = False, 0
-        # tickets reported as arriving -> News if more has arrived than this
+        # ticket -> News if more than this has arrived
         self._arriving: dict[int, float] = {}
-        self._unwritten: int | None = None  # the last mark reported as not written
-        self._seen = _Snapshot(0, iter(()))  # the snapshot that is being fetched
+        self._unwritten: int | None = None
+        self._seen = _Snapshot(0, iter(()))
         self._verbs: dict[type, Callable[[Any], m.Answer | Running[m.Answer]]] = {
             m.Register: self._register,
             m.Lookup: self._lookup,
@@ -132,12 +122,9 @@ class Session:
         }
 
     def answer(self, request: m.Request) -> m.Answer | Running[m.Answer]:
-        """Answer a request.
+        """Answer a request, or return a running call if that takes several turns.
 
-        If that takes longer than a turn, returns a running call, whose `result` is the answer.
-
-        A request that fails with an error of ours is refused, and the connection stays usable.
-        Raises ProtocolError for a request that breaks the rules.
+        Our own errors refuse the request. Raises ProtocolError for a request that breaks the rules.
         """
         try:
             return self._verbs[type(request)](request)
@@ -147,10 +134,7 @@ class Session:
             return m.Refused(str(error), fatal=False)
 
     def take_news(self) -> bool:
-        """Return whether a hit or a flush that was reported as under way has ended or grown.
-
-        Each is reported once.
-        """
+        """Return whether a hit or a flush has ended or grown; each is reported once."""
         news = [
             ticket
             for ticket, told in self._arriving.items()
@@ -165,20 +149,18 @@ class Session:
 
     @property
     def touches_memory(self) -> bool:
-        """Whether the client may be reading or writing the arena now."""
         return self._state.touches_memory(self)
 
     def gone(self) -> None:
-        """Release the client's holdings: its connection is closed."""
         self._state.gone(self)
         self._verbs.clear()  # breaks a reference cycle: a busy node does not collect cycles
-        # the same: it is a method of the connection, which refers to this session
+        # the same: a method of the connection
         self._watch_process = _watch_nothing
 
     def _in_turns(
         self, turns: Turns[Result], answer: Callable[[Result], m.Answer]
     ) -> m.Answer | Running[m.Answer]:
-        """Run the first turn. Returns the answer if that is enough, else the running call."""
+        """Return the answer if one turn is enough, else the running call."""
 
         def run() -> Turns[m.Answer]:
             try:
@@ -236,10 +218,7 @@ class Session:
         return self._in_turns(turns, lambda lent: m.Gone() if lent is None else self._lent(lent))
 
     def _lent(self, lent: Lent) -> m.Answer:
-        """Answer a claim. One too large for a message is refused, and the connection stays usable.
-
-        The checksums take 8 bytes for each layer of each chunk.
-        """
+        """Refuse checksums that do not fit a message."""
         nbytes = sum(len(packed) for packed in lent.checksums)
         if nbytes > _MOST_CHECKSUMS:
             self._state.release(self, lent.loan)
@@ -276,10 +255,7 @@ class Session:
         return self._in_turns(self._clear_turns(request.namespace), m.Done)
 
     def _clear_turns(self, namespace: bytes | None) -> Turns[int]:
-        """Clear. From the first step on no lookup finds a cleared chunk.
-
-        The answer waits until some memory is free; the rest is freed after it.
-        """
+        """Hide the chunks at once, and free some before the answer."""
         removed = self._state.clear(namespace)
         for _ in range(_CLEAR_STEPS):
             if not self._state.step():

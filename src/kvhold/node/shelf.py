@@ -1,20 +1,10 @@
-"""The store of a central cache: frames in memory, and in tiers below.
+"""The store of a central cache: opaque values in memory, and in tiers below.
 
-Values are opaque bytes; their readers check them.
+One event loop. A put is answered before lower tiers have its value. At most `write_behind_bytes`
+are queued; further values stay in memory only.
 
-    shelf = Shelf(config); await shelf.start()
-    sizes = await shelf.probe(keys)
-    await shelf.bring(keys)  # from lower tiers into memory, if it has space
-    with shelf.all_lent(keys) as values: ...             # pinned, not copied
-    room = shelf.reserve(key, nbytes, ttl_s)  # memory to receive into, or why not; then commit or
-    abandon
-
-One event loop. A value is written to lower tiers after the put is answered. At most
-`write_behind_bytes` are queued; further values stay in memory only.
-
-Reads and writes of lower tiers are tasks of the store. If a caller is cancelled, only its waiting
-ends. A tier may still write to the memory of a read that was given up. That memory stays reserved
-until the read has ended.
+A cancelled caller only stops waiting. A read that was given up may still write, so its memory stays
+reserved until it ends.
 """
 
 import asyncio
@@ -43,12 +33,8 @@ _NEVER = (
 
 
 class Shelf:
-    """One store of opaque values."""
-
     def __init__(self, config: Config) -> None:
-        """Raises CapacityError when the memory cannot be allocated, ConfigError for tiers that
-        cannot be used.
-        """
+        """Raises CapacityError; ConfigError: tiers that cannot be used."""
         metrics = Metrics()
         stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
         self._prepare(
@@ -66,7 +52,6 @@ class Shelf:
         metrics: Metrics,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Set up the store. A simulation passes its own memory, tiers and clock."""
         self.metrics = metrics
         self.arena = arena
         self._stack = stack
@@ -86,12 +71,10 @@ class Shelf:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start to fault in the memory and to check the tiers, both in the background."""
         self._toucher.start()
         self._begin(self._stack.check())
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the sizes of the values, in memory or below; None for a missing one."""
         sizes = await self.ram.probe(keys)
         missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
         places = await self._stack.probe(missing) if missing and len(self._stack) else {}
@@ -101,10 +84,7 @@ class Shelf:
         ]
 
     async def bring(self, keys: Sequence[bytes]) -> None:
-        """Load values of `keys` from lower tiers into memory, if it has space.
-
-        Also waits for loads that other calls began.
-        """
+        """Load values into memory, if it has space. Also waits for other calls' loads."""
         if not len(self._stack):
             return
         missing = [key for key in dict.fromkeys(keys) if not self.ram.holds(key)]
@@ -118,13 +98,11 @@ class Shelf:
             for tier, found in by_tier.items()
         ]
         if waiting := [*reads, *for_others]:
-            await asyncio.wait(waiting)  # unlike `gather`, it cancels nothing when it is cancelled
+            await asyncio.wait(waiting)  # unlike `gather`, it cancels nothing
 
     @contextmanager
     def all_lent(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
-        """Yield views of the values in memory, pinned until the block ends; None for a value that
-        is not in memory.
-        """
+        """Yield values, pinned until the block ends; None: not in memory."""
         entries = [self.ram.find(key) for key in keys]
         for entry in entries:
             if entry is not None:
@@ -137,7 +115,7 @@ class Shelf:
                     self.ram.unpin(entry)
 
     def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> "Entry | str":
-        """Reserve memory for a value. Returns the entry, or why there is none.
+        """Return reserved memory, or why there is none.
 
         "":     the key has a value already
         "busy": another call is writing it
@@ -155,15 +133,15 @@ class Shelf:
         return "full" if entries is None else entries[0]
 
     def commit(self, entry: Entry) -> None:
-        """Make a value visible, and queue it for the lower tiers. Its bytes must be complete."""
+        """Make a complete value visible, and queue it for lower tiers."""
         self.ram.commit(entry)
         if len(self._stack) and not entry.doomed:
             self._write_behind(entry)
 
     async def delete(self, keys: Sequence[bytes], silent: set[str]) -> list[bool]:
-        """Delete values, in memory and below. Returns for each key whether a value was removed.
+        """Return whether each value was removed, in memory or below.
 
-        silent: gets the names of tiers that failed to delete
+        silent: gets the names of failing tiers
         """
         removed = await self.ram.delete(keys)
         below = await asyncio.gather(
@@ -176,7 +154,6 @@ class Shelf:
         return [any(answers) for answers in zip(removed, *below, strict=True)]
 
     def status(self) -> dict[str, Any]:
-        """Return sizes and counters, for people and monitors."""
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,
@@ -187,9 +164,7 @@ class Shelf:
         }
 
     async def close(self) -> None:
-        """Write the queued values, for at most `drain_timeout_s`; then close the tiers and free the
-        memory.
-        """
+        """Write queued values for at most `drain_timeout_s`."""
         self._toucher.stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._drain_timeout_s)
@@ -199,7 +174,7 @@ class Shelf:
         self.arena.close()
 
     async def _bring_from(self, guard: Guard, found: list[tuple[bytes, Place]]) -> None:
-        """Read values into memory. Only `close` cancels it; the memory is then not reused."""
+        """Only `close` cancels this; the memory is then not reused."""
         entries: list[Entry] = []
         for key, place in found:
             entry = self.reserve(key, place.nbytes, None)
@@ -244,10 +219,7 @@ class Shelf:
         return entry.expires_at - self.ram.now()
 
     async def _write(self, entry: Entry) -> None:
-        """Write an entry to every tier that is not read-only.
-
-        The entry stays held until no tier uses its memory.
-        """
+        """The entry stays held until no tier uses its memory."""
         pending = []
         try:
             for guard in self._stack.guards:
@@ -257,14 +229,14 @@ class Shelf:
                     ttl_s = self._ttl_s(entry)
                     if ttl_s is not None and ttl_s <= 0:
                         break
-                    if entry.doomed:  # deleted meanwhile, in memory and below
+                    if entry.doomed:
                         break
                     outcome = await guard.put([(entry.key, [self.ram.view(entry)])], ttl_s=ttl_s)
                 if outcome.pending is not None:
                     pending.append(outcome.pending)
             if pending:
                 await asyncio.wait(pending)
-            # the delete reached the tier before this write
+            # the delete came before this write
             if entry.doomed and not self.ram.holds(entry.key):
                 await self.delete([entry.key], set())
         finally:

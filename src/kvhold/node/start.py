@@ -1,7 +1,6 @@
 """Join this host's node, or start it: `connect()`.
 
-The first engine starts the node, under a file lock, as a separate process that outlives the engine.
-So the next engine finds a warm cache. The node ends after `node.idle_exit_s` without clients.
+The first engine starts the node as a process that outlives the engine and keeps the cache warm.
 """
 
 import fcntl
@@ -27,20 +26,17 @@ from kvhold.node.requirements import pack, requirements_of
 
 log = logging.getLogger(__name__)
 
-# locks, sockets and children of other processes cannot be waited for; they are polled
 _POLL_S = 0.01
 _LOG_TAIL_BYTES = 2000
 
 
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
-    """Return a client of this host's node; start the node if none listens and `node.autostart`
-    allows it.
+    """Return a client of this host's node; start the node if `node.autostart` allows.
 
-    The settings are those of `Config`. The client looks for a lost node by itself, and starts a new
-    one under the same rule. A running node must meet the requirements of these settings: see
-    `node.on_mismatch` and `node.require_encryption`.
+    The client replaces a lost node under the same rule. `node.on_mismatch` and
+    `node.require_encryption` apply to a running node.
 
-    Raises NodeError, and ConfigError for an invalid tier URL.
+    Raises NodeError; ConfigError: an invalid tier URL.
     """
     config = config or load_config(settings)
     path = socket_path(config.node.socket)
@@ -58,7 +54,6 @@ def connect(config: Config | None = None, *, name: str = "python", **settings: A
 
 
 def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
-    """End the node on `path`. Does nothing if there is none."""
     with (
         suppress(KVHoldError),
         NodeClient(path, ClientConfig(call_timeout_s=timeout_s), name="end") as client,
@@ -67,13 +62,12 @@ def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
 
 
 def ensure_node(config: Config, path: Path, given_up: threading.Event | None = None) -> None:
-    """Return when a node listens on `path`; start one if there is none.
+    """Start a node on `path` unless one listens.
 
     given_up: set when the caller no longer wants the node
 
-    Raises NodeError, with the end of the node's log, when the node ends while starting. Raises
-    NodeError also when it does not listen within `node.start_timeout_s`, or `given_up` is set; it
-    may then still be starting.
+    Raises NodeError: the node ends while starting, `given_up` is set, or it does not listen within
+    `node.start_timeout_s`.
     """
     if _listens(path):
         return
@@ -83,7 +77,7 @@ def ensure_node(config: Config, path: Path, given_up: threading.Event | None = N
     )
     try:
         lock = open_beside(Path(f"{path}.start"), os.O_RDWR | os.O_CREAT)
-        try:  # held while starting, so that only one of several engines starts the node
+        try:  # so that one of several engines starts the node
             _wait_for(lock, patience)
             if not _has_node(patience):
                 _spawn(config, patience)
@@ -95,14 +89,12 @@ def ensure_node(config: Config, path: Path, given_up: threading.Event | None = N
 
 @dataclass(frozen=True)
 class _Patience:
-    """The limits of waiting for a node on `path`: a time on the monotonic clock, and `given_up`."""
-
     path: Path
     until_s: float
     given_up: threading.Event
 
     def pause(self, why: Callable[[], str]) -> None:
-        """Sleep for a moment. Raises NodeError, with `why()`, when a limit is reached."""
+        """Raises NodeError at a limit."""
         if time.monotonic() > self.until_s:
             raise NodeError(f"no node on {self.path} within node.start_timeout_s: {why()}")
         if self.given_up.wait(_POLL_S):
@@ -119,21 +111,15 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 
 
 def _has_node(patience: _Patience) -> bool:
-    """Return whether a node listens.
-
-    Waits while a node has the socket's lock and does not listen. It may still be starting for an
-    engine that gave up, it may be ending, or its watcher may be starting it again.
-    """
+    """Return whether a node listens, after any start or end under way."""
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
         patience.pause(lambda: "another one has the place, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
-    """Return whether a node or its watcher has a lock.
-
-    Checking a free lock takes it for an instant. So the node's lock is not checked while a watcher
-    lives, whose next node is about to take it.
+    """Checking a free lock takes it for an instant. So the node's lock is not checked while a
+    watcher lives: its next node needs the lock.
     """
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
@@ -182,7 +168,7 @@ def _spawn(config: Config, patience: _Patience) -> None:
         )
     finally:
         os.close(output)
-    # with --detach it ends when its child, the node, listens or has failed
+    # --detach: it ends when the node listens or has failed
     while not _has_ended(pid):
         patience.pause(lambda: f"it was started and does not listen yet; {_told(log_path, start)}")
     if not _has_node(patience):
@@ -191,9 +177,7 @@ def _spawn(config: Config, patience: _Patience) -> None:
 
 
 def _at_home(config: Config) -> Config:
-    """Replace `node.numa = engine` with the NUMA nodes of this process, which the node itself
-    cannot find out.
-    """
+    """Resolve `node.numa = engine`: the node cannot know this process's NUMA nodes."""
     if config.node.numa != "engine":
         return config
     nodes = format_list(engine_memory_nodes())
@@ -203,7 +187,7 @@ def _at_home(config: Config) -> Config:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # other code in this process waits for its children
+    except ChildProcessError:  # other code waits for its children
         return True
 
 
@@ -231,9 +215,6 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
 
 
 def _told(path: Path, start: int) -> str:
-    """Return a sentence with the end of the text that the node has written to its log since offset
-    `start`.
-    """
     with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         tail = file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
