@@ -1,7 +1,4 @@
-"""The command line: one file per command; the files of some commands are in `kvhold.lab`.
-
-A command is imported when it is called, so that `kvhold status` loads only what it needs.
-"""
+"""One file per command, imported when it is called."""
 
 import logging
 import os
@@ -87,7 +84,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the `kvhold` command. Our own errors print one line and exit with status 1."""
+    """Our own errors print one line and exit with status 1."""
     try:
         cli.main(prog_name="kvhold")
     except KVHoldError as error:

@@ -1,4 +1,4 @@
-"""`kvhold clients`: list the clients of this host's node, and what each holds."""
+"""`kvhold clients`."""
 
 import json
 
@@ -29,7 +29,6 @@ def command(socket: str | None, as_json: bool) -> None:
 
 
 def as_row(client: Client) -> dict[str, object]:
-    """Return a client as `--json` shows it."""
     row = msgspec.structs.asdict(client)
     return {"id": name_of(client)} | {
         name: value for name, value in row.items() if name != "number"
@@ -37,7 +36,6 @@ def as_row(client: Client) -> dict[str, object]:
 
 
 def as_table(clients: list[Client]) -> str:
-    """Format clients, one per line."""
     lines = [
         (
             f"{'ID':6} {'NAME':20} {'PID':>8} {'SILENT':>8} {'HITS':>6} {'LOANS':>6} "
@@ -56,5 +54,5 @@ def as_table(clients: list[Client]) -> str:
 
 
 def name_of(client: Client) -> str:
-    """Return a client's ID for `kvhold kick`: a letter and a number, unlike a process id."""
+    """A letter and a number, unlike a process id."""
     return f"c{client.number}"

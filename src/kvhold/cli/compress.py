@@ -1,7 +1,4 @@
-"""`kvhold compress`: re-encode the chunks of a tier with a codec.
-
-`kvhold decompress` does the reverse and shares this code.
-"""
+"""`kvhold compress`, whose code `kvhold decompress` shares."""
 
 import json
 import sys
@@ -30,8 +27,6 @@ _RESULTS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The options of both commands, without the codec."""
-
     tier: str
     namespace: str | None
     socket: str | None
@@ -65,7 +60,7 @@ def command(
 
 
 def recode(codec: str, options: Options) -> None:
-    """Start a re-encoding, wait, and show the result. Exits with 1 if it ended early."""
+    """Exits with 1 if the re-encoding ended early."""
     config = load_config({"node": {"socket": options.socket}} if options.socket else {})
     namespace = _digest(options.namespace)
     with (

@@ -1,7 +1,4 @@
-"""`kvhold decompress`: re-encode the chunks of a tier without compression.
-
-Lost precision stays lost.
-"""
+"""`kvhold decompress`."""
 
 import click
 

@@ -1,9 +1,7 @@
-"""`kvhold doctor`: check that the configured node and tiers are there, and that tiers return stored
-data.
+"""`kvhold doctor`: check the node and the tiers.
 
-In each tier a probe chunk (a normal frame under a key of its own) is put, probed, read whole and in
-part, checked and deleted. This bypasses the breaker and keeps the tier's own deadlines. Faults are
-described in plain words.
+In each tier a probe chunk is put, probed, read whole and in part, checked and deleted. This
+bypasses the breaker and keeps the tier's deadlines.
 """
 
 import asyncio
@@ -49,20 +47,12 @@ _LAYOUT = Layout(
 
 @dataclass
 class Finding:
-    """The result of checking one node or tier.
-
-    ok:   no fault was found
-    says: messages, one per line
-    ms:   how long each step took
-    """
-
     name: str
     ok: bool = True
     says: list[str] = field(default_factory=list)
     ms: dict[str, float] = field(default_factory=dict)
 
     def wrong(self, what: str) -> None:
-        """Record a fault."""
         self.ok = False
         self.says.append(what)
 
@@ -95,10 +85,7 @@ def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> 
 
 
 def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
-    """Check the node. A missing node is no fault if engines start it.
-
-    may_differ: the node's tiers need not be those of `config`
-    """
+    """A missing node is no fault if engines start it."""
     path = socket_path(config.node.socket)
     finding = Finding(f"node on {path}")
     try:
@@ -110,7 +97,7 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
             for tier in status.get("tiers", []):
                 if not tier["available"]:
                     finding.wrong(f"its tier {tier['name']} is left alone: {tier['last_fault']}")
-        if not may_differ:  # would the node accept an engine with these settings?
+        if not may_differ:  # would the node accept this engine?
             NodeClient(
                 path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))
             ).close()
@@ -152,8 +139,6 @@ async def _look_at_tier(text: str, config: Config) -> Finding:
 
 
 class _Visit:
-    """The check of one tier, step by step."""
-
     def __init__(self, tier: Tier, settings: GuardConfig, finding: Finding) -> None:
         self._tier = tier
         self._settings = settings

@@ -1,4 +1,4 @@
-"""`kvhold explain`: why a request was loaded, computed, or loaded in part, and the result."""
+"""`kvhold explain`."""
 
 import json
 import sys

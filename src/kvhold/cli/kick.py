@@ -1,4 +1,4 @@
-"""`kvhold kick`: end a client of this host's node."""
+"""`kvhold kick`."""
 
 import re
 

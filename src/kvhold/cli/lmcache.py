@@ -1,5 +1,4 @@
-"""Map LMCache's settings to kvhold's, for users who switch: `advice({"LMCACHE_CHUNK_SIZE":
-"256"})`."""
+"""Map LMCache's settings to kvhold's: `advice({"LMCACHE_CHUNK_SIZE": "256"})`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -21,10 +20,7 @@ _NAMES = {
 
 
 def advice(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one sentence for each variable of LMCache.
-
-    kvhold reads none of these variables. LMCache may be installed on the same host.
-    """
+    """Yield one sentence for each variable of LMCache. kvhold reads none."""
     for name in sorted(environ):
         if name.startswith(_PREFIX):
             here = _NAMES.get(

@@ -1,5 +1,4 @@
-"""`kvhold names`: list the namespaces that this host's node knows, show the facts of one, or
-compare two."""
+"""`kvhold names`."""
 
 import json
 import sys
@@ -14,7 +13,7 @@ from kvhold.net.messages import KnownSpace
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
-_SHOWN = 16  # digits of a digest
+_SHOWN = 16
 _HINT = (
     "If you know that a difference changes no KV, add its name to the setting `share` of both "
     "engines, and they share."

@@ -1,4 +1,4 @@
-"""`kvhold serve`: this host's node, in the foreground or detached."""
+"""`kvhold serve`."""
 
 import asyncio
 import logging
@@ -142,14 +142,10 @@ def command(
 def _detach(
     config: Config, log_file: Path | None, *, restart: bool
 ) -> tuple[Config, Callable[[], None]]:
-    """Continue in a child process with its own session, which belongs to the host: see
-    `node/host.py`.
+    """Continue in a child process that belongs to the host (`node/host.py`).
 
-    Returns the child's settings, and a function to call when the node listens. The caller's process
-    ends when the child calls this function, or when the child ends. So the node has no parent
-    engine: engines that clean up after themselves kill all their descendants.
-
-    restart: continue in a child of the child, see `node/watcher.py`
+    It has no parent: some engines kill all their descendants. Returns settings, and a function that
+    ends the caller's process, to call when the node listens.
     """
     ready, say = os.pipe()
     child = os.fork()
@@ -164,7 +160,7 @@ def _detach(
     raise_priority(config.node.nice)
     killed = False
     if restart:
-        # Fix the size, so that a restarted node is no smaller.
+        # a restarted node is no smaller
         config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())
         try:
             killed = restart_when_killed(Path(config.node.socket))

@@ -1,4 +1,4 @@
-"""`kvhold size`: show the size of a model's KV, and how much fits into memory and tiers."""
+"""`kvhold size`."""
 
 import json
 from collections.abc import Sequence
@@ -115,10 +115,7 @@ def command(
 def _of_settings(
     file: Path, element: str
 ) -> tuple[list[tuple[str, int | None, Sequence[str]]], list[str]]:
-    """Return memory and the limited tiers, each with its codec, and notes.
-
-    A note says that a codec's ratio for this element type was not measured; its tier counts as raw.
-    """
+    """A codec whose ratio was not measured counts as raw."""
     config = load_config({}, file=file, environ={})
     places: list[tuple[str, int | None, Sequence[str]]] = [("ram", config.ram_bytes, ("raw",))]
     notes = []
@@ -126,7 +123,7 @@ def _of_settings(
         url = parse_url(text)
         limit, codec = url.options.get("max_bytes"), url.options.get("codec", "raw")
         if limit is None:
-            continue  # its size is not limited by kvhold
+            continue
         if not is_measured(codec, element):
             notes.append(
                 f"{url.shown}: how much smaller {codec} makes KV of {element} was not "

@@ -1,4 +1,4 @@
-"""`kvhold status`: show what this host's node holds and counts."""
+"""`kvhold status`."""
 
 import json
 from typing import Any

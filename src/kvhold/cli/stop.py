@@ -1,4 +1,4 @@
-"""`kvhold stop`: end this host's node."""
+"""`kvhold stop`."""
 
 import click
 

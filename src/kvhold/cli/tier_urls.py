@@ -7,7 +7,7 @@ from kvhold.tiers.url import parse_url
 
 
 def check_no_secrets(tiers: Sequence[str]) -> None:
-    """Raise ConfigError for a URL that contains a password or token.
+    """Raise ConfigError for a URL with a password or token.
 
     Every user of this host can read a command line (`ps`).
     """

@@ -1,4 +1,4 @@
-"""`kvhold tiers`: list the tiers, and the options in their URLs."""
+"""`kvhold tiers`."""
 
 import click
 

@@ -1,3 +1,1 @@
-"""Communication between processes: `messages.py` has the typed records, `wire.py` cuts them from a
-stream of bytes.
-"""
+"""Communication between processes."""

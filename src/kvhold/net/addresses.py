@@ -1,13 +1,10 @@
-"""Addresses of hosts: whether one is on the loopback interface, and the network that it counts for.
-
-is_loopback("127.0.0.1"), network_of("2001:db8::1")       # True, "2001:db8::/64"
-"""
+"""Loopback addresses, and networks of addresses."""
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or `localhost`. Other names are not resolved."""
+    """Return whether `host` is a loopback address or `localhost`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -17,9 +14,9 @@ def is_loopback(host: str) -> bool:
 
 
 def network_of(host: str) -> str:
-    """Return the network that an address counts for: the address itself for IPv4, its /64 for IPv6.
+    """Return the network of an address: itself for IPv4, its /64 for IPv6.
 
-    One host may have all addresses of a /64. A name counts for itself.
+    One host may have all addresses of a /64.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

@@ -1,10 +1,8 @@
-"""The records between a central cache and the hosts that use it; msgpack on the wire (`wire.py`),
-values as plain bytes behind them.
+"""The records between a central cache and its hosts, as msgpack (`wire.py`).
 
-A client sends Hello first. The answer is Welcome, or Refused and a closed connection. Then requests
-are answered in order. The bytes of values follow their record directly, without gaps: those of a
-Put follow the request, in the order of its keys; those of a Get follow its answer, for each key
-with a size.
+A client sends Hello. The answer is Welcome, or Refused and a closed connection. Then requests are
+answered in order. Bytes of values follow their Put in the order of its keys, or the answer to a
+Get.
 """
 
 from typing import Union
@@ -16,16 +14,16 @@ from kvhold.core.keys import KEY_BYTES
 CENTRAL_VERSION = 2
 CENTRAL_MAGIC = "kvhold-central"
 DEFAULT_PORT = 7710
-MAX_HELLO_BYTES = 4 << 10  # the most that is read from a client that has not logged in
-MAX_TOKEN_BYTES = 3 << 10  # of UTF-8, so that a Hello has room for it
+MAX_HELLO_BYTES = 4 << 10
+MAX_TOKEN_BYTES = 3 << 10
 
 
 class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all records."""
+    """Base record."""
 
 
 class Hello(CentralMessage, frozen=True):
-    """The first message of a client. `magic` and `version` keep their places in every version."""
+    """`magic` and `version` keep their places in every version."""
 
     magic: str
     version: int
@@ -33,14 +31,12 @@ class Hello(CentralMessage, frozen=True):
 
 
 class Welcome(CentralMessage, frozen=True):
-    """The client is logged in. max_value_bytes: larger values are refused."""
-
     version: int
     max_value_bytes: int
 
 
 class Refused(CentralMessage, frozen=True):
-    """The connection is closed, for `reason`. denied: the client lacks the rights"""
+    """denied: the client lacks the rights"""
 
     reason: str
     denied: bool = False
@@ -53,17 +49,17 @@ class Check(CentralMessage, frozen=True):
 class Probe(CentralMessage, frozen=True):
     """Ask for the sizes of values. -> Sizes
 
-    keys: KEY_BYTES each, joined without gaps, as in all records here
+    keys: KEY_BYTES each, joined, in all records
     """
 
     keys: bytes
 
 
 class Get(CentralMessage, frozen=True):
-    """Read values, or ranges of them. -> Sizes, followed by the bytes
+    """Read values, or ranges. -> Sizes
 
-    room:   for each value, the bytes that the client can take
-    starts: for each value, the start of a range of exactly `room` bytes; None: whole values
+    room:   the most bytes for each value
+    starts: of ranges of exactly `room` bytes; None: whole values
     """
 
     keys: bytes
@@ -72,9 +68,7 @@ class Get(CentralMessage, frozen=True):
 
 
 class Sizes(CentralMessage, frozen=True):
-    """The size of each value; None if there is none or it does not fit `room`, or for a
-    bad range.
-    """
+    """Size of each value; None: missing, larger than `room`, or a bad range."""
 
     sizes: list[int | None]
 
@@ -91,9 +85,7 @@ class Put(CentralMessage, frozen=True):
 
 
 class Stored(CentralMessage, frozen=True):
-    """For each value, why it is not stored: "full", "busy" (another client is writing it); empty if
-    it is stored.
-    """
+    """For each value why it is not stored: "full", "busy" (being written); or ""."""
 
     faults: list[str]
 
@@ -105,16 +97,16 @@ class Delete(CentralMessage, frozen=True):
 
 
 class Removed(CentralMessage, frozen=True):
-    """For each key, whether a value was removed. whole: no lower tier failed to delete"""
+    """For each key, whether a value was removed. whole: no tier failed"""
 
     removed: list[bool]
     whole: bool = True
 
 
 class Scan(CentralMessage, frozen=True):
-    """Ask for the next page of the keys with a prefix, in no order. -> Keys
+    """Ask for the next keys with a prefix, unordered. -> Keys
 
-    after: the last key of the page before; empty: begin a scan
+    after: the last key of the page before; empty: begin
     """
 
     prefix: bytes
@@ -122,11 +114,7 @@ class Scan(CentralMessage, frozen=True):
 
 
 class Keys(CentralMessage, frozen=True):
-    """One page of keys.
-
-    more:  more keys follow
-    whole: no lower tier failed to list its keys
-    """
+    """whole: no tier failed"""
 
     keys: bytes
     more: bool
@@ -143,7 +131,7 @@ Answer = Union[Sizes, Stored, Removed, Keys, Done, Refused]  # noqa: UP007
 
 
 def split_keys(joined: bytes) -> list[bytes]:
-    """Split joined keys. Raises ValueError if the length is no multiple of KEY_BYTES."""
+    """Split joined keys. Raises ValueError: no multiple of KEY_BYTES."""
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes are not keys of {KEY_BYTES}")
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]

@@ -1,16 +1,11 @@
-"""The records of the node's protocol, one class each; msgpack on the wire (`wire.py`).
+"""The records of the node's protocol, as msgpack (`wire.py`).
 
-A client sends Hello first. The node answers Welcome, and passes the arena's descriptor with it.
-Then the client numbers its requests, from 1 on, and each answer has the number of its request. A
-request's docstring names the type of its answer after `->`. Release, Commit and Abandon are
-answered too, with Done, so that the caller knows when a chunk is visible.
+A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has its
+request's number. `->` names the answer, which is Done if not named. Number 0 marks News and fatal
+refusals.
 
-Unsolicited messages of the node have number 0. They are fatal refusals, and News: an operation has
-ended that the node had reported as under way (an arriving hit, a flush).
-
-A client that breaks the rules gets a fatal Refused, and the connection is closed. The node closes
-it at once, unless the client has a loan or a room: then the client closes it, when it no longer
-reads or writes that memory.
+After a fatal Refused the node closes the connection. While the client has a loan or a room, only
+the client closes it, once it no longer uses that memory.
 """
 
 from typing import Annotated, Any, Union
@@ -25,24 +20,21 @@ from kvhold.core.planning import MOST_NAME, Decision, Work
 from kvhold.core.terms import FREE, Terms
 
 PROTOCOL_VERSION = 10
-MAX_MESSAGE_BYTES = 8 << 20  # the hashes of a prompt of 100 million tokens
-MAX_HELLO_BYTES = 4 << 10  # of a Hello, and of its answer
+MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
+MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
 
 _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all records."""
+    """Base record."""
 
 
 class Hello(Message, frozen=True):
-    """The first message of a client.
+    """`magic` and `version` keep their places in every version.
 
-    `magic` and `version` keep their places, so that any two versions can compare them.
-
-    requires: the client's requirements (`core/requirements.py`), packed, so that a node of another
-              version can still decode the Hello; empty: none
+    requires: packed `core.requirements`
     """
 
     magic: str
@@ -53,16 +45,10 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello. The arena's descriptor is sent with it.
+    """Answer to Hello, sent with the arena's descriptor.
 
-    version:     of the protocol
-    node:        the node's kvhold version
-    pid:         the node's process
-    arena_bytes: size of the arena
-    huge_pages:  whether the arena has huge pages
-    different:   requirements of the client that the node does not meet, as text; empty: none
-    run:         a random number of this run of the node
-    number:      the node's number for this client
+    different: unmet requirements, as text
+    run:       random, one per start of the node
     """
 
     version: int
@@ -76,11 +62,9 @@ class Welcome(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Register a layout, and optionally a namespace that uses it. -> Done
+    """Register a layout, and a namespace if given.
 
-    namespace:   its digest; empty: none
-    terms:       the budget and the tenant in the namespace's tags; None: not known
-    description: the parts of the namespace, packed by `core.naming`; empty: not known
+    description: packed by `core.naming`
     """
 
     layout: Layout
@@ -90,11 +74,7 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Look up a prompt, and pin the hit. -> Found
-
-    work:        the caller's compute cost; the hit is capped where loading stops being faster
-    have_tokens: number of tokens that the caller has already
-    """
+    """Look up a prompt. -> Found"""
 
     query: Query
     work: Work | None = None
@@ -102,11 +82,9 @@ class Lookup(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """The hit of a lookup, pinned.
+    """A pinned hit. `sources` and `reason` are set when it is final.
 
-    arriving: the hit may still grow from lower tiers; ask again with Refresh
-    sources:  number of tokens by the tier that held them; set when the hit is final
-    reason:   why the hit ends there; set when the hit is final
+    arriving: it may still grow; ask again with Refresh
     """
 
     ticket: int
@@ -117,10 +95,10 @@ class Found(Message, frozen=True):
 
 
 class Refresh(Message, frozen=True):
-    """Ask for the current length of an arriving hit. -> Found
+    """Ask for the length of an arriving hit. -> Found
 
-    settle: make the hit final, with the chunks that are in memory now
-    growth: send News also when the hit has grown, not only when it is final
+    settle: make the hit final now
+    growth: send News already when the hit grows
     """
 
     ticket: int
@@ -129,9 +107,7 @@ class Refresh(Message, frozen=True):
 
 
 class Outcome(Message, frozen=True):
-    """Report how long the engine took to load a request's hit and to compute the rest; -1: not
-    done. -> Done
-    """
+    """Report how long load and compute took; -1: not done."""
 
     request: _Name
     load_s: float
@@ -139,40 +115,23 @@ class Outcome(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Ask for the latest decisions about requests whose names contain `request`; empty: about all.
-
-    -> Explained
-    """
+    """Ask for the latest decisions. -> Explained"""
 
     request: _Name
 
 
 class Explained(Message, frozen=True):
-    """The latest decisions, newest first, about twenty at most."""
-
     decisions: list[Decision]
 
 
 class Names(Message, frozen=True):
-    """List registered namespaces, in the order of their digests. -> Named
-
-    after:  list only digests after this one
-    prefix: hexadecimal digits that the digests begin with
-    """
+    """List namespaces by digest. -> Named"""
 
     after: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     prefix: Annotated[str, msgspec.Meta(max_length=2 * NAMESPACE_BYTES)] = ""
 
 
 class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
-    """A registered namespace.
-
-    client:      the client that registered it last
-    description: its parts, packed by `core.naming`
-    at_s:        time of that registration, as Unix time
-    nbytes:      memory of its chunks now
-    """
-
     digest: bytes
     client: str
     description: bytes
@@ -181,13 +140,7 @@ class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Named(Message, frozen=True):
-    """One page of namespaces.
-
-    more:         other namespaces follow these
-    other_spaces: number of namespaces that have chunks in memory and no description: those of an
-                  adapter, or of a request's salt or tags
-    other_bytes:  memory of the chunks of those namespaces
-    """
+    """other_spaces: namespaces without a description"""
 
     spaces: list[KnownSpace]
     more: bool
@@ -196,21 +149,13 @@ class Named(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Load a prompt's chunks from lower tiers into memory, without a waiting request. -> Done"""
+    """Load a prompt's chunks into memory, without a waiting request."""
 
     query: Query
 
 
 class Claim(Message, frozen=True):
-    """Ask for a loan of one shard's part of a hit.
-
-    -> Lent, or Gone when the ticket is no longer valid
-
-    A ticket can be claimed many times. Each loan is released on its own.
-
-    arriving: lend only the chunks that have arrived, and let the hit continue to arrive; otherwise
-              a claim makes the hit final
-    """
+    """Ask for a loan of one shard's part of a hit. -> Lent, or Gone"""
 
     ticket: int
     shard: int
@@ -219,11 +164,10 @@ class Claim(Message, frozen=True):
 
 
 class Lent(Message, frozen=True):
-    """The places of the claimed chunks.
+    """Places of the claimed chunks.
 
-    offsets:    `[group][chunk]`, in bytes from the arena's start; ABSENT where there is no chunk
-    num_tokens: of each chunk
-    checksums:  `[group]`, for each chunk that is not ABSENT: 8 bytes per layer, as committed
+    offsets:   `[group][chunk]`, bytes from the arena's start; or ABSENT
+    checksums: `[group]`, 8 bytes per layer of each present chunk
     """
 
     loan: int
@@ -233,21 +177,18 @@ class Lent(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """Report chunks of a loan, by their offsets, whose bytes differ from the committed bytes.
-
-    The node removes them. -> Done
-    """
+    """Report damaged chunks, which the node removes."""
 
     loan: int
     offsets: list[int]
 
 
 class Gone(Message, frozen=True):
-    """The node no longer has the requested ticket or recoding."""
+    """The ticket or recoding is unknown."""
 
 
 class Release(Message, frozen=True):
-    """Release a ticket, a loan or a recoding. A recoding that is not done stops. -> Done"""
+    """Release a ticket, a loan or a recoding, which stops."""
 
     number: int
 
@@ -255,7 +196,7 @@ class Release(Message, frozen=True):
 class Reserve(Message, frozen=True):
     """Reserve memory for chunks. -> Granted
 
-    groups: `[group][chunk]`, one byte each; not 0 where the chunk will be written; None: all
+    groups: mask, `[group][chunk]`, one byte each; None: all
     """
 
     layout: bytes
@@ -266,9 +207,7 @@ class Reserve(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """The places of the reserved chunks: `offsets` is `[group][chunk]`, in bytes from the arena's
-    start.
-    """
+    """Reserved places: `[group][chunk]`, bytes from the arena's start."""
 
     room: int
     offsets: list[list[int]]
@@ -277,10 +216,7 @@ class Granted(Message, frozen=True):
 class Commit(Message, frozen=True):
     """Make chunks of a room visible.
 
-    -> Done; ask Flushed about its mark to learn whether lower tiers have them
-
-    checksums: 8 bytes per layer, xxh3_64 of the written bytes; in the order of the chunks, each
-               chunk once, and within a chunk in the order of its granted groups
+    checksums: xxh3_64, 8 bytes per layer; by chunk, each once, then by granted group
     """
 
     room: int
@@ -289,29 +225,25 @@ class Commit(Message, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """Return a room's uncommitted chunks. -> Done"""
+    """Return a room's uncommitted chunks."""
 
     room: int
 
 
 class Clear(Message, frozen=True):
-    """Clear one namespace, or everything. -> Done, with the number of removed chunks"""
+    """Clear one namespace, or everything. -> Done, counting the chunks"""
 
     namespace: bytes | None
 
 
 class Flushed(Message, frozen=True):
-    """Ask whether all commits up to this mark are written to lower tiers, or given up, and no clear
-    is running. -> Done; 1: yes
-    """
+    """Ask whether all up to `mark` is written or given up, and no clear runs. -> Done; 1: yes"""
 
     mark: int
 
 
 class Recode(Message, frozen=True):
-    """Re-encode the chunks of a tier: those of one namespace, of one prompt, or of all known
-    namespaces. -> Recoding
-    """
+    """Re-encode a tier's chunks. -> Recoding"""
 
     tier: str
     codec: str
@@ -320,41 +252,35 @@ class Recode(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Ask for the progress of a recoding. -> Recoding, or Gone"""
+    """Ask for progress. -> Recoding, or Gone"""
 
     number: int
 
 
 class Recoding(Message, frozen=True):
-    """The progress of a recoding. The client releases it when it needs no more answers."""
+    """The client must release it."""
 
     number: int
     recoded: Recoded
 
 
 class Snapshot(Message, frozen=True):
-    """Ask for one page of the visible chunks in memory, as events. -> Happened
+    """Ask for one page of visible chunks. -> Happened
 
-    Page 0 begins a new snapshot; 1, 2 ... continue it. Changes of the cache between two pages are
-    in the events after the snapshot's number.
+    Page 0 begins a snapshot. Later changes are in the events after its number.
     """
 
     page: int
 
 
 class Events(Message, frozen=True):
-    """Ask for the events after number `after`. -> Happened"""
+    """Ask for later events. -> Happened"""
 
     after: int
 
 
 class Happened(Message, frozen=True):
-    """Events of the chunks in memory.
-
-    next: the number to continue from
-    lost: some events are missing
-    more: more pages of the snapshot follow
-    """
+    """lost: some events are missing"""
 
     events: list[Event]
     next: int
@@ -363,38 +289,30 @@ class Happened(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Ask for the node's status. -> Report"""
+    """Ask for the status. -> Report"""
 
 
 class Report(Message, frozen=True):
-    """The node's status: sizes, counts and counters."""
-
     values: dict[str, Any]
 
 
 class Clients(Message, frozen=True):
-    """Ask for one page of the node's clients, from number `first` on. -> ClientList"""
+    """Ask for one page of clients. -> ClientList"""
 
     first: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class UseDevice(Message, frozen=True):
-    """Report that a device copies between the arena and this client. -> Done
+    """Report that a device copies for this client.
 
-    From then on, the node takes the client's memory back only when its process has ended or has
-    sent `Departed`.
-
-    pinned_bytes: part of the arena that is registered with the device; reported again as it grows
+    Its memory is then taken back only after its process has ended or sent `Departed`.
     """
 
     pinned_bytes: int = 0
 
 
 class Departed(Message, frozen=True):
-    """Report that no device copies for another client of this process, which has closed its
-    connection. -> Done
-
-    The node may then take that client's memory back.
+    """Report that no device copies for a closed client.
 
     run, number: from that client's Welcome
     """
@@ -404,31 +322,14 @@ class Departed(Message, frozen=True):
 
 
 class Kick(Message, frozen=True):
-    """End a client by its number, or the clients of a process; 0: not given.
-
-    -> ClientList, of the ended clients
-    """
+    """End one client, or a process's clients; 0: not given. -> ClientList"""
 
     number: int = 0
     pid: int = 0
 
 
 class Client(msgspec.Struct, frozen=True):
-    """A client, and its holdings.
-
-    number:   the node's number for this connection
-    name:     as the client gave it
-    pid:      its process
-    alive:    whether its process lives, as far as the node can tell
-    silent_s: seconds since its last message
-    hits:     number of its pinned hits
-    loans:    number of its loans
-    rooms:    number of its rooms
-    nbytes:   arena bytes in its loans and rooms
-    ended:    the node no longer reads its requests, and waits until it closes the connection
-    device:   a device copies its memory
-    pinned_bytes: arena bytes that are registered with that device
-    """
+    """A client. nbytes: arena bytes in its loans and rooms"""
 
     number: int
     name: str
@@ -445,41 +346,30 @@ class Client(msgspec.Struct, frozen=True):
 
 
 class ClientList(Message, frozen=True):
-    """One page of clients. more: others follow, after the number of the last one here."""
-
     clients: list[Client]
     more: bool = False
 
 
 class Stop(Message, frozen=True):
-    """End the node. -> Done"""
+    """End the node."""
 
 
 class Ping(Message, frozen=True):
-    """Ask whether the node answers. -> Done"""
+    """Ask whether the node answers."""
 
 
 class News(Message, frozen=True):
-    """Unsolicited: a hit or a flush that the node had reported as under way has ended or grown.
-
-    The client may ask again.
-    """
+    """A hit or a flush under way has ended or grown."""
 
 
 class Done(Message, frozen=True):
-    """The request is done.
-
-    count: see the request; 0 where it has no meaning
-    mark:  stands for all commits so far
-    """
+    """mark: stands for all commits so far"""
 
     count: int = 0
     mark: int = 0
 
 
 class Refused(Message, frozen=True):
-    """The request was not done, for `reason`. fatal: the connection is closed after this."""
-
     reason: str
     fatal: bool
 

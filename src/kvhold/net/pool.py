@@ -1,13 +1,7 @@
-"""Connections to one server, lent to one task at a time; and commands run over them, many in
-flight.
+"""Connections to one server, each lent to one task at a time, and pipelined commands.
 
-    pool = Pool(open, limit=4)
-    await run(pool, exchanges, fault=fault)         # each exchange then has its reply, or its fault
-
-A connection returns to the pool only between two replies. After an error, a cancel or an unexpected
-reply it is closed, so that no reply can reach the wrong command. It is lent again only if there is
-nothing to read. If the server has closed an idle connection, its commands are sent again on a new
-one. Runs in the event loop; knows no protocol.
+A connection is reused only between two replies, so no reply reaches the wrong command. If the
+server has closed an idle one, its commands are sent again on a new one. One event loop.
 """
 
 import asyncio
@@ -19,9 +13,9 @@ from typing import Any
 from kvhold.core.errors import ProtocolError, TierError
 from kvhold.net.stream import Bytes, Stream
 
-_MAX_IN_FLIGHT = 256  # commands per connection that wait for their replies
-_MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps unread replies in its memory
-_LANE_BYTES = 1 << 20  # of values, for one more connection
+_MAX_IN_FLIGHT = 256
+_MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps unread replies in memory
+_LANE_BYTES = 1 << 20  # per additional connection
 
 
 class Exchange:
@@ -29,20 +23,20 @@ class Exchange:
 
     request: Sequence[Bytes]
     value_bytes: int = 0
-    """Approximate bytes of values in the request and the reply."""
+    """Approximate bytes of values in request and reply."""
     fault: TierError | None = None
     """The reason if there is no reply."""
 
     async def take(self, stream: Stream) -> None:
-        """Read exactly this command's reply.
+        """Read exactly this reply.
 
-        May close the stream instead; later commands are then sent again on another one.
+        May close the stream; later commands are then sent again.
         """
         raise NotImplementedError
 
 
 class Pool:
-    """At most `limit` connections, opened when needed."""
+    """At most `limit` connections."""
 
     def __init__(self, open: Callable[[], Coroutine[Any, Any, Stream]], limit: int) -> None:
         self._open = open
@@ -55,10 +49,7 @@ class Pool:
 
     @asynccontextmanager
     async def lend(self, *, fresh: bool = False) -> AsyncIterator[Stream]:
-        """Lend a connection that is between two replies.
-
-        The caller must leave it so, or close it; an exception closes it.
-        """
+        """Lend a connection between two replies. The caller leaves it so, or closes it."""
         async with self._room:
             stream = await self._take(fresh)
             if self._closed:
@@ -72,15 +63,12 @@ class Pool:
                 raise
             finally:
                 self._lent.discard(stream)
-            if not stream.closed:  # nor is the pool
+            if not stream.closed:
                 stream.reused = True
                 self._idle.append(stream)
 
     def close(self) -> None:
-        """Close all connections for good, also those in use or being opened.
-
-        A task that waits for one gets an OSError.
-        """
+        """Close all connections, also those in use. A task that waits gets an OSError."""
         self._closed = True
         for stream in (*self._idle, *self._lent):
             stream.close()
@@ -121,7 +109,7 @@ async def run(
 ) -> None:
     """Give every exchange its reply or its fault.
 
-    Uses one connection, and one more per MiB of values up to the limit.
+    Uses one connection, and one more per MiB of values.
     """
     queue = deque(exchanges)
     lanes = min(
@@ -140,10 +128,6 @@ async def run(
 async def _lane(
     pool: Pool, queue: deque[Exchange], fault: Callable[[Exception], TierError]
 ) -> TierError | None:
-    """Run exchanges until the queue is empty.
-
-    Returns the fault that ended it earlier; the exchanges in flight have that fault.
-    """
     fresh = False
     while queue:
         in_flight: deque[Exchange] = deque()
@@ -164,11 +148,9 @@ async def _lane(
 
 
 async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchange]) -> None:
-    """Send from the queue and take replies, until both are done or an exchange has closed the
-    stream.
+    """Send from the queue and take replies, until done or an exchange closes the stream.
 
-    Sends more when half of the commands in flight are done, so that small commands are sent
-    together, and large ones never wait for each other.
+    Sends more when half of the commands are done: large ones never wait for each other.
     """
     nbytes = 0
     while queue or in_flight:
@@ -190,4 +172,4 @@ async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchang
         nbytes -= in_flight.popleft().value_bytes
         if stream.closed:
             return
-        stream.reused = False  # it works: later errors do not come from its idle time
+        stream.reused = False

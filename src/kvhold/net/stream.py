@@ -1,14 +1,7 @@
-"""One connection as a stream of bytes, sent from and received into the caller's buffers.
+"""A connection as a stream of bytes, between the socket and the caller's buffers.
 
-    stream = await open_stream(Address("127.0.0.1", 6379), tls=None)
-    await stream.send([b"$5\r\n", payload]); line = await stream.line(); await
-    stream.read_into([header, body], 5000)
-
-The socket is non-blocking and runs in the event loop. The kernel copies from and into the caller's
-buffers, without a thread, so a cancelled call no longer uses its buffers. The connection may then
-be in the middle of a message, so the caller must close it (`Pool` does). TLS works the same way,
-one record of 16 KiB at a time. Left out on purpose: timeouts, which the caller sets, and use by two
-tasks.
+No thread: a cancelled call no longer uses its buffers. It may leave half a message, so the caller
+closes the connection (`Pool` does). The caller sets timeouts. One task at a time.
 """
 
 import asyncio
@@ -24,12 +17,11 @@ from kvhold.core.errors import ProtocolError
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-# read ahead: one call reads many small replies, and copies at most this much of a large one
 AHEAD_BYTES = 16 << 10
-_STEP_BYTES = 1 << 20  # received in one call; also moved before the loop's other tasks run
-# smaller pieces are merged: copying them costs less than a system call or a TLS record
+_STEP_BYTES = 1 << 20  # per call and turn of the loop
+# copying less is cheaper than a system call or a TLS record
 _MERGE_BYTES = 4 << 10
-_MAX_PIECES = 512  # in one system call; IOV_MAX is 1024
+_MAX_PIECES = 512  # IOV_MAX is 1024
 
 _NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
@@ -41,8 +33,6 @@ def _wake(future: "asyncio.Future[None]") -> None:
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server: host and port, or the path of a Unix socket."""
-
     host: str = ""
     port: int = 0
     socket: str = ""
@@ -56,7 +46,7 @@ class Address:
 class Stream:
     """A connected socket, owned.
 
-    Calls raise OSError when the connection is lost, EOFError when the other side ends it.
+    Calls raise OSError: the connection is lost; EOFError: the other side ended it.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -64,22 +54,18 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._memory = bytearray(AHEAD_BYTES)
         self._ahead = memoryview(self._memory)
-        self._start = self._end = 0  # of the bytes read ahead
+        self._start = self._end = 0
         self.allowed_bytes: int | None = None
-        """How many more bytes may be received, while the other side is not trusted yet; None: any
-        number.
-        """
+        """Bytes that may still come while the other side is not trusted; None: any number."""
         self._since_turn = 0
         self._waiting: asyncio.Future[Any] | None = None
-        # called when the socket is readable
         self._step: Callable[[asyncio.Future[Any]], None] | None = None
-        self._watched = False  # whether the loop watches the socket for reading
+        self._watched = False
         self.closed = False
         self.reused = False
         """Used before, so the server may have closed it since."""
 
     async def send(self, pieces: Sequence[Bytes]) -> None:
-        """Send all of `pieces`, in order."""
         views = _merged(pieces)
         first = 0
         while first < len(views):
@@ -99,9 +85,9 @@ class Stream:
                 views[first] = views[first][sent:]
 
     async def line(self) -> bytes:
-        """Return the bytes up to the next CRLF, and skip the CRLF.
+        """Return the bytes up to the next CRLF, which is skipped.
 
-        Raises ProtocolError if there is none within 16 KiB.
+        Raises ProtocolError: none within 16 KiB.
         """
         while (found := self._memory.find(b"\r\n", self._start, self._end)) < 0:
             await self._fill()
@@ -110,13 +96,12 @@ class Stream:
         return line
 
     async def read(self, nbytes: int) -> bytes:
-        """Read exactly `nbytes`, for small reads."""
         data = bytearray(nbytes)
         await self.read_into([memoryview(data)], nbytes)
         return bytes(data)
 
     async def read_into(self, parts: Sequence[memoryview], nbytes: int) -> None:
-        """Read the next `nbytes` into `parts`, in order. The parts must be large enough."""
+        """Read `nbytes` into `parts`, which must be large enough."""
         for part in parts:
             view = part.cast("B") if part.nbytes else part
             if nbytes < view.nbytes:
@@ -127,7 +112,6 @@ class Stream:
                 return
 
     async def skip(self, nbytes: int) -> None:
-        """Read and discard the next `nbytes`."""
         while nbytes:
             if self._start == self._end:
                 await self._fill()
@@ -136,16 +120,12 @@ class Stream:
             nbytes -= step
 
     async def expect_crlf(self) -> None:
-        """Read a CRLF. Raises ProtocolError if other bytes come next."""
         if await self.read(2) != b"\r\n":
             raise ProtocolError("a value that does not end where it should")
 
     @property
     def quiet(self) -> bool:
-        """Whether there is nothing to read, as an idle connection must be.
-
-        False at its end, or if unrequested bytes came.
-        """
+        """Whether there is nothing to read; False at the end."""
         if (
             self.closed
             or self._start != self._end
@@ -166,7 +146,7 @@ class Stream:
         return False
 
     def close(self) -> None:
-        """Close the socket. A task that waits for it gets an OSError. Idempotent."""
+        """Close the socket; waiting tasks get an OSError. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -179,7 +159,6 @@ class Stream:
         self._sock.close()
 
     async def handshake(self) -> None:
-        """Do the TLS handshake, if the socket uses TLS."""
         while isinstance(self._sock, ssl.SSLSocket):
             try:
                 self._sock.do_handshake()
@@ -212,10 +191,7 @@ class Stream:
             view = view[step:]
 
     async def _fill(self) -> None:
-        """Read more bytes ahead.
-
-        Call it only if the bytes read ahead are used up or end inside a line or value.
-        """
+        """Call it only if the bytes ahead are used up or end inside a value."""
         left = self._end - self._start
         if left == AHEAD_BYTES:
             raise ProtocolError(f"a line longer than {AHEAD_BYTES} bytes")
@@ -253,11 +229,6 @@ class Stream:
         return received
 
     async def _receive_all(self, view: memoryview) -> None:
-        """Fill `view`.
-
-        The loop's reader callback receives the pieces; other tasks run between them, and this task
-        wakes once.
-        """
         left = view
 
         def take(whole: asyncio.Future[None]) -> None:
@@ -285,11 +256,7 @@ class Stream:
             self._check_open()
 
     async def _readable(self, step: "Callable[[asyncio.Future[Any]], None]" = _wake) -> Any:
-        """Wait until `step` resolves its future. `step` is called whenever the socket is readable.
-
-        The loop continues to watch the socket afterwards, because the next reply is usually waited
-        for soon, and a `step` that reads leaves nothing to report.
-        """
+        """Wait until `step`, called when the socket is readable, resolves its future."""
         self._step = step
         try:
             return await self._wait(self._watch)
@@ -328,7 +295,7 @@ class Stream:
 
     def _on_readable(self) -> None:
         if self._waiting is None or self._waiting.done() or self._step is None:
-            self._unwatch()  # no task reads now
+            self._unwatch()
         else:
             self._step(self._waiting)
 
@@ -338,11 +305,7 @@ class Stream:
 
 
 async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
-    """Connect.
-
-    Raises OSError, also if the other side's certificate is not accepted (as ssl.SSLError, a
-    subclass).
-    """
+    """Connect. Raises OSError, also for a bad certificate (ssl.SSLError)."""
     sock = await (_connect_unix(address.socket) if address.socket else _connect_tcp(address))
     if tls is not None:
         try:
@@ -364,12 +327,7 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
 async def accept_stream(
     sock: socket.socket, tls: ssl.SSLContext | None, *, allowed_bytes: int | None = None
 ) -> Stream:
-    """Make the server's end of a connection from an accepted socket.
-
-    Closes the socket if that fails. Raises OSError.
-
-    allowed_bytes: see `Stream.allowed_bytes`
-    """
+    """Make the server's end; close the socket on failure. Raises OSError."""
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -420,7 +378,6 @@ async def _connect_unix(path: str) -> socket.socket:
 
 
 def _merged(pieces: Sequence[Bytes]) -> list[memoryview]:
-    """Return the same bytes, with small neighbouring pieces merged."""
     views: list[memoryview] = []
     small = bytearray()
     for piece in pieces:

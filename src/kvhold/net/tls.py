@@ -1,7 +1,4 @@
-"""TLS contexts of clients and servers: `client_context`, `server_context`.
-
-A missing file, or a key that does not match the certificate, is a ConfigError that names the file.
-"""
+"""TLS contexts. A missing file, or a key that does not match, is a ConfigError."""
 
 import ssl
 
@@ -9,12 +6,11 @@ from kvhold.core.errors import ConfigError
 
 
 def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
-    """Return a context that checks the server's certificate and name, and sends our certificate, if
-    any.
+    """Return a context that checks the server's certificate and name.
 
-    ca_file:   the authorities; empty: the system's
-    cert_file: our certificate; empty: none
-    key_file:  its key; empty: in `cert_file`
+    ca_file:   empty: the system's authorities
+    cert_file: the client's; empty: none
+    key_file:  empty: in `cert_file`
     """
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
@@ -26,10 +22,7 @@ def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContex
 
 
 def server_context(cert_file: str, key_file: str, client_ca_file: str) -> ssl.SSLContext:
-    """Return a context that sends our certificate.
-
-    client_ca_file: each client needs a certificate that these authorities have signed; empty: none
-    """
+    """client_ca_file: must have signed clients' certificates; empty: none are required"""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, cert_file, key_file)
     if client_ca_file:

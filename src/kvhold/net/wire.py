@@ -1,14 +1,7 @@
-"""Records on a stream: 4 bytes of length (little-endian), then that many bytes of msgpack.
+"""Records on a stream: 4 bytes of length (little-endian), then msgpack.
 
-    data = encode(Ping())
-    splitter = Splitter(); for body in splitter.feed(data): message = Decoder(Request).decode(body)
-
-After Hello and Welcome, node and client number their records: `encode(Ping(), number=7)` puts 8
-bytes (little-endian) before the msgpack, and an answer has its request's number. So answers may
-come late, and in any order.
-
-A length beyond MAX_MESSAGE_BYTES is a ProtocolError before memory is allocated for it. Bytes that
-are not the expected record are a ProtocolError, too.
+After the greeting, 8 bytes (little-endian) before the msgpack number the record. Too long a record
+raises ProtocolError before memory is allocated.
 """
 
 from collections.abc import Iterator
@@ -23,17 +16,14 @@ LENGTH_BYTES = 4
 NUMBER_BYTES = 8
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-_MOST_QUOTED = 200  # characters of an error that may quote the other side
+_MOST_QUOTED = 200  # characters; an error may quote the other side
 
 _encoder = msgspec.msgpack.Encoder()
 Record = TypeVar("Record")
 
 
 def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
-    """Return a record's bytes for the stream, with its number, if any.
-
-    Raises ProtocolError if the other side could not accept it.
-    """
+    """Raises ProtocolError: the other side could not accept the record."""
     data = bytearray(LENGTH_BYTES)
     if number is not None:
         data += number.to_bytes(NUMBER_BYTES, "little")
@@ -49,10 +39,7 @@ def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
 
 
 def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
-    """Return the length in a record's first LENGTH_BYTES.
-
-    Raises ProtocolError if it is not from 1 to `most`.
-    """
+    """Raises ProtocolError: not 1 to `most`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if not 0 < length <= most:
         raise ProtocolError(f"a message of {length} bytes was announced; 1 to {most} are allowed")
@@ -60,10 +47,7 @@ def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
 
 
 def split_number(body: Bytes) -> tuple[int, Bytes]:
-    """Split a numbered record's body into its number and the rest.
-
-    Raises ProtocolError if it is too short.
-    """
+    """Raises ProtocolError: too short."""
     if len(body) <= NUMBER_BYTES:
         raise ProtocolError(
             f"not a message of this protocol: {len(body)} bytes, which is too short for a "
@@ -73,39 +57,31 @@ def split_number(body: Bytes) -> tuple[int, Bytes]:
 
 
 class Decoder(Generic[Record]):
-    """Decodes bytes to one record of the given union."""
-
     def __init__(self, union: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def decode(self, body: Bytes) -> Record:
-        """Return the record. Raises ProtocolError for other bytes."""
+        """Raises ProtocolError: other bytes."""
         try:
             record: Record = self._decoder.decode(body)
         except UNDECODABLE as error:
             raise ProtocolError(
                 f"not a message of this protocol: {str(error)[:_MOST_QUOTED]}"
             ) from None
-        except KVHoldError as error:  # a value that refuses itself, such as a layout with no layers
+        except KVHoldError as error:  # such as a layout with no layers
             raise ProtocolError(str(error)[:_MOST_QUOTED]) from None
         return record
 
 
 class Splitter:
-    """Cuts a stream into bodies.
-
-    `most_bytes` is the largest allowed body; it may be changed between two bodies.
-    """
+    """Cuts a stream into bodies. `most_bytes` may change between two bodies."""
 
     def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.most_bytes = most_bytes
         self._pending = bytearray()
 
     def feed(self, data: Bytes) -> Iterator[bytes]:
-        """Yield the bodies that are complete now.
-
-        Raises ProtocolError at a length that is not allowed.
-        """
+        """Yield complete bodies. Raises ProtocolError: a forbidden length."""
         if self._pending:
             self._pending += data
         whole = self._pending or data
@@ -120,7 +96,7 @@ class Splitter:
                     body = bytes(view[first:end])
                 start = end
                 yield body
-        finally:  # also if the caller stops early: no body comes twice
+        finally:  # no body comes twice, even if the caller stops early
             if whole is self._pending:
                 del self._pending[:start]
             elif start < len(whole):

@@ -1,1 +1,1 @@
-"""Size a cache before buying one: KV sizes, what fits where, and hit rates from replayed traces."""
+"""Size a cache before buying one: KV sizes, capacities and hit rates."""

@@ -1,4 +1,4 @@
-"""Count the tokens whose KV fits into memory, or into a tier with a codec."""
+"""Count the tokens that fit into a place, by codec."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +24,7 @@ RATIOS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """The capacity of one place with one codec.
-
-    ratio:  how many times smaller the codec makes KV
-    tokens: tokens that fit into `size_bytes`, in whole chunks
-    """
+    """tokens: in whole chunks"""
 
     place: str
     size_bytes: int
@@ -38,15 +34,11 @@ class Fit:
 
 
 def is_measured(codec: str, dtype: str) -> bool:
-    """Return whether a codec's ratio for KV of this type is known."""
     return codec in RATIOS and (codec == "raw" or DTYPE_BYTES[dtype] == 2)
 
 
 def ratio_of(codec: str, dtype: str) -> float:
-    """Return how many times smaller a codec makes KV of this type.
-
-    Raises ConfigError if that was not measured.
-    """
+    """Return plain bytes / frame bytes. Raises ConfigError: not measured."""
     if codec not in RATIOS:
         raise ConfigError(f"codec is {codec!r}; measured are {', '.join(RATIOS)}")
     if not is_measured(codec, dtype):
@@ -64,10 +56,7 @@ def fits(
     dtype: str,
     codecs: Sequence[str],
 ) -> list[Fit]:
-    """Return one row per codec.
-
-    chunk_bytes: bytes of a whole chunk in memory
-    """
+    """Return one row per codec. chunk_bytes: in memory"""
     ratios = {codec: ratio_of(codec, dtype) for codec in codecs}
     return [
         Fit(

@@ -1,7 +1,4 @@
-"""The config.json fields of well-known models that determine the size of their KV.
-
-Only the fields that `model.py` reads. For another model, give the path of its config.json.
-"""
+"""The config.json fields that determine the KV size of well-known models."""
 
 from typing import Any
 

@@ -1,13 +1,7 @@
 """Compute the KV size of a model from its `config.json`, without the model.
 
-    kv = kv_of(read_settings("meta-llama/Llama-3.1-8B"))
-    kv.stored_bytes(1)                            # 131072: stored by kvhold per token, all ranks
-    kv.rank_bytes(4096, tp=4)                     # held by one of four tensor parallel workers
-
-Nothing is loaded or guessed. A missing field, or a value that this module does not know, raises an
-error that names the field. Settings do not determine the size of a state (Mamba, linear attention,
-short convolutions), because engines choose its shape and type. Layers with a state are counted, and
-their bytes are not.
+Nothing is guessed: a missing or unknown field raises. States (Mamba, linear attention, short
+convolutions) are not counted in bytes: engines choose their shape and type.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +26,9 @@ DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Other names of types, in addition to those of `core.layout`."""
+"""In addition to the names of `core.layout`."""
 
-_MOST_BYTES = 16 << 20  # of a config.json
+_MOST_BYTES = 16 << 20
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -50,16 +44,16 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "short_conv"), "state"
     ),
-    **dict.fromkeys(("mlp", "moe"), "none"),  # in hybrid models: layers without attention
+    **dict.fromkeys(("mlp", "moe"), "none"),  # layers without attention
 }
 _BY_LETTER: dict[str, Kind] = {
     "*": "full",
     "M": "state",
     "-": "none",
     "E": "none",
-}  # of Nemotron-H's pattern
+}  # Nemotron-H
 
-_LEFT_OUT: dict[str, dict[str, Any]] = {  # transformers' defaults for missing fields, by model_type
+_LEFT_OUT: dict[str, dict[str, Any]] = {  # transformers' defaults, by model_type
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3_text": {
@@ -75,7 +69,6 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {  # transformers' defaults for missing f
         for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
     },
 }
-# A configured window applies to every layer of these models.
 _ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")
 
 _OF_STATES = (
@@ -98,9 +91,8 @@ _NOT_UNDERSTOOD = {
 class ModelKV:
     """The KV of a model.
 
-    groups:       layers of one kind, of all ranks together, as kvhold stores them
-    state_layers: the number of layers that keep a state of unknown size
-    notes:        further remarks, for people
+    groups:       layers of one kind, of all ranks
+    state_layers: with a state of unknown size
     """
 
     groups: tuple[Group, ...]
@@ -108,24 +100,20 @@ class ModelKV:
     notes: tuple[str, ...] = ()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that kvhold stores for a text: all tokens in every layer.
+        """Return the bytes that kvhold stores for a text.
 
-        A sliding layer is stored in full, because a later text may diverge at any token. Equal KV
-        is stored once.
+        A sliding layer is stored in full, because a later text may diverge at any token.
         """
         return sum(group.layers * group.layer_bytes(num_tokens) for group in self.groups)
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that a hit loads to continue a text; of sliding layers, the window."""
+        """Return the bytes that a hit loads; of sliding layers, the window."""
         return sum(
             group.layers * group.layer_bytes(_within(group, num_tokens)) for group in self.groups
         )
 
     def rank_bytes(self, num_tokens: int, tp: int) -> int:
-        """Return the bytes that one of `tp` tensor parallel workers holds of a text.
-
-        Raises ConfigError if the heads cannot be divided among them.
-        """
+        """Return one worker's bytes. Raises ConfigError: indivisible heads."""
         return sum(
             group.layers * group.layer_bytes(_within(group, num_tokens)) // _divided(group, tp)
             for group in self.groups
@@ -133,10 +121,7 @@ class ModelKV:
 
 
 def read_settings(model: str) -> dict[str, Any]:
-    """Return the settings of a known name, a folder, or a config.json.
-
-    A known name is one of `known.KNOWN`, with or without its owner. Raises ConfigError.
-    """
+    """Return the settings of a folder, a config.json, or a name in `KNOWN`. Raises ConfigError."""
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
@@ -156,10 +141,9 @@ def read_settings(model: str) -> dict[str, Any]:
 
 
 def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
-    """Return the KV of a model. Raises ConfigError, which names the field.
+    """Return the KV of a transformers config.json. Raises ConfigError with the field.
 
-    settings: a config.json of transformers
-    dtype:    of the KV; "auto": the model's
+    dtype: of the KV; "auto": the model's
     """
     if settings.get("is_encoder_decoder"):
         raise ConfigError("is_encoder_decoder is true; only the KV of decoders is a prefix's")
@@ -242,7 +226,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
-    """Return the kind of each layer."""
     layers = _number(settings, _LAYERS)
     if layers > 4096:
         raise ConfigError(f"{_LAYERS[0]} is {layers}; it must be at most 4096")
@@ -284,14 +267,11 @@ def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
 
 
 def _windowed(settings: Mapping[str, Any], layers: int) -> list[Kind]:
-    """Return the kind of each layer, for models that do not list their layers."""
     if settings.get("attention_chunk_size"):
-        return [
-            "chunked" if (i + 1) % 4 else "full" for i in range(layers)
-        ]  # Llama 4: every fourth layer sees all
+        return ["chunked" if (i + 1) % 4 else "full" for i in range(layers)]  # Llama 4
     if not settings.get("sliding_window") or settings.get("use_sliding_window") is False:
         return ["full"] * layers
-    if settings.get("use_sliding_window"):  # Qwen 2: layers from max_window_layers on
+    if settings.get("use_sliding_window"):  # Qwen 2
         first = _number(settings, ("max_window_layers",), default=0)
         return ["full" if i < first else "sliding" for i in range(layers)]
     every = _number(settings, ("sliding_window_pattern", "_sliding_window_pattern"), default=0)
@@ -338,9 +318,7 @@ def _placed(name: str, places: Any, layers: int) -> list[Kind]:
 
 def _geometry(settings: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return planes, heads and head_dim."""
-    if settings.get(
-        "kv_lora_rank"
-    ):  # MLA: one latent for all heads, and the rotated part of the keys
+    if settings.get("kv_lora_rank"):  # MLA
         return 1, 1, _number(settings, ("kv_lora_rank",)) + _number(settings, ("qk_rope_head_dim",))
     heads = _number(settings, _HEADS)
     if settings.get("multi_query_attention") and "multi_query_group_num" in settings:
@@ -388,10 +366,7 @@ def _dtype(settings: Mapping[str, Any], outer: Mapping[str, Any], wanted: str) -
 def _number(
     settings: Mapping[str, Any], names: Sequence[str], *, default: int | None = None
 ) -> int:
-    """Return the first of these fields that is set: a whole number of at least 1.
-
-    With a default, 0 is allowed.
-    """
+    """Return the first field that is set. Only with a default may it be 0."""
     for name in names:
         if (value := settings.get(name)) is None:
             continue
@@ -412,14 +387,11 @@ def _within(group: Group, num_tokens: int) -> int:
 
 
 def _divided(group: Group, tp: int) -> int:
-    """Return the number of parts into which `tp` workers divide the heads.
-
-    Several workers may hold the same part.
-    """
+    """Return the parts into which `tp` workers divide the heads; several may hold one."""
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be 1 or more")
     if group.planes == 1:
-        return 1  # a latent has no heads: every worker holds the whole latent
+        return 1
     if group.heads % tp and tp % group.heads:
         raise ConfigError(
             f"tp is {tp}; {group.heads} KV heads are divided by their divisors, or "

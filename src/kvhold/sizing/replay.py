@@ -1,12 +1,7 @@
 """Replay a trace on a real, scaled-down cache. The simulation must agree with the result.
 
-    found = serve(trace.cut(512), policy="lru", ram_chunks=2048)
-    # [requests, 2], as `kernels.numba_eviction.Replayed.found`
-
-The cache is a `LocalCache` in this process, used by its public calls. Each request is looked up,
-and its missing chunks are reserved and committed, one request at a time. A chunk has one token and
-4 KiB. So names, tiers, policies and evictions are real, and only the bytes are fewer; they are
-never written.
+Each request is looked up in a `LocalCache`, and its missing chunks are committed. Everything is
+real but the chunks: one token and 4 KiB, never written.
 """
 
 from collections.abc import Callable
@@ -23,9 +18,9 @@ from kvhold.sizing.trace import Cut
 
 POLICIES = ("lru", "lfu", "fifo", "mru", "s3fifo")
 
-_CHUNK_BYTES = 4096  # the least that memory takes for a chunk
-_FRAME_BYTES = 2 * _CHUNK_BYTES  # with its header, which takes a page of 4 KiB
-_ARENA_BYTES = 2 << 20  # an arena's size is a multiple of this
+_CHUNK_BYTES = 4096
+_FRAME_BYTES = 2 * _CHUNK_BYTES  # with a header page
+_ARENA_BYTES = 2 << 20
 _PATIENT_S = 60.0
 
 _LAYOUT = Layout(
@@ -37,7 +32,6 @@ _SPACE = Namespace("trace", _LAYOUT)
 
 
 def as_lower(num_chunks: int) -> int:
-    """Return the next possible size, in chunks, of the tier below memory."""
     return _rounded(num_chunks * _FRAME_BYTES) // _FRAME_BYTES
 
 
@@ -49,18 +43,16 @@ def serve(
     lower_chunks: int = 0,
     on_request: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """Return the chunks of each request found in memory and in the tier below: [requests, 2].
+    """Return each request's chunks found in memory and below: [requests, 2].
 
-    lower_chunks: the size of a `memory://` tier below, from `as_lower`; 0: no such tier
-    on_request:   called with the number of each finished request
+    lower_chunks: from `as_lower`; 0: no lower tier
 
-    Raises CapacityError if this host lacks the memory, and KVHoldError if the tier does not keep
-    up.
+    Raises CapacityError; KVHoldError: the tier does not keep up.
     """
     assert policy in POLICIES and ram_chunks >= 1 and lower_chunks == as_lower(lower_chunks)
     settings = {
         "ram_bytes": _rounded(ram_chunks * _CHUNK_BYTES),
-        "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,  # exact; the arena's size is rounded
+        "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,  # exact; the arena is rounded
         "policy": policy,
         "huge_pages": "never",
         "write_behind_bytes": 1 << 50,

@@ -1,15 +1,11 @@
-"""The lines of a trace of a real service: each request's length, arrival time, and shared blocks.
+"""The lines of a service's trace: lengths, arrival times, and shared blocks.
 
-    for request in read_requests(Path("conversation_trace.jsonl"), TimedRequest):
-        request.timestamp, request.hash_ids
-
-The format is that of the traces published by Mooncake (FAST'25): one JSON object per line, such as
+The format is Mooncake's (FAST'25), one JSON object per line:
 
     {"timestamp": 27000, "input_length": 1300, "output_length": 52, "hash_ids": [0, 12, 13]}
 
-with an id for each block of a prompt's tokens. A block has 512 tokens by default; the last one may
-be short. Equal ids mean equal text. Other fields are ignored. Lines are read one at a time, so a
-trace may have any length. Every field used is checked.
+Each block of 512 tokens (by default) has an id; the last block may be short. Equal ids mean equal
+text.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,13 +25,12 @@ _HashId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a line that a cache needs. The short last block may be left out."""
+    """The short last block may be left out."""
 
     input_length: _Length
     hash_ids: list[_HashId]
 
     def fault(self, block_tokens: int) -> str:
-        """Return the fault of this line; empty if there is none."""
         most = ceil(self.input_length / block_tokens)
         if self.input_length // block_tokens <= len(self.hash_ids) <= most:
             return ""
@@ -47,10 +42,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedRequest(TraceRequest, frozen=True, kw_only=True):
-    """A line with everything needed to send the request again.
-
-    timestamp: of the arrival, in milliseconds; never less than that of the line before
-    """
+    """timestamp: in milliseconds, never decreasing"""
 
     timestamp: float
     output_length: _Length
@@ -72,10 +64,7 @@ AnyRequest = TypeVar("AnyRequest", bound=TraceRequest)
 def read_requests(
     path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS
 ) -> Iterator[AnyRequest]:
-    """Yield the requests of a file in order. Empty lines are skipped.
-
-    Raises ConfigError, which names the file and the line.
-    """
+    """Yield a file's requests. Raises ConfigError with file and line."""
     try:
         with path.open("rb") as file:
             lines = iter(lambda: file.readline(MOST_LINE_BYTES), b"")
@@ -91,10 +80,6 @@ def parse_requests(
     name: str = "trace",
     block_tokens: int = BLOCK_TOKENS,
 ) -> Iterator[AnyRequest]:
-    """Yield the requests of lines, as `read_requests` does.
-
-    name: names the trace in errors
-    """
     if block_tokens < 1:
         raise ConfigError(f"block_tokens is {block_tokens}; it must be 1 or more")
     decoder = msgspec.json.Decoder(kind)

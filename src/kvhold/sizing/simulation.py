@@ -1,12 +1,7 @@
-"""Simulate hit rates of planned caches: policies, sizes of memory and of a tier below, chunk sizes,
-codecs.
+"""Simulate hit rates of planned caches.
 
-    setup = Setup("lru", ram_bytes=64 << 30, token_bytes=131_072)
-    row = simulate(trace.cut(256), num_tokens, setup)
-
-Each row is one replay of all requests in order, by the rules in `kernels/numba_eviction.py`. The
-simulation has no time: loads and stores are instant, and no chunk is dropped because a tier is
-slow.
+Replays requests in order, by the rules in `kernels/numba_eviction.py`. There is no time: loads and
+stores are instant.
 """
 
 import time
@@ -22,10 +17,8 @@ BOUND = "belady"
 class Setup:
     """One simulated cache.
 
-    ram_bytes:   of memory
-    token_bytes: KV bytes per token
-    disk_bytes:  of one tier below memory; 0: no tier
-    ratio:       how many times smaller its codec makes KV
+    disk_bytes: of a tier below memory; 0: none
+    ratio:      its codec's plain bytes / frame bytes
     """
 
     policy: str
@@ -36,11 +29,9 @@ class Setup:
     ratio: float = 1.0
 
     def ram_chunks(self, tokens_per_chunk: int) -> int:
-        """Return the number of chunks that fit into memory."""
         return self.ram_bytes // (tokens_per_chunk * self.token_bytes)
 
     def disk_chunks(self, tokens_per_chunk: int) -> int:
-        """Return the number of chunks that fit into the tier below."""
         return int(self.disk_bytes * self.ratio) // (tokens_per_chunk * self.token_bytes)
 
 
@@ -48,17 +39,11 @@ class Setup:
 class Row:
     """The result of one simulated cache.
 
-    capacity_bytes:   size of memory
-    disk_bytes:       size of the tier below
-    hit_rate:         tokens found / tokens of all prompts, the sum of ram_hit_rate and
-                      disk_hit_rate
-    request_hit_rate: requests with at least one chunk found / all requests
-    bytes_read:       KV found, in its size in memory
-    bytes_written:    KV computed and stored in memory
-    disk_bytes_read, disk_bytes_written: of the tier below, in encoded size
-    evictions:        chunks evicted from memory
-    disk_evictions:   chunks evicted from the tier below
-    events_per_s:     chunks of all requests / seconds of the replay, in one thread
+    hit_rate:         tokens found / tokens of all prompts
+    request_hit_rate: requests with a chunk found / all
+    bytes_read:       found, in memory size
+    disk_bytes_read, disk_bytes_written: in encoded size
+    events_per_s:     chunks / seconds, in one thread
     """
 
     policy: str
@@ -80,13 +65,10 @@ class Row:
 
 
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> Row:
-    """Replay a trace.
+    """Replay a trace. num_tokens: of all prompts, partial chunks included
 
-    num_tokens: tokens of all prompts, including those in no whole chunk
-
-    With two tiers, the bound `belady` comes from two replays: one memory with the size of both
-    tiers, and memory alone. Each hit rate is a bound by itself. Byte counts are those of the first
-    replay.
+    With two tiers, `belady` takes two replays: one memory of both sizes, and memory alone. Byte
+    counts are the first replay's.
     """
     ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
     begun = time.perf_counter()
@@ -109,7 +91,7 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> Row:
 
 
 def best_hit_rate(cut: Cut, num_tokens: int) -> float:
-    """Return the hit rate of a cache that never evicts."""
+    """Return the hit rate without evictions."""
     replayed = replay(cut.chunks, cut.starts, cut.parents, policy="fifo", capacity=cut.num_ids)
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 

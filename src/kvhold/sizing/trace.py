@@ -1,13 +1,7 @@
-"""A trace of requests, in chunks: the shared beginnings of prompts, without their text.
+"""A trace of requests in chunks, without text: the shared beginnings of prompts.
 
-    trace = read_trace(Path("conversation_trace.jsonl"))
-    cut = trace.cut(256)                      # the same prompts in chunks of 256 tokens
-
-A block is identified by all ids up to it, as in a cache. So an id may recur after a different id.
-For the format of the lines see `requests.py`.
-
-Memory: 4 bytes per block of each request, and about 120 bytes per new block. A file is read line by
-line, up to MOST_BLOCKS blocks.
+A block is identified by all ids up to this one, so an id may recur after a different one. Takes 4
+bytes per block of each request, and about 120 per new block.
 """
 
 from array import array
@@ -22,7 +16,7 @@ import numpy.typing as npt
 from kvhold.core.errors import ConfigError
 from kvhold.sizing.requests import BLOCK_TOKENS, TraceRequest, parse_requests, read_requests
 
-MOST_BLOCKS = 50_000_000  # of all requests; up to about 6 GB if every block is new
+MOST_BLOCKS = 50_000_000
 
 Ids = npt.NDArray[np.int32]
 Starts = npt.NDArray[np.int64]
@@ -30,12 +24,11 @@ Starts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cut:
-    """Prompts in whole chunks of one size; the rest at a prompt's end is left out.
+    """Prompts in whole chunks of one size.
 
-    chunks:  [events] int32, the chunks of all requests, concatenated; equal numbers are equal
-             chunks after equal prefixes
+    chunks:  [events] int32, of all requests; equal numbers mean equal prefixes
     starts:  [requests + 1] int64, where each request begins, and the end
-    parents: [ids] int32, the preceding chunk in the prompt; -1 for a first chunk
+    parents: [ids] int32, the preceding chunk; -1: none
     """
 
     tokens_per_chunk: int
@@ -45,15 +38,14 @@ class Cut:
 
     @property
     def num_ids(self) -> int:
-        """The number of different chunks."""
         return self.parents.size
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts in blocks. The last block of a prompt may be short. Arrays as in `Cut`.
+    """Prompts in blocks; the last one may be short. Arrays as in `Cut`.
 
-    num_tokens: [requests] int64, tokens of each prompt
+    num_tokens: [requests] int64
     """
 
     block_tokens: int
@@ -64,14 +56,10 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests."""
         return self.num_tokens.size
 
     def cut(self, tokens_per_chunk: int) -> Cut:
-        """Return the prompts in chunks that divide a block, or that are a multiple of a block.
-
-        Raises ConfigError for other sizes.
-        """
+        """Return chunks that divide a block, or are a multiple. Raises ConfigError."""
         size, block = tokens_per_chunk, self.block_tokens
         if size < 1 or (size % block and block % size):
             raise ConfigError(
@@ -81,7 +69,6 @@ class Trace:
         return self._joined(size // block) if size >= block else self._divided(block // size)
 
     def _joined(self, count: int) -> Cut:
-        """Join `count` blocks to a chunk, which is identified by its last block."""
         size = self.block_tokens * count
         places = np.arange(self.blocks.size) - np.repeat(self.starts[:-1], np.diff(self.starts))
         whole = places < np.repeat(self.num_tokens // size * count, np.diff(self.starts))
@@ -99,10 +86,7 @@ class Trace:
         )
 
     def _divided(self, count: int) -> Cut:
-        """Divide a block into `count` chunks.
-
-        A short block gives the chunks that it fills. No other block shares them as a beginning.
-        """
+        """A short block gives the chunks that it fills, which no other block shares."""
         if self.parents.size * count > np.iinfo(np.int32).max:
             raise ConfigError(
                 f"chunk_tokens: the trace has too many blocks to divide each by {count}; "
@@ -120,10 +104,7 @@ class Trace:
 def read_trace(
     path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None
 ) -> Trace:
-    """Read the first `num_requests` lines of a file, or all.
-
-    Raises ConfigError, which names the line and its fault.
-    """
+    """Read a file's first `num_requests` lines, or all. Raises ConfigError."""
     requests = read_requests(path, TraceRequest, block_tokens=block_tokens)
     return _trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 
@@ -135,10 +116,6 @@ def parse_trace(
     block_tokens: int = BLOCK_TOKENS,
     num_requests: int | None = None,
 ) -> Trace:
-    """Read a trace from lines, as `read_trace` does.
-
-    name: names the trace in errors
-    """
     requests = parse_requests(lines, TraceRequest, name=name, block_tokens=block_tokens)
     return _trace_of(requests, name=name, block_tokens=block_tokens, num_requests=num_requests)
 
@@ -174,5 +151,4 @@ def _trace_of(
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> Starts:
-    """Return where runs of these lengths begin, and the end."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
