@@ -1,11 +1,9 @@
-"""Codecs: encode chunks to frames, and decode them.
+"""Codecs: encode chunks to frames, and decode them. docs/format.md defines all bytes.
 
-`base.py` is the contract of a codec, and each codec has a file. `frame.py` is the format of the
-bytes that leave the arena. An import of a codec other than raw compiles it, so only `make_codec`
-imports them.
+    frame = frame_chunk(chunk, make_codec("raw"), key=key, layout=layout, ...)
+    unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
 
-frame = frame_chunk(chunk, make_codec("raw"), key=key, layout=layout, num_tokens=256, first_token=0)
-unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
+Only `make_codec` imports codecs other than raw, because an import compiles them.
 """
 
 from kvhold.codecs.base import Codec

@@ -1,11 +1,7 @@
 """Choose the codec of a chunk: the tier's codec, or one within the request's terms.
 
-    frame = frame_within(chunk, make_codec("cachegen"), Terms(max_error=0.02), key=key,
-    layout=layout, num_tokens=128, first_token=0)
-
-A codec's error bound is for the worst possible KV, and a chunk usually loses less. So if the bound
-exceeds `max_error`, the frame is decoded and its error measured. `lossless` writes chunks that no
-codec with a loss can encode within the terms. Any thread, but not on an engine's path.
+If a codec's error bound exceeds `max_error`, the frame's error is measured. `lossless` writes
+chunks that no other codec can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +35,7 @@ def frame_within(
     checksums: Sequence[int] | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
-    """Frame one chunk within its terms. Arguments and errors as for `frame_chunk`."""
+    """Arguments and errors as for `frame_chunk`."""
 
     def framed(by: Codec) -> Frame:
         return frame_chunk(
@@ -77,11 +73,9 @@ def frame_within(
 
 
 def measured_error(before: Elements, after: Elements, dtype: str) -> float:
-    """Return the largest |after - before| over the largest |before|, for the elements of a layer.
+    """Return the largest |after - before| over the largest |before|, of elements as bits.
 
-    Returns 0 if nothing changed, and infinity if an infinity or NaN changed or is new.
-
-    before, after: elements as bits
+    Infinity: an infinity or NaN changed or is new.
     """
     if np.array_equal(before, after):
         return 0.0
@@ -95,21 +89,18 @@ def measured_error(before: Elements, after: Elements, dtype: str) -> float:
 
 
 def _as_float32(bits: Elements, dtype: str) -> npt.NDArray[np.float32]:
-    """Return the values of bfloat16, float16 or float32 elements."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16 if dtype == "float16" else np.float32).astype(np.float32)
 
 
 def _stronger(codec: Codec) -> Iterator[Codec]:
-    """Yield the codec, then codecs with larger error bounds."""
     yield codec
     for name in reversed(LADDER[: LADDER.index(codec.name)] if codec.name in LADDER else ()):
         yield make_codec(name)
 
 
 def _better(codec: Codec) -> Iterator[Codec]:
-    """Yield codecs with smaller error bounds."""
     for name in LADDER[LADDER.index(codec.name) + 1 :] if codec.name in LADDER else LADDER:
         better = make_codec(name)
         if better.error_bound < codec.error_bound:
@@ -117,7 +108,6 @@ def _better(codec: Codec) -> Iterator[Codec]:
 
 
 def _bits(frame: Frame, layout: Layout, group: int, num_tokens: int) -> float:
-    """Return the mean bits per element."""
     place = layout.groups[group]
     return (
         8

@@ -1,22 +1,12 @@
 """cachegen: coarse bins, coded with probabilities by channel and token; 1/7 of a bfloat16.
 
-The method is from CacheGen (Liu et al., SIGCOMM 2024): coarse bins, finer for keys than for values
-and finer for early layers than for late ones; then entropy coding, with a distribution for each
-channel. docs/format.md ("cachegen") defines the bytes; kernels/numba_bins.py and
-kernels/numba_rans_kinds.py have the arithmetic. The differences to the paper:
+After CacheGen (Liu et al., SIGCOMM 2024). Bins are finer for keys and early layers. Differences:
 
-- A channel has its own step (width of a bin), which is the same for all tokens of the chunk,
-  because channels of keys differ in size far more than tokens do. The step follows the channel's
-  spread, not its largest number, so an outlier costs a few bits instead of the precision of all
-  others. A channel 16 times as wide has a step twice as wide. So all channels have nearly equal
-  errors, which minimises the mean error at a given size.
-- A channel's mean, in whole steps, is subtracted before coding. It costs one byte.
-- A distribution for each channel would cost more than it saves in 256 tokens. So a plane stores up
-  to 16 distributions. Channels with a similar spread, measured in steps, share one, and a byte per
-  channel names it. If tokens differ in size, half a byte for each token and 128 channels says by
-  how many distributions to shift.
-
-In a tail, neighbouring channels share these choices, so that each rests on at least 32 elements.
+- A channel has one step (width of a bin) for all tokens. It follows the channel's spread, so an
+  outlier costs bits, not precision.
+- A channel's mean, in whole steps, is subtracted.
+- Channels of similar spread share up to 16 distributions: more would cost more than they save in
+  256 tokens.
 """
 
 from dataclasses import dataclass
@@ -35,31 +25,28 @@ from kvhold.kernels import numba_rans_kinds as rans
 from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
-RUN = 128  # channels that share a token's shift
-SHARED = 32  # least number of elements behind the choice of a class and a step
+RUN = 128
+SHARED = 32  # elements behind the choice of a class and a step
 CLASSES = 16
-OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's base
+OCTAVES = 8  # 2**0 to 2**7 times the plane's base
 
-_LEAST = 2.0**-100  # if a layer's largest value is less, the inverses of its steps are not finite
-_NEUTRAL = 2  # octave of a channel with the median spread
+_LEAST = 2.0**-100  # else the inverses of steps are not finite
+_NEUTRAL = 2
 _HEAD = Struct("<fBBB")
 _COUNT = Struct("<I")
 
-# Spreads, as multiples of the median spread, at which the step becomes an octave wider: the
-# rounded logarithm of the fourth root.
+# Spreads, over the median, at which the step is an octave wider.
 _WIDER = 2.0 ** np.arange(-6.0, 22.0, 4.0)
-# Mean deviations, in steps, at which classes 2, 3 ... begin: two classes per octave. A shift of
-# one is one class.
+# Mean deviations, in steps, at which classes 2, 3 ... begin.
 _CLASS_FROM = 2.0 ** ((np.arange(2, CLASSES) - 8.5) / 2)
 _SHIFT_FROM = 2.0 ** ((np.arange(1 - bins.SHIFTS, bins.SHIFTS) - 0.5) / 2)
 
 
 @dataclass(frozen=True)
 class Fineness:
-    """Steps, in standard deviations of a channel, if its numbers were normal: in the first quarter
-    of the layers, and after.
+    """Steps, in standard deviations of a normal channel. Early: the first quarter of the layers.
 
-    parts: a step is at most the layer's largest magnitude over this, whatever the numbers are
+    parts: a step is at most the layer's largest magnitude over this
     """
 
     early_keys: float
@@ -69,7 +56,7 @@ class Fineness:
     parts: float
 
     def of(self, place: Place, plane: int) -> float:
-        """Return the step for one plane of a layer. A latent plane (MLA) counts as keys."""
+        """A latent plane (MLA) counts as keys."""
         early = 4 * place.layer < place.layers
         if plane == 0:
             return self.early_keys if early else self.keys
@@ -79,10 +66,8 @@ class Fineness:
 class CacheGen(Quantised):
     """|decoded - original| is at most half a step, plus half a unit in the last place of the dtype.
 
-    A step is at most 2/7 of the largest magnitude in the layer; for normally distributed values it
-    is about one standard deviation. Zeros stay zeros, and no value becomes infinite. A layer is
-    stored unchanged if it has an infinity or a NaN, if its largest magnitude is a denormal or below
-    2**-100, or if it would not become smaller.
+    A step is at most 2/7 of the layer's largest magnitude. Zeros stay zeros. A layer is stored
+    unchanged if its largest magnitude is a denormal or below 2**-100.
     """
 
     name: ClassVar[str] = "cachegen"
@@ -127,7 +112,7 @@ class CacheGen(Quantised):
 
 
 class CacheGenFine(CacheGen):
-    """CacheGen with half the steps, each at most 1/8 of the layer's largest: 1/5 of a bfloat16."""
+    """Half the steps, at most 1/8 of the layer's largest: 1/5 of a bfloat16."""
 
     name: ClassVar[str] = "cachegen-fine"
     error_bound: ClassVar[float] = 0.07  # 1/16, and 17/16 of 1/256
@@ -137,7 +122,7 @@ class CacheGenFine(CacheGen):
 
 
 class CacheGenSmall(CacheGen):
-    """CacheGen with 1.6 times the steps, at most 2/5 of the layer's largest: 1/9 of a bfloat16."""
+    """1.6 times the steps, at most 2/5 of the layer's largest: 1/9 of a bfloat16."""
 
     name: ClassVar[str] = "cachegen-small"
     error_bound: ClassVar[float] = 0.21  # 1/5, and 6/5 of 1/256
@@ -148,12 +133,10 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """The bins of a plane's channels. 2**share neighbouring channels of a head are a group.
+    """The bins of a plane. 2**share neighbouring channels of a head are a group.
 
-    base:    the smallest step of the plane
-    share:   see above
-    octaves: [groups], a group's step is base * 2**octave
-    offsets: [groups], the mean in whole steps, which is subtracted
+    octaves: [groups], a step is base * 2**octave
+    offsets: [groups], the mean in whole steps
     """
 
     base: np.float32
@@ -171,10 +154,7 @@ class _Steps:
         fineness: float,
         widest: float,
     ) -> "_Steps":
-        """Choose steps from the mean, spread and largest magnitude of each group.
-
-        Only comparisons and products decide, so the result is the same on every machine.
-        """
+        """Only comparisons and products decide, so every machine chooses the same."""
         share = max(0, (-(-SHARED // place.tokens) - 1).bit_length())
         groups = _groups(place.heads, place.head_dim, share)
         sizes = np.bincount(groups) * place.tokens
@@ -188,7 +168,7 @@ class _Steps:
         ).astype(np.float64)
         wide = np.sort(spreads[spreads > 0])
         middling = float(wide[wide.size // 2]) if wide.size else largest / 16
-        # The mean distance of normal numbers from their mean is 0.8 of their standard deviation.
+        # Normal numbers are 0.8 standard deviations from their mean.
         base = np.float32(
             max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126))
         )
@@ -207,13 +187,11 @@ class _Steps:
         )
 
     def of_channels(self, place: Place) -> tuple[Floats, Codes]:
-        """Return the step and the offset of each channel, both [width]."""
         groups = _groups(place.heads, place.head_dim, self.share)
         return _widths(self.base)[self.octaves][groups], self.offsets[groups]
 
 
 def _widths(base: float | np.float32) -> Floats:
-    """Return the steps, [OCTAVES]. The largest float32 replaces infinite products."""
     return np.minimum(
         np.float64(base) * 2.0 ** np.arange(OCTAVES), np.finfo(np.float32).max
     ).astype(np.float32)
@@ -221,7 +199,6 @@ def _widths(base: float | np.float32) -> Floats:
 
 @lru_cache(maxsize=64)
 def _groups(heads: int, head_dim: int, share: int) -> Counts:
-    """Return the group of each channel, [width]."""
     in_head = np.arange(head_dim) >> share
     groups = np.asarray((np.arange(heads) * (in_head[-1] + 1))[:, None] + in_head).reshape(-1)
     groups.setflags(write=False)
@@ -230,7 +207,6 @@ def _groups(heads: int, head_dim: int, share: int) -> Counts:
 
 @lru_cache(maxsize=64)
 def _bounds(heads: int, head_dim: int) -> Counts:
-    """Return the columns at which runs begin, and the width."""
     begins = np.arange(heads)[:, None] * head_dim + np.arange(0, head_dim, RUN)
     bounds = np.append(begins.reshape(-1), heads * head_dim)
     bounds.setflags(write=False)
@@ -238,7 +214,6 @@ def _bounds(heads: int, head_dim: int) -> Counts:
 
 
 def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
-    """Return the pieces of an encoded plane, in order."""
     of_channels, offsets = steps.of_channels(place)
     deviations = bins.quantise(plane, place.dtype, of_channels, offsets)
     coding = _Coding.choose(deviations, place, _groups(place.heads, place.head_dim, steps.share))
@@ -269,13 +244,11 @@ def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
 
 @dataclass(frozen=True)
 class _Coding:
-    """The distributions that code a plane's deviations. A kind is the number of a distribution.
+    """The distributions of a plane. A kind is the number of one.
 
     classes:     [groups], the kind before the shift
-    shifts:      [tokens, runs], added to the class; or empty
-    kinds:       [tokens * width], the kind of each element
-    lengths:     see `bins.frequencies`
-    frequencies: see `bins.frequencies`
+    shifts:      [tokens, runs], or empty
+    kinds:       [tokens * width]
     """
 
     classes: Bytes
@@ -286,10 +259,7 @@ class _Coding:
 
     @classmethod
     def choose(cls, deviations: bins.Deviations, place: Place, groups: Counts) -> "_Coding":
-        """Choose classes by the mean deviation of each group.
-
-        Choose shifts by the deviations of tokens, if the gain is more than half a byte per run.
-        """
+        """Shift tokens if the gain is more than half a byte per run."""
         bounds = _bounds(place.heads, place.head_dim)
         found = bins.magnitudes(deviations, place.width, bounds)
         sizes = np.bincount(groups)
@@ -301,8 +271,7 @@ class _Coding:
             )
             - bins.SHIFTS
         )
-        # A distribution for numbers sqrt(2) times as large or small costs about 1/7 bit a number,
-        # one for numbers twice as large four times that, and so on.
+        # Numbers sqrt(2) times as large or small cost 1/7 bit each, twice as large four times that.
         if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
             shifts = np.zeros((0, 0))
         else:
@@ -320,7 +289,6 @@ class _Coding:
 
 
 def _odds(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
-    """Return the frequencies for the coder, uint16 [kinds, 256]."""
     odds = np.zeros((lengths.size, 256), np.uint16)
     odds[:, : bins.REACH + 1] = frequencies
     odds[:, -bins.REACH :] = frequencies[:, :0:-1]
@@ -330,19 +298,16 @@ def _odds(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
 
 
 def _stored(lengths: Bytes) -> npt.NDArray[np.bool_]:
-    """Return which frequencies are stored, [kinds, REACH + 1]."""
     return np.asarray(np.arange(bins.REACH + 1) < lengths[:, None])
 
 
 def _pack_shifts(shifts: Codes) -> Bytes:
-    """Pack two shifts in a byte, the first in the low half. The last half may be unused."""
     halves = shifts.reshape(-1).view(np.uint8) & np.uint8(15)
     halves = np.append(halves, np.zeros(halves.size % 2, np.uint8))
     return np.asarray(halves[::2] | halves[1::2] << np.uint8(4))
 
 
 def _read_plane(reader: Reader, place: Place, plane: Elements) -> None:
-    """Decode one plane. Raises FrameError."""
     base, share, shifted, num_kinds = _HEAD.unpack(reader.take(_HEAD.size))
     if not 0 <= base < np.inf or share > 15 or shifted > 1 or not 1 <= num_kinds <= CLASSES:
         raise reader.wrong(f"a plane that begins with {base}, {share}, {shifted}, {num_kinds}")

@@ -1,18 +1,10 @@
 """Encode a whole chunk to a frame, and decode it, with any codec.
 
     frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
-    os.writev(file, frame.parts)                                      # raw: no copy
-    unframe_chunk(buffer, into, key=key, layout=layout, num_tokens=256)
+    unframe_layer(header, 3, arrived, into[a:b], layout=layout)       # layers in any order
 
-    header = read_header(start)                                       # layerwise: in any order
-    unframe_layer(header, 3, arrived, into[a:b], layout=layout)
-
-If a codec does not accept an engine's own packing, it gets the layers in the canonical packing, if
-kvhold knows how to convert them. A reader that receives a raw payload directly in its destination
-calls `verify` on it there, without a copy.
-
-Any thread, but not on an engine's path. Bytes are hashed and copied with the GIL released, layer by
-layer, so that a layer is still in the core's cache for the second pass.
+A codec that does not accept an engine's packing gets the canonical one, if kvhold can convert it.
+Any thread, but not on an engine's path. The GIL is released.
 """
 
 from collections.abc import Sequence
@@ -42,28 +34,21 @@ from kvhold.core.layout import Layout
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame to write: header, then payload."""
-
     fields: FrameHeader
     header: memoryview
     payload: memoryview
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
         return len(self.header) + len(self.payload)
 
     @property
     def parts(self) -> tuple[memoryview, memoryview]:
-        """Header and payload, to be written end to end."""
         return self.header, self.payload
 
 
 def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
-    """Return the layout in which `codec` gets the layers of a group.
-
-    This is `layout`, or the same in the canonical packing. None: the codec accepts neither.
-    """
+    """Return the layout in which `codec` gets a group. None: it does not accept the group."""
     for candidate in (layout, canonical_twin(layout, group)):
         if candidate is not None and codec.accepts(candidate, group):
             return candidate
@@ -73,7 +58,6 @@ def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
 def max_frame_bytes(
     codec: Codec, layout: Layout, group: int, num_tokens: int, *, align: int = ALIGNMENT
 ) -> int:
-    """Return the most bytes that a frame can have: the size of `out` for `frame_chunk`."""
     layers = layout.groups[group].layers
     rank = len(layer_shape(layout, group, num_tokens)[1])
     of_codec = arranged(codec, layout, group) or layout
@@ -97,15 +81,13 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk: `layout.chunk_bytes(group, num_tokens)` bytes of the group that `key` names. Not changed
-           here. Do not change it while the frame is in use: it is the payload of a raw frame
-    checksums: [layers] of the chunk's layers, if known: a raw frame uses them and hashes nothing
-    out:   at least `max_frame_bytes`; the frame is then `out[:frame.nbytes]`, contiguous. Without
-           it raw copies nothing, and another codec allocates memory
-    align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
+    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; the payload of a raw frame, so do not
+        change it
+    checksums: [layers], if known, for a raw frame
+    out:   at least `max_frame_bytes`; without it raw copies nothing
+    align: the payload begins at a multiple of it, a multiple of 8; direct I/O needs 4096
 
-    Raises LayoutError if the chunk does not fit the layout, or if the codec does not accept the
-    group. Raises ValueError if `out` is too small.
+    Raises LayoutError if layout or codec do not accept the chunk, ValueError if `out` is too small.
     """
     group = group_of(key, layout)
     layout.check_tokens(num_tokens)
@@ -171,10 +153,7 @@ def unframe_chunk(
 ) -> FrameHeader:
     """Check and decode one whole frame.
 
-    frame: exactly the frame, without other bytes
-    into:  `layout.chunk_bytes(group, num_tokens)` bytes; undefined after a FrameError, so publish
-           them only after the call has returned
-    find:  looks up codecs by name
+    into: `layout.chunk_bytes(group, num_tokens)` bytes; undefined after a FrameError
 
     Raises FrameError, and ValueError for an `into` of the wrong size.
     """
@@ -193,10 +172,7 @@ def unframe_payload(
     layout: Layout,
     find: FindCodec = find_codec,
 ) -> None:
-    """Verify and decode all layers. Call `check_identity` first.
-
-    `into` and errors as for `unframe_chunk`.
-    """
+    """Verify and decode all layers, after `check_identity`. Errors as for `unframe_chunk`."""
     view, target = memoryview(payload).cast("B"), memoryview(into).cast("B")
     if len(view) != header.payload_bytes:
         raise FrameError(
@@ -225,12 +201,9 @@ def unframe_layer(
     layout: Layout,
     find: FindCodec = find_codec,
 ) -> None:
-    """Verify and decode one layer. Call `check_identity` first.
+    """Verify and decode one layer, after `check_identity`. Errors as for `unframe_chunk`.
 
     encoded: the bytes at `header.layer_range(layer)`
-    into:    `header.layer_bytes` bytes
-
-    Raises FrameError, and ValueError for an `into` of the wrong size.
     """
     source, target = memoryview(encoded).cast("B"), memoryview(into).cast("B")
     if len(target) != header.layer_bytes:
@@ -252,12 +225,11 @@ def unframe_layer(
 def _target(
     codec: Codec, layout: Layout, group: int, num_tokens: int, align: int, out: memoryview | None
 ) -> memoryview | None:
-    """Return where to write header and payload: `out`, or new memory. None: raw without `out`."""
     if out is None and codec.name == RAW:
         return None
     most = max_frame_bytes(codec, layout, group, num_tokens, align=align)
     if out is None:
-        # Aligned to a page, as direct I/O needs; unused pages are never faulted in.
+        # Page-aligned for direct I/O.
         return memoryview(mmap(-1, most))
     if len(target := memoryview(out).cast("B")) < most:
         raise ValueError(f"out has {len(target)} bytes, the frame may need {most}")

@@ -1,8 +1,4 @@
-"""A layer's bytes as aligned elements for compiled code: the bits, in unsigned integers.
-
-A layer may begin at any address, because a frame's payload is not aligned. If its elements are not
-aligned, they are copied once.
-"""
+"""A layer's bytes as aligned elements for compiled code. A frame's payload is not aligned."""
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -16,19 +12,18 @@ from kvhold.core.layout import CANONICAL, Layout
 
 Elements: TypeAlias = npt.NDArray[Any]
 
-# The first byte of an encoded layer, in every codec but raw: unchanged bytes follow, or coded ones.
 RAW, CODED = 0, 1
 
 
 def read_elements(data: memoryview, kind: str) -> Elements:
-    """Return elements of numpy type `kind`, such as "<u2", [n], aligned; a copy only if needed."""
+    """Return aligned elements [n], such as "<u2"; a copy only if needed."""
     found = np.frombuffer(data, kind)
     return found if found.flags.aligned else found.copy()
 
 
 @contextmanager
 def written_elements(out: memoryview, kind: str) -> Iterator[Elements]:
-    """Yield aligned elements [n] to fill. They are in `out` when the block ends."""
+    """Yield aligned elements [n], copied to `out` after the block."""
     target = np.frombuffer(out, kind)
     if target.flags.aligned:
         yield target
@@ -39,16 +34,13 @@ def written_elements(out: memoryview, kind: str) -> Iterator[Elements]:
 
 
 def is_quantisable(layout: Layout, group: int, dtypes: Container[str]) -> bool:
-    """Return whether a codec with a loss may encode the group: KV of tokens in known axes.
-
-    A state may not be quantised, because all later tokens are computed from it.
-    """
+    """Never a state: later tokens are computed from it."""
     place = layout.groups[group]
     return place.packing == CANONICAL and place.attention != "state" and place.dtype in dtypes
 
 
 class Reader:
-    """Reads the bytes of an encoded layer from the front, with checks. Raises FrameError."""
+    """Reads an encoded layer from the front. Raises FrameError."""
 
     def __init__(self, data: memoryview, codec: str, layer: int) -> None:
         self._data = data
@@ -56,25 +48,20 @@ class Reader:
         self._name = f"{codec} layer {layer}"
 
     def byte(self) -> int:
-        """Return the next byte."""
         return self.take(1)[0]
 
     def take(self, count: int) -> memoryview:
-        """Return the next `count` bytes."""
         if count > len(self._data) - self._at:
             raise self.wrong(f"{count} bytes missing at {self._at} of {len(self._data)}")
         self._at += count
         return self._data[self._at - count : self._at]
 
     def rest(self) -> memoryview:
-        """Return the remaining bytes without taking them."""
         return self._data[self._at :]
 
     def end(self) -> None:
-        """Raise FrameError if bytes remain."""
         if self._at != len(self._data):
             raise self.wrong(f"{len(self._data) - self._at} bytes too many")
 
     def wrong(self, what: str) -> FrameError:
-        """Return the error for bytes that no encoder writes."""
         return FrameError("length", f"{self._name}: {what}")

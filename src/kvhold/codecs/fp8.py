@@ -1,9 +1,6 @@
-"""fp8: float8 e4m3, one byte per element, and a scale for each channel of a head, in K and in V.
+"""fp8: float8 e4m3, one byte per element, and a scale for each channel of a head.
 
-docs/format.md ("fp8") defines the bytes; kernels/numba_quantise.py has the arithmetic. In every
-token the same few channels of keys are far larger than the others. With a scale for each channel,
-all channels use the same part of the format's range. In a short tail these scales would take too
-many bytes, so there all channels of a head share one.
+Some channels of keys are far larger than the others in every token.
 """
 
 from typing import ClassVar
@@ -16,19 +13,16 @@ from kvhold.kernels import numba_quantise as quantise
 from kvhold.kernels.numba_floats import LEAST_NORMAL
 
 BY_CHANNEL, BY_HEAD = 1, 2
-# With at least so many tokens, scales by channel add at most 1/8 byte per element.
+# With fewer tokens, scales by channel add more than 1/8 byte per element.
 TOKENS_FOR_CHANNELS = 32
 
 
 class FP8(Quantised):
-    """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448,
-    rounded to nearest even.
+    """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448.
 
     |decoded - original| is at most 1/16 of |original|, or 2**-10 / 448 of the channel's largest
-    magnitude if that is more. It is at most 1/28 of the channel's largest magnitude. Add half a
-    unit in the last place of the dtype to each bound. Zeros stay zeros, and no value becomes
-    infinite. A layer is stored unchanged if it has an infinity or a NaN, if its largest magnitude
-    is a denormal, or if it would not become smaller.
+    magnitude if that is more, and at most 1/28 of the latter. Add half a unit in the last place of
+    the dtype. Zeros stay zeros. A layer is stored unchanged if its largest magnitude is a denormal.
     """
 
     name: ClassVar[str] = "fp8"

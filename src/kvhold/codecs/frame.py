@@ -1,18 +1,11 @@
-"""The frame: the only format of chunks outside the arena, on disks and on wires.
+"""The frame: the only format of chunks outside the arena. docs/format.md defines every byte.
 
-    head = encode_header(FrameHeader(key=key, layout=layout.fingerprint, ..., header_bytes=n))
-    header = read_header(buffer, frame_bytes=size)                      # checks all; FrameError
-    check_identity(header, key=key, layout=layout, num_tokens=256)      # is it the right chunk?
+    header = read_header(buffer, frame_bytes=size)
+    check_identity(header, key=key, layout=layout, num_tokens=256)
     verify(header, payload)                                             # verify_layer: one layer
 
-docs/format.md defines every byte. A frame holds one chunk of one group, because each group has its
-own key, dtype and shape. The header has a checksum of each layer, so that a layer can be read and
-verified alone. A reader checks all fields before it copies bytes, and allocates memory in
-proportion to the header's size. Checksums find accidents, not forgeries: whoever can write to a
-tier can write a frame.
-
-Pure functions over buffers; any thread; xxhash releases the GIL. `kvhold.codecs.chunk` encodes and
-decodes layers.
+Readers check all fields before they copy bytes. Checksums find accidents, not forgeries. Any
+thread; xxhash releases the GIL.
 """
 
 from collections.abc import Sequence
@@ -31,22 +24,22 @@ from kvhold.core.layout import CANONICAL, DTYPE_BYTES, MOST_CHUNK_BYTES, Layout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# Not text; a transfer that rewrites line ends or strips the eighth bit breaks it.
+# A transfer that rewrites line ends or strips the eighth bit breaks it.
 MAGIC = b"\x89kvhold\n"
 VERSION = 1
-RAW = "raw"  # the codec that leaves layers unchanged
-PREFIX_BYTES = 24  # up to and including the two lengths
+RAW = "raw"
+PREFIX_BYTES = 24
 ALIGNMENT = 64
 
 MAX_RANK = 8
 MAX_LAYERS = 4096
 MAX_HEADER_BYTES = 1 << 17
-MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # of the encoded and of the decoded chunk
+MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # encoded or decoded
 CODEC_BYTES = 16
 PACKING_BYTES = 32
 
 _PREFIX = Struct("<8sHHIQ")  # magic, version, flags, header_bytes, payload_bytes
-_FIXED = Struct("<16s40sqIIQ16s16s32sQQ")  # from the layout's fingerprint to the rank
+_FIXED = Struct("<16s40sqIIQ16s16s32sQQ")
 _SHAPE_AT = PREFIX_BYTES + _FIXED.size
 _ROW_BYTES = 24  # offset, length, checksum
 _CHECKSUM = Struct("<Q")
@@ -55,7 +48,7 @@ _INT64, _UINT32, _UINT64 = 1 << 63, 1 << 32, 1 << 64
 
 @dataclass(frozen=True)
 class FrameSize:
-    """The sizes in the first PREFIX_BYTES of a frame: within bounds, but not verified."""
+    """From a frame's first PREFIX_BYTES: within bounds, not verified."""
 
     header_bytes: int
     payload_bytes: int
@@ -65,19 +58,14 @@ class FrameSize:
 class FrameHeader:
     """The description of a chunk in its frame.
 
-    key:          KEY_BYTES; it names namespace, tokens, group and shard
-    layout:       16 bytes, the fingerprint of the layout
-    num_tokens:   tokens in the chunk
-    first_token:  the first token's position in the prompt; K is rotated for this position
-    codec:        how a layer is encoded
-    packing:      the axes of `shape`: CANONICAL is [planes, tokens, heads, head_dim],
-                  an engine's own packing is [blocks, block_bytes] of uint8
-    dtype:        of a decoded layer
-    shape:        of a decoded layer
-    lengths:      [layers] bytes of each encoded layer; the layers lie end to end in the payload
-    checksums:    [layers] xxh3_64 of each encoded layer
+    layout:       16 bytes, its fingerprint
+    first_token:  its position in the prompt; K is rotated for it
+    packing:      CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks,
+        block_bytes]
+    lengths:      [layers] bytes of encoded layers, end to end in the payload
+    checksums:    [layers] xxh3_64 of encoded layers
     header_bytes: where the payload begins
-    expires_at:   Unix time in whole seconds at which the chunk expires; 0: never
+    expires_at:   Unix time in seconds; 0: never
     """
 
     key: bytes
@@ -95,31 +83,28 @@ class FrameHeader:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """[layers] where each encoded layer begins, in bytes from the start of the payload."""
+        """[layers] bytes from the payload."""
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of all encoded layers."""
         return sum(self.lengths)
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of header and payload."""
         return self.header_bytes + self.payload_bytes
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Bytes of one decoded layer."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """Return `(offset, length)` of an encoded layer in the frame, for a range read."""
+        """Return `(offset, length)` in the frame."""
         return self.header_bytes + self.offsets[layer], self.lengths[layer]
 
 
 def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple[int, ...]]:
-    """Return `(dtype, shape)` of one layer in a frame. An opaque packing is uint8 for any dtype."""
+    """Return a layer's `(dtype, shape)`. An opaque packing is uint8."""
     place = layout.groups[group]
     if place.packing == CANONICAL:
         return place.dtype, (place.planes, num_tokens, place.heads, place.head_dim)
@@ -127,10 +112,7 @@ def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple
 
 
 def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
-    """Return the bytes of a header with its padding: the payload begins at a multiple of `align`.
-
-    Raises ValueError unless `align` is a multiple of 8.
-    """
+    """Return the header's size. Raises ValueError unless `align` is a multiple of 8."""
     if align < 8 or align % 8:
         raise ValueError(f"align is {align}; it must be a multiple of 8")
     least = _SHAPE_AT + 8 * rank + _ROW_BYTES * num_layers + _CHECKSUM.size
@@ -138,10 +120,7 @@ def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
 
 
 def group_of(key: bytes, layout: Layout) -> int:
-    """Return the group that `key` names.
-
-    Raises ValueError if `key` has the wrong length, and LayoutError if the layout lacks the group.
-    """
+    """Return the key's group. Raises ValueError, or LayoutError for an unknown group."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     group = int.from_bytes(key[-4:-2], "little")
@@ -151,15 +130,11 @@ def group_of(key: bytes, layout: Layout) -> int:
 
 
 def checksum(data: Buffer) -> int:
-    """Return the xxh3_64 of the data, without a seed."""
     return xxh3_64_intdigest(data)
 
 
 def encode_header(header: FrameHeader) -> bytes:
-    """Return the bytes of the header, which precede the payload.
-
-    Raises ValueError for a header that no reader would accept.
-    """
+    """Encode a header. Raises ValueError if no reader would accept it."""
     if fault := _fault(header):
         raise ValueError(f"not a frame's header: {fault[1]}")
     table = [0] * (3 * len(header.lengths))
@@ -188,10 +163,7 @@ def encode_header(header: FrameHeader) -> bytes:
 
 
 def read_size(prefix: Buffer) -> FrameSize:
-    """Return the sizes from a frame's first PREFIX_BYTES, so that a reader knows how much to fetch.
-
-    Raises FrameError.
-    """
+    """Return the sizes from a frame's first PREFIX_BYTES. Raises FrameError."""
     if len(prefix) < PREFIX_BYTES:
         raise FrameError("length", f"{len(prefix)} bytes; a frame begins with {PREFIX_BYTES}")
     magic, version, flags, header_bytes, payload_bytes = _PREFIX.unpack_from(prefix)
@@ -214,9 +186,8 @@ def read_size(prefix: Buffer) -> FrameSize:
 def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
     """Check and parse a header. Raises FrameError.
 
-    buffer:      begins with the whole header; later bytes are ignored
-    frame_bytes: the size of the whole frame, if known; finds a frame that is cut short or padded
-                 before its payload is fetched
+    buffer:      the whole header; later bytes are ignored
+    frame_bytes: if known; finds a cut or padded frame
     """
     view = memoryview(buffer).cast("B")
     size = read_size(view[:PREFIX_BYTES])
@@ -294,8 +265,7 @@ def check_identity(
 ) -> None:
     """Raise FrameError("identity") unless `header` describes the requested chunk.
 
-    first_token: if the position in the prompt matters; None for chunks that are found by their own
-                 tokens alone, which can be from any position
+    first_token: None: any
     """
     group = group_of(key, layout)
     if header.key != key:
@@ -321,7 +291,7 @@ def check_identity(
 
 
 def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
-    """Raise FrameError unless `encoded` is the layer that `header` describes."""
+    """Raise FrameError unless `encoded` is this layer."""
     if len(encoded) != header.lengths[layer]:
         raise FrameError(
             "length", f"layer {layer} is {len(encoded)} bytes of {header.lengths[layer]}"
@@ -331,7 +301,7 @@ def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
 
 
 def verify(header: FrameHeader, payload: Buffer) -> None:
-    """Raise FrameError unless all layers in `payload` are those that `header` describes."""
+    """Raise FrameError unless `payload` has the header's layers."""
     view = memoryview(payload).cast("B")
     if len(view) != header.payload_bytes:
         raise FrameError(
@@ -342,7 +312,6 @@ def verify(header: FrameHeader, payload: Buffer) -> None:
 
 
 def _fault(header: FrameHeader) -> tuple[FrameReason, str] | None:
-    """Return the fault in a header's values, for writers and readers; None: there is none."""
     if (
         not header.num_tokens
         or not 0 <= header.first_token < _INT64
@@ -406,8 +375,4 @@ def _is_name(text: str, most: int) -> bool:
 
 
 def _text(field: bytes) -> str:
-    """Return a text field without its zero padding.
-
-    Bytes that are not ASCII become a name that fails every check.
-    """
     return field.rstrip(b"\0").decode("ascii", "replace")

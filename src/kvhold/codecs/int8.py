@@ -1,9 +1,4 @@
-"""int8: one byte per element, and a scale for each run of 128 channels of a token and head.
-
-docs/format.md ("int8") defines the bytes; kernels/numba_quantise.py has the arithmetic. A large
-value in one token or head does not reduce the precision of others. Latent KV (MLA) has one wide
-head of several runs, so its rotated part has its own scale.
-"""
+"""int8: one byte per element, and a scale for each run of 128 channels of a token and head."""
 
 from typing import ClassVar
 
@@ -17,12 +12,10 @@ RUN = 128
 
 
 class Int8(Quantised):
-    """Symmetric quantisation by the largest magnitude of each run, which is stored in float32.
+    """Symmetric quantisation by the largest magnitude of each run.
 
-    |decoded - original| is at most 1/254 of the run's largest magnitude (half a step) plus half a
-    unit in the last place of the dtype, together at most 1/127 of that magnitude. Zeros and the
-    values of the largest magnitude are exact, and no value becomes infinite. A layer is stored
-    unchanged if it has an infinity or a NaN, or if it would not become smaller.
+    |decoded - original| is at most 1/254 of it plus half a unit in the last place of the dtype,
+    together at most 1/127. Zeros and the largest magnitudes are exact.
     """
 
     name: ClassVar[str] = "int8"
@@ -50,5 +43,4 @@ class Int8(Quantised):
 
 
 def _scales(place: Place) -> int:
-    """Return the number of runs in a layer."""
     return place.planes * place.tokens * place.heads * -(-place.head_dim // RUN)

@@ -1,8 +1,6 @@
-"""k8v4: keys in 8 bits, values in 4.
+"""k8v4: keys as in `int8`, values as in `kivi4`.
 
-Keys decide how much attention each token gets, so their errors change the whole answer. Errors of
-values are averaged over the tokens. So keys are coded as in `int8`, and values as in `kivi4`.
-docs/format.md ("k8v4") defines the bytes. Latent KV (MLA) is coded like keys.
+Errors of keys change the attention, and so the whole answer.
 """
 
 from typing import ClassVar
@@ -19,12 +17,9 @@ VALUE_BITS = 4
 
 
 class K8V4(Quantised):
-    """For keys, |decoded - original| is at most 1/127 of the largest in the run of 128 channels.
+    """The error bounds are those of `int8` for keys and of `kivi4` for values.
 
-    For values, the bound is that of `kivi4`. Zeros stay zeros in keys, but not always in values. No
-    value becomes infinite. A layer is stored unchanged if it has an infinity or a NaN, if the
-    largest magnitude of its values is a denormal or below 2**-100, or if it would not become
-    smaller.
+    Latent KV (MLA) is coded like keys.
     """
 
     name: ClassVar[str] = "k8v4"
@@ -65,10 +60,8 @@ class K8V4(Quantised):
 
 
 def _scales(place: Place) -> int:
-    """Return the number of runs in the keys."""
     return place.tokens * place.heads * -(-place.head_dim // RUN)
 
 
 def _keys_bytes(place: Place) -> int:
-    """Return the bytes of the plane of keys: scales and codes."""
     return 4 * _scales(place) + place.tokens * place.width

@@ -1,11 +1,8 @@
 """KIVI: 4 or 2 bits per element, between the least and the largest value of its group.
 
-docs/format.md ("kivi4, kivi2") defines the bytes; kernels/numba_groups.py has the arithmetic. After
-Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). A few
-channels of keys are many times larger than the others, in every token. So a group of keys is
-several tokens of one channel. Values have no such channels, so a group of values is several
-channels of one token. The paper keeps the latest tokens at full precision. A chunk is stored once,
-so here only the keys that do not fill a group are kept.
+After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). Some
+channels of keys are many times larger than the others, so a group of keys is tokens of one channel.
+A group of values is channels of one token.
 """
 
 from typing import ClassVar
@@ -19,22 +16,16 @@ from kvhold.kernels import numba_groups as groups
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes
 from kvhold.kernels.numba_quantise import all_finite
 
-# The least magnitude that a layer's largest may have: far above the range where float32 is inexact.
+# far above the range where float32 is inexact
 SMALLEST = 2.0**-100
 
 
 class KIVI(Quantised):
-    """A group stores its ends, the least and the largest value; 14 levels lie between them.
+    """A group stores its least and its largest value; 14 levels lie between them.
 
-    |decoded - original| is at most half the distance of two levels, 1/30 of the distance of the
-    ends (or 2**-119, if that is more), plus half a unit in the last place of the dtype. The ends
-    are at most twice the layer's largest magnitude apart, hence the bound. They are exact, unless
-    they are less than 2**-119 apart. Groups of zeros stay zeros; another zero may become up to half
-    the distance of two levels. No value becomes infinite.
-
-    A layer is stored unchanged if it has an infinity or a NaN, if the largest coded magnitude is a
-    denormal or below 2**-100, or if it would not become smaller. Latent KV (MLA) is coded like
-    keys.
+    |decoded - original| is at most 1/30 of their distance (or 2**-119, if that is more), plus half
+    a unit in the last place of the dtype. They are exact, unless they are less than 2**-119 apart.
+    Groups of zeros stay zeros. Latent KV (MLA) is coded like keys.
     """
 
     name: ClassVar[str] = "kivi4"
@@ -70,7 +61,7 @@ class KIVI(Quantised):
 
 
 class KIVI2(KIVI):
-    """KIVI with two levels between the ends: half their distance is 1/6 of the range."""
+    """With two levels between the ends: errors up to 1/6 of the range."""
 
     name: ClassVar[str] = "kivi2"
     error_bound: ClassVar[float] = 0.338  # 1/3 + 1/256
@@ -78,20 +69,18 @@ class KIVI2(KIVI):
 
 
 def keys_bytes(place: Place, bits: int) -> int:
-    """Return the bytes of a plane of keys: ends, codes, and the tokens that do not fill a group."""
     full, rest = divmod(place.tokens, groups.GROUP)
     coded = full * groups.GROUP * groups.packed_width(place.width, bits)
     return coded + (2 * full + rest) * place.width * DTYPE_BYTES[place.dtype]
 
 
 def values_bytes(place: Place, bits: int) -> int:
-    """Return the bytes of a plane of values: ends and codes."""
     ends = 2 * groups.num_groups(place.width, place.head_dim) * DTYPE_BYTES[place.dtype]
     return place.tokens * (ends + groups.packed_width(place.width, bits))
 
 
 def write_keys(plane: Elements, place: Place, bits: int, out: memoryview) -> float:
-    """Encode keys [tokens, width] to `keys_bytes`. Returns the largest coded magnitude."""
+    """Encode keys [tokens, width]. Return the largest coded magnitude."""
     full = place.tokens // groups.GROUP
     ends = np.empty((full, 2, place.width), plane.dtype)
     codes, rest = _keys_parts(np.frombuffer(out, np.uint8), place, bits, ends)
@@ -104,7 +93,7 @@ def write_keys(plane: Elements, place: Place, bits: int, out: memoryview) -> flo
 
 
 def read_keys(encoded: memoryview, place: Place, bits: int, plane: Elements) -> None:
-    """The inverse. Raises FrameError for ends that no encoder writes."""
+    """Undo `write_keys`. Raises FrameError."""
     full = place.tokens // groups.GROUP
     ends = _read_ends(encoded, place, (full, 2, place.width))
     codes, rest = _keys_parts(np.frombuffer(encoded, np.uint8), place, bits, ends)
@@ -115,7 +104,7 @@ def read_keys(encoded: memoryview, place: Place, bits: int, plane: Elements) -> 
 
 
 def write_values(plane: Elements, place: Place, bits: int, out: memoryview) -> float:
-    """Encode values [tokens, width] to `values_bytes`. Returns the largest magnitude."""
+    """Encode values [tokens, width]. Return the largest magnitude."""
     ends = np.empty((place.tokens, 2, groups.num_groups(place.width, place.head_dim)), plane.dtype)
     codes = np.frombuffer(out, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
     groups.rows_encode(
@@ -126,7 +115,7 @@ def write_values(plane: Elements, place: Place, bits: int, out: memoryview) -> f
 
 
 def read_values(encoded: memoryview, place: Place, bits: int, plane: Elements) -> None:
-    """The inverse. Raises FrameError for ends that no encoder writes."""
+    """Undo `write_values`. Raises FrameError."""
     ends = _read_ends(
         encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim))
     )
@@ -135,15 +124,14 @@ def read_values(encoded: memoryview, place: Place, bits: int, plane: Elements) -
 
 
 def is_too_small(largest: float, place: Place) -> bool:
-    """Return whether a layer's largest magnitude is too small for the error bound.
+    """Return whether a layer's largest magnitude is a denormal or below 2**-100.
 
-    float32 or the dtype would then lose more than the bound allows.
+    Such layers are stored unchanged, to keep the error bound.
     """
     return 0 < largest < max(LEAST_NORMAL[place.dtype], SMALLEST)
 
 
 def largest_magnitude(elements: Elements, dtype: str) -> float:
-    """Return the largest magnitude of finite elements, given as bits."""
     most = (elements & (np.iinfo(elements.dtype).max >> 1)).max(initial=0)
     if dtype == "float16":
         return float(np.asarray(most, np.uint16).view(np.float16))
@@ -152,17 +140,13 @@ def largest_magnitude(elements: Elements, dtype: str) -> float:
 
 
 def _keys_parts(data: Bytes, place: Place, bits: int, ends: Elements) -> tuple[Bytes, Bytes]:
-    """Return the codes, by token, and the bytes of the tokens that do not fill a group."""
     tokens, packed = len(ends) * groups.GROUP, groups.packed_width(place.width, bits)
     begin = ends.nbytes + tokens * packed
     return data[ends.nbytes : begin].reshape(tokens, packed), data[begin:]
 
 
 def _read_ends(encoded: memoryview, place: Place, shape: tuple[int, int, int]) -> Elements:
-    """Return the ends [groups, 2, ...] as bits.
-
-    Raises FrameError if an end is not finite, or if the least is larger than the largest.
-    """
+    """Raises FrameError unless the ends [groups, 2, ...] are finite and in order."""
     nbytes = shape[0] * shape[1] * shape[2] * DTYPE_BYTES[place.dtype]
     ends = read_elements(encoded[:nbytes], place.kind).reshape(shape)
     order = _order(ends)
@@ -172,6 +156,5 @@ def _read_ends(encoded: memoryview, place: Place, shape: tuple[int, int, int]) -
 
 
 def _order(bits: Elements) -> Elements:
-    """Return signed integers that are ordered like the numbers, -0 before 0."""
     signed = bits.view(f"<i{bits.itemsize}")
     return np.asarray(np.where(signed < 0, signed ^ np.iinfo(signed.dtype).max, signed))

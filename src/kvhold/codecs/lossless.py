@@ -1,16 +1,6 @@
 """lossless: elements are split into byte planes, and the planes that compress are coded by rANS.
 
-docs/format.md ("lossless") defines the bytes; kernels/numba_rans.py has the coder.
-
-- An element is rotated left by one bit and split into bytes, most significant first. Byte number n
-  of all elements is a plane.
-- The first byte of a bfloat16 is its exponent. KV uses few exponents, with very different
-  frequencies, so about 2.6 bits suffice for these 8.
-- Mantissas are noise and stay as they are, like every plane that would shrink by less than 1/32. A
-  plane with a single value takes two bytes.
-- K and V have separate frequencies.
-- If channels differ in size, as in keys, each channel's mean exponent is subtracted first, if this
-  makes the plane smaller.
+If it saves bytes, each channel's mean exponent is subtracted.
 """
 
 from dataclasses import dataclass
@@ -27,7 +17,7 @@ from kvhold.kernels.numba_rans import Bytes
 
 PLAIN, CONSTANT, CODED_PLANE, BIASED_PLANE = range(4)
 
-# The step of the exponent within the first byte of a rotated element; biases are its multiples.
+# The exponent's step in the first byte of a rotated element.
 _EXPONENT_STEP = {
     "float64": 1,
     "float32": 1,
@@ -37,8 +27,8 @@ _EXPONENT_STEP = {
     "float8_e4m3fn": 16,
     "float8_e4m3fnuz": 16,
 }
-_LEAST_GAIN = 32  # a plane is coded if this saves at least 1/32
-_LEAST_TOKENS = 8  # a bias costs a byte per channel, which is too much for fewer tokens
+_LEAST_GAIN = 32
+_LEAST_TOKENS = 8  # a bias costs a byte per channel
 _SYMBOL = Struct("<BH")
 
 
@@ -46,11 +36,9 @@ _SYMBOL = Struct("<BH")
 class _Cut:
     """How a layer is split.
 
-    parts:    parts with separate frequencies: the planes of the group
-    elements: of a part
-    size:     bytes of an element
-    width:    elements of a token
-    step:     of the exponent, for the bias; 0: no bias
+    parts: with separate frequencies, the planes
+    width: elements of a token
+    step:  of the exponent
     """
 
     parts: int
@@ -77,18 +65,16 @@ def _cut(layout: Layout, group: int, num_tokens: int) -> _Cut:
 
 
 class Lossless:
-    """Exact for any bytes of any packing. A layer grows by at most one byte."""
+    """A layer grows by at most one byte."""
 
     name: ClassVar[str] = "lossless"
     lossless: ClassVar[bool] = True
     error_bound: ClassVar[float] = 0.0
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """Accept every group."""
         return True
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """Return the layer's size and one byte."""
         return 1 + layout.groups[group].layer_bytes(num_tokens)
 
     def encode(
@@ -101,7 +87,6 @@ class Lossless:
         layer: int,
         num_tokens: int,
     ) -> int:
-        """Encode plane by plane; store the layer unchanged if the planes are not smaller."""
         cut = _cut(layout, group, num_tokens)
         elements = read_elements(plain, cut.kind).reshape(cut.parts, cut.elements)
         target, end = np.frombuffer(out, np.uint8), 1
@@ -110,7 +95,7 @@ class Lossless:
                 for piece in _encode_plane(
                     values, cut.width if plane == 0 and cut.step else 0, cut.step
                 ):
-                    if end + len(piece) > len(plain):  # not smaller than the unchanged layer
+                    if end + len(piece) > len(plain):
                         out[0] = RAW
                         copy(plain, out[1 : 1 + len(plain)])
                         return 1 + len(plain)
@@ -129,7 +114,6 @@ class Lossless:
         layer: int,
         num_tokens: int,
     ) -> None:
-        """Decode. Raises FrameError for a wrong length, and for bytes that no encoder writes."""
         reader = Reader(encoded, self.name, layer)
         form = reader.byte()
         if form == RAW:
@@ -150,10 +134,6 @@ class Lossless:
 
 
 def _encode_plane(values: Bytes, width: int, step: int) -> list[Bytes]:
-    """Return the encoded pieces of one plane.
-
-    width: elements of a token; 0: do not try a bias
-    """
     counts = rans.histogram(values)
     if counts.max(initial=0) == values.size:
         return [np.array([CONSTANT, values[0] if values.size else 0], np.uint8)]
@@ -189,7 +169,6 @@ def _encode_plane(values: Bytes, width: int, step: int) -> list[Bytes]:
 
 
 def _coded_bytes(counts: rans.Counts, freq: rans.Counts) -> float:
-    """Return the encoded size of a plane, accurate to a few bytes."""
     present = counts > 0
     bits = float((counts[present] * (rans.SCALE_BITS - np.log2(freq[present]))).sum())
     overhead = rans.num_segments(int(counts.sum())) * (4 + 2 * rans.STATE_WORDS)
@@ -197,7 +176,6 @@ def _coded_bytes(counts: rans.Counts, freq: rans.Counts) -> float:
 
 
 def _decode_plane(reader: Reader, cut: _Cut, *, biased: bool) -> tuple[Bytes, Bytes | None]:
-    """Return the bytes of one plane, and the bias to add to them (None: no bias)."""
     form = reader.byte()
     if form == PLAIN:
         return np.frombuffer(reader.take(cut.elements), np.uint8), None

@@ -1,12 +1,6 @@
 """Convert known packings of engines to the canonical one, for codecs with a loss, and back.
 
-    twin = canonical_twin(layout, group)                       # in the canonical packing, or None
-    plain = to_canonical(layer, layout.groups[group])          # [planes][tokens][heads][head_dim]
-    from_canonical(plain, into, layout.groups[group])
-
-Exact: bytes only change places. Integrations give the names (`Group.packing`), which contain the
-engine's version. A test compares each packing with the engine's own kernels. Any thread; copies
-release the GIL.
+Bytes only change places.
 """
 
 from dataclasses import replace
@@ -23,7 +17,6 @@ _HEADS_WITH_K_TRANSPOSED = frozenset({"vllm-0.32-cpu_attn-vec", "vllm-0.32-cpu_a
 
 
 def is_known(group: Group) -> bool:
-    """Return whether the group's blocks can be converted to the canonical packing."""
     block_bytes = 2 * group.block_tokens * group.token_bytes
     return (
         group.packing in _HEADS_WITH_K_TRANSPOSED
@@ -34,10 +27,7 @@ def is_known(group: Group) -> bool:
 
 @lru_cache(64)
 def canonical_twin(layout: Layout, group: int) -> Layout | None:
-    """Return the layout with the group in the canonical packing; None: its packing is unknown.
-
-    Layers keep their size.
-    """
+    """None: the packing is unknown."""
     place = layout.groups[group]
     if not is_known(place):
         return None
@@ -47,7 +37,6 @@ def canonical_twin(layout: Layout, group: int) -> Layout | None:
 
 
 def to_canonical(layer: memoryview, group: Group) -> memoryview:
-    """Return a copy of one layer of whole blocks in the canonical packing."""
     plain = np.empty(len(layer), np.uint8)
     for packed, plane in zip(
         _packed(np.frombuffer(layer, np.uint8), group), _planes(plain, group), strict=True
@@ -57,7 +46,6 @@ def to_canonical(layer: memoryview, group: Group) -> memoryview:
 
 
 def from_canonical(plain: memoryview, layer: memoryview, group: Group) -> None:
-    """Undo `to_canonical`, into `layer` of the same size."""
     for packed, plane in zip(
         _packed(np.frombuffer(layer, np.uint8), group),
         _planes(np.frombuffer(plain, np.uint8), group),
@@ -69,7 +57,7 @@ def from_canonical(plain: memoryview, layer: memoryview, group: Group) -> None:
 def _planes(
     plain: npt.NDArray[np.uint8], group: Group
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return views of K and V in `plain`, each [blocks, tokens of a block, heads, head_dim]."""
+    """Return K and V, each [blocks, tokens of a block, heads, head_dim]."""
     k, v = plain.view(_kind(group)).reshape(2, -1, group.block_tokens, group.heads, group.head_dim)
     return k, v
 
@@ -77,7 +65,6 @@ def _planes(
 def _packed(
     layer: npt.NDArray[np.uint8], group: Group
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return views of K and V in the engine's blocks, of the same shape as in `_planes`."""
     blocks = layer.view(_kind(group)).reshape(
         -1, group.heads, 2, group.block_tokens * group.head_dim
     )

@@ -1,13 +1,11 @@
 """The base class of codecs with a loss.
 
-It decides which groups are accepted, and stores a layer unchanged if the codec cannot encode it.
-
     class Halved(Quantised):
         name, error_bound = "halved", 0.5
         def _code(self, elements, place, out): ...          # bytes written; None: store unchanged
         def _restore(self, encoded, place, target): ...     # raises place.wrong(...)
 
-The first byte of an encoded layer is its form. This class uses RAW, the codec all other forms.
+An encoded layer's first byte is its form: RAW, or one of the codec's.
 """
 
 from abc import ABC, abstractmethod
@@ -38,37 +36,35 @@ class Place:
 
     @property
     def width(self) -> int:
-        """The elements of a token in one plane."""
         return self.heads * self.head_dim
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the decoded layer."""
         return self.planes * self.tokens * self.width * DTYPE_BYTES[self.dtype]
 
     @property
     def kind(self) -> str:
-        """The numpy type of an element's bits."""
         return f"<u{DTYPE_BYTES[self.dtype]}"
 
     def wrong(self, what: str) -> FrameError:
-        """Return the error for bytes that no encoder writes."""
         return FrameError("length", f"{self.codec} layer {self.layer}: {what}")
 
 
 class Quantised(ABC):
-    """A codec with a loss, for KV of tokens in bfloat16, float16 and float32."""
+    """A codec with a loss, for KV of tokens in bfloat16, float16 and float32.
+
+    A layer is stored unchanged if an element is not finite, or if it would not become smaller. No
+    decoded value becomes infinite.
+    """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
     error_bound: ClassVar[float]
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """Accept bfloat16, float16 and float32 in the canonical packing; no states."""
         return is_quantisable(layout, group, KINDS)
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """Return the layer's size and one byte."""
         return 1 + layout.groups[group].layer_bytes(num_tokens)
 
     def encode(
@@ -81,7 +77,6 @@ class Quantised(ABC):
         layer: int,
         num_tokens: int,
     ) -> int:
-        """Encode with `_code`; if it returns None, store the layer unchanged."""
         place = self._place(layout, group, layer, num_tokens)
         end = self._code(read_elements(plain, place.kind), place, out)
         if end is not None:
@@ -100,7 +95,6 @@ class Quantised(ABC):
         layer: int,
         num_tokens: int,
     ) -> None:
-        """Decode. Raises FrameError for a wrong length, and for bytes that no encoder writes."""
         place = self._place(layout, group, layer, num_tokens)
         if not len(encoded):
             raise place.wrong("no bytes")
@@ -114,15 +108,14 @@ class Quantised(ABC):
 
     @abstractmethod
     def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
-        """Write a form other than RAW, and its bytes. Returns the total, at most `place.nbytes`.
+        """Write a form, and then the codes. Return the bytes, at most `place.nbytes`.
 
-        Returns None if an element is not finite, or if the layer would not become smaller. `out`
-        may then hold anything.
+        None: store the layer unchanged.
         """
 
     @abstractmethod
     def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
-        """Decode `encoded` into `target`. Its form is not RAW; trust nothing else about it."""
+        """The form is not RAW. Trust nothing else."""
 
     def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> Place:
         found = layout.groups[group]
@@ -139,7 +132,7 @@ class Quantised(ABC):
 
 
 def read_scales(data: memoryview, place: Place) -> Floats:
-    """Return the scales, float32 [n]. Raises FrameError if one is negative or not finite."""
+    """Return float32 [n]. Raises FrameError if one is negative or not finite."""
     scales: Floats = read_elements(data, "<f4")
     if not (scales >= 0).all() or not np.isfinite(scales).all():
         raise place.wrong("a scale that is negative or not finite")

@@ -1,4 +1,4 @@
-"""The codec that changes nothing: an encoded layer is the layer itself."""
+"""The codec that changes nothing."""
 
 from typing import ClassVar
 
@@ -10,18 +10,14 @@ from kvhold.core.layout import Layout
 
 
 class Raw:
-    """Identity. A raw frame copies nothing, unless the caller wants it contiguous."""
-
     name: ClassVar[str] = RAW
     lossless: ClassVar[bool] = True
     error_bound: ClassVar[float] = 0.0
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """Accept every group."""
         return True
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """Return the layer's size."""
         return layout.groups[group].layer_bytes(num_tokens)
 
     def encode(
@@ -34,7 +30,6 @@ class Raw:
         layer: int,
         num_tokens: int,
     ) -> int:
-        """Copy."""
         copy(plain, out[: len(plain)])
         return len(plain)
 
@@ -48,15 +43,12 @@ class Raw:
         layer: int,
         num_tokens: int,
     ) -> None:
-        """Copy. Raises FrameError if the lengths differ."""
+        """Raises FrameError if the lengths differ."""
         if len(encoded) != len(out):
             raise FrameError("length", f"raw layer {layer} is {len(encoded)} bytes of {len(out)}")
         copy(encoded, out)
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Copy `source` to `target`, of equal length, with the GIL released.
-
-    An assignment to a memoryview would hold the GIL.
-    """
+    """Copy with the GIL released, unlike an assignment to a memoryview."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,10 +1,4 @@
-"""Codecs by name: kvhold's, and those of plugins (entry points in the group "kvhold.codecs").
-
-A codec is imported at its first use.
-
-make_codec("raw")       # a user's setting: an unknown name is a ConfigError
-find_codec("raw")       # a frame's header: an unknown name is None
-"""
+"""Codecs by name: kvhold's, and those of plugins (entry points in the group "kvhold.codecs")."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +17,7 @@ ENTRY_POINTS = "kvhold.codecs"
 
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
-# Entry points instead of classes: an import of any codec but raw compiles it, and needs numba.
+# An import of any codec but raw compiles it.
 _OURS: dict[str, EntryPoint] = {
     name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
     for name, place in {
@@ -43,22 +37,20 @@ _OURS: dict[str, EntryPoint] = {
 
 
 def codec_names() -> tuple[str, ...]:
-    """Return the names of all codecs, sorted."""
     return tuple(sorted({*_OURS, *_plugins()}))
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec of that name, one instance per process.
+    """Return the codec, one per process. The first use on a machine may compile for half a minute.
 
-    Raises ConfigError if the name is unknown, or if the codec cannot be loaded here. The first use
-    on a machine may compile the codec, which takes up to half a minute.
+    Raises ConfigError if it is unknown or cannot be loaded.
     """
     check_codec(name)
     return _instance(name)
 
 
 def check_codec(name: str) -> None:
-    """Raise ConfigError if the name is unknown, or if numba is missing for it. Imports nothing."""
+    """Raise ConfigError if the name is unknown, or if numba is missing. Imports nothing."""
     if name not in codec_names():
         near = get_close_matches(name, codec_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -70,9 +62,9 @@ def check_codec(name: str) -> None:
 
 
 def find_codec(name: str) -> Codec | None:
-    """Return the codec of that name. None: it is unknown, or cannot be loaded here (logged)."""
+    """Return the codec for a frame's header. None: unknown, or cannot be loaded (logged)."""
     if name not in _OURS and name not in _plugins():
-        return None  # not cached, because the name may come from a frame of another host
+        return None  # not cached: it may come from another host
     try:
         return _instance(name)
     except ConfigError as error:
@@ -101,5 +93,4 @@ def _instance(name: str) -> Codec:
 
 @cache
 def _plugins() -> dict[str, EntryPoint]:
-    """Return the plugins' entry points by name, without importing them."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

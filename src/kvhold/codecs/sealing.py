@@ -1,19 +1,13 @@
 """Encrypted frames: AES-256-GCM over a whole frame, so a tier cannot read, swap or alter chunks.
 
-    keyring = Keyring.read(["=file:/etc/kvhold/key", "acme=env:ACME_KEY",
-    "acme=file:/etc/kvhold/acme-2025"]) parts = keyring.seal((header, payload), key=key,
-    tenant="acme")
+    parts = keyring.seal((header, payload), key=key, tenant="acme")
     frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
 
-docs/format.md ("Sealed frames") defines the bytes. Each sealed frame has its own key. HKDF-SHA256
-derives it from the tenant's key, 32 random bytes in the sealed frame, the tenant's name and the
-chunk's key. So a tenant's key may seal any number of frames, and a frame cannot be unsealed as
-another chunk or for another tenant.
+HKDF-SHA256 derives a frame's key from the tenant's key and name, 32 random bytes, and the chunk's
+key. So a tenant's key may seal any number of frames, and no frame can be unsealed as another chunk
+or for another tenant.
 
-A tenant's first key seals; all its keys unseal. To change the key, put a new one first, and remove
-the old one when the frames that it sealed have been evicted.
-
-Needs the `cryptography` library. Any thread; the arithmetic releases the GIL.
+A tenant's first key seals; all its keys unseal. Any thread; the GIL is released.
 """
 
 import base64
@@ -42,24 +36,17 @@ Parts = Sequence[memoryview]
 
 @dataclass(frozen=True)
 class _Key:
-    """A tenant's key.
-
-    secret:   KEY_BYTES
-    identity: 8 bytes that name the key and reveal nothing about it
-    """
+    """identity: 8 bytes that reveal nothing about the key."""
 
     secret: bytes
     identity: bytes
 
 
 class Keyring:
-    """Keys by tenant. The keys of "" are for tenants without keys of their own."""
+    """Keys by tenant. The keys of "" are for tenants without their own."""
 
     def __init__(self, keys: Mapping[str, Sequence[bytes]]) -> None:
-        """Check the keys. Raises ConfigError.
-
-        keys: the keys of each tenant, KEY_BYTES each; the first one seals
-        """
+        """Raises ConfigError. keys: KEY_BYTES each; a tenant's first one seals."""
         try:
             import cryptography  # noqa: F401 - fail now, not at the first frame
         except ImportError as error:
@@ -77,10 +64,7 @@ class Keyring:
 
     @classmethod
     def read(cls, lines: Sequence[str], environ: Mapping[str, str] = os.environ) -> "Keyring":
-        """Read keys from settings, one per key: `TENANT=file:PATH` or `TENANT=env:NAME`.
-
-        Raises ConfigError; its message shows no key.
-        """
+        """Read `TENANT=file:PATH` or `TENANT=env:NAME`. Raises ConfigError, showing no key."""
         keys: dict[str, list[bytes]] = {}
         for line in lines:
             tenant, equals, source = line.partition("=")
@@ -93,11 +77,10 @@ class Keyring:
         return cls(keys)
 
     def seals(self, tenant: str) -> bool:
-        """Return whether there is a key for the tenant."""
         return bool(self._of(tenant))
 
     def seal(self, parts: Parts, *, key: bytes, tenant: str) -> Parts:
-        """Seal a frame's parts for a chunk's key. Raises KeyError if the tenant has no key."""
+        """Seal a frame. Raises KeyError if the tenant has no key."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         keys = self._of(tenant)
@@ -118,7 +101,7 @@ class Keyring:
         return (sealed[: end + _TAG_BYTES],)
 
     def unseal(self, sealed: memoryview, *, key: bytes, tenant: str) -> memoryview:
-        """Return the frame in a sealed value. Raises FrameError."""
+        """Return the frame. Raises FrameError."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -157,12 +140,10 @@ class Keyring:
 
 
 def is_sealed(value: memoryview) -> bool:
-    """Return whether `value` begins with the magic bytes of a sealed frame."""
     return bytes(value[: len(MAGIC)]) == MAGIC
 
 
 def _derived(of: _Key, head: bytes, key: bytes, tenant: str) -> tuple[bytes, bytes]:
-    """Return `(key, nonce)` of one frame."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -189,7 +170,7 @@ def _read_key(kind: str, place: str, environ: Mapping[str, str]) -> bytes:
                 raw = file.read(1024)
         except OSError as error:
             raise ConfigError(f"{where}: {error.strerror}") from None
-    # 32 ASCII characters are a weak key, or another form that was cut short.
+    # 32 ASCII characters are a weak key, or cut short.
     as_is = None if raw.isascii() else raw
     for found in (as_is, _hex(raw.strip()), _base64(raw.strip())):
         if found is not None and len(found) == KEY_BYTES:

@@ -1,10 +1,7 @@
-"""turboquant4: 4 bits per channel of a vector that is rotated at random first.
+"""turboquant4: 4 bits per channel of a vector that is rotated at random, to make channels equal.
 
-The rotation makes all channels of a vector equally large. docs/format.md ("turboquant4") defines
-the bytes; kernels/numba_turns.py has the arithmetic. After Zandieh et al., "TurboQuant: Online
-Vector Quantization with Near-optimal Distortion Rate" (2025), with its quantiser for the least
-squared error. The rotation is a Hadamard matrix with random signs instead of an arbitrary one. Each
-vector is coded alone, so a tail compresses as well as a whole chunk.
+After Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate"
+(2025). The rotation is a Hadamard matrix with random signs.
 """
 
 from collections.abc import Iterator
@@ -20,20 +17,14 @@ from kvhold.kernels import numba_turns as turns
 from kvhold.kernels.numba_floats import Floats
 from kvhold.kernels.numba_quantise import all_finite
 
-LIMIT = 0.145  # largest error, over the layer's largest magnitude, before rounding to the dtype
+LIMIT = 0.145  # over the layer's largest magnitude
 
 
 class TurboQuant4(Quantised):
-    """A vector is a run of 128 channels of a head in one token. It has its own scale.
+    """A vector is a run of 128 channels of a head in one token.
 
-    The rotation spreads the error evenly: each channel's error is about 1/10 of the vector's root
-    mean square, whatever the channel's own size. To keep the bound, the encoder decodes each
-    vector, and stores it unchanged if an error exceeds LIMIT. Zeros may change, but vectors of
-    zeros do not. No value becomes infinite.
-
-    A layer is stored unchanged if it has an infinity or a NaN, if its largest magnitude is a
-    denormal or below 2**-100, or if it would not become smaller. The last case includes layers
-    whose values all have similar magnitudes, unlike a normal distribution.
+    Each channel's error is about 1/10 of the vector's root mean square. A vector is stored
+    unchanged if an error exceeds LIMIT. Zeros may change, but vectors of zeros do not.
     """
 
     name: ClassVar[str] = "turboquant4"
@@ -91,14 +82,12 @@ class TurboQuant4(Quantised):
 
 
 def _parts(place: Place) -> tuple[int, int]:
-    """Return where the codes begin, behind the scales, and where they end."""
     heads = place.planes * place.tokens * place.heads
     begin = 1 + 4 * heads * -(-place.head_dim // turns.RUN)
     return begin, begin + heads * turns.head_bytes(place.head_dim)
 
 
 def _kept(scales: Floats, head_dim: int) -> Iterator[tuple[npt.NDArray[np.bool_], slice]]:
-    """Yield for each run of a head the unchanged vectors, a mask [heads], and the channels."""
     for run in range(scales.shape[1]):
         yield (
             scales[:, run] == turns.KEPT,

@@ -1,22 +1,12 @@
-"""Copies between an engine's paged KV (a view) and chunks in the arena: gather takes KV out,
-scatter puts it back.
+"""Copy KV between an engine's blocks (a view) and chunks in the arena.
 
     plan = plan_blocks(view, block_ids, Chunks(arena, offsets, num_tokens))
     gather(plan)                                    # all layers, one call
     scatter(plan, layers=range(4, 5), threads=2)    # one layer, two threads
 
-Three workers stand behind the two doors and give the same bytes: numba for host memory, Triton for
-a GPU that reaches the arena, and the reference (numpy on the host, torch on a device) for the rest.
-Which one is decided once for each kind of device and logged with the reason. On the host a call
-returns when the bytes are there; on a device it returns at once and the copy is in the current
-stream's order. Any thread may call; two calls at a time must not write the same bytes.
-
-Where a view has a `coding`, a gather encodes and a scatter decodes on the way: by numba in host
-memory, by Triton on a device.
-
-With `sums` a copy in host memory also takes the checksum (xxh3_64) of each layer of each chunk, as
-the frames below memory state it. What is compared with what, and what follows, is the caller's
-(`kvhold.memory.copy`).
+Three workers give the same bytes: numba for host memory, Triton for a GPU that can address the
+arena, and the reference. On a device a copy follows the current stream and may end after the call.
+Any thread; concurrent calls must not write the same bytes.
 """
 
 import logging
@@ -50,9 +40,8 @@ Worker: TypeAlias = Literal["numba", "triton", "reference"]
 Sums: TypeAlias = npt.NDArray[np.uint64]  # [chunks, layers]
 Copy: TypeAlias = Callable[[Plan, range, bool, int], None]  # plan, layers, to_arena, threads
 
-_SHORT_LAYER = (
-    240  # bytes of a layer up to which the compiled copies leave checksums to the library
-)
+# Bytes of a layer. The xxhash library hashes shorter ones.
+_SHORT_LAYER = 240
 
 _log = logging.getLogger(__name__)
 
@@ -65,19 +54,13 @@ def gather(
     sums: Sums | None = None,
     worker: Worker | None = None,
 ) -> None:
-    """Copy the plan's rows of the view into its chunks.
+    """Copy the plan's rows of the view into its chunks; encode if the view has a `coding`.
 
-    layers:  consecutive layers of the group, all by default; each layer's place in a chunk is the
-        same either way
-    threads: how many threads may share the work (host memory only); the caller is one of them, and
-        the GIL is released
-    sums:    where to write the checksums of those layers of the chunks; a chunk of which no row is
-        copied keeps what stands there.
-             Host memory only: on a device the bytes are not there yet when this returns
-    worker:  overrides the choice, for tests
+    layers:  consecutive, default all
+    threads: with the caller; host memory only. The GIL is released
+    sums:    receives xxh3_64 by chunk and layer; host memory only
 
-    Bytes of a chunk whose slot was negative, or whose layer was not asked for, stay as they were.
-    Raises ValueError for bad arguments.
+    Bytes of negative slots and of other layers stay. Raises ValueError for bad arguments.
     """
     if not plan.chunks.writable:
         raise ValueError("gather would write chunks.base, which is read-only")
@@ -92,11 +75,9 @@ def scatter(
     sums: Sums | None = None,
     worker: Worker | None = None,
 ) -> None:
-    """Copy the plan's chunks into the view's rows. Arguments as for `gather`; nothing but the rows
-    named by slots is written.
+    """Copy the plan's chunks into the view's rows. Arguments are as for `gather`.
 
-    sums: of all bytes of the layers, whether their rows are copied or not, as they were after the
-        copy
+    sums: of all bytes of the layers, after the copy
     """
     if not plan.view.writable:
         raise ValueError("scatter would write a view of read-only tensors")
@@ -104,11 +85,7 @@ def scatter(
 
 
 def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
-    """Choose and load the worker for a device now, so that the first copy does not pay for it
-    (numba: 0.3 s, or seconds uncached).
-
-    views: on a GPU, what is compiled for them is compiled now
-    """
+    """Load or compile the code for a device and views. It takes up to seconds."""
     worker = _chosen(device.partition(":")[0], True)
     _load(worker)
     if worker == "numba":
@@ -125,9 +102,9 @@ def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
 def sum_layers(
     plan: Plan, layers: range, sums: Sums, chunks: "npt.NDArray[np.int64] | None" = None
 ) -> None:
-    """Write the checksums of `layers` of the plan's chunks to `sums` [chunks, layers of the view].
+    """Write checksums to `sums` [chunks, layers of the view].
 
-    chunks: which, by default those of which rows are copied
+    chunks: default: those with a copied row
     """
     base, view = np.asarray(plan.chunks.base), plan.view
     for chunk in np.unique(plan.chunk) if chunks is None else chunks:
@@ -183,11 +160,6 @@ def _copy(
 
 
 def _copy_coded(plan: Plan, layers: range, to_arena: bool, threads: int, worker: Worker) -> None:
-    """Encode or decode on the way.
-
-    Raises ValueError where nothing does so for that device, or scales would not lie at multiples of
-    4.
-    """
     if worker == "reference":
         raise ValueError(
             f"blocks on {plan.view.device} cannot be encoded: that takes numba in host "
@@ -212,15 +184,11 @@ def _check_sums(plan: Plan, sums: Sums) -> None:
 
 
 def _least_layer(plan: Plan) -> int:
-    """Bytes of a layer of the shortest chunk of which something is copied."""
     return int(plan.chunk_rows[plan.chunk].min()) * plan.view.planes * plan.view.row_bytes
 
 
 @cache
 def _chosen(device_type: str, reached: bool) -> Worker:
-    """The fastest worker there is here for a kind of device; logged, with the reason, once for
-    each.
-    """
     worker: Worker = "reference"
     if not reached:
         reason = "the device cannot address the arena: not pinned, or not mapped"
@@ -247,23 +215,18 @@ def _imports(module: str) -> bool:
 
 @cache
 def _load(worker: Worker) -> Copy:
-    """Import a worker; the numba one compiles, or loads what was compiled before, as it is
-    imported.
-    """
     copy: Copy = import_module(f"kvhold.kernels.{worker}_copy").copy
     return copy
 
 
 @cache
 def _load_coded(worker: Worker) -> Copy:
-    """The copy that encodes and decodes."""
     copy: Copy = import_module(f"kvhold.kernels.{worker}_coded_copy").copy
     return copy
 
 
 @cache
 def _load_summed() -> Callable[[Plan, range, bool, int, Sums], None]:
-    """The compiled copy that takes checksums as it goes."""
     copy: Callable[[Plan, range, bool, int, Sums], None] = import_module(
         "kvhold.kernels.numba_summed_copy"
     ).copy

@@ -1,22 +1,9 @@
-"""Numbers into few bins and back, compiled: a step for each channel, and for each bin a symbol
-whose odds its channel and token tell.
+"""Quantise numbers to few bins and back, compiled.
 
-    measure(elements, "bfloat16", tokens, width)               # what an encoder chooses steps by
-    deviations = quantise(elements, "bfloat16", steps, offsets)
-    kinds = spread_kinds(classes, shifts, bounds, tokens, num_kinds)
-    symbols, exceptions = to_symbols(deviations, kinds, offsets, reach)
-    dequantise(symbols, offsets, steps, exceptions, "bfloat16", elements)
-
-One plane of a layer at a time: [tokens, width], a column a channel. The bin of a number is the
-    nearest integer to number / step, within
--127..127; a channel's offset, the bin of its mean, is taken off, and what is left is the deviation.
-A symbol is the deviation as one byte, or ESCAPE where it is out of the reach of the symbol's kind;
-then the bin itself is an exception, in the order of elements. Bin 0 is the number 0 whatever the
-offset, so zeros stay zeros.
-
-Elements are as in numba_floats.py, and finite. Sums are in float64, token by token; all that a
-decoder does is a product in float32. Any thread; the GIL is released. Sizes are asserted before
-compiled code is entered.
+Works on one plane of a layer, [tokens, width], finite. A bin is the nearest integer to number /
+step, within -127..127, with a step per channel. A deviation is a bin minus the bin of the channel's
+mean. A symbol is a deviation as one byte, or ESCAPE if it is too large; then the bin is an
+exception.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -46,26 +33,22 @@ Counts: TypeAlias = npt.NDArray[np.int64]
 Frequencies: TypeAlias = npt.NDArray[np.uint16]
 Deviations: TypeAlias = npt.NDArray[np.int16]
 
-MOST = 127  # the largest bin
+MOST = 127
 ESCAPE = 0x80
-REACH = 63  # the largest deviation that a symbol can stand for
-# a magnitude has a frequency, of two bytes, if it or a larger one occurs so often; else ESCAPE and
-# a byte each time
+REACH = 63
+# A magnitude gets a frequency (two bytes) if it or larger ones occur this often.
 WORTH_IT = 3
 SHIFTS = 8  # a token's shift is -SHIFTS..SHIFTS - 1
 
 
 class Channels(NamedTuple):
-    """Of each column of a plane: its sum in float64, and its largest magnitude in float32, above
-    all others if not finite.
-    """
+    """Per column. largest: infinity or NaN if an element is not finite."""
 
     sums: Doubles
     largest: Floats
 
 
 def measure(elements: Elements, dtype: str, tokens: int, width: int) -> Channels:
-    """Of `elements` [tokens * width]."""
     assert elements.size == tokens * width
     found = Channels(np.zeros(width), np.zeros(width, np.float32))
     _measure(elements, KINDS[dtype], found.sums, found.largest)
@@ -73,7 +56,7 @@ def measure(elements: Elements, dtype: str, tokens: int, width: int) -> Channels
 
 
 def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Doubles:
-    """float64 [width] the sum over the tokens of |element - mean|."""
+    """Return the sum of |element - mean| over the tokens, float64 [width]."""
     assert elements.size == tokens * means.size
     sums = np.zeros(means.size)
     _distances(elements, KINDS[dtype], means, sums)
@@ -81,8 +64,9 @@ def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Do
 
 
 def quantise(elements: Elements, dtype: str, steps: Floats, offsets: Codes) -> Deviations:
-    """int16 [tokens * width]; steps [width] of which each is at least a 127th of the channel's
-    largest, 0 where all is zero.
+    """Return the deviations, int16 [tokens * width].
+
+    steps: [width], at least 1/127 of the channel's largest; 0 if all are zero
     """
     assert steps.size == offsets.size and elements.size % steps.size == 0
     deviations = np.empty(elements.size, np.int16)
@@ -91,18 +75,14 @@ def quantise(elements: Elements, dtype: str, steps: Floats, offsets: Codes) -> D
 
 
 class Magnitudes(NamedTuple):
-    """Sums of |deviation|: int64 [width] of each column, and [tokens, runs] of each
-    token's runs.
-    """
+    """Sums of |deviation|: int64 [width], and [tokens, runs]."""
 
     of_columns: Counts
     of_runs: Counts
 
 
 def magnitudes(deviations: Deviations, width: int, bounds: Counts) -> Magnitudes:
-    """bounds: [runs + 1] the columns at which runs begin, in ascending order from 0 on, and
-    `width`.
-    """
+    """bounds: [runs + 1], the first column of each run, and `width`."""
     assert deviations.size % width == 0
     _check_bounds(bounds, width)
     found = Magnitudes(
@@ -115,11 +95,9 @@ def magnitudes(deviations: Deviations, width: int, bounds: Counts) -> Magnitudes
 def spread_kinds(
     classes: Bytes, shifts: Codes, bounds: Counts, tokens: int, num_kinds: int
 ) -> Bytes:
-    """uint8 [tokens * width] each element's kind: its channel's class, plus its token's shift from
-    class 1 on, within 1..num_kinds - 1.
+    """Return kinds: the channel's class, [width], plus the token's shift, [tokens, runs] or empty.
 
-    classes: [width], each less than num_kinds
-    shifts:  [tokens, runs], or of no elements: no shift
+    Class 0 is not shifted.
     """
     assert int(classes.max()) < num_kinds <= 1 + MOST
     if not shifts.size:
@@ -132,9 +110,7 @@ def spread_kinds(
 
 
 def count(deviations: Deviations, kinds: Bytes, num_kinds: int) -> Counts:
-    """int64 [num_kinds, REACH + 2] how often each magnitude occurs in each kind; in the last
-    column, all beyond REACH.
-    """
+    """Count the magnitudes, int64 [num_kinds, REACH + 2]; the last column counts larger ones."""
     assert deviations.size == kinds.size and int(kinds.max(initial=0)) < num_kinds
     counts = np.zeros((num_kinds, REACH + 2), np.int64)
     _count(deviations, kinds, counts)
@@ -142,12 +118,12 @@ def count(deviations: Deviations, kinds: Bytes, num_kinds: int) -> Counts:
 
 
 def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
-    """What is worth a frequency in each kind, and the frequencies.
+    """Choose which magnitudes get a frequency, and scale to the sum `scale`.
 
-    counts: [kinds, REACH + 2] as `count` finds them
-    return: uint8 [kinds] how many frequencies a kind has, none if all is 0; and uint16 [kinds,
-            REACH + 1] that of 0, of 1 and of -1 each, of 2 and of -2 each ..., zeros behind. What
-            they lack of `scale` is ESCAPE's
+    counts: [kinds, REACH + 2]
+
+    Returns uint8 [kinds], the number of frequencies, and uint16 [kinds, REACH + 1], the frequency
+    of 0, of 1 and -1 each, ... The rest is ESCAPE's.
     """
     assert counts.shape[1] == REACH + 2 and scale >= 4 * (REACH + 1)
     lengths, found = (
@@ -161,8 +137,9 @@ def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
 def to_symbols(
     deviations: Deviations, kinds: Bytes, offsets: Codes, reach: Counts
 ) -> tuple[Bytes, Codes]:
-    """uint8 [tokens * width] symbols, and int8 [n] exceptions; reach [kinds] is the largest
-    deviation of each kind that is no exception.
+    """Return the symbols, uint8 [tokens * width], and the exceptions, int8 [n].
+
+    reach: [kinds], the largest deviation that is no exception
     """
     assert deviations.size == kinds.size and deviations.size % offsets.size == 0
     assert int(kinds.max(initial=0)) < reach.size and int(reach.max()) <= REACH
@@ -174,8 +151,7 @@ def to_symbols(
 def dequantise(
     symbols: Bytes, offsets: Codes, steps: Floats, exceptions: Codes, dtype: str, elements: Elements
 ) -> bool:
-    """The inverse, as near as the bins are narrow. False if there are not as many exceptions as
-    ESCAPEs; `elements` then hold anything.
+    """Return False, with `elements` undefined, if exceptions and ESCAPEs differ in number.
 
     steps: finite, not negative
     """
@@ -267,7 +243,7 @@ def _magnitudes(deviations: Any, bounds: Any, of_columns: Any, of_runs: Any) -> 
             columns[i] += sizes[i]
         for run in range(bounds.size - 1):
             of_runs[token, run] = sizes[bounds[run] : bounds[run + 1]].sum()
-        if token % (1 << 20) == (1 << 20) - 1:  # before it could overflow
+        if token % (1 << 20) == (1 << 20) - 1:
             for i in range(width):
                 of_columns[i] += columns[i]
                 columns[i] = 0
@@ -293,9 +269,8 @@ def _spread_kinds(classes: Any, shifts: Any, bounds: Any, num_kinds: int, kinds:
 @compiled(types.void(_i16r, _u8r, types.int64[:, ::1]))
 def _count(deviations: Any, kinds: Any, counts: Any) -> None:
     piece = 1024
-    parts = np.zeros(
-        (2, counts.shape[0] * 128), np.uint32
-    )  # two, so that equal neighbours do not wait for each other's store
+    # Two tables, as in numba_rans.
+    parts = np.zeros((2, counts.shape[0] * 128), np.uint32)
     places = np.empty(piece, np.uint32)
     for begin in range(0, deviations.size, piece):
         row, row_kinds = deviations[begin : begin + piece], kinds[begin : begin + piece]
@@ -327,19 +302,19 @@ def _frequencies(counts: Any, scale: int, lengths: Any, found: Any) -> None:
             reach -= 1
         left = scale - (max(1, escapes * scale // total) if escapes else 0)
         for m in range(reach + 1):
-            weight = 2 if m else 1  # m and -m
+            weight = 2 if m else 1
             shares[m] = of_kind[m] * scale / (total * weight)
             often = max(1, int(shares[m])) if of_kind[m] else 0
             lost[m] = shares[m] - often
             table[m] = often
             left -= often * weight
-        while left < 0:  # from the most frequent: there a step costs least
+        while left < 0:
             most = 0
             for m in range(1, reach + 1):
                 most = m if table[m] > table[most] else most
             table[most] -= 1
             left += 2 if most else 1
-        while True:  # to those who lost most in rounding
+        while True:
             most = -1
             for m in range(reach + 1):
                 if lost[m] > 0 and left >= (2 if m else 1) and (most < 0 or lost[m] > lost[most]):
@@ -382,7 +357,6 @@ def _to_symbols(
 
 @njit(inline="always")
 def _bins(row: Any, offsets: Any, values: Any) -> Any:
-    """`values` the bins of a row of symbols; how many of them are ESCAPE."""
     escapes = np.int32(0)
     for i in range(row.size):
         values[i] = np.float32(np.int8(np.uint8(row[i] + np.uint8(offsets[i]))))

@@ -1,10 +1,4 @@
-"""The copy in host memory of a view whose chunks hold 8 bits an element: one pass from the engine's
-blocks to codes and scales, or back.
-
-The work is `layers x rows` tasks, which threads take from one counter, as in `numba_copy.py`. The
-arithmetic is that of `numba_quantise.py`, so a row is what the codec int8 makes of the same
-elements. How codes and scales lie in a row, see `Coding`.
-"""
+"""The copy in host memory of a view with a `Coding`: one pass, to the bytes of codec int8."""
 
 from typing import Any
 
@@ -22,10 +16,7 @@ from kvhold.kernels.plan import Plan
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it.
-
-    Returns when all bytes are there.
-    """
+    """Copy the plan's rows. Returns when done."""
     view, coding = plan.view, plan.view.coding
     assert coding is not None and view.planes == 1
     view_offsets, arena_offsets, strides = plan.of_rows()
@@ -88,7 +79,6 @@ def _copy_rows(
     num_elements: int,
     run: int,
 ) -> None:
-    """Do tasks until the counter runs out."""
     rows = view_offsets.size
     tasks = (stop_layer - first_layer) * rows
     scales_bytes = 4 * (num_elements // run)

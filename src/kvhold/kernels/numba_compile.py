@@ -1,6 +1,4 @@
-"""How the arithmetic of codecs is compiled: for stated types, at import, from numba's cache where
-there is one, without the GIL.
-"""
+"""Compile the arithmetic of codecs: for fixed types, at import, without the GIL. Any thread."""
 
 from typing import Any
 
@@ -8,13 +6,11 @@ from numba import njit, types
 
 
 def readonly(kind: Any, axes: int = 1) -> Any:
-    """The type of a contiguous array that is only read; writable ones fit as well."""
+    """Return the type of a contiguous array that is only read. Writable arrays match, too."""
     return types.Array(kind, axes, "C", readonly=True)
 
 
 def compiled(*signatures: Any) -> Any:
-    """A decorator: the first call is as fast as the second."""
-
     def decorate(source: Any) -> Any:
         try:
             return njit(list(signatures), nogil=True, cache=True)(source)

@@ -1,13 +1,10 @@
-"""The copy in host memory: compiled loops over raw addresses, without the GIL, on as many threads
-as the caller allows.
+"""The copy in host memory: compiled loops over raw addresses, without the GIL.
 
-The work is `layers x planes x runs` tiles. Every thread takes the next few tiles from one atomic
-counter until there are none, so a thread that the host delays, or never starts, costs only its
+Threads take tiles (a run of a plane) from one atomic counter, so a delayed thread costs only its
 share. The threads are our own: numba's pool and torch's OpenMP starve each other.
 
-Two ways to move a piece. A call of memcpy leaves the bytes in the cache. Streaming stores do not
-read the lines that they overwrite, which is what libc's memcpy does too beyond a size no single run
-reaches: worth 10-25% for copies larger than the cache, a loss for small ones.
+Streaming stores do not read the lines that they overwrite: 10-25% faster than memcpy for copies
+larger than the cache, slower for small ones.
 """
 
 import os
@@ -22,19 +19,15 @@ from numba.extending import intrinsic
 
 from kvhold.kernels.plan import Plan
 
-STREAM_BYTES = 4 << 20  # from this many bytes a call on, streaming stores
-SLICE_BYTES = (
-    1 << 20
-)  # a thread takes about this much at a time; less than two slices are not worth a second thread
+STREAM_BYTES = 4 << 20  # larger calls use streaming stores
+# Bytes that a thread takes at a time; a second thread needs two.
+SLICE_BYTES = 1 << 20
 LINE = 64
-LEAD_BYTES = 4 << 10  # how far ahead of a streaming copy its source is fetched
+LEAD_BYTES = 4 << 10
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it.
-
-    Arguments were checked by the door. Returns when all bytes are there.
-    """
+    """Copy the plan's rows. Returns when done."""
     view = plan.view
     tiles = len(layers) * view.planes * plan.num_runs
     nbytes = plan.nbytes(len(layers))
@@ -67,10 +60,7 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
-    """Call `work(*arguments)` on so many threads, of which the caller is one.
-
-    They divide it by the counter among the arguments.
-    """
+    """Call `work` on `threads` threads, with the caller. A counter divides it."""
     helpers = _start(work, threads - 1, arguments)
     work(*arguments)
     for helper in helpers:
@@ -79,9 +69,7 @@ def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
 
 
 def _on_lines(plan: Plan, to_arena: bool) -> bool:
-    """Whether every piece is whole cache lines where it is written to, as streaming
-    stores want it.
-    """
+    """Return whether written pieces are whole cache lines, for streaming stores."""
     view = plan.view
     bits = view.row_bytes if view.rows_are_whole else view.head_bytes
     if to_arena:
@@ -107,12 +95,11 @@ def _start(work: Any, helpers: int, arguments: tuple[Any, ...]) -> list["Future[
         _pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvhold-copy")
     try:
         return [_pool.submit(work, *arguments) for _ in range(helpers)]
-    except RuntimeError:  # the interpreter is shutting down: the caller copies alone
+    except RuntimeError:
         return []
 
 
 def _forget_pool() -> None:
-    """A forked child has none of its parent's threads."""
     global _pool
     _pool = None
 
@@ -140,7 +127,7 @@ def _memcpy(_: Any, to: Any, source: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def _stream_line(_: Any, to: Any, source: Any) -> Any:
-    """Copy LINE bytes; the target is a multiple of LINE."""
+    """The target must be a multiple of LINE."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, origin = (builder.inttoptr(address, _LINE.as_pointer()) for address in args)
@@ -155,8 +142,6 @@ def _stream_line(_: Any, to: Any, source: Any) -> Any:
 
 @intrinsic
 def _prefetch(_: Any, address: Any) -> Any:
-    """Ask for the line at an address; harmless wherever it points."""
-
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [_BYTE, number, number, number])
@@ -170,7 +155,7 @@ def _prefetch(_: Any, address: Any) -> Any:
 
 @intrinsic
 def _take(_: Any, counter: Any, count: Any) -> Any:
-    """Add to an int64 at an address, atomically; the value before."""
+    """Add atomically. Return the value before."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, amount = args
@@ -183,9 +168,7 @@ def _take(_: Any, counter: Any, count: Any) -> Any:
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Streaming stores are not ordered before later ones, such as the commit that makes a chunk
-    visible, unless a fence says so.
-    """
+    """Order streaming stores before later ones, such as a commit."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -213,10 +196,6 @@ def _copy_tiles_source(
     head_bytes: int,
     head_stride: int,
 ) -> None:
-    """Copy tiles until the counter runs out.
-
-    Planes count through the layers; the rest is as in View and Plan.
-    """
     num_runs = rows.size
     num_tiles = (stop_plane - first_plane) * num_runs
     row_bytes = heads * head_bytes
@@ -269,9 +248,6 @@ def _copy_tiles_source(
 
 @njit(inline="always")
 def _stream(target: int, source: int, nbytes: int, ahead: int) -> None:
-    """Copy one piece, fetching what is LEAD_BYTES further on; near the end, the beginning of the
-    piece at `ahead`.
-    """
     lead = min(LEAD_BYTES, nbytes)
     for offset in range(0, nbytes - lead, LINE):
         _prefetch(source + offset + lead)
@@ -295,12 +271,9 @@ _COPY_TILES = types.void(
 
 
 def _compile() -> Any:
-    """Compiled here and now, from the cache if it can be: the first copy is as fast as
-    the second.
-    """
     try:
         return njit(_COPY_TILES, nogil=True, cache=True)(_copy_tiles_source)
-    except (RuntimeError, OSError):  # nowhere to keep the cache
+    except (RuntimeError, OSError):  # no writable cache
         return njit(_COPY_TILES, nogil=True)(_copy_tiles_source)
 
 

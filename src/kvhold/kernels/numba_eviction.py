@@ -1,26 +1,11 @@
-"""What a cache of a given size would have held of a trace, compiled: the rules of `tiers/policies`
-over integers.
+"""Replay a trace against a cache of a given size: the rules of `tiers/policies`, compiled.
 
     replayed = replay(chunks, starts, parents, policy="lru", capacity=4096)
-    replayed.found[:, 0]                              # of each request, how many chunks memory had
-    replay(..., capacity=512, lower_capacity=8192)    # one more tier below memory
 
-All chunks are of one size, and sizes are counted in chunks. A request takes place as in a cache
-that serves one at a time: the longest run of its chunks that memory has, from the first on, is
-touched, the last one first; what the tier below has beyond it is brought up; the rest is reserved,
-which evicts, and committed, the last one first. In memory a prefix never goes before its
-continuation. The tier below knows no parents, gets what was computed, and is inclusive. What a
-request brings up is read before anything is written there.
+All chunks have one size. Per request, chunks in memory are touched, the next ones are promoted from
+a lower tier, and the others are stored. Memory evicts a chunk only after its continuations.
 
-The policies of kvhold are those of `tiers/policies`, event for event (tests hold both beside each
-other). Two are for comparison alone:
-
-- `arc`: Megiddo and Modha, FAST 2003, over those chunks that nothing continues.
-- `belady`: what is used again last goes first, and what is never used again, or later than all that
-  is here, is not stored (Belady 1966, with bypass). No order of eviction finds more. A prefix is
-  always used before its continuation, so that it keeps the rule by itself.
-
-Any thread; the GIL is released. Sizes and ids are asserted before compiled code is entered.
+For comparison only: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
 """
 
 from dataclasses import dataclass
@@ -42,13 +27,10 @@ Starts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Replayed:
-    """found: [requests, 2] int32, chunks of each that memory had, and that were brought up for it
-    after these
+    """The result of a replay, in chunks.
 
-    stored:  chunks that were computed and stored in memory; promoted: brought up from below;
-        written: to the tier below
-    evicted, evicted_below: chunks that went
-    victims: [] int32, what went from memory, in order, as far as there was room for it
+    found:    [requests, 2] int32, in memory, and promoted
+    victims:  int32, the first evicted from memory
     """
 
     found: npt.NDArray[np.int32]
@@ -70,13 +52,11 @@ def replay(
     lower_capacity: int = 0,
     num_victims: int = 0,
 ) -> Replayed:
-    """Serve the requests of a trace one after another.
+    """Serve the requests of a trace in order.
 
-    chunks:   [events] int32, the chunks of all requests, end to end
-    starts:   [requests + 1] int64, where each begins, and the end
-    parents:  [ids] int32, the chunk before each in its prompt; -1 for a first one
-    capacity, lower_capacity: of memory, of a tier below it (0: none), in chunks
-    num_victims: how many victims are to be remembered
+    chunks:   [events] int32, of all requests, end to end
+    starts:   [requests + 1] int64, where requests begin, and the end
+    parents:  [ids] int32, the chunk before each in its prompt; -1: none
     """
     assert policy in POLICIES and capacity >= 0 and lower_capacity >= 0
     assert chunks.dtype == np.int32 and parents.dtype == np.int32 and starts.dtype == np.int64
@@ -120,24 +100,20 @@ _STORED, _PROMOTED, _WRITTEN, _EVICTED, _EVICTED_BELOW, _TOTALS = range(6)
 _LRU, _LFU, _FIFO, _MRU, _S3FIFO, _ARC = range(6)
 
 _ABSENT, _RESERVED, _HERE = 0, 1, 2
-_SMALL, _MAIN = 0, 1  # the queues of S3-FIFO; of ARC: what was used once, and more often
+_SMALL, _MAIN = 0, 1  # S3-FIFO's queues; in ARC: used once, used more often
 _SMALL_SHARE = 0.1
 _MOST_FREQUENT = 3
 _NEVER = 1 << 62
-_NOWHERE = -(1 << 63)  # no rank
-_USES_SHIFT = 40  # of LFU's rank: uses above, the time below
-_NOBODY, _NO_ROOM = -1, -2  # instead of a chunk
+_NOWHERE = -(1 << 63)
+_USES_SHIFT = 40
+_NOBODY, _NO_ROOM = -1, -2
 
-# Columns of `nodes`, a row a chunk: all that is known of it lies in one or two lines of a
-# processor's cache.
-#   PLACED: the rank of its newest entry in a heap, or _NOWHERE; an entry counts if the chunk is a
-#     leaf of that rank
-#   KIDS: how many chunks that are here, or being written, continue it
-#   GHOST: 1 + the queue in which it is remembered as evicted, or 0; OLDER, NEWER: its neighbours
-#     there
+# Columns of `nodes`. A row per chunk keeps its fields in one or two cache lines.
+#   PLACED: rank of its newest heap entry; valid if the chunk is a leaf of that rank
+#   KIDS: continuations here, or being written
+#   GHOST: 1 + the queue that remembers its eviction, or 0; OLDER, NEWER: neighbours there
 _STATE, _RANK, _PLACED, _KIDS, _PARENT, _QUEUE, _USES, _GHOST, _OLDER, _NEWER, _COLUMNS = range(11)
 
-# In `numbers`: some are of each queue.
 _CLOCK, _USED, _SIZE, _HEAP, _GHOSTS, _OLDEST, _NEWEST, _PASSED, _HOLE, _TARGET, _NUMBERS = (
     0,
     1,
@@ -154,11 +130,7 @@ _CLOCK, _USED, _SIZE, _HEAP, _GHOSTS, _OLDEST, _NEWEST, _PASSED, _HOLE, _TARGET,
 
 
 class _Place(NamedTuple):
-    """Memory, or the tier below it, where no chunk has a parent.
-
-    heaps:  [2, room, 2], leaves of each queue as (rank, chunk)
-    passed: [2, room], the leaves of each queue that a search for a victim passes over
-    """
+    """heaps: [2, room, 2], leaves of each queue as (rank, chunk)."""
 
     nodes: Any
     heaps: Any
@@ -179,8 +151,6 @@ def _new_place(parents: Any, capacity: int) -> Any:
 
 @intrinsic
 def _pointer(_: Any, address: Any) -> Any:
-    """An address as a pointer to int64."""
-
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
 
@@ -189,10 +159,7 @@ def _pointer(_: Any, address: Any) -> Any:
 
 @njit
 def _lent(place: Any) -> Any:
-    """The same without counted references, which took more than half of the time.
-
-    Whoever made the place keeps it meanwhile.
-    """
+    """Drop reference counts, which took over half of the time."""
     return _Place(
         carray(_pointer(place.nodes.ctypes.data), place.nodes.shape),
         carray(_pointer(place.heaps.ctypes.data), place.heaps.shape),
@@ -211,7 +178,6 @@ def _is_leaf(place: Any, chunk: int, rank: int) -> Any:
 
 @njit
 def _sink(place: Any, queue: int, end: int, at: int, rank: int, chunk: int) -> None:
-    """Put an entry of a heap where `at` is, or below."""
     heaps = place.heaps
     while True:
         child = 2 * at + 1
@@ -228,7 +194,6 @@ def _sink(place: Any, queue: int, end: int, at: int, rank: int, chunk: int) -> N
 
 @njit
 def _sweep(place: Any, queue: int) -> None:
-    """Keep the entries that count: at most as many as there are leaves, half of the room."""
     heaps, nodes, numbers, kept = place.heaps, place.nodes, place.numbers, 0
     for i in range(numbers[_HOLE + queue], numbers[_HEAP + queue]):
         rank, chunk = heaps[queue, i, 0], heaps[queue, i, 1]
@@ -244,7 +209,6 @@ def _sweep(place: Any, queue: int) -> None:
 
 @njit
 def _push(place: Any, chunk: int) -> None:
-    """It is a leaf, of the rank that it has."""
     nodes, heaps, numbers = place.nodes, place.heaps, place.numbers
     rank, queue = nodes[chunk, _RANK], nodes[chunk, _QUEUE]
     if nodes[chunk, _PLACED] == rank:
@@ -269,11 +233,6 @@ def _push(place: Any, chunk: int) -> None:
 
 @njit
 def _pop(place: Any, queue: int) -> Any:
-    """Take the leaf of the lowest rank out of its heap; _NOBODY if there is none.
-
-    It leaves a hole, which often the chunk before it fills, without a step down: when that becomes
-    a leaf, it is the next of the lowest.
-    """
     nodes, heaps, numbers = place.nodes, place.heaps, place.numbers
     while numbers[_HEAP + queue] > numbers[_HOLE + queue]:
         if numbers[_HOLE + queue]:
@@ -304,7 +263,6 @@ def _now(place: Any) -> Any:
 
 @njit
 def _move(place: Any, chunk: int, queue: int) -> None:
-    """To the end of a queue, of its own or another."""
     place.numbers[_SIZE + place.nodes[chunk, _QUEUE]] -= 1
     place.numbers[_SIZE + queue] += 1
     place.nodes[chunk, _QUEUE] = queue
@@ -313,7 +271,6 @@ def _move(place: Any, chunk: int, queue: int) -> None:
 
 @njit
 def _touch(place: Any, policy: int, chunk: int) -> None:
-    """It was asked for."""
     if policy == _LRU:
         _set_rank(place, chunk, _now(place))
     elif policy == _LFU:
@@ -329,7 +286,6 @@ def _touch(place: Any, policy: int, chunk: int) -> None:
 
 @njit
 def _remember(place: Any, chunk: int, queue: int) -> None:
-    """As the newest ghost of a queue."""
     newest = place.numbers[_NEWEST + queue]
     place.nodes[chunk, _GHOST], place.nodes[chunk, _OLDER], place.nodes[chunk, _NEWER] = (
         1 + queue,
@@ -371,7 +327,6 @@ def _keep_ghosts(place: Any, queue: int, most: int) -> None:
 
 @njit
 def _cold(place: Any, queue: int) -> Any:
-    """S3-FIFO: the next leaf of a queue that nobody asked for; the others are passed over."""
     while True:
         chunk = _pop(place, queue)
         if chunk < 0 or place.nodes[chunk, _USES] == 0:
@@ -391,9 +346,7 @@ def _choose_s3fifo(place: Any) -> Any:
     if chunk < 0:
         chunk = _cold(place, 1 - first)
     for queue in (_MAIN, _SMALL):
-        if (
-            chunk < 0 and numbers[_PASSED + queue] > 0
-        ):  # nothing is cold: the oldest of those passed over
+        if chunk < 0 and numbers[_PASSED + queue] > 0:
             chunk = passed[queue, 0]
             passed[queue, 0] = _NOBODY
     for queue in (_SMALL, _MAIN):
@@ -408,7 +361,7 @@ def _choose_s3fifo(place: Any) -> Any:
                 each >= 0
                 and place.nodes[each, _STATE] == _HERE
                 and place.nodes[each, _QUEUE] == _SMALL
-            ):  # and its prefix
+            ):
                 place.nodes[each, _USES] = 0
                 _move(place, each, _MAIN)
                 each = place.nodes[each, _PARENT]
@@ -417,9 +370,6 @@ def _choose_s3fifo(place: Any) -> Any:
 
 @njit
 def _choose(place: Any, policy: int, came_back: int) -> Any:
-    """Who goes first. came_back: 1 + the queue in which the chunk that wants room was
-    remembered.
-    """
     if policy == _S3FIFO:
         return _choose_s3fifo(place)
     if policy != _ARC:
@@ -463,9 +413,7 @@ def _continue_no_more(place: Any, chunk: int) -> None:
 
 @njit
 def _come_back(place: Any, chunk: int, capacity: int) -> Any:
-    """ARC: where it is remembered; it moves the size that what was used once is to have, and goes
-    to the others.
-    """
+    """ARC: return 1 + the ghost's queue, or 0. A ghost moves the target size."""
     numbers, ghost = place.numbers, place.nodes[chunk, _GHOST]
     place.nodes[chunk, _QUEUE] = _MAIN if ghost else _SMALL
     if ghost:
@@ -482,10 +430,10 @@ def _come_back(place: Any, chunk: int, capacity: int) -> Any:
 
 @njit
 def _reserve(place: Any, policy: int, capacity: int, chunk: int) -> Any:
-    """Room for a chunk that is not here: who went for it, _NOBODY, or _NO_ROOM."""
+    """Return the victim, _NOBODY or _NO_ROOM."""
     parent = place.nodes[chunk, _PARENT]
     if parent >= 0:
-        place.nodes[parent, _KIDS] += 1  # what is being continued stays
+        place.nodes[parent, _KIDS] += 1  # a chunk with a continuation stays
     came_back = _come_back(place, chunk, capacity) if policy == _ARC else 0
     victim = np.int64(_NOBODY)
     if place.numbers[_USED] >= capacity:
@@ -503,7 +451,6 @@ def _reserve(place: Any, policy: int, capacity: int, chunk: int) -> Any:
 def _reserve_run(
     place: Any, policy: int, capacity: int, chunks: Any, totals: Any, victims: Any
 ) -> Any:
-    """In memory, one after another, until there is no room for one. How many got it."""
     for i in range(chunks.size):
         victim = _reserve(place, policy, capacity, np.int64(chunks[i]))
         if victim == _NO_ROOM:
@@ -529,7 +476,6 @@ def _commit(place: Any, policy: int, chunk: int) -> None:
 
 @njit
 def _write(place: Any, policy: int, capacity: int, chunks: Any, totals: Any) -> None:
-    """To the tier below, what it does not have."""
     for i in range(chunks.size):
         if (
             place.nodes[chunks[i], _STATE] == _ABSENT
@@ -619,7 +565,7 @@ def _replay(
 @compiled(types.void(*_TRACE, types.int64, types.int32[:, ::1], types.int64[::1]))
 def _belady(chunks: Any, starts: Any, parents: Any, capacity: int, found: Any, totals: Any) -> None:
     place = _new_place(parents, capacity)
-    again = np.empty(chunks.size, np.int64)  # when each is used next
+    again = np.empty(chunks.size, np.int64)
     later = np.full(parents.size, _NEVER, np.int64)
     for i in range(chunks.size - 1, -1, -1):
         again[i] = later[chunks[i]]
@@ -633,9 +579,7 @@ def _belady(chunks: Any, starts: Any, parents: Any, capacity: int, found: Any, t
         while at < end and again[at] < _NEVER and capacity > 0:
             if place.numbers[_USED] == capacity:
                 victim = _pop(place, 0)
-                if (
-                    -place.nodes[victim, _RANK] <= again[at]
-                ):  # all that is here comes again before it
+                if -place.nodes[victim, _RANK] <= again[at]:
                     _push(place, victim)
                     break
                 _evict(place, _FIFO, capacity, victim)

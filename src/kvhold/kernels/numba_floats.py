@@ -1,11 +1,7 @@
-"""Numbers as their bits, for compiled code: what quantising codecs share.
+"""Floats as their bits, for compiled code: shared by the quantising codecs.
 
-    load(elements, begin, count, kind, row)       # bits of bfloat16, float16 or float32 to float32
-    store(row, count, kind, elements, begin)      # and back, rounded to nearest even
-
-To be called from compiled functions only, which take these in as they are compiled. numba's cache
-does not look at files that a function
-was taken in from: who changes this one deletes the `__pycache__` beside it.
+numba's cache does not notice changes in inlined functions: after a change here, delete the
+`__pycache__` beside this file.
 """
 
 from typing import Any, TypeAlias
@@ -19,7 +15,7 @@ from numba.extending import intrinsic
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Codes: TypeAlias = npt.NDArray[np.int8]
 Floats: TypeAlias = npt.NDArray[np.float32]
-Elements: TypeAlias = npt.NDArray[Any]  # uint16 or uint32: the bits of floating-point numbers
+Elements: TypeAlias = npt.NDArray[Any]  # uint16 or uint32
 
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
@@ -63,7 +59,7 @@ def float_to_half(_: Any, value: Any) -> Any:
 
 @intrinsic
 def nearest(_: Any, value: Any) -> Any:
-    """The nearest integer, ties to even, as int32; the value is within its range."""
+    """To nearest, ties to even. The value must be in range."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rounded = builder.call(
@@ -87,13 +83,8 @@ def to_bfloat16(value: Any) -> Any:
 
 @njit(inline="always")
 def load(elements: Any, begin: int, count: int, kind: int, row: Any) -> None:
-    """`row[:count]` the numbers from `begin` on.
-
-    Through this row, which stays in the nearest cache, the arithmetic is the same for all.
-    """
-    source = elements[
-        begin : begin + count
-    ]  # indices from 0 on: none can be negative, and the compiler uses vectors
+    """Load bfloat16, float16 or float32 numbers into `row`, float32."""
+    source = elements[begin : begin + count]
     if kind == BFLOAT16:
         for i in range(count):
             row[i] = as_float(np.uint32(np.uint32(source[i]) << np.uint32(16)))
@@ -107,7 +98,7 @@ def load(elements: Any, begin: int, count: int, kind: int, row: Any) -> None:
 
 @njit(inline="always")
 def store(row: Any, count: int, kind: int, elements: Any, begin: int) -> None:
-    """The inverse of `load`: to nearest even, and no larger than the largest finite value."""
+    """Round to nearest even. 16-bit kinds are capped at their largest value."""
     into = elements[begin : begin + count]
     if kind == BFLOAT16:
         for i in range(count):

@@ -1,20 +1,8 @@
-"""Numbers into 4 or 2 bits and back, compiled: where each lies between the least and the largest of
-its group.
+"""Quantise numbers to 4 or 2 bits and back, compiled, between the least and largest of a group.
 
-    columns_encode(elements, "bfloat16", bits=4, ends=ends, codes=codes)  # a group is 32 tokens of
-    a channel rows_encode(elements, "bfloat16", head_dim=128, bits=4, ends=ends, codes=codes)  # a
-    group is 32 channels of a head, in a token
-
-Elements are the bits of bfloat16, float16 (uint16) or float32 (uint32), and finite. A group's ends
-are two of its elements, so they are exact in the dtype whatever they are and nothing can overflow.
-Arithmetic is in float32, with the ends' halves where their difference could overflow; every
-rounding is to nearest, ties to even.
-
-A row is the codes of a token, [packed_width(width, bits)] bytes: element i is in byte i mod that,
-at bits `bits` * (i // that). So neighbours stay neighbours, and packing is a matter of whole
-vectors.
-
-Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
+A group is 32 tokens of a channel (columns), or 32 channels of a head in one token (rows). Elements
+are finite; ends are exact. Rounding is to nearest, ties to even. A token's codes are [packed_width]
+bytes: element i is in byte i mod that, at bit `bits` * (i // that).
 """
 
 from typing import Any
@@ -35,24 +23,24 @@ from kvhold.kernels.numba_floats import (
     store,
 )
 
-GROUP = 32  # as in the paper
+GROUP = 32  # as in KIVI
 
 
 def packed_width(width: int, bits: int) -> int:
-    """Bytes that the codes of `width` elements take."""
     return -(-width * bits // 8)
 
 
 def num_groups(width: int, head_dim: int) -> int:
-    """Groups of a row; the last one of a head may be smaller."""
     return width // head_dim * -(-head_dim // GROUP)
 
 
 def columns_encode(
     elements: Elements, dtype: str, *, bits: int, ends: Elements, codes: Bytes
 ) -> None:
-    """elements [n * GROUP, width] to ends [n, 2, width], the least and the largest of each group,
-    and codes [n * GROUP, packed_width].
+    """Encode elements [n * GROUP, width].
+
+    ends:  [n, 2, width], least and largest
+    codes: [n * GROUP, packed_width]
     """
     _check_columns(elements, bits, ends, codes)
     _columns_encode(elements, KINDS[dtype], bits, ends, codes)
@@ -61,7 +49,6 @@ def columns_encode(
 def columns_decode(
     codes: Bytes, ends: Elements, dtype: str, *, bits: int, elements: Elements
 ) -> None:
-    """The inverse, as near as the bits allow."""
     _check_columns(elements, bits, ends, codes)
     _columns_decode(codes, ends, KINDS[dtype], bits, elements)
 
@@ -69,8 +56,10 @@ def columns_decode(
 def rows_encode(
     elements: Elements, dtype: str, *, head_dim: int, bits: int, ends: Elements, codes: Bytes
 ) -> None:
-    """elements [tokens, width] to ends [tokens, 2, num_groups], least and largest of each group,
-    and codes [tokens, packed_width].
+    """Encode elements [tokens, width].
+
+    ends:  [tokens, 2, num_groups], least and largest
+    codes: [tokens, packed_width]
     """
     _check_rows(elements, head_dim, bits, ends, codes)
     _rows_encode(elements, KINDS[dtype], head_dim, bits, ends, codes)
@@ -79,7 +68,6 @@ def rows_encode(
 def rows_decode(
     codes: Bytes, ends: Elements, dtype: str, *, head_dim: int, bits: int, elements: Elements
 ) -> None:
-    """The inverse, as near as the bits allow."""
     _check_rows(elements, head_dim, bits, ends, codes)
     _rows_decode(codes, ends, KINDS[dtype], head_dim, bits, elements)
 
@@ -116,22 +104,18 @@ _BELOW = np.int32(0x7FFF_FFFF)
 
 @njit(inline="always")
 def _rank(value: Any) -> Any:
-    """An int32 in the order of the values, -0 before 0; of integers, least and largest are found in
-    vectors.
-    """
+    """Return an int32 that sorts like the value, -0 before 0."""
     bits = np.int32(as_bits(value))
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _BELOW))
 
 
 @njit(inline="always")
 def _ranked(rank: Any) -> Any:
-    """The inverse."""
     return as_float(np.uint32(np.int32(rank ^ np.int32(np.int32(rank >> np.int32(31)) & _BELOW))))
 
 
 @njit(inline="always")
 def _inverse(least: Any, largest: Any, steps: Any) -> Any:
-    """Steps of half the group's range; 0 if there is none."""
     half = np.float32(np.float32(largest * _HALF) - np.float32(least * _HALF))
     return np.float32(steps / half) if half >= _LEAST else np.float32(0)
 
@@ -172,7 +156,7 @@ def _unpack(source: Any, bits: int, row: Any) -> None:
 
 @njit(inline="always")
 def _between(least: Any, largest: Any, code: Any, steps: Any, part: Any) -> Any:
-    """Both ends come out as they are: `part` times `steps` is 1, and the other end's weight 0."""
+    """Ends are exact: `part * steps` is 1, and the other end's weight is 0."""
     number = np.float32(code)
     from_least = np.float32(least * np.float32(np.float32(steps - number) * part))
     return np.float32(from_least + np.float32(largest * np.float32(number * part)))

@@ -1,12 +1,6 @@
-"""A whole plane of bins from the bytes that `codecs/cachegen.py` writes, in one compiled call:
-layers are small, so each call counts.
+"""Decode a plane of `codecs/cachegen.py` in one compiled call.
 
-    used = restore(data, head, place, "bfloat16", elements)  # bytes of `data`; or what is WRONG
-    with them
-
-What it reads, in order (docs/format.md, "cachegen"): a byte a group of channels, offsets, shifts,
-of each kind a length and frequencies, exceptions, segments, words. Nothing in it is believed: every
-read is checked, and what is allocated is at most some times the plane's size.
+The bytes are not trusted: every read is checked, and memory is bounded.
 """
 
 from typing import Any, NamedTuple
@@ -35,9 +29,7 @@ WRONG = {
 
 
 class Shape(NamedTuple):
-    """tokens of a plane; groups: int64 [width] each channel's, ascending from 0; bounds: as
-    `numba_bins.magnitudes` has them.
-    """
+    """A plane. groups: int64 [width], the group of each channel, ascending from 0."""
 
     tokens: int
     groups: Counts
@@ -53,12 +45,9 @@ def restore(
     dtype: str,
     elements: Elements,
 ) -> int:
-    """Fill `elements` [tokens * width] and return how many of the bytes it took; or less than 0, a
-    key of WRONG.
+    """Fill `elements` [tokens * width]. Return the bytes used, or a key of WRONG.
 
-    widths:    float32 [8] the step of each octave; finite, not negative
-    num_kinds: at least 1
-    shifted:   whether there are shifts
+    widths:    float32 [8], the step of each octave; finite, not negative
     """
     width = shape.groups.size
     assert (

@@ -1,18 +1,7 @@
-"""Numbers into 8 bits and back, compiled: int8 with a scale for each run of channels, and float8
-e4m3 with one for each column.
+"""Quantise numbers to 8 bits and back, compiled: int8 by runs of channels, float8 e4m3 by columns.
 
-    int8_encode(elements, "bfloat16", head_dim=128, run=128, codes=codes, largest=largest)
-    fp8_encode(elements, "bfloat16", column_largest(elements, "bfloat16", planes=2, width=1024),
-    codes)
-    float_to_e4m3(values), e4m3_to_float(codes)  # what torch's float8_e4m3fn does, bit by bit
-
-Elements are the bits of bfloat16, float16 (uint16) or float32 (uint32), and finite; arithmetic is
-in float32, and every rounding is to nearest, ties to even. A scale is stored as the largest
-magnitude that it stands for, which float32 holds exactly whatever it is, and never as that over 127
-or 448, which could vanish. Where its inverse would overflow, numbers and scale are first multiplied
-by a power of two. What an encoder has written never becomes infinite.
-
-Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
+Elements are finite. Rounding is to nearest, ties to even. A scale is stored as the largest
+magnitude: divided by 127 or 448 it could vanish.
 """
 
 from typing import Any
@@ -43,8 +32,10 @@ E4M3_MAX = 448.0
 def int8_encode(
     elements: Elements, dtype: str, head_dim: int, run: int, codes: Codes, largest: Floats
 ) -> None:
-    """elements [rows * head_dim] to codes [rows * head_dim]; largest [rows * runs of a row], the
-    last run of a row may be shorter.
+    """Encode elements [rows * head_dim].
+
+    codes:   [rows * head_dim]
+    largest: [rows * runs of a row]; a row's last run may be shorter
     """
     _check_int8(elements, head_dim, run, codes, largest)
     _int8_encode(elements, KINDS[dtype], head_dim, run, codes, largest)
@@ -53,14 +44,14 @@ def int8_encode(
 def int8_decode(
     codes: Codes, largest: Floats, dtype: str, head_dim: int, run: int, elements: Elements
 ) -> None:
-    """The inverse, as near as 8 bits allow."""
     _check_int8(elements, head_dim, run, codes, largest)
     _int8_decode(codes, largest, KINDS[dtype], head_dim, run, elements)
 
 
 def column_largest(elements: Elements, dtype: str, planes: int, width: int) -> Floats:
-    """float32 [planes, width] the largest magnitude of each column of `elements` as [planes,
-    tokens, width]; above all others where something is not finite.
+    """Return the largest magnitude of each column of [planes, tokens, width], float32.
+
+    It is infinity or NaN if an element is not finite.
     """
     assert elements.size % (planes * width) == 0
     largest = np.zeros((planes, width), np.float32)
@@ -69,36 +60,32 @@ def column_largest(elements: Elements, dtype: str, planes: int, width: int) -> F
 
 
 def all_finite(elements: Elements, dtype: str) -> bool:
-    """Whether there is neither an infinity nor a NaN."""
     mask = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}[dtype]
     return bool(_all_finite(elements, mask))
 
 
 def fp8_encode(elements: Elements, dtype: str, largest: Floats, codes: Bytes) -> None:
-    """elements [planes, tokens, width] to as many codes; largest [planes, width], of which the
-    column's largest is one or below.
+    """Encode elements [planes, tokens, width].
+
+    largest: [planes, width], at least the largest magnitude of each column
     """
     assert codes.size == elements.size and elements.size % largest.size == 0
     _fp8_encode(elements, KINDS[dtype], largest, codes)
 
 
 def fp8_decode(codes: Bytes, largest: Floats, dtype: str, elements: Elements) -> None:
-    """The inverse, as near as 8 bits allow."""
     assert codes.size == elements.size and elements.size % largest.size == 0
     _fp8_decode(codes, largest, KINDS[dtype], elements)
 
 
 def float_to_e4m3(values: Floats) -> Bytes:
-    """Each of `values` to float8_e4m3fn as torch does it: to nearest even, what is larger than 448
-    to that, NaN to NaN.
-    """
+    """Convert to float8_e4m3fn: to nearest even, above 448 to 448, NaN to NaN."""
     codes = np.empty(values.size, np.uint8)
     _convert_to_e4m3(np.ascontiguousarray(values).reshape(-1), codes)
     return codes.reshape(values.shape)
 
 
 def e4m3_to_float(codes: Bytes) -> Floats:
-    """What each of `codes` stands for."""
     values = np.empty(codes.size, np.float32)
     _convert_from_e4m3(np.ascontiguousarray(codes).reshape(-1), values)
     return values.reshape(codes.shape)
@@ -115,21 +102,20 @@ def _check_int8(elements: Elements, head_dim: int, run: int, codes: Codes, large
 
 # --- compiled -------------------------------------------------------------------------------------
 
-_SMALL = np.float32(2.0**-60)  # below this the inverse of a scale may overflow
+_SMALL = np.float32(2.0**-60)  # a smaller scale's inverse may overflow
 _UP = np.float32(2.0**64)
 _STEPS = np.float32(127)
-_STEP = np.float32(1 / 127)  # 127 times it is 1 exactly, in float32
+_STEP = np.float32(1 / 127)  # 127 times this is 1
 _MOST = np.float32(E4M3_MAX)
-_PART = np.float32(1 / E4M3_MAX)  # and so is 448 times it
+_PART = np.float32(1 / E4M3_MAX)  # 448 times this is 1
 _ONE = np.float32(1)
 
 
 @njit(inline="always")
 def _to_e4m3(value: Any) -> Any:
-    """The code of a value that is not NaN; what is larger becomes 448."""
     bits = as_bits(value)
     magnitude = np.uint32(bits & MAGNITUDE)
-    # From 2**-6 on: 20 bits of mantissa fall away, and the exponent's bias goes from 127 to 7.
+    # From 2**-6 on: drop 20 bits of mantissa; the exponent's bias goes from 127 to 7.
     normal = np.uint32(
         np.uint32(
             magnitude
@@ -139,7 +125,7 @@ def _to_e4m3(value: Any) -> Any:
         )
         >> np.uint32(20)
     )
-    # Below: an addition to 2**14, where float32 has steps of 2**-9, rounds for us.
+    # Below: adding 2**14, where float32 has steps of 2**-9, rounds.
     below = np.uint32(
         as_bits(np.float32(as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23)
     )
@@ -149,12 +135,11 @@ def _to_e4m3(value: Any) -> Any:
 
 @njit(inline="always")
 def _from_e4m3(code: Any) -> Any:
-    """The value of a code; 480 where that is NaN."""
+    """The value; 480 for NaN."""
     bits = np.uint32(code)
     low = np.uint32(bits & np.uint32(0x7F))
     value = as_float(np.uint32((low << np.uint32(20)) + np.uint32(120 << 23)))
-    # Below 8 the exponent is 0 and has no hidden one; taken as if it had, it is 2**-7 * (1 + m/8)
-    # instead of 2**-6 * m/8.
+    # Denormal codes: 2**-7 * (1 + m/8) becomes 2**-6 * m/8.
     small = np.float32(np.float32(value - np.float32(2.0**-7)) * np.float32(2))
     value = value if low >= np.uint32(8) else small
     return as_float(np.uint32(as_bits(value) | np.uint32(bits & np.uint32(0x80)) << np.uint32(24)))
@@ -250,7 +235,7 @@ def _int8_decode(
 def _column_largest(elements: Any, kind: int, largest: Any) -> None:
     planes, width = largest.shape
     tokens = elements.size // largest.size
-    most = np.empty(width, elements.dtype)  # magnitudes are ordered as their bits are
+    most = np.empty(width, elements.dtype)
     mask = elements.dtype.type(MAGNITUDE if kind == FLOAT32 else 0x7FFF)
     for plane in range(planes):
         most[:] = 0

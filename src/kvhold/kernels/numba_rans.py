@@ -1,23 +1,12 @@
-"""Bytes into planes and planes into fewer bytes: rANS (Duda 2013; interleaved as in Giesen 2014),
-in many lanes, compiled.
+"""Split elements into byte planes, and code planes with interleaved rANS (Duda 2013, Giesen 2014).
 
-    planes = split(elements)                                   # [bytes of an element][n]
-    words, counts = encode(planes[0], frequencies(histogram(planes[0])))
-    intact = decode(words, counts, freq, found)  # False: no encoder can have written this
-    merge([found, ...], bias, elements)
+An element is rotated left by one bit and cut into bytes, most significant first.
 
-An element is turned left by one bit, so that the sign leaves the top, and cut into bytes, most
-significant first: plane 0 of a bfloat16 is its exponent, plane 1 mantissa and sign.
+Each segment of SEGMENT symbols is coded on its own. Symbol i belongs to lane i % LANES: a 32-bit
+state in [2**16, 2**32). Frequencies sum to 2**12, so a symbol costs at most one 16-bit word. A
+segment is the states, as pairs of words, low half first, then words in the order of symbols.
 
-A plane is cut into segments of SEGMENT symbols, each decoded by itself. Symbol i of a segment
-belongs to lane i % LANES; a lane is a 32-bit state in [2**16, 2**32) and frequencies sum to 2**12,
-so a symbol costs at most one 16-bit word. All lanes of a segment share one row of words, which the
-decoder takes in the order of symbols. LANES states are independent of each other, which keeps a
-core's arithmetic busy here, and are a warp on a GPU. A segment is LANES states as pairs of words,
-low half first, then the row.
-
-Nothing in `words` is believed: every read is checked, as often as it must be, and a wrong end is
-    reported. Any thread; the GIL is released.
+`words` is not trusted: every read is checked.
 """
 
 from collections.abc import Sequence
@@ -46,18 +35,14 @@ STATE_WORDS = 2 * LANES
 
 
 def split(elements: Elements) -> Bytes:
-    """uint8 [bytes of an element, n], most significant plane first, of `elements` [n],
-    contiguous.
-    """
+    """Return the byte planes of `elements` [n], uint8 [bytes of an element, n]."""
     planes = np.empty((elements.itemsize, elements.size), np.uint8)
     _split(elements, planes)
     return planes
 
 
 def merge(planes: Sequence[Bytes], bias: Bytes | None, out: Elements) -> None:
-    """What `split` took apart; `bias` [width] is added to plane 0, over and over, modulo 256 (width
-    divides n).
-    """
+    """Undo `split`. bias: [width], added to each row of plane 0, modulo 256."""
     assert len(planes) == out.itemsize and all(plane.size == out.size for plane in planes)
     assert bias is None or out.size % bias.size == 0
     if bias is None:
@@ -73,14 +58,13 @@ def merge(planes: Sequence[Bytes], bias: Bytes | None, out: Elements) -> None:
 
 
 def histogram(plane: Bytes) -> Counts:
-    """int64 [256] how often each byte occurs."""
     counts = np.zeros(256, np.int64)
     _histogram(plane, counts)
     return counts
 
 
 def channel_sums(plane: Bytes, width: int) -> Counts:
-    """int64 [width] the sum of each column of `plane` as [n / width, width]."""
+    """Return the column sums of `plane` as [n / width, width]."""
     assert plane.size % width == 0
     sums = np.zeros(width, np.int64)
     _channel_sums(plane, sums)
@@ -88,10 +72,7 @@ def channel_sums(plane: Bytes, width: int) -> Counts:
 
 
 def frequencies(counts: Counts) -> Counts:
-    """int64 [256] `counts` brought to the sum SCALE, at least 1 wherever something occurs.
-
-    At least two bytes must occur.
-    """
+    """Scale `counts` to the sum SCALE. At least two bytes must occur."""
     present = np.flatnonzero(counts)
     assert present.size >= 2
     total = int(counts.sum())
@@ -99,9 +80,9 @@ def frequencies(counts: Counts) -> Counts:
     share, rest = np.divmod(counts[present] * SCALE, total)
     freq[present] = np.maximum(1, share)
     missing = SCALE - int(freq.sum())
-    if missing > 0:  # to those who lost most in rounding
+    if missing > 0:
         freq[present[np.argsort(-rest * (share > 0), kind="stable")[:missing]]] += 1
-    while missing < 0:  # from the most frequent: there a step costs least
+    while missing < 0:  # from the most frequent, where a step costs least
         most = int(freq.argmax())
         taken = min(-missing, int(freq[most]) // 2)
         freq[most] -= taken
@@ -110,14 +91,13 @@ def frequencies(counts: Counts) -> Counts:
 
 
 def num_segments(symbols: int) -> int:
-    """Segments of a plane of so many symbols."""
     return -(-symbols // SEGMENT)
 
 
 def encode(plane: Bytes, freq: Counts) -> tuple[Words, Counts]:
-    """All segments end to end, and int64 [segments] the words of each.
+    """Return all words, and the words per segment, int64 [segments].
 
-    Every byte of the plane has a frequency below SCALE.
+    Frequencies of bytes that occur must be from 1 to SCALE - 1.
     """
     words = np.empty(plane.size + num_segments(plane.size) * STATE_WORDS, np.uint16)
     counts = np.zeros(num_segments(plane.size), np.int64)
@@ -128,14 +108,10 @@ def encode(plane: Bytes, freq: Counts) -> tuple[Words, Counts]:
 def decode(
     words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool | None = None
 ) -> bool:
-    """Fill `out` from all segments. False if they do not end as an encoder ends them; `out` then
-    holds anything.
+    """Decode into `out`. Return False, with `out` undefined, if segments do not end correctly.
 
-    counts: int64 [num_segments(out.size)], of sum `words.size`, each at least STATE_WORDS
-        (asserted)
-    freq:   int64 [256] of sum SCALE, none negative (asserted)
-    wide:   whether 16 lanes go in one vector; by default where AVX-512 VBMI2 makes that faster.
-        Same results, for tests
+    counts: int64 [segments], each at least STATE_WORDS
+    freq:   int64 [256], of sum SCALE
     """
     assert (
         counts.size == num_segments(out.size)
@@ -149,7 +125,7 @@ def decode(
 # --- compiled -------------------------------------------------------------------------------------
 
 _NO_BIAS: Bytes = np.zeros(0, np.uint8)
-_LOW = 1 << 16  # the least value of a state between two symbols, and where an encoder starts
+_LOW = 1 << 16
 
 _u1 = np.uint64(1)
 _u8 = np.uint64(8)
@@ -185,7 +161,7 @@ def _merge1(high: Any, bias: Any, out: Any) -> None:
         row_high, row_out = (
             high[row : row + width],
             out[row : row + width],
-        )  # indices from 0 on let the compiler use vectors
+        )
         if bias.size:
             for i in range(width):
                 x = np.uint8(row_high[i] + bias[i])
@@ -256,9 +232,8 @@ def _merge(planes: Any, bias: Any, out: Any) -> None:
 
 @compiled(types.void(_bytes, types.int64[::1]))
 def _histogram(plane: Any, counts: Any) -> None:
-    parts = np.zeros(
-        (4, 256), np.uint32
-    )  # four, so that equal neighbours do not wait for each other's store
+    # Four tables: equal neighbours do not wait for each other's store.
+    parts = np.zeros((4, 256), np.uint32)
     whole = plane.size // 4 * 4
     for i in range(0, whole, 4):
         parts[0, plane[i]] += 1
@@ -291,8 +266,7 @@ def _channel_sums(plane: Any, sums: Any) -> None:
 
 @compiled(types.int64(_bytes, readonly(types.int64), types.uint16[::1], types.int64[::1]))
 def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
-    # x // f is (x * reciprocal) >> 44, exact for f < 2**12 and x < f * 2**20, which renormalising
-    # has just made true.
+    # Division by f: (x * reciprocal) >> 44, exact for f < 2**12 and x < f * 2**20.
     begins = np.zeros(256, np.uint64)
     freqs = np.zeros(256, np.uint64)
     reciprocals = np.zeros(256, np.uint64)
@@ -311,15 +285,14 @@ def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
         first = segment * SEGMENT
         symbols = min(SEGMENT, plane.size - first)
         states[:] = _LIMIT
-        at = row.size  # filled from its end: the decoder reads what was written last first
+        at = row.size
         lane = symbols % LANES
         for i in range(first + symbols - 1, first - 1, -1):
             lane = (lane - 1) % LANES
             symbol = plane[i]
             x = states[lane]
             f = freqs[symbol]
-            # Whether a word goes out is a coin's toss: written in any case, and kept or not, there
-            # is no branch to guess.
+            # Written in any case: a branch would be unpredictable.
             full = x >= f << _u20
             row[at - 1] = np.uint16(x & _WORD_MASK)
             at -= int(full)
@@ -343,13 +316,10 @@ WIDE = "avx512vbmi2" in get_host_cpu_features() and get_host_cpu_features()["avx
 
 
 def emit_step16(builder: Any, addresses: Any, scale_bits: int, kinds: Any = None) -> Any:
-    """One symbol from each of 16 lanes; how many words were taken. 16 words must be there to be
-    read.
+    """Decode one symbol in each of 16 lanes. Return the words taken; 16 must be readable.
 
-    addresses:  of the states, of the table, of the next word and of the 16 symbols
-    scale_bits: a table has 2**scale_bits entries, each of a symbol (8 bits), its frequency less one
-        and the place within (scale_bits each)
-    kinds:      address of 16 bytes, the number of each lane's table, of several that lie end to end
+    scale_bits: a table has 2**scale_bits entries: symbol (8 bits), frequency less one, offset
+    kinds:      address of the lanes' table numbers; tables lie end to end
     """
     module, count = builder.module, 16
     bit, byte, half, word, long = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -417,7 +387,7 @@ def _decode(words: Any, counts: Any, freq: Any, wide: bool, out: Any) -> bool:
     table, slot = (
         np.empty(SCALE, np.uint32),
         0,
-    )  # what a slot stands for: the symbol, its frequency less one, the place within
+    )
     for symbol in range(256):
         first = np.uint32(symbol) | np.uint32(freq[symbol] - 1) << np.uint32(8)
         for within in range(freq[symbol]):
@@ -448,8 +418,6 @@ def _decode(words: Any, counts: Any, freq: Any, wide: bool, out: Any) -> bool:
                         )
                     )
                 i += LANES
-        # As long as a word is left for each lane, one can be loaded before it is known whether it
-        # is wanted: no branch to guess.
         while i + LANES <= stop and at + np.uint64(LANES) <= end:
             for lane in range(LANES):
                 x = np.uint64(states[lane])

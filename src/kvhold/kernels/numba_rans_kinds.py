@@ -1,15 +1,7 @@
-"""rANS as in numba_rans.py, for rows of symbols of many kinds: each kind has frequencies of its
-own, and who decodes knows the kinds.
+"""rANS as in numba_rans.py, with frequencies for each of several kinds of symbols.
 
-    words, counts = encode(symbols, kinds, width, freq)  # kinds[i] is the row of freq that symbol i
-    is coded with intact = decode(words, counts, kinds, width, freq, found)  # False: no encoder can
-    have written this
-
-`symbols` are rows of `width`. A segment is as many whole rows as fit into SEGMENT symbols, and at
-least one; a symbol's lane is its column modulo LANES. Frequencies sum to 2**SCALE_BITS: a table of
-that many entries for each kind, so that those in use lie in the nearest cache. A kind that has a
-single symbol costs nothing. The rest is the same, and so is what is promised about `words` that no
-encoder wrote.
+A segment is as many whole rows of `width` symbols as fit into SEGMENT, at least one. A symbol's
+lane is its column modulo LANES. A kind with one symbol costs nothing.
 """
 
 from typing import Any, TypeAlias
@@ -30,16 +22,14 @@ SCALE = 1 << SCALE_BITS
 
 
 def num_segments(symbols: int, width: int) -> int:
-    """Segments of so many symbols, whole rows of `width`."""
     return -(-symbols // segment_size(width))
 
 
 def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple[Words, Counts]:
-    """All segments end to end, and int64 [segments] the words of each.
+    """Return all words, and the words per segment, int64 [segments].
 
-    symbols: [rows * width]
-    kinds:   [rows * width], each less than freq's rows
-    freq:    [kinds, 256], each row of sum SCALE; not 0 for any symbol of that kind
+    symbols, kinds: [rows * width]
+    freq:    [kinds, 256], each row of sum SCALE; not 0 for a symbol that occurs
     """
     _check(kinds, freq, symbols, width)
     segments = num_segments(symbols.size, width)
@@ -59,14 +49,7 @@ def decode(
     *,
     wide: bool | None = None,
 ) -> bool:
-    """Fill `out` [rows * width] from all segments. False if they do not end as an encoder ends
-    them; `out` then holds anything.
-
-    counts: int64 [num_segments(out.size, width)], of sum `words.size`, each at least STATE_WORDS
-        (asserted)
-    kinds, freq: as for `encode` (asserted)
-    wide:   as for `numba_rans.decode`
-    """
+    """Decode into `out` [rows * width], as `numba_rans.decode`."""
     _check(kinds, freq, out, width)
     assert counts.size == num_segments(out.size, width) and int(counts.sum()) == words.size
     assert int(counts.min(initial=STATE_WORDS)) >= STATE_WORDS
@@ -85,7 +68,6 @@ def decode(
 
 
 def segment_size(width: int) -> int:
-    """Symbols of a whole segment of rows of `width`."""
     return max(SEGMENT // width, 1) * width
 
 
@@ -128,12 +110,11 @@ _bytes, _freq = readonly(types.uint8), readonly(types.uint16, 2)
 def _encode(
     symbols: Any, kinds: Any, width: int, segment_size: int, freq: Any, words: Any, counts: Any
 ) -> int:
-    # x // f is (x * reciprocal) >> _DIVISION_BITS, exact for f <= 2**SCALE_BITS and x < f <<
-    # _FULL_BITS.
+    # A range: frequency above, begin below.
     reciprocals, ranges = (
         np.zeros(freq.size, np.uint64),
         np.zeros(freq.size, np.uint64),
-    )  # a range: frequency, and below it where it begins
+    )
     for kind in range(freq.shape[0]):
         begin = np.uint64(0)
         for symbol in range(256):
@@ -148,9 +129,7 @@ def _encode(
     for segment in range(counts.size):
         first = segment * segment_size
         states[:] = _LIMIT
-        at = np.uint64(
-            row.size - 1
-        )  # filled from its end: the decoder reads what was written last first
+        at = np.uint64(row.size - 1)
         begin_row = min(first + segment_size, symbols.size)
         while begin_row > first:
             begin_row -= width
@@ -163,8 +142,6 @@ def _encode(
                     entry = np.uint64(block_kinds[place]) << _u8 | np.uint64(block_symbols[place])
                     x = states[place]
                     often = ranges[entry] >> _u32
-                    # Whether a word goes out is a coin's toss: written in any case, and kept or
-                    # not, there is no branch to guess.
                     full = x >= often << _FULL_BITS
                     row[at] = np.uint16(x & _WORD_MASK)
                     at -= np.uint64(full)
@@ -195,10 +172,6 @@ def _step16(_: Any, states: Any, tables: Any, words: Any, out: Any, kinds: Any) 
 
 @njit(inline="always")
 def _step32(states: Any, tables: Any, kinds: Any, words: Any, out: Any) -> Any:
-    """One symbol from each lane; how many words were taken.
-
-    LANES words must be there to be read.
-    """
     taken = np.uint32(0)
     for lane in range(LANES):
         x = states[lane]
@@ -267,8 +240,6 @@ def _decode(
         first = segment * segment_size
         for row in range(first, min(first + segment_size, out.size), width):
             i, row_end = row, row + width
-            # As long as a word is left for each lane, one can be loaded before it is known whether
-            # it is wanted: no branch to guess.
             while i + LANES <= row_end and at + np.uint64(LANES) <= end:
                 if wide:
                     for half in range(0, LANES, 16):

@@ -1,14 +1,8 @@
-"""The copy in host memory that also takes the checksum of each layer of each chunk: bytes cross
-memory once.
+"""The copy in host memory that also takes each layer's checksum: bytes cross memory once.
 
-The work is `layers x chunks` tasks. A task copies one layer of one chunk, a piece of PIECE_BYTES at
-a time, and folds each piece into the layer's xxh3_64 while it is in the core's cache. Threads and
-streaming stores are as in `numba_copy.py`.
-
-What is hashed: out of the arena, the arena's bytes, after they were copied, so that damage which
-comes before the copy cannot be missed. Into the arena, the arena's bytes, or, where streaming
-stores keep those out of the cache, the engine's bytes that were copied. Layers of at most
-SHORT_BYTES bytes are not done here.
+Each piece is hashed in the core's cache. A scatter hashes the arena's bytes after the copy, so
+damage before the copy is always found. A gather hashes the arena's bytes, or the engine's bytes if
+it streams.
 """
 
 from typing import Any
@@ -28,11 +22,9 @@ PIECE_BYTES = 32 << 10
 def copy(
     plan: Plan, layers: range, to_arena: bool, threads: int, sums: npt.NDArray[np.uint64]
 ) -> None:
-    """Move the plan's rows of `layers`, and write the checksums of those layers to `sums` [chunks,
-    layers of the view].
+    """Copy the plan's rows, and write checksums to `sums` [chunks, layers of the view].
 
-    A chunk of which no row is moved keeps what stands in `sums`. Every layer must have more than
-    SHORT_BYTES bytes.
+    Layers must have more than SHORT_BYTES bytes.
     """
     view, chunks = plan.view, plan.chunk_starts.size
     layer_bytes = plan.chunk_rows * (view.planes * view.row_bytes)
@@ -72,9 +64,7 @@ def copy(
 
 
 def _may_stream(plan: Plan, to_arena: bool) -> bool:
-    """Whether pieces are whole lines at their targets; and into the arena, whether the engine's
-    bytes are all that the layers hold.
-    """
+    """Streaming needs whole lines, and a gather that copies all rows of its chunks."""
     if not plan.view.runs_are_whole or not _on_lines(plan, to_arena):
         return False
     rows = np.bincount(plan.chunk, weights=plan.rows, minlength=plan.chunk_rows.size)
@@ -104,10 +94,7 @@ def _copy_tasks_source(
     head_stride: int,
     sums: Any,
 ) -> None:
-    """Do tasks until the counter runs out.
-
-    Runs are in the order of their bytes in the arena; `layer_bytes`, `first_runs` are by chunk.
-    """
+    """Runs must be in the order of the arena."""
     chunks = chunk_starts.size
     tasks = (stop_layer - first_layer) * chunks
     row_bytes = heads * head_bytes
@@ -164,9 +151,7 @@ def _copy_tasks_source(
                             fold(at, start + folded * STRIPE_BYTES, folded, upto - folded)
                         folded = upto
             if not hashes_source:
-                fold(
-                    at, start + folded * STRIPE_BYTES, folded, stripes - folded
-                )  # rows that nobody asked for, and the rest of the last
+                fold(at, start + folded * STRIPE_BYTES, folded, stripes - folded)
             sums[chunk, layer] = finish(at, end - STRIPE_BYTES, nbytes)
     if stream:
         _fence()
@@ -186,12 +171,9 @@ _COPY_TASKS = types.void(
 
 
 def _compile() -> Any:
-    """Compiled here and now, from the cache if it can be: the first copy is as fast as
-    the second.
-    """
     try:
         return njit(_COPY_TASKS, nogil=True, cache=True)(_copy_tasks_source)
-    except (RuntimeError, OSError):  # nowhere to keep the cache
+    except (RuntimeError, OSError):  # no writable cache
         return njit(_COPY_TASKS, nogil=True)(_copy_tasks_source)
 
 

@@ -1,15 +1,8 @@
-"""Vectors turned so that their numbers become alike, then into 4 bits, compiled.
+"""Rotate vectors so that their numbers become alike, and code them in 4 bits, compiled.
 
-    encode(elements, "bfloat16", head_dim=128, limit=limit, codes=codes, scales=scales)
-    decode(codes, scales, "bfloat16", head_dim=128, elements=elements)
-
-A vector is a run of 128 channels of a head, the last one of a head shorter, filled up with zeros to
-a power of two. It is turned by random signs and a Hadamard matrix, which spreads whatever it is
-over all places like normal numbers; these become the nearest of 16 levels, which for normal numbers
-are the best (Lloyd and Max). What an encoder writes it decodes too, by the same operations on
-float32 in the same order, so it knows each error.
-
-Any thread; the GIL is released. Sizes are asserted before compiled code is entered.
+A vector is a run of 128 channels of a head, padded with zeros to a power of two. Random signs and a
+Hadamard matrix make its numbers resemble normal numbers. Each becomes the nearest of 16 levels
+(Lloyd and Max). The encoder decodes in the same way, so it knows each error.
 """
 
 from hashlib import blake2b
@@ -33,39 +26,34 @@ from kvhold.kernels.numba_floats import (
 )
 
 RUN = 128
-KEPT = np.float32(-1)  # the scale of a vector whose error would be larger than the limit
+KEPT = np.float32(-1)
 
 
 def turned_size(count: int) -> int:
-    """Places of a vector of `count` elements: the next power of two."""
     return 1 << (count - 1).bit_length()
 
 
 def run_sizes(head_dim: int) -> list[int]:
-    """Elements of each run of a head."""
     return [min(RUN, head_dim - begin) for begin in range(0, head_dim, RUN)]
 
 
 def head_bytes(head_dim: int) -> int:
-    """Of the codes of a head: half a byte a place."""
     return sum(-(-turned_size(count) // 2) for count in run_sizes(head_dim))
 
 
 def encode(
     elements: Elements, dtype: str, *, head_dim: int, limit: float, codes: Bytes, scales: Floats
 ) -> None:
-    """elements [heads * head_dim] to codes [heads, head_bytes] and scales [heads, runs], KEPT where
-    the error would be above `limit`.
+    """Encode [heads * head_dim] to codes [heads, head_bytes] and scales [heads, runs].
+
+    A scale is KEPT if the error would exceed `limit`.
     """
     _check(elements, head_dim, codes, scales)
     _encode(elements, KINDS[dtype], head_dim, limit, codes, scales, SIGNS, LEVELS)
 
 
 def decode(codes: Bytes, scales: Floats, dtype: str, *, head_dim: int, elements: Elements) -> None:
-    """The inverse, as near as the bits allow; zeros for vectors that are KEPT.
-
-    Scales are finite.
-    """
+    """Decode. KEPT vectors become zeros. Scales must be finite."""
     _check(elements, head_dim, codes, scales)
     _decode(codes, scales, KINDS[dtype], head_dim, elements, SIGNS, LEVELS)
 
@@ -80,7 +68,6 @@ def _check(elements: Elements, head_dim: int, codes: Bytes, scales: Floats) -> N
 
 
 def _signs() -> Floats:
-    """[RUN] 1 and -1."""
     bits = np.unpackbits(
         np.frombuffer(blake2b(b"kvhold-signs-1", digest_size=RUN // 8).digest(), np.uint8),
         bitorder="little",
@@ -110,12 +97,7 @@ def _stage(source: Any, into: Any, half: int) -> None:
 
 @njit(inline="always")
 def _turn(row: Any, spare: Any, size: int) -> Any:
-    """The Hadamard transform of `row[:size]`: sums and differences of what is half of `size` apart,
-    then a quarter, and so on.
-
-    What was `i` and `i + half` apart goes to `2 * i` and `2 * i + 1`: after all stages everything
-    is back in its place, and each stage is the same loop over whole vectors.
-    """
+    """Apply the Hadamard transform to `row[:size]`. All stages are the same loop over vectors."""
     stages = 0
     while 1 << stages < size:
         stages += 1
@@ -130,7 +112,6 @@ def _turn(row: Any, spare: Any, size: int) -> Any:
 
 @njit(inline="always")
 def _sum(row: Any, size: int) -> Any:
-    """Of `row[:size]`, a power of two, by halves; `row` is lost."""
     half = size // 2
     while half >= 1:
         second = row[half:size]
@@ -144,7 +125,6 @@ def _sum(row: Any, size: int) -> Any:
 def _restore(
     source: Any, scale: Any, signs: Any, levels: Any, size: int, row: Any, spare: Any
 ) -> None:
-    """`row[:size]` of the codes, packed."""
     half = (size + 1) // 2
     for i in range(half):
         row[i] = levels[source[i] & 15]
@@ -219,9 +199,7 @@ def _encode(
             for i in range(count):
                 most = max(most, np.uint32(as_bits(values[i]) & MAGNITUDE))
             exponent = np.uint32(min(np.uint32(most >> np.uint32(23)), np.uint32(253)))
-            if exponent == np.uint32(
-                0
-            ):  # all zeros, or so near that a layer's limit does not see it
+            if exponent == np.uint32(0):
                 into[:] = np.uint8(0)
                 scales[head, run] = _ZERO if as_float(most) <= limit else KEPT
                 continue
@@ -253,7 +231,6 @@ def _encode(
                 level = levels[code[i] & 15]
                 products[i] = np.float32(row[i] * level)
                 squares[i] = np.float32(level * level)
-            # The scale that leaves the least error, which is nearly the vector's own.
             best = np.float32(_sum(products, size) / _sum(squares, size))
             scale = np.float32(np.float32(best / np.float32(size)) * down)
             for i in range(size - half):
@@ -261,9 +238,8 @@ def _encode(
             for i in range(size - half, half):
                 into[i] = code[i]
             _restore(into, scale, signs, levels, size, row, spare)
-            worst = np.uint32(
-                0
-            )  # as bits, of which infinity is above all numbers and NaN above that
+            # As bits, infinity is above all numbers, and NaN above infinity.
+            worst = np.uint32(0)
             for i in range(count):
                 worst = max(worst, np.uint32(as_bits(np.float32(row[i] - values[i])) & MAGNITUDE))
             if as_float(worst) <= limit and scale <= _LARGEST:

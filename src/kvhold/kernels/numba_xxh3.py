@@ -1,16 +1,11 @@
-"""XXH3-64 for compiled loops: fold memory into a running state, a stripe of 64 bytes at a time,
-then finish it.
+"""XXH3-64 for compiled loops: fold stripes of 64 bytes into a state, then finish it.
 
-    state = START.copy(); at = state.ctypes.data        # uint64 [8], the running state
-    fold(at, address, 0, 100)                           # stripes 0 to 99
-    fold(at, further, 100, (nbytes - 1) // STRIPE_BYTES - 100)
-    value = finish(at, end - STRIPE_BYTES, nbytes)      # == xxhash.xxh3_64_intdigest of all nbytes
+    state = START.copy(); at = state.ctypes.data
+    fold(at, address, 0, (nbytes - 1) // STRIPE_BYTES)
+    value = finish(at, end - STRIPE_BYTES, nbytes)      # == xxhash.xxh3_64_intdigest
 
-Only for inputs of more than SHORT_BYTES bytes, with the default secret and no seed: shorter inputs
-have three other algorithms, and are left to the `xxhash` library. The copies use this to hash each
-piece of memory while it is in the core's cache.
-Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md. Called from compiled
-    code; keeps no GIL.
+For inputs of more than SHORT_BYTES bytes, with the default secret and no seed.
+Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 """
 
 from struct import unpack
@@ -57,7 +52,6 @@ _NUMBER = ir.IntType(32)
 
 
 def _words(at: int, count: int = 8) -> tuple[int, ...]:
-    """Words of the secret, little-endian, from byte `at` on."""
     return unpack(f"<{count}Q", _SECRET[at : at + 8 * count])
 
 
@@ -66,12 +60,11 @@ def _lanes(values: tuple[int, ...]) -> ir.Constant:
 
 
 def _load(builder: Any, address: Any) -> Any:
-    """Eight words from any address; hosts are little-endian, as the algorithm wants them."""
+    """The host must be little-endian."""
     return builder.load(builder.inttoptr(address, _LANES.as_pointer()), align=1)
 
 
 def _accumulate(builder: Any, acc: Any, data: Any, secret: Any) -> Any:
-    """acc[i ^ 1] += data[i];  acc[i] += low32(data[i] ^ secret[i]) * high32(data[i] ^ secret[i])"""
     order = ir.Constant(
         ir.VectorType(_NUMBER, 8), [ir.Constant(_NUMBER, lane ^ 1) for lane in range(8)]
     )
@@ -91,9 +84,7 @@ def _scramble(builder: Any, acc: Any) -> Any:
 
 @intrinsic
 def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
-    """`count` stripes from address `data` on, the first of which is stripe number `first` of its
-    input; `state` is an address.
-    """
+    """Fold `count` stripes from address `data` on. The first is number `first`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at, origin, number, stripes = args
@@ -127,9 +118,7 @@ def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
 
 @intrinsic
 def finish(_: Any, state: Any, last: Any, nbytes: Any) -> Any:
-    """The last stripe, which lies at address `last` and may overlap the one before it; then all
-    lanes into one.
-    """
+    """Fold the last stripe, which may overlap, and merge all lanes."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at, last_at, length = args

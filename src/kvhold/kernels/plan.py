@@ -1,14 +1,7 @@
-"""What to copy where: slots of a view and places in the arena, turned into runs once for all
-layers.
+"""Plan a copy: pair slots of a view with places in the arena, as runs that serve all layers.
 
-    chunks = Chunks(arena, offsets, num_tokens)
-    plan = plan_blocks(view, block_ids, chunks)          # whole blocks, the usual case
-    plan = plan_slots(view, slot_mapping, chunks)        # any tokens
-
-A *run* is a stretch of rows that lie in order both in the view and in one chunk. Every bound is
-checked here, so that a plan, once made, reads and writes only inside its view and its chunks.
-Planning is vectorised numpy on the caller's thread. A plan may be used any number of times, whole
-or a few layers at a time, by one thread after the other.
+A *run* is a stretch of rows that are in order both in the view and in one chunk. All bounds are
+checked here. A plan can be reused, by one thread at a time.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,14 +17,12 @@ from kvhold.kernels.view import Int64s, Tensor, View
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Places for chunks in one region of memory, in the order of the tokens.
+    """Places of chunks in one region of memory, in token order.
 
-    base:           uint8 [bytes], contiguous: a numpy array (the arena), or a torch tensor (pinned, or staging on the device)
-    offsets:        int64 [n], where each chunk begins in `base`, in bytes; any alignment
-    num_tokens:     int64 [n]; a chunk is `layers * planes * num_tokens * token_bytes` long (opaque
-        packing: whole blocks)
-    device_address: where the view's device sees `base`, when that is host memory pinned and mapped
-        for it; None if it is not
+    base:           uint8 [bytes], contiguous: a numpy array, or a torch tensor
+    offsets:        int64 [n], bytes from `base`
+    num_tokens:     int64 [n]
+    device_address: of `base` on the view's device, if that can address this host memory
     """
 
     base: Tensor
@@ -69,7 +60,6 @@ class Chunks:
 
     @property
     def address(self) -> int:
-        """Of `base`, on its own device."""
         return int(
             self.base.__array_interface__["data"][0]
             if isinstance(self.base, np.ndarray)
@@ -81,16 +71,15 @@ class Chunks:
         return bool(self.base.flags.writeable) if isinstance(self.base, np.ndarray) else True
 
     def address_seen_from(self, device: str) -> int | None:
-        """Of `base`, for code that runs on `device`; None when that device cannot reach it."""
+        """Return the address of `base` on `device`. None: it cannot reach it."""
         return self.address if device == self.device else self.device_address
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Runs, as int64 arrays: run i is `rows[i]` rows, in the view from `slots[i]` on, in chunk
-    `chunk[i]` from its row `first_rows[i]` on.
+    """Runs: `rows[i]` rows, from `slots[i]` in the view and `first_rows[i]` of chunk `chunk[i]` on.
 
-    memo: what a worker derives from the plan once, such as tables on the device
+    memo: values that a worker derives once
     """
 
     view: View
@@ -99,7 +88,7 @@ class Plan:
     first_rows: Int64s
     slots: Int64s
     rows: Int64s
-    chunk_starts: Int64s  # [chunks], bytes from `chunks.base`
+    chunk_starts: Int64s  # [chunks], bytes from `base`
     chunk_rows: Int64s  # [chunks]
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
 
@@ -112,9 +101,7 @@ class Plan:
         return int(self.rows.sum())
 
     def of_rows(self) -> tuple[Int64s, Int64s, Int64s]:
-        """`view_offsets`, `chunk_offsets` and `plane_strides` of each row, not of each run; int64
-        [rows].
-        """
+        """Return `view_offsets`, `chunk_offsets` and `plane_strides` per row, int64 [rows]."""
         within = np.arange(self.num_rows) - np.repeat(np.cumsum(self.rows) - self.rows, self.rows)
         block, row = np.divmod(np.repeat(self.slots, self.rows) + within, self.view.rows_per_block)
         in_view = block * self.view.block_stride + row * self.view.row_stride
@@ -122,38 +109,34 @@ class Plan:
         return in_view, in_chunks, np.repeat(self.plane_strides, self.rows)
 
     def nbytes(self, layers: int) -> int:
-        """Bytes that one gather or scatter of `layers` layers moves."""
         return layers * self.view.planes * self.num_rows * self.view.row_bytes
 
     @cached_property
     def view_offsets(self) -> Int64s:
-        """int64 [runs]: bytes from `table[layer, plane]` to the run's first row."""
+        """int64 [runs]: bytes from `table[layer, plane]`."""
         block, row = np.divmod(self.slots, self.view.rows_per_block)
         offsets: Int64s = block * self.view.block_stride + row * self.view.row_stride
         return offsets
 
     @cached_property
     def chunk_offsets(self) -> Int64s:
-        """int64 [runs]: bytes from `chunks.base` to the run's first row in layer 0, plane 0."""
+        """int64 [runs]: bytes from `chunks.base`, in layer 0, plane 0."""
         offsets: Int64s = self.chunk_starts[self.chunk] + self.first_rows * self.view.row_bytes
         return offsets
 
     @cached_property
     def plane_strides(self) -> Int64s:
-        """int64 [runs]: bytes between planes, and so between a layer's last plane and the next
-        layer's first, of the run's chunk.
-        """
+        """int64 [runs]: bytes between planes, also across layers."""
         strides: Int64s = self.chunk_rows[self.chunk] * self.view.row_bytes
         return strides
 
 
 def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
-    """Pair slot i with token i of the chunks laid end to end.
+    """Pair slot i with token i of the chunks, end to end.
 
-    slots: int64 [sum(chunks.num_tokens)]; a negative one is skipped. To scatter, they must differ.
+    slots: int64 [sum(chunks.num_tokens)]; negative: skipped. To scatter, they must differ.
 
-    Raises ValueError for slots or chunks out of bounds, LayoutError for an opaque packing, whose
-    tokens have no slots.
+    Raises ValueError for slots or chunks out of bounds, LayoutError for an opaque packing.
     """
     if view.is_opaque:
         raise LayoutError(f"packing {view.group.packing!r} moves whole blocks; use plan_blocks")
@@ -181,10 +164,9 @@ def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan
 
 
 def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
-    """Fill each chunk from whole blocks; the last block of a chunk may be needed in part.
+    """Fill each chunk from whole blocks. A chunk's last block may be used in part.
 
-    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; a negative one is skipped. To
-        scatter, they must differ.
+    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; else as the slots of `plan_slots`
 
     Raises ValueError for ids or chunks out of bounds.
     """
@@ -216,10 +198,6 @@ def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) ->
 
 
 def _chunk_rows(view: View, chunks: Chunks) -> Int64s:
-    """int64 [chunks]: rows of each chunk.
-
-    Raises ValueError unless every chunk lies inside `chunks.base`; cannot overflow.
-    """
     if not chunks.offsets.size:
         return chunks.num_tokens
     if int(chunks.num_tokens.min()) < 0:
@@ -247,16 +225,12 @@ def _chunk_rows(view: View, chunks: Chunks) -> Int64s:
 
 
 def _numbered(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """For `counts` of things per chunk, two int64 [sum(counts)]: the chunk of each thing, and its
-    number inside that chunk.
-    """
     chunk = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
     firsts = np.cumsum(counts) - counts
     return chunk, np.arange(chunk.size, dtype=np.int64) - firsts[chunk]
 
 
 def _merged(plan: Plan) -> Plan:
-    """The same rows in as few runs as there can be."""
     if plan.num_runs < 2:
         return plan
     rows = plan.rows[:-1]

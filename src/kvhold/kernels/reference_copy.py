@@ -1,8 +1,6 @@
-"""The copy to which the fast ones are compared, and which does their work where they cannot run.
+"""The reference copy: tests compare the fast copies with it, and it runs where they cannot.
 
-Plain indexing, one layer, plane and chunk at a time: numpy in host memory, torch on a device, the
-same lines for both. Where the device cannot address the arena, each piece goes through a temporary
-on the other side. Does not use threads.
+If the device cannot address the arena, each piece goes through a temporary.
 """
 
 from typing import Any
@@ -14,10 +12,6 @@ from kvhold.kernels.view import Int64s, Tensor, View
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it.
-
-    Arguments were checked by the door.
-    """
     view, chunks = plan.view, plan.chunks
     chunk, row, slot = _each_row(plan)
     block, row_in_block = np.divmod(slot, view.rows_per_block)
@@ -30,9 +24,7 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
         places = _index(row[mine], base)
         for layer in layers:
             for plane in range(view.planes):
-                paged = _paged(
-                    view, layer, plane
-                )  # [blocks, rows_per_block, heads, head_bytes] uint8
+                paged = _paged(view, layer, plane)
                 where = _index(block[mine], paged), _index(row_in_block[mine], paged)
                 if to_arena:
                     body[layer, plane][places] = _beside(paged[where], body)
@@ -41,9 +33,6 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def _each_row(plan: Plan) -> tuple[Int64s, Int64s, Int64s]:
-    """The plan's runs taken apart again: for each row its chunk, its number in the
-    chunk, its slot.
-    """
     within = np.arange(plan.num_rows) - np.repeat(np.cumsum(plan.rows) - plan.rows, plan.rows)
     return (
         np.repeat(plan.chunk, plan.rows),
@@ -53,8 +42,6 @@ def _each_row(plan: Plan) -> tuple[Int64s, Int64s, Int64s]:
 
 
 class _HostMemory:
-    """Memory at an address, as numpy's array interface wants it."""
-
     def __init__(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], read_only: bool
     ) -> None:
@@ -68,7 +55,7 @@ class _HostMemory:
 
 
 def _paged(view: View, layer: int, plane: int) -> Tensor:
-    """uint8 [blocks, rows_per_block, heads, head_bytes] over the engine's own memory."""
+    """Return the engine's memory, uint8 [blocks, rows_per_block, heads, head_bytes]."""
     shape = (view.num_blocks, view.rows_per_block, view.heads, view.head_bytes)
     strides = (view.block_stride, view.row_stride, view.head_stride, 1)
     address = int(view.table[layer, plane])
@@ -85,9 +72,7 @@ def _paged(view: View, layer: int, plane: int) -> Tensor:
 
 
 def _as_tensor(chunks: Chunks) -> Tensor:
-    """The chunks' memory for torch, which knows no read-only memory and warns of it; nothing is
-    written to what is not writable.
-    """
+    """Declared writable, because torch warns about read-only memory."""
     if not isinstance(chunks.base, np.ndarray):
         return chunks.base
     return _torch().as_tensor(
@@ -100,7 +85,6 @@ def _index(values: Int64s, of: Tensor) -> Any:
 
 
 def _beside(values: Tensor, other: Tensor) -> Tensor:
-    """`values` on the device, and of the kind, of `other`."""
     return values if isinstance(other, np.ndarray) else values.to(other.device)
 
 

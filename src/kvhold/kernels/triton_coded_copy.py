@@ -1,12 +1,6 @@
-"""The copy on a GPU of a view whose chunks hold 8 bits an element: codes and scales as
-`numba_coded_copy.py` makes them, bit by bit.
+"""The copy on a GPU of a view with a `Coding`: the same bytes as `numba_coded_copy.py`.
 
-One launch for all rows and layers, between the engine's blocks and memory that the device
-addresses, as in `triton_copy.py`, whose programs are as few. A tile is some runs of one row: a run
-lies in one row of the tile, so its largest element is found in registers.
-
-Arithmetic is in float32, one rounding an operation: the division is correctly rounded, and nothing
-is fused. With TRITON_INTERPRET=1 when this module is imported, the same kernel runs on host memory.
+A tile is some runs of one row, so a run's largest element is found in registers.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,17 +17,14 @@ from kvhold.kernels.triton_copy import PROGRAMS, VECTOR_BYTES
 from kvhold.kernels.triton_floats import EXACT, load_floats, magnitudes_of, nearest, store_floats
 from kvhold.kernels.view import Coding, View
 
-TILE_ELEMENTS = 2048  # of one program in one turn
+TILE_ELEMENTS = 2048
 _LARGEST = tl.constexpr(3.4028234663852886e38)
-_SMALL = tl.constexpr(2.0**-60)  # below this the inverse of a scale may overflow
+_SMALL = tl.constexpr(2.0**-60)  # a smaller scale's inverse may overflow
 _UP = tl.constexpr(2.0**64)
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it, on the device's current stream.
-
-    The arena is addressable.
-    """
+    """The device must be able to address the arena."""
     view = plan.view
     if view.device == "cpu" and not INTERPRETED:
         raise ValueError("the triton worker copies host memory only under TRITON_INTERPRET=1")
@@ -41,8 +32,7 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def prepare(view: View) -> None:
-    """Compile both directions for a view."""
-    for to_arena in (True, False):  # no row: nothing is moved
+    for to_arena in (True, False):
         _launch(
             view,
             to_arena,
@@ -54,9 +44,7 @@ def prepare(view: View) -> None:
 
 
 def alignment_of(plan: Plan) -> tuple[int, int]:
-    """What every row's address is a multiple of, in the engine's memory and in the arena: 16 bytes
-    at most.
-    """
+    """In the engine's memory and in the arena, at most 16."""
     address = plan.chunks.address_seen_from(plan.view.device)
     assert address is not None, "the door lets nothing through that the device cannot address"
     in_view, in_arena = _bits(plan.view)
@@ -70,7 +58,6 @@ def alignment_of(plan: Plan) -> tuple[int, int]:
 
 
 def _bits(view: View) -> tuple[int, int]:
-    """Addresses and strides, one over the other, in the engine's memory and in the arena."""
     return view.block_stride | view.row_stride | int(
         np.bitwise_or.reduce(view.table, axis=None)
     ), view.row_bytes
@@ -114,8 +101,9 @@ def _launch(
 
 
 def _on_device(plan: Plan) -> Any:
-    """One int64 tensor: of each row its arena address, layer stride and view offset; of each layer
-    its address. Uploaded once a stream.
+    """Return an int64 tensor, uploaded once a stream.
+
+    Per row: arena address, layer stride, view offset. Per layer: its address.
     """
     view = plan.view
     on_host = view.device == "cpu"
@@ -147,11 +135,6 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
     view_alignment: tl.constexpr,
     arena_alignment: tl.constexpr,
 ):
-    """Grid [programs].
-
-    A job is `together` runs of one row of one layer; a program takes every so-manieth. 64-bit
-    arithmetic throughout.
-    """
     if kind == 2:
         element = tl.pointer_type(tl.uint32)
     else:
@@ -178,9 +161,7 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
                 tl.float32, bitcast=True
             )
             tl.store(scales, peaks, mask=is_run)
-            peaks = tl.where(
-                peaks <= _LARGEST, peaks, 0.0
-            )  # the codes of a run that is not finite mean nothing
+            peaks = tl.where(peaks <= _LARGEST, peaks, 0.0)
             values = tl.where(peaks[:, None] > 0, values, 0.0)
             ups = tl.where(peaks < _SMALL, _UP, 1.0)
             raised = tl.where(peaks > 0, peaks * ups, 1.0)

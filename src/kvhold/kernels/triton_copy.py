@@ -1,21 +1,11 @@
-"""The copy on a GPU: one launch for all runs, layers and planes, straight between the engine's
-blocks and the arena.
+"""The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
 
-The kernel gets addresses, not tensors. The arena may be host memory that is pinned and mapped for
-the device: the bytes then cross the bus once, in the order in which they are copied. Or it is a
-staging tensor on the device.
+- A thread moves 16 bytes at a time if every address, stride and size allows it.
+- A program keeps its multiprocessor while it waits for the bus, so many would keep the engine's
+  kernels out.
+- Numbers of runs and tiles are not specialised, so no copy compiles after `prepare`.
 
-- A thread moves 16 bytes at a time where every address, stride and size is a multiple of 16; else
-  the widest word that they allow. What is left of a tile beyond its run is masked.
-- A few programs take all tiles in turn. Bytes that cross the bus come slowly, and a program keeps
-  its multiprocessor
-  while it waits: many programs would keep the engine's own kernels out.
-- `prepare` compiles what a view will need. Numbers of runs and tiles are not specialised, so that
-  no later copy compiles.
-
-Work is put on the device's current stream, and nothing here waits for it: an event that the caller
-records after the call marks the end of the copy. With TRITON_INTERPRET=1 when this module is
-imported, the same kernel runs on host memory, slowly, for tests.
+With TRITON_INTERPRET=1 at import, the kernel runs on host memory, for tests.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -30,17 +20,18 @@ import triton.language as tl
 from kvhold.kernels.plan import Plan
 from kvhold.kernels.view import Int64s, View
 
-# what one program moves in one turn: 128 threads, eight times 16 bytes each; narrower words take as
-# many registers
+# A program's turn: 128 threads, eight times 16 bytes.
 TILE_WORDS = 2048
-PROGRAMS = 16  # at most, and 256 KiB under way at once: a bus of 64 GB/s holds 130 KB in 2 us
-VECTOR_BYTES = 16  # the widest access of a thread
+PROGRAMS = 16  # 256 KiB in flight: a bus of 64 GB/s holds 130 KB in 2 us
+VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Words:
-    """How bytes are moved. nbytes: of a word, 1 to 8; a_vector: consecutive words that one thread
-    moves at once.
+    """How bytes are moved.
+
+    nbytes:   of a word, 1 to 8
+    a_vector: words that a thread moves at once
     """
 
     nbytes: int
@@ -48,10 +39,7 @@ class Words:
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Move the plan's rows of `layers`, to the arena or from it.
-
-    Arguments were checked by the door; the arena is addressable.
-    """
+    """The device must be able to address the arena."""
     view = plan.view
     if view.device == "cpu" and not INTERPRETED:
         raise ValueError("the triton worker copies host memory only under TRITON_INTERPRET=1")
@@ -62,17 +50,14 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def prepare(view: View) -> None:
-    """Compile both directions for a view's words, where its chunks begin at multiples of 16 bytes;
-    others compile when they come.
-    """
+    """Compile for chunks that begin at multiples of 16 bytes."""
     words = _words(_bits(view))
-    for to_arena in (True, False):  # no tile: nothing is moved
+    for to_arena in (True, False):
         tables = torch.zeros(1, dtype=torch.int64, device=view.device)
         _launch(view, words, to_arena, tables, (0, 0, 0, 0))
 
 
 def words_of(plan: Plan) -> Words:
-    """The widest that every address, stride and size of the plan is a multiple of."""
     return _words(
         _bits(plan.view)
         | int(np.bitwise_or.reduce(_arena(plan) + plan.chunk_starts[plan.chunk], axis=None))
@@ -80,7 +65,6 @@ def words_of(plan: Plan) -> Words:
 
 
 def _bits(view: View) -> int:
-    """All addresses, strides and sizes of a view, one over the other."""
     piece = view.row_bytes if view.rows_are_whole else view.head_bytes
     bits = piece | view.row_bytes | view.block_stride | view.row_stride | view.head_stride
     return bits | int(np.bitwise_or.reduce(view.table, axis=None))
@@ -100,7 +84,6 @@ def _launch(
     tables: "torch.Tensor",
     counts: tuple[int, int, int, int],
 ) -> None:
-    """counts: runs, tiles, the first plane of all layers, and how many planes."""
     heads, head_bytes = (
         (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
     )
@@ -132,11 +115,10 @@ def _arena(plan: Plan) -> int:
 
 
 def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
-    """One int64 tensor that holds every table, and the number of tiles. Uploaded once for each plan
-    and stream.
+    """Return an int64 tensor with all tables, and the number of tiles. Uploaded once a stream.
 
-    Tables, end to end: of each run its arena address, plane stride, view offset and words; of each
-    tile its run and its number in it; of each layer and plane its address.
+    Per run: arena address, plane stride, view offset, words. Per tile: its run, its number there.
+        Per layer and plane: its address.
     """
     view = plan.view
     on_host = view.device == "cpu"
@@ -154,7 +136,7 @@ def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
         ]
         parts += [run, within, view.table.reshape(-1)]
         tables = torch.from_numpy(np.concatenate(parts))
-        # From pinned memory, so that the upload does not wait for the stream's earlier work.
+        # Pinned, so that the upload does not wait for the stream.
         plan.memo[key] = (
             (tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)),
             run.size,
@@ -189,12 +171,7 @@ def _copy_tiles(  # type: ignore[no-untyped-def]  # Triton reads annotations its
     vector_words: tl.constexpr,
     tile_words: tl.constexpr,
 ):
-    """Grid [programs]. A job is one tile of one plane; a program takes every so-manieth. 64-bit
-    arithmetic throughout.
-
-    `tl.multiple_of` says what `words_of` has found: addresses that come from a table carry no
-    alignment of their own.
-    """
+    """A job is one tile of one plane. Addresses from a table have no known alignment."""
     if word_bytes == 8:
         word = tl.pointer_type(tl.int64)
     elif word_bytes == 4:

@@ -1,12 +1,6 @@
-"""Numbers as their bits, for Triton kernels: what numba_floats.py is for compiled code, with the
-same values.
+"""Floats as their bits, for Triton kernels, with the same results as numba_floats.py.
 
-    values = load_floats(elements + i, mask, BFLOAT16)  # bits of bfloat16, float16 or float32 to
-    float32
-    store_floats(elements + i, values, mask, BFLOAT16)         # and back, rounded to nearest even
-
-To be called from kernels only. Those that compute with floats are launched with EXACT: a product
-and a sum fused into one rounding would give other codes than the host does.
+Launch with EXACT: a fused product and sum would give other codes.
 """
 
 import triton
@@ -19,9 +13,7 @@ _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 
 @triton.jit
 def load_floats(at, mask, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of the numbers at `at`; 0 where the mask is not set. kind: as in
-    numba_floats.KINDS.
-    """
+    """Return float32; 0 outside the mask."""
     bits = tl.load(at, mask=mask, other=0)
     if kind == 0:
         values = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -34,9 +26,7 @@ def load_floats(at, mask, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_floats(at, values, mask, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inverse: to nearest even, and in the 16-bit kinds no larger than the largest finite
-    value. No value is NaN.
-    """
+    """Round to nearest even. 16-bit kinds are capped at their largest value. No NaN."""
     if kind == 0:
         bits = values.to(tl.uint32, bitcast=True)
         magnitude = bits & _MAGNITUDE
@@ -53,13 +43,11 @@ def store_floats(at, values, mask, kind: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def magnitudes_of(values):  # type: ignore[no-untyped-def]
-    """int32 bits of |values|, which are in the same order."""
+    """Return int32 bits, which sort like |values|."""
     return (values.to(tl.uint32, bitcast=True) & _MAGNITUDE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def nearest(values):  # type: ignore[no-untyped-def]
-    """The nearest integer, ties to even, as int32, of magnitudes below 2**22: what an addition to
-    1.5 * 2**23 rounds to.
-    """
+    """Return int32, ties to even, of magnitudes below 2**22."""
     return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B40_0000

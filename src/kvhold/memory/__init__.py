@@ -1,1 +1,1 @@
-"""Memory: the arena, its allocator, the host's limits, views of engines' memory, and copies."""
+"""The arena, its allocator, views of engines' memory, and copies."""

@@ -1,17 +1,8 @@
-"""Chunks with 8 bits an element in memory: `memory_codec = "int8"`.
+"""Chunks with 8 bits per element in memory: `memory_codec = "int8"`.
 
-A chunk takes half the memory, and half the bytes cross the bus to a device.
-
-    group = coded_group(engine_group, "int8")       # the group as in chunks: codes and scales
-    view = coded_view(engine_view, "int8")          # gathers encode, scatters decode
-    infinite_chunks(planned)                        # the chunks that cannot be decoded
-
-A block is coded in the order of its bytes in the engine's memory, for any packing: each `run`
-consecutive elements share a scale. The codec is part of the packing's name, and so of the
-namespace: an engine finds only chunks that were stored in the same way. Zeros, and the values of
-the largest magnitude in a run, are exact. Other values change by at most 1/127 of the largest.
-
-States are not coded, nor KV that the engine itself keeps in 8 bits, where nothing would be saved.
+Each `run` of consecutive elements of a block shares a scale. The packing's name contains the codec,
+so an engine finds only chunks that were stored in the same way. Zeros and the largest magnitudes of
+runs are exact. States, and KV with 8 bits, are not coded.
 """
 
 from dataclasses import replace
@@ -26,17 +17,15 @@ from kvhold.memory.copy import Planned
 
 ERROR_BOUND = 1 / 127  # |decoded - original| over the largest magnitude of a run
 _DTYPES = ("bfloat16", "float16", "float32")
+# With shorter runs, scales would take more than a quarter of the codes.
 _MOST_RUN, _LEAST_RUN = (
     128,
     16,
-)  # with shorter runs scales would take more than a quarter of the codes
+)
 
 
 def coded_group(group: Group, codec: str) -> Group:
-    """Return the group as its chunks have it; a group that is not coded is returned unchanged.
-
-    Raises LayoutError if its blocks cannot be coded.
-    """
+    """Return the group as in chunks. Raises LayoutError if its blocks cannot be coded."""
     coding = _coding(group, codec)
     if coding is None:
         return group
@@ -49,10 +38,7 @@ def coded_group(group: Group, codec: str) -> Group:
 
 
 def coded_view(view: View, codec: str) -> View:
-    """Return a view of the same blocks that encodes and decodes.
-
-    Raises the errors of `coded_group`.
-    """
+    """Return a view that encodes and decodes. Raises the errors of `coded_group`."""
     coding = _coding(view.group, codec)
     if coding is None:
         return view
@@ -60,8 +46,6 @@ def coded_view(view: View, codec: str) -> View:
 
 
 def coded_block(view: View, plain: bytes) -> tuple[bytes, bytes]:
-    """Return one block as encoded, and as decoded again, by the codec's code on the host."""
-    # Imported here because the import compiles the module, or reads it from a cache.
     from kvhold.kernels import numba_quantise as quantise
 
     coding = view.coding
@@ -78,9 +62,9 @@ def coded_block(view: View, plain: bytes) -> tuple[bytes, bytes]:
 
 
 def infinite_chunks(planned: Planned) -> set[int]:
-    """Return the chunks that hold an infinity or a NaN, which cannot be decoded.
+    """Return the numbers of chunks with an infinity or a NaN, which cannot be decoded.
 
-    Call it when the gathered bytes have arrived. The numbers are those of the piece's places.
+    The gathered bytes must have arrived.
     """
     plan = planned.plan
     coding = plan.view.coding
@@ -99,7 +83,6 @@ def infinite_chunks(planned: Planned) -> set[int]:
 
 
 def _coding(group: Group, codec: str) -> Coding | None:
-    """Return how the group's blocks are coded. None: they are kept as they are."""
     if codec == "none" or group.attention == "state" or DTYPE_BYTES[group.dtype] == 1:
         return None
     if group.packing == CANONICAL:

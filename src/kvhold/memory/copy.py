@@ -1,23 +1,14 @@
 """Copies for integrations: from an engine's blocks into a room, and from a loan into blocks.
 
-    gather_blocks(view, block_ids, room.buffer, room.chunks(), threads=2)
-    scatter_slots(view, slots, loan.buffer, loan.chunks(), threads=2)
-    planned = plan_copy(view, block_ids, loan.buffer, loan.chunks())    # plan once,
-    planned.scatter(range(0, 1), threads=2)                             # then copy layer by layer
+    planned = plan_copy(view, block_ids, loan.buffer, loan.chunks())
+    planned.scatter(range(0, 1), threads=2)                             # layer by layer
 
-Ids and slots are those of all chunks, end to end. A chunk that is ABSENT (not granted, or not
-needed) is left out together with its ids. A negative id is skipped. A call copies all layers unless
-it is given a range. Raises ValueError if ids, slots or chunks are out of bounds, and LayoutError
-for slots of an opaque packing. Any thread; `kvhold.kernels` does the work.
+Ids and slots are those of all chunks, end to end. Negative ones are skipped, and ABSENT chunks with
+their ids. Any thread.
 
-Checksums are taken during the copy:
-
-- A gather on the host writes them to `places.sums`, and `Room.commit` sends them. On a device the
-  bytes have not arrived when a gather returns, so the commit takes the checksums.
-- A scatter compares the bytes that it read with `places.sums`, layer by layer. It raises
-  DamagedChunks after all is copied: the blocks of the chunks in the error must not be used, and the
-  others are right. It compares whole chunks, even if some of their ids are negative, but no chunk
-  without ids. For blocks on a device a scatter hashes before it copies.
+A gather on the host writes checksums to `places.sums`; on a device `Room.commit` takes them. A
+scatter compares whole chunks, and raises DamagedChunks after all is copied: only the blocks of
+these chunks are wrong.
 """
 
 from dataclasses import dataclass
@@ -62,7 +53,7 @@ def gather_blocks(
 ) -> None:
     """Copy blocks into chunks.
 
-    block_ids: [blocks of all chunks]; only the last block of a tail may be filled in part
+    block_ids: [blocks of all chunks]; a tail's last block may be filled in part
     """
     plan_copy(view, block_ids, buffer, places).gather(threads=threads)
 
@@ -70,27 +61,21 @@ def gather_blocks(
 def scatter_blocks(
     view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy chunks into blocks. Arguments as for `gather_blocks`. Raises DamagedChunks."""
+    """Copy chunks into blocks. Raises DamagedChunks."""
     plan_copy(view, block_ids, buffer, places).scatter(threads=threads)
 
 
 def gather_slots(
     view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy tokens into chunks.
-
-    slots: [tokens of all chunks]
-    """
+    """Copy tokens into chunks. slots: [tokens of all chunks]."""
     plan_copy(view, slots, buffer, places, unit="slots").gather(threads=threads)
 
 
 def scatter_slots(
     view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy chunks into the slots of their tokens. Raises DamagedChunks.
-
-    slots: [tokens of all chunks], all different
-    """
+    """Copy chunks into slots, which must differ. Raises DamagedChunks."""
     plan_copy(view, slots, buffer, places, unit="slots").scatter(threads=threads)
 
 
@@ -99,8 +84,7 @@ def plan_copy(
 ) -> "Planned":
     """Plan a copy, to run it later or layer by layer.
 
-    ids:  as for `gather_blocks` or `gather_slots`
-    unit: which of these
+    Raises ValueError if something is out of bounds, LayoutError for slots of opaque packings.
     """
     kept = places.offsets != ABSENT
     chunks = Chunks(buffer, places.offsets[kept], places.num_tokens[kept])
@@ -120,10 +104,10 @@ def plan_copy(
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of the chunks that are present, and their checksums.
+    """A plan of the chunks that are present.
 
-    numbers: [planned chunks], the number of each among `places`
-    moved:   the planned chunks that have rows to copy
+    numbers: [planned chunks], among `places`
+    moved:   planned chunks with rows to copy
     """
 
     plan: Plan
@@ -132,7 +116,6 @@ class Planned:
     sums: Checksums | None
 
     def gather(self, layers: range | None = None, *, threads: int = 1) -> None:
-        """Copy `layers` (all by default) into the arena, and write the checksums to `sums`."""
         layers = range(self.plan.view.layers) if layers is None else layers
         if self.sums is None or not self._on_host:
             gather(self.plan, layers=layers, threads=threads)
@@ -144,10 +127,7 @@ class Planned:
         )
 
     def scatter(self, layers: range | None = None, *, threads: int = 1) -> None:
-        """Copy `layers` (all by default) out of the arena, and compare the checksums.
-
-        Raises DamagedChunks.
-        """
+        """Copy chunks into blocks or slots. Raises DamagedChunks."""
         layers = range(self.plan.view.layers) if layers is None else layers
         if self.sums is None:
             scatter(self.plan, layers=layers, threads=threads)
@@ -161,10 +141,7 @@ class Planned:
         self._compare(layers, found)
 
     def verify(self, layers: range, chunks: Int64s) -> DamagedChunks | None:
-        """Compare the checksums of planned chunks that a device has read.
-
-        Returns the damaged ones, by their numbers among `places`; None: all are whole.
-        """
+        """Compare checksums after a device has read the chunks. Return the damaged ones."""
         if self.sums is None:
             return None
         found = self._empty()

@@ -11,17 +11,13 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def available_bytes() -> int:
-    """Return the memory that is available without swapping.
-
-    This is the kernel's MemAvailable, or the rest of this control group's limit if that is less.
-    """
+    """Return the kernel's MemAvailable, or the rest of this control group's limit if less."""
     free = _meminfo("MemAvailable")
     group = _group_headroom()
     return free if group is None else min(free, group)
 
 
 def all_huge_pages() -> int:
-    """Return how many 2 MiB pages the host has, used or free."""
     try:
         return int((_HUGE / "nr_hugepages").read_text())
     except (OSError, ValueError):
@@ -29,10 +25,7 @@ def all_huge_pages() -> int:
 
 
 def free_huge_pages() -> int:
-    """Return how many 2 MiB pages are free and not reserved.
-
-    The kernel reserves the pages of a mapping before the mapping touches them.
-    """
+    """Return how many 2 MiB pages are free, and not reserved by a mapping."""
     try:
         return int((_HUGE / "free_hugepages").read_text()) - int(
             (_HUGE / "resv_hugepages").read_text()
@@ -42,7 +35,7 @@ def free_huge_pages() -> int:
 
 
 def resident_bytes() -> int:
-    """Return this process's memory that is not shared. The arena is shared."""
+    """Return this process's memory that is not shared."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
@@ -55,7 +48,6 @@ def _meminfo(name: str) -> int:
 
 
 def _group_headroom() -> int | None:
-    """Return how much more this control group (version 2) and its parents allow; None: no limit."""
     try:
         own = next(
             line[3:] for line in _OWN_GROUP.read_text().splitlines() if line.startswith("0::")
@@ -79,7 +71,6 @@ def _headroom_of(group: Path) -> int | None:
         return None
     if limit == "max":
         return None
-    # File pages count as used, but the kernel drops inactive ones on demand. So the pages of a
-    # model that was just read from disk are counted as free.
+    # Inactive file pages count as used, but the kernel drops them on demand.
     reclaimable = int(stat[stat.index("inactive_file") + 1])
     return max(0, int(limit) - max(0, used - reclaimable))

@@ -1,15 +1,7 @@
-"""Where threads run and where memory lies: cores, NUMA nodes, and the policies that processes
-inherit.
+"""Where threads run and where memory lies: cores and NUMA nodes.
 
-    take_all_cores()                         # this thread may run on all cores of its control group
-    set_default_memory_policy()  # this thread's new pages lie near the core that first writes them
-    interleave(arena.regions, [0, 1])        # the arena's pages alternate between these NUMA nodes
-    place_own_threads()                      # move kvhold's threads off the engine's cores
-
-An engine may bind its threads to single cores and its memory to one NUMA node (vLLM on CPUs does
-both). Threads and child processes inherit both, so kvhold's threads would compete with the engine's
-spinning threads. Linux only. If the host refuses, only performance suffers, so it is no error. Any
-thread may call these functions.
+An engine may bind threads to single cores and memory to one NUMA node (vLLM on CPUs does). kvhold's
+threads inherit both, and would compete with the engine's spinning threads. Linux only. Any thread.
 """
 
 import ctypes
@@ -26,12 +18,11 @@ from kvhold.memory.arena import Region
 
 log = logging.getLogger(__name__)
 
-OWN_PREFIX = "kvhold"  # the names of kvhold's threads begin with it
+OWN_PREFIX = "kvhold"
 
 _MPOL_DEFAULT, _MPOL_INTERLEAVE = 0, 3
-_MAX_NUMA_NODES = 1024  # the most that Linux can be built for
+_MAX_NUMA_NODES = 1024
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
-# Numbers of system calls that the C library does not wrap, by machine.
 _MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, "s390x": 270}
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236, "ppc64le": 260, "s390x": 269}
@@ -44,10 +35,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def parse_list(text: str) -> list[int]:
-    """Return the numbers in a list such as "0-3,8".
-
-    Raises ValueError for other text, and for numbers of 65536 and more.
-    """
+    """Return the numbers, below 65536, in a list such as "0-3,8". Raises ValueError."""
     numbers: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.strip().partition("-")
@@ -59,7 +47,6 @@ def parse_list(text: str) -> list[int]:
 
 
 def format_list(numbers: Iterable[int]) -> str:
-    """Return the shortest text for which `parse_list` returns these numbers."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -70,19 +57,17 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def take_all_cores(thread: int = 0) -> set[int]:
-    """Let a thread run on all cores that its control group allows. Returns these cores.
+    """Let a thread run on all cores of its control group. Return these cores.
 
-    The mask that the thread inherited is replaced.
-
-    thread: its native id; 0: the calling thread
+    thread: 0: the calling thread
     """
-    with suppress(OSError):  # the kernel drops the cores that the control group does not allow
+    with suppress(OSError):
         os.sched_setaffinity(thread, _possible_cores())
     return os.sched_getaffinity(thread)
 
 
 def memory_nodes() -> list[int]:
-    """Return the NUMA nodes that have memory and that this process may use; empty if unknown."""
+    """Return the NUMA nodes with memory for this process; empty: unknown."""
     try:
         with_memory = set(parse_list((_NODES / "has_memory").read_text()))
         status = Path("/proc/self/status").read_text().splitlines()
@@ -95,10 +80,7 @@ def memory_nodes() -> list[int]:
 
 
 def engine_memory_nodes() -> list[int]:
-    """Return the NUMA nodes to which the calling thread's new pages are bound.
-
-    If no policy binds them, return the nodes of the cores on which the thread may run.
-    """
+    """Return the NUMA nodes to which the thread's memory is bound, or those of its cores."""
     mode, mask = ctypes.c_int(), _mask_of([])
     if (
         system_call(
@@ -117,20 +99,12 @@ def engine_memory_nodes() -> list[int]:
 
 
 def set_default_memory_policy() -> bool:
-    """Place the calling thread's new pages near the core that first writes them.
-
-    Returns False if the host refuses.
-    """
+    """Place new pages near their first writer. False: the host refuses."""
     return system_call(_SET_MEMPOLICY, "set_mempolicy", _MPOL_DEFAULT, None, 0)
 
 
 def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
-    """Spread shared memory over NUMA nodes, page by page, for every process that maps it.
-
-    Pages that exist already stay where they are. Returns False if the host refuses.
-
-    regions: mappings of the memory, in whole pages
-    """
+    """Spread new pages over NUMA nodes. False: the host refuses. regions: whole pages."""
     mask = _mask_of(nodes)
     spread = [
         system_call(
@@ -142,12 +116,9 @@ def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
 
 
 def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
-    """Make a system call that the C library does not wrap.
+    """Make a system call that the C library does not wrap. Return whether it succeeded.
 
-    Returns False if it fails, or if its number on this machine is unknown.
-
-    numbers:   the call's number by machine
-    arguments: integers, None, and ctypes objects, which are passed by reference
+    numbers: by machine
     """
     number = numbers.get(platform.machine())
     if number is None:
@@ -160,11 +131,7 @@ def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
 
 
 def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
-    """Return the cores on which the engine's threads in this process spin.
-
-    These are the cores of threads that are bound to one core each, and the cores to which the
-    OpenMP settings will bind threads.
-    """
+    """Return the cores of threads bound to one core each, and of the OpenMP settings."""
     own = {
         thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_PREFIX)
     }
@@ -178,13 +145,11 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 
 
 def place_own_threads(cores: str = "") -> None:
-    """Move kvhold's threads in this process off the engine's cores, but keep them near its memory.
+    """Move kvhold's threads off the engine's cores, but keep them near its memory.
 
-    If the engine spins on all cores, kvhold's threads may use all cores of the control group. If it
-    binds no thread to a core, nothing changes. Threads that start later need another call, or
-    `place_this_thread`.
+    If the engine binds no thread, nothing changes. Later threads need another call.
 
-    cores: a list such as "8-15" to use instead; "inherit": change nothing
+    cores: a list such as "8-15"; "inherit": change nothing
     """
     if cores == "inherit":
         return
@@ -196,10 +161,6 @@ def place_own_threads(cores: str = "") -> None:
 
 
 def place_this_thread(cores: str = "") -> None:
-    """Place the calling thread, at its start, as `place_own_threads` would.
-
-    The thread counts as kvhold's even if its name has another prefix.
-    """
     native_id = threading.get_native_id()
     _label(native_id, threading.current_thread().name)
     if cores != "inherit":
@@ -207,7 +168,6 @@ def place_this_thread(cores: str = "") -> None:
 
 
 def _label(native_id: int, name: str) -> None:
-    """Show the thread's name in `top -H` and similar tools, because Python may not set it."""
     with suppress(OSError):
         (_TASKS / str(native_id) / "comm").write_text(name)
 
@@ -218,15 +178,12 @@ def _place(native_id: int, cores: str, spun: set[int]) -> None:
             os.sched_setaffinity(native_id, parse_list(cores))
         elif spun:
             os.sched_setaffinity(native_id, _free_cores(take_all_cores(native_id), spun))
-    except OSError as error:  # the thread has ended, or the host refuses
+    except OSError as error:
         log.debug("thread %d stays on its cores: %s", native_id, error)
 
 
 def _free_cores(allowed: set[int], spun: set[int]) -> set[int]:
-    """Return the allowed cores on which no thread spins.
-
-    Prefers those on the NUMA nodes of the spun cores. Returns all allowed cores if none is free.
-    """
+    """Prefers cores near the spinning threads. Returns all allowed cores if none is free."""
     free = allowed - spun
     near = {core for core in free if _nodes_of([core]) & _nodes_of(spun)}
     return near or free or allowed
@@ -240,7 +197,6 @@ def _possible_cores() -> list[int]:
 
 
 def _nodes_of(cores: Iterable[int]) -> set[int]:
-    """Return the NUMA nodes of these cores."""
     return {
         int(folder.name[4:])
         for core in cores
@@ -249,14 +205,12 @@ def _nodes_of(cores: Iterable[int]) -> set[int]:
 
 
 def _masks() -> Iterator[tuple[int, set[int]]]:
-    """Yield the native id of each thread of this process, and the cores on which it may run."""
     for task in _TASKS.iterdir():
-        with suppress(OSError, ValueError):  # the thread has ended
+        with suppress(OSError, ValueError):
             yield int(task.name), os.sched_getaffinity(int(task.name))
 
 
 def _openmp_cores(environ: Mapping[str, str]) -> set[int]:
-    """Return the cores of vLLM's OpenMP threads, from the variables that it sets for workers."""
     texts = []
     if "GOMP_CPU_AFFINITY" in environ:
         texts = environ["GOMP_CPU_AFFINITY"].replace(",", " ").split()
@@ -268,7 +222,7 @@ def _openmp_cores(environ: Mapping[str, str]) -> set[int]:
         texts = environ["OMP_PLACES"].replace("{", "").replace("}", "").split(",")
     try:
         return {core for text in texts for core in parse_list(text)}
-    except ValueError:  # not vLLM's form, such as strides; the threads' own masks must suffice then
+    except ValueError:
         return set()
 
 

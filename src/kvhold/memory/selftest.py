@@ -1,16 +1,7 @@
 """Check at start that copies run in order with the engine's own work.
 
-    with copier.scratch(nbytes) as buffer:
-        check_orders(copier, Piece(view, ids, buffer, places), blocks)   # LayoutError: wrong order
-
-Without this order, errors are rare and silent: a copy reads blocks before they are computed, or
-overwrites blocks that are still to be read. The check makes such an error certain. It keeps a
-stream busy, so that the stream's work is late. Then a copy that waits for that work must be right,
-and the same copy without the wait must be wrong. If it is right without the wait, the stream was
-not late enough to show an error, and the check tries a longer delay.
-
-The check uses the copier, views and kind of memory that will serve. It does nothing where copies
-end in their call.
+A wrong order is rare and silent, so the check delays a stream. A copy that waits for the delayed
+work must be right. The same copy without the wait must be wrong, or the check tries a longer delay.
 """
 
 from collections.abc import Callable
@@ -22,36 +13,27 @@ import numpy.typing as npt
 from kvhold.core.errors import LayoutError
 from kvhold.memory.copier import Copier, Piece, Stage
 
-_TIMES = 3  # a copy in the wrong order may still be right by chance
-_DELAYS_S = (0.002, 0.02, 0.2)  # a copy of a few blocks takes less than the shortest delay
+_TIMES = 3  # a wrong order may be right by chance
+_DELAYS_S = (0.002, 0.02, 0.2)
 
 
 class Blocks(Protocol):
-    """The blocks of a piece, as the engine accesses them.
-
-    `write` and `read` put work on the engine's stream, by `Stage.compute`.
-    """
+    """The engine's access to a piece's blocks, on its stream."""
 
     def write(self, stage: Stage, version: int) -> None:
-        """Fill the blocks with the bytes of a version."""
+        """Fill the blocks with a version's bytes."""
 
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
-        """Copy the blocks' bytes on the stream.
-
-        Returns a function that returns them, in the order of the piece's buffer. Call it when the
-        stream has run the copy.
-        """
+        """Copy the blocks' bytes. The result returns them after the copy."""
 
     def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes that `write` fills in, in the order of the piece's buffer."""
+        """Return a version's bytes, in the buffer's order."""
 
 
 def check_orders(copier: Copier, piece: Piece, blocks: Blocks) -> None:
     """Raise LayoutError unless copies run after marks, and the engine's work after fences.
 
-    Overwrites the blocks and the buffer.
-
-    piece: its buffer is from `Copier.scratch`, and its chunks fill the buffer
+    Overwrites the blocks and the buffer, which the piece's chunks must fill.
     """
     for stage in copier.stages():
         for check in (
@@ -83,7 +65,6 @@ def _check(check: _Check, copier: Copier, stage: Stage, piece: Piece, blocks: Bl
 def _gather_after_mark(
     copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
 ) -> bool:
-    """Store blocks that are computed late. Return whether the bytes are right."""
     blocks.write(stage, 1)
     stage.drain()
     stage.delay(delay_s)
@@ -98,7 +79,6 @@ def _gather_after_mark(
 def _scatter_after_mark(
     copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
 ) -> bool:
-    """Load blocks that another request writes late. Return whether the bytes are right."""
     stage.drain()
     piece.buffer[:] = blocks.bytes_of(3)
     stage.delay(delay_s)
@@ -111,7 +91,6 @@ def _scatter_after_mark(
 def _write_after_gather(
     copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
 ) -> bool:
-    """Write blocks whose store is late. Return whether the stored bytes are right."""
     blocks.write(stage, 1)
     stage.drain()
     transfer = copier.gather([piece], after=stage.late_mark(delay_s))
@@ -126,7 +105,6 @@ def _write_after_gather(
 def _read_after_scatter(
     copier: Copier, stage: Stage, piece: Piece, blocks: Blocks, delay_s: float, keeps_order: bool
 ) -> bool:
-    """Read blocks whose load is late. Return whether the bytes that were read are right."""
     blocks.write(stage, 1)
     stage.drain()
     piece.buffer[:] = blocks.bytes_of(4)

@@ -1,45 +1,37 @@
 """Divide a range of bytes among objects of few sizes.
 
     slabs = SlabAllocator(arena.nbytes)
-    offset = slabs.allocate(nbytes)               # None when there is no room
-    offsets = slabs.allocate_all([a, b, c])       # all of them or None
+    offset = slabs.allocate(nbytes)               # None: no room
     slabs.free(offset)
 
-A cache's chunks have few sizes: one per group for whole chunks, and those of tails. Each size is
-rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes *slabs*:
-runs of bytes that are cut into equal slots. A slab without used slots becomes a free run again and
-is merged with its neighbours, so memory moves between classes as the mix changes. An object of
-LARGE_BYTES or more has a run of its own. The lowest address is used first: its pages are faulted in
-already, and the end stays free for large runs.
-
-Not thread-safe: one thread owns an allocator. It keeps numbers only and touches no memory.
+A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
+*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first:
+its pages are faulted in. Not thread-safe.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
 
-ALIGNMENT = 4096  # O_DIRECT and huge pages both need it
+ALIGNMENT = 4096  # for O_DIRECT and huge pages
 SLAB_BYTES = 1 << 20
-LARGE_BYTES = SLAB_BYTES // 8  # below it, a slab of equal slots loses at most an eighth at its end
+LARGE_BYTES = SLAB_BYTES // 8  # a slab of smaller slots loses at most an eighth
 
 
 class SlabAllocator:
-    """Allocates offsets in `[0, capacity)`, all multiples of ALIGNMENT."""
+    """Allocates offsets in `[0, capacity)`, multiples of ALIGNMENT."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self.used_bytes = 0  # of objects, after rounding
+        self.used_bytes = 0  # after rounding
         self._runs = _Runs(self.capacity)
-        self._partial: dict[
-            int, list[_Slab]
-        ] = {}  # class size -> slabs with a free slot, by address
+        self._partial: dict[int, list[_Slab]] = {}
         self._slab_starts: list[int] = []
         self._slabs: dict[int, _Slab] = {}
         self._large: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a new object of `nbytes` (1 or more). None: there is no space."""
+        """Allocate an object. None: no room."""
         assert nbytes > 0
         size = size_class(nbytes)
         if size >= LARGE_BYTES:
@@ -60,7 +52,7 @@ class SlabAllocator:
         return offset
 
     def allocate_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """Return an offset for each size. If one does not fit, allocate nothing and return None."""
+        """Return an offset for each size. None: one does not fit, and nothing is allocated."""
         offsets: list[int] = []
         for nbytes in sizes:
             offset = self.allocate(nbytes)
@@ -72,7 +64,7 @@ class SlabAllocator:
         return offsets
 
     def free(self, offset: int) -> None:
-        """Free an object. Asserts that `offset` is allocated."""
+        """Free an object. Asserts that it is allocated."""
         if offset in self._large:
             size = self._large.pop(offset)
             self._runs.give(offset, size)
@@ -91,13 +83,12 @@ class SlabAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes outside of slabs and large objects."""
         return self._runs.free_bytes
 
     def _new_slab(self, size: int) -> "_Slab | None":
         start = self._runs.take(SLAB_BYTES) if self.capacity >= SLAB_BYTES else None
         nbytes = SLAB_BYTES
-        if start is None:  # a small or almost full arena: a slab of one slot
+        if start is None:
             start, nbytes = self._runs.take(size), size
         if start is None:
             return None
@@ -114,13 +105,9 @@ class SlabAllocator:
         return slab
 
 
-@lru_cache(maxsize=256)  # a cache's chunks have few sizes
+@lru_cache(maxsize=256)
 def size_class(nbytes: int) -> int:
-    """Return `nbytes` rounded up to its class.
-
-    Large objects, and the smallest, are rounded to ALIGNMENT. For other sizes there are eight
-    classes between two powers of two.
-    """
+    """Round up: eight classes per power of two, multiples of ALIGNMENT."""
     if nbytes >= LARGE_BYTES:
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
     step = max(ALIGNMENT, 1 << max(0, (nbytes - 1).bit_length() - 4))
@@ -128,10 +115,7 @@ def size_class(nbytes: int) -> int:
 
 
 class _Slab:
-    """A run that is cut into equal slots.
-
-    free: negated offsets of the free slots, ascending, so that `pop` returns the lowest offset
-    """
+    """free: negated offsets, ascending, so that `pop` returns the lowest."""
 
     def __init__(self, start: int, nbytes: int, slot_bytes: int) -> None:
         self.start, self.nbytes, self.slot_bytes = start, nbytes, slot_bytes
@@ -153,7 +137,7 @@ class _Slab:
 
 
 class _Runs:
-    """The free runs, sorted by address and merged with their neighbours. First fit."""
+    """Free runs, merged with their neighbours. First fit."""
 
     def __init__(self, capacity: int) -> None:
         self._starts = [0] if capacity else []

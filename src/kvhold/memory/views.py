@@ -5,19 +5,10 @@
     # SGLang
     view = separate_pools(group, [k_pools, v_pools], axes="slot head dim", tokens_per_block=1)
 
-Each axis of a tensor has a name. Axes may have any order and any strides, but `dim` must be
-contiguous:
-
-    layer   the group's layers                          plane   K and V (or one latent plane)
-    block   the engine's blocks                         token   a block's tokens
-    slot    blocks and tokens in one axis               head    the layout's heads
-    dim     head_dim elements, contiguous
-
-An axis may be missing if the group needs only one entry: an MLA tensor is "block token dim".
-Nothing is inferred. If a tensor disagrees with the group, a LayoutError names the field. Elements
-have the group's dtype, or are unsigned integers of the same width that hold its bits, as engines
-keep fp8. Torch tensors and numpy arrays both work; torch is not imported here. Building a view
-takes microseconds a layer, on any thread.
+Axes may have any order and strides, but `dim` must be contiguous. `slot` is blocks and tokens in
+one axis. An axis with one entry may be missing: an MLA tensor is "block token dim". If a tensor
+disagrees with the group, a LayoutError names the field. Elements have the group's dtype, or are
+unsigned integers of that width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,12 +32,9 @@ def per_layer(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """Make a view of one tensor per layer, which holds K and V, or the one latent plane.
+    """Make a view of one tensor per layer.
 
-    tensors: `group.layers` tensors, in the order of the layers
-    axes:    "plane block token head dim" (NHD), "plane block head token dim" (HND),
-             "block token dim" (MLA) ...
-    tokens_per_block: required with a `slot` axis; else the size of `token`, and checked if given
+    tokens_per_block: required with a `slot` axis
     """
     named = _axes(axes, without=("layer",))
     planes = [
@@ -63,10 +51,7 @@ def per_layer(
 def cross_layer(
     group: Group, tensor: Tensor, *, axes: str | Sequence[str], tokens_per_block: int | None = None
 ) -> View:
-    """Make a view of one tensor for all layers, such as "block layer plane token head dim".
-
-    Arguments as for `per_layer`.
-    """
+    """Make a view of one tensor for all layers, such as "block layer plane token head dim"."""
     whole = _Strided.of(tensor, _axes(axes), "the cross-layer tensor")
     layers = _split(group, whole, "layer", group.layers)
     return _paged(
@@ -85,10 +70,9 @@ def separate_pools(
 ) -> View:
     """Make a view of one tensor for each layer and plane.
 
-    planes: `group.planes` sequences (K, V; or one latent) of `group.layers` tensors
-    axes:   the axes of each tensor: "slot head dim" (SGLang; tokens_per_block is its page size), or
-            "block head token dim" (transformers' cache without pages,
-            `[batch, heads, tokens, head_dim]`: a block is a sequence)
+    planes: `group.planes` sequences of `group.layers` tensors
+    axes:   "slot head dim" (SGLang; tokens_per_block is its page size), or "block head token dim"
+        (transformers; a block is a sequence)
     """
     if len(planes) != group.planes:
         raise LayoutError(f"planes: {len(planes)} pools given, group.planes is {group.planes}")
@@ -109,12 +93,7 @@ def separate_pools(
 
 
 def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -> View:
-    """Make a view of one tensor per layer whose blocks have the engine's own packing.
-
-    A block is `group.block_bytes` contiguous bytes.
-
-    block_axis: the axis of each tensor that counts the blocks; all other axes are one block
-    """
+    """Make a view of one tensor per layer, with contiguous blocks of `group.block_bytes`."""
     if group.packing == CANONICAL:
         raise LayoutError(
             "group.packing is canonical; opaque blocks need the name of the engine's packing"
@@ -165,7 +144,7 @@ def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -
 
 @dataclass(frozen=True)
 class _Strided:
-    """A tensor, or a slice of one, as named axes. Sizes in elements, strides in bytes."""
+    """A tensor, or a slice, as named axes. Sizes in elements, strides in bytes."""
 
     tensor: Tensor
     what: str
@@ -212,7 +191,6 @@ class _Strided:
         return cls(tensor, what, address, sizes, strides, dtype, item, device, writable)
 
     def at(self, axis: str, index: int) -> "_Strided":
-        """Return the slice at one index of an axis, without that axis."""
         return replace(
             self,
             address=self.address + index * self.strides[axis],
@@ -252,7 +230,6 @@ def _axes(axes: str | Sequence[str], without: tuple[str, ...] = ()) -> tuple[str
 
 
 def _split(group: Group, whole: _Strided, axis: str, size: int) -> Iterator[_Strided]:
-    """Yield the slices along `axis`; the whole if its size is 1 and the tensor lacks the axis."""
     whole.check_size(axis, size, f"group.{axis}s")
     if axis not in whole.sizes:
         yield whole
@@ -262,7 +239,6 @@ def _split(group: Group, whole: _Strided, axis: str, size: int) -> Iterator[_Str
 
 
 def _paged(group: Group, layers: list[list[_Strided]], tokens_per_block: int | None) -> View:
-    """Return the view of `layers[layer][plane]`: axes slot (or block and token), head and dim."""
     if group.packing != CANONICAL:
         raise LayoutError(
             f"group.packing is {group.packing!r}, which has no token axis; use opaque_blocks"
@@ -315,7 +291,6 @@ def _paged(group: Group, layers: list[list[_Strided]], tokens_per_block: int | N
 
 
 def _check_alike(group: Group, layers: list[list[_Strided]]) -> None:
-    """Raise LayoutError unless all layers and planes have the same device, sizes and strides."""
     if len(layers) != group.layers:
         raise LayoutError(f"layers: {len(layers)} tensors given, group.layers is {group.layers}")
     first = layers[0][0]

@@ -1,15 +1,8 @@
-"""Copies between blocks on a device and the arena in host memory.
+"""Copies between blocks on a device and the arena.
 
-    copier = copier_for("cuda:0", threads=2, cache=cache)       # a `Copier` (`memory/copier.py`)
+    copier = copier_for("cuda:0", threads=2, cache=cache)
 
-- `driver.py`: the contract of a device
-- `cuda.py`, `streams.py`: drivers for NVIDIA GPUs, and for every device that has streams in torch;
-  `kvhold.testing.device` has a fake driver whose streams run late
-- `ring.py`: the staging memory on the device
-- `pinning.py`: registers the arena with the device
-- `batches.py`: divides a copy into pieces of memory
-- `crossover.py`: measures which of two paths is faster
-- `copier.py`: submits kernels and copies in the right order
+The contract is in `driver.py`.
 """
 
 import logging
@@ -41,9 +34,6 @@ log = logging.getLogger(__name__)
 def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
     """Make the copier for views of a device.
 
-    threads: how many share the work of one copy in host memory
-    cache:   the owner of the arena; its node learns of the device when the first copy is submitted
-
     Raises LayoutError for a device without streams, and DeviceError.
     """
     if device == "cpu":
@@ -59,10 +49,9 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
 
 
 def proven_copier_for(device: str, *, threads: int, cache: Cache, allow_unproven: bool) -> Copier:
-    """Make the copier for a device that kvhold was not tested on, and check its copies.
+    """Make the copier for an untested device, and check its copies.
 
-    Arguments and errors as for `copier_for`. Also raises LayoutError if the check fails, or if
-    `allow_unproven` is False.
+    Raises LayoutError, too, if the check fails, or if `allow_unproven` is False.
     """
     if device == "cpu":
         return copier_for(device, threads=threads, cache=cache)

@@ -1,11 +1,4 @@
-"""Batches: chunks of one piece that are copied together, and their pieces of memory.
-
-    for batch in batches(piece, number, layers, 16 << 20):
-        batch.copies_of_chunks(reach, staged)      # one piece of memory for each chunk
-        batch.copies_of_runs(reach)                # pieces that are contiguous in the blocks, too
-
-Pure numpy. Addresses and sizes are int64 arrays.
-"""
+"""Batches: chunks of one piece that are copied together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,9 +18,8 @@ from kvhold.memory.device.pinning import Reach
 class Batch:
     """Some chunks of a piece.
 
-    number: the piece's number in its transfer
-    chunks: numbers of the chunks in the piece's plan
-    layers: the layers of these chunks to copy
+    number: of the piece in its transfer
+    chunks: numbers in the piece's plan
     """
 
     piece: Piece
@@ -37,7 +29,7 @@ class Batch:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of these chunks alone. They keep their numbers."""
+        """The plan of these chunks, which keep their numbers."""
         plan = self.piece.planned.plan
         ours = np.isin(plan.chunk, self.chunks)
         if ours.all():
@@ -53,46 +45,39 @@ class Batch:
 
     @cached_property
     def sizes(self) -> Int64s:
-        """int64 [chunks]: bytes of each chunk, with all its layers."""
+        """int64 [chunks]: bytes, with all layers."""
         return _sizes(self.plan)[self.chunks]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all chunks, with all their layers."""
         return int(self.sizes.sum())
 
     @property
     def begin(self) -> int:
-        """Where the first chunk begins in the piece's buffer, in bytes."""
         return int(self.plan.chunk_starts[self.chunks].min())
 
     @property
     def end(self) -> int:
-        """The end of the last chunk in the piece's buffer, in bytes."""
         return int((self.plan.chunk_starts[self.chunks] + self.sizes).max())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row of the chunks is copied."""
         plan = self.plan
         rows = np.bincount(plan.chunk, plan.rows, plan.chunk_rows.size)
         return bool((rows[self.chunks] == plan.chunk_rows[self.chunks]).all())
 
     @property
     def is_coded(self) -> bool:
-        """Whether the chunks are encoded: their bytes differ from those of the blocks."""
         return self.plan.view.coding is not None
 
     @property
     def smallest_piece(self) -> int:
-        """Bytes of the smallest piece in `copies_of_runs`."""
         view = self.plan.view
         if view.runs_are_whole:
             return int(self.plan.rows.min()) * view.row_bytes
         return view.row_bytes if view.rows_are_whole else view.head_bytes
 
     def staged(self, memory: Tensor, start: int) -> Plan:
-        """Return the plan with the chunks end to end in other memory, from `start` on."""
         starts = np.zeros_like(self.plan.chunk_starts)
         starts[self.chunks] = start + np.cumsum(self.sizes) - self.sizes
         return replace(
@@ -103,7 +88,6 @@ class Batch:
         )
 
     def copies_of_chunks(self, reach: Reach, staged: Plan) -> Copies:
-        """Return copies with one piece for each chunk: its layers."""
         of_layer = self.sizes // self.plan.view.layers
         skipped, nbytes = of_layer * self.layers.start, of_layer * len(self.layers)
         arena = reach.address + self.plan.chunk_starts[self.chunks] + skipped
@@ -111,10 +95,7 @@ class Batch:
         return _within_slices(Copies(arena, device, nbytes, reach.pinned), reach)
 
     def copies_of_runs(self, reach: Reach) -> Copies:
-        """Return copies of pieces that are contiguous in the blocks as well as in the chunks.
-
-        A piece is a run, a row, or a head of a row.
-        """
+        """Pieces are runs, rows, or heads of rows."""
         plan, view = self.plan, self.plan.view
         arena, offsets, nbytes = plan.chunk_offsets, plan.view_offsets, plan.rows * view.row_bytes
         strides = plan.plane_strides
@@ -141,11 +122,6 @@ class Batch:
 
 
 def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterator[Batch]:
-    """Yield batches of the chunks that have rows to copy, in order.
-
-    number:     see `Batch`
-    most_bytes: of a batch, unless it consists of one chunk
-    """
     plan = piece.planned.plan
     chunks = np.unique(plan.chunk)
     if not chunks.size or not layers:
@@ -160,7 +136,7 @@ def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterat
 
 
 def _within_slices(copies: Copies, reach: Reach) -> Copies:
-    """Divide pieces at the ends of slices: a device copies none across two registrations."""
+    """Divide pieces at slices' ends: a device copies none across two registrations."""
     host, device, nbytes = copies.host, copies.device, copies.nbytes
     while reach.pinned:
         room = reach.slice_bytes - (host - reach.address) % reach.slice_bytes

@@ -1,11 +1,4 @@
-"""Check a device's copies at start, for engines that provide no blocks for the check.
-
-    check_copies(copier, "cuda:0")
-
-The check copies torch tensors with the copier that will serve, on the same device, through the same
-rings and the same kind of host memory. vLLM's connector does the same with the engine's own tensors
-(`integrations/vllm/proof.py`).
-"""
+"""Check a device's copies at start, with torch tensors."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,10 +17,7 @@ _LAYERS, _BLOCKS, _BLOCK_BYTES = 4, 6, 64 << 10
 
 
 def check_copies(copier: Copier, device: str) -> None:
-    """Copy random blocks out and back, and check the order of copies and kernels.
-
-    Raises LayoutError or DeviceError.
-    """
+    """Copy random blocks, and check the order. Raises LayoutError or DeviceError."""
     group = Group(
         layers=_LAYERS,
         planes=1,
@@ -61,13 +51,7 @@ def check_copies(copier: Copier, device: str) -> None:
 
 
 class TensorBlocks:
-    """Some blocks of torch tensors, one tensor per layer, for `check_orders`."""
-
     def __init__(self, tensors: Sequence[torch.Tensor], blocks: Sequence[int], nbytes: int) -> None:
-        """Make random bytes for each version.
-
-        nbytes: of all these blocks in all layers
-        """
         self._tensors, self._blocks = tensors, list(blocks)
         random = torch.Generator().manual_seed(2)
         of_host = [
@@ -77,8 +61,6 @@ class TensorBlocks:
         self._versions = [version.to(tensors[0].device) for version in of_host]
 
     def write(self, stage: Stage, version: int) -> None:
-        """See `Blocks`."""
-
         def kernel() -> None:
             rest = self._versions[version]
             for block in self._blocks:
@@ -90,25 +72,22 @@ class TensorBlocks:
         stage.compute(kernel)
 
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
-        """See `Blocks`."""
         seen: list[torch.Tensor] = []
         stage.compute(lambda: seen.append(all_bytes(self._tensors, self._blocks)))
         return lambda: seen[0].cpu().numpy()
 
     def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:
-        """See `Blocks`."""
         found: npt.NDArray[np.uint8] = self._on_host[version]
         return found
 
 
 def all_bytes(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> torch.Tensor:
-    """Return the bytes of the blocks of all layers, block by block: uint8 [bytes]."""
     return torch.cat(
         [bytes_of_block(tensor[block]).reshape(-1) for block in blocks for tensor in tensors]
     )
 
 
 def bytes_of_block(block: torch.Tensor) -> torch.Tensor:
-    """Return a view of a block's bytes in memory order: the axis with the longest step first."""
+    """Return the bytes in memory order: the axis with the longest step first."""
     order = sorted(range(block.ndim), key=lambda axis: -block.stride(axis))
     return block.permute(order).view(torch.uint8)

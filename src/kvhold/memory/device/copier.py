@@ -1,24 +1,13 @@
-"""The copier of a device: copies go through a ring of device memory, or directly for large pieces.
+"""The copier of a device: copies go through a ring of device memory, or directly.
 
-    store:  blocks --kernel--> ring --copy engine--> arena
-            blocks --copy engine--> arena                       if the ring is full
-    load:   arena --copy engine--> ring --kernel--> blocks
-            arena --copy engine--> blocks                       large pieces
+    store:  blocks --kernel--> ring --copy engine--> arena     # directly if the ring is full
+    load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
-A copy engine needs some microseconds for each piece. So small pieces (a block of one layer) go
-through the ring: a kernel collects them there, and one copy moves a whole chunk. Stores of any size
-go through the ring, because its kernel ends in microseconds: the engine may write the blocks again
-while the bytes still cross the bus. If the ring is full, a store goes directly, and a load waits.
+A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. Stores of
+any size use it: the engine may write the blocks again when the kernel has ended.
 
-Coded chunks (`memory/coding.py`) always go through the ring, where the kernel encodes or decodes
-them. If it is full, their stores wait, too.
-
-`Transfer.wait` compares the bytes of a load with their checksums on the host, after the device has
-read them. This finds damage that occurred before the copy. The commit takes the checksums of a
-store.
-
-A fault of the device is permanent. It is logged once, and no copy is submitted afterwards. Copies
-that were submitted before are still fenced, and waited for.
+`Transfer.wait` compares a load's checksums after the copy, so damage before it is found. A fault of
+the device is permanent; earlier copies are still waited for.
 """
 
 import logging
@@ -45,12 +34,10 @@ Mappings: TypeAlias = Callable[[], tuple[Buffer, Buffer]]
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a copier.
+    """Sizes of a copier, in bytes.
 
-    store_ring_bytes: device memory for staging stores
-    load_ring_bytes:  device memory for staging loads
-    batch_bytes:      of chunks that are copied together; batches let kernels and copies overlap
-    direct_bytes:     pieces of this size and more are loaded directly (`DeviceCopier.measure`)
+    batch_bytes:  of chunks that are copied together; batches let kernels and copies overlap
+    direct_bytes: larger pieces are loaded directly
     """
 
     store_ring_bytes: int = 256 << 20
@@ -60,7 +47,7 @@ class Settings:
 
 
 class DeviceCopier:
-    """See `Copier`. Views are on the driver's device. Buffers not in `arenas` are copied slower."""
+    """See `Copier`. Buffers outside of `arenas` are copied slower."""
 
     def __init__(
         self,
@@ -70,22 +57,17 @@ class DeviceCopier:
         *,
         mappings: Mappings | None = None,
     ) -> None:
-        """Make a copier. Its rings are allocated at their first use.
-
-        mappings: returns both mappings of the current arena, to pin them
-        """
         self._driver = driver
         self._arenas = arenas
         self._settings = settings or Settings()
         self._mappings = mappings
-        # One lock per ring, because a load may wait long for its ring.
+        # A load may wait long for its ring.
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
         self._fault: DeviceError | None = None
-        self._goes_by = ""  # see `stages`
+        self._goes_by = ""
 
     def stages(self) -> Iterator[Stage]:
-        """See `Copier`. The paths are through the ring, and directly."""
         try:
             for way in (
                 ("ring", "direct")
@@ -99,20 +81,17 @@ class DeviceCopier:
 
     @property
     def stores_block(self) -> bool:
-        """See `Copier`."""
         return bool(self._arenas.refusal)
 
     def measure(self, device: str) -> None:
-        """Measure from which size on pieces are loaded directly. Call it before serving."""
+        """Measure from which size on pieces are loaded directly."""
         self._settings = replace(self._settings, direct_bytes=direct_bytes(self, device))
 
     @property
     def fault(self) -> str:
-        """The permanent fault of the device; empty: none."""
         return str(self._fault or "")
 
     def mark(self) -> Event | None:
-        """See `Copier`."""
         try:
             with self._noting_faults():
                 return self._driver.record()
@@ -120,7 +99,6 @@ class DeviceCopier:
             return None
 
     def fence(self, transfers: Sequence[Transfer]) -> None:
-        """See `Copier`."""
         for transfer in transfers:
             assert isinstance(transfer, DeviceTransfer), "a transfer of another copier"
             for event in transfer.touched:
@@ -130,25 +108,23 @@ class DeviceCopier:
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> "DeviceTransfer":
-        """See `Copier`. Raises DeviceError."""
+        """Raises DeviceError."""
         return self._submit(self._gather_batch, Lane.STORE, pieces, after, layers)
 
     def scatter(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> "DeviceTransfer":
-        """See `Copier`. Raises DeviceError, and CapacityError for a chunk larger than the ring."""
+        """Raises DeviceError, and CapacityError for a chunk larger than the ring."""
         return self._submit(self._scatter_batch, Lane.LOAD, pieces, after, layers)
 
     def scratch(self, nbytes: int) -> AbstractContextManager[Buffer]:
-        """See `Copier`."""
         return self._arenas.scratch(nbytes)
 
     def prepare(self) -> None:
-        """Start to pin the current arena. Otherwise the first copy does."""
         self._pin_arenas_of([])
 
     def close(self) -> None:
-        """Unpin the arenas, before they are unmapped. All transfers must have ended."""
+        """Unpin the arenas. All transfers must have ended."""
         self._arenas.close()
 
     def _submit(
@@ -161,7 +137,7 @@ class DeviceCopier:
     ) -> "DeviceTransfer":
         self._pin_arenas_of(pieces)
         marks = [] if after is None else [cast(Event, after)]
-        # Half a ring, so that one batch can be copied while a kernel works on another.
+        # Half a ring, so that kernels and copies of two batches overlap.
         most_bytes = min(self._settings.batch_bytes, self._ring_bytes(lane) // 2)
         transfer = DeviceTransfer(pieces, self._arenas, lambda: self._noting_faults(before=False))
         try:
@@ -176,7 +152,6 @@ class DeviceCopier:
         return transfer
 
     def _pin_arenas_of(self, pieces: Sequence[Piece]) -> None:
-        """Add the current arena if a piece lies in an unknown one: a join maps a new arena."""
         if self._mappings is None or (
             pieces and all(self._arenas.knows(piece.buffer) for piece in pieces)
         ):
@@ -187,7 +162,6 @@ class DeviceCopier:
             log.debug("kvhold: the arena is not pinned: %s", error)
 
     def _gather_batch(self, batch: Batch, marks: list[Event], transfer: "DeviceTransfer") -> None:
-        """Submit the copies of one batch from the blocks to the arena."""
         part = self._part_for_store(batch)
         if part is None:
             self._check_direct(batch)
@@ -210,7 +184,6 @@ class DeviceCopier:
             transfer.add(ended=written)
 
     def _part_for_store(self, batch: Batch) -> Slice | None:
-        """Return a slice of the ring for the batch. None: copy it directly."""
         ring = self._ring(Lane.STORE)
         if not batch.is_whole or self._goes_by == "direct":
             return None
@@ -221,7 +194,6 @@ class DeviceCopier:
         )
 
     def _scatter_batch(self, batch: Batch, marks: list[Event], transfer: "DeviceTransfer") -> None:
-        """Submit the copies of one batch from the arena to the blocks."""
         with self._reaching(batch, transfer) as reach:
             if self._loads_directly(batch, reach):
                 written = self._driver.copy(Lane.LOAD, marks, batch.copies_of_runs(reach))
@@ -246,13 +218,11 @@ class DeviceCopier:
             transfer.add(touched=written, ended=written)
 
     def _reaching(self, batch: Batch, transfer: "DeviceTransfer") -> AbstractContextManager[Reach]:
-        """See `PinnedArenas.reaching`, for the batch's chunks."""
         return self._arenas.reaching(
             transfer.arenas[batch.number], batch.piece.buffer, batch.begin, batch.end
         )
 
     def _loads_directly(self, batch: Batch, reach: Reach) -> bool:
-        """Return whether the batch is loaded without the ring."""
         if batch.is_coded:
             return False
         if self._goes_by:
@@ -270,10 +240,9 @@ class DeviceCopier:
             )
 
     def _ring(self, lane: Lane) -> Ring:
-        """Return the ring of a direction. It is allocated at its first use."""
         if lane not in self._rings:
             self._rings[lane] = Ring(self._driver.new_ring(self._ring_bytes(lane)))
-            self._driver.drain()  # kernels may still use the memory for its previous owner
+            self._driver.drain()  # the memory's previous owner may still have kernels
         return self._rings[lane]
 
     def _ring_bytes(self, lane: Lane) -> int:
@@ -285,10 +254,7 @@ class DeviceCopier:
 
     @contextmanager
     def _noting_faults(self, *, before: bool = True) -> Iterator[None]:
-        """Record a DeviceError that the `with` block raises.
-
-        before: first raise the recorded fault, if any; False to wait for copies even after a fault
-        """
+        """before: first raise the recorded fault; False: to wait for copies after a fault."""
         if before and self._fault is not None:
             raise self._fault
         try:
@@ -326,10 +292,8 @@ class DeviceTransfer:
         ended: Event,
         checked: tuple[Event, Batch] | None = None,
     ) -> None:
-        """Record the events of a batch.
+        """touched: after it the blocks have been read, or written.
 
-        touched: after it the blocks have been read, or written
-        ended:   after it a copy has ended
         checked: an event, and a batch whose checksums are compared after it
         """
         self._ends.append(ended)
@@ -339,15 +303,11 @@ class DeviceTransfer:
             self._checks.append(checked)
 
     def done(self) -> bool:
-        """See `Transfer`."""
         with self._noting_faults():
             return all(event.fired() for event in self._ends)
 
     def wait(self) -> list[DamagedChunks | None]:
-        """See `Transfer`.
-
-        Raises DeviceError. The device may then still read and write the arena, which stays pinned.
-        """
+        """Raises DeviceError. The arena then stays pinned, because the device may still use it."""
         faults: list[DeviceError] = []
         for event, batch in self._checks:
             if self._ends_well(event, faults):
@@ -364,7 +324,6 @@ class DeviceTransfer:
         return [DamagedChunks(sorted(chunks)) if chunks else None for chunks in self._damage]
 
     def _ends_well(self, event: Event, faults: list[DeviceError]) -> bool:
-        """Wait for an event. Returns False after a fault, which is added to `faults`."""
         try:
             with self._noting_faults():
                 event.wait()

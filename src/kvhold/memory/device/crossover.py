@@ -1,8 +1,6 @@
-"""Measure the size above which pieces are loaded directly: `direct_bytes(copier, device)`.
+"""Measure the size above which pieces are loaded directly.
 
-A copy engine needs time for each piece. A load through the ring, with a kernel, needs time for each
-chunk. The GPU, the bus and the host decide which is faster, so both are timed at start, with pieces
-of each size. This takes about 0.1 s. Stores go through the ring in any case.
+A direct load costs time per piece, a load through the ring per chunk. Timing both takes 0.1 s.
 """
 
 import logging
@@ -19,9 +17,9 @@ from kvhold.memory.copier import Copier, Piece
 from kvhold.memory.copy import warm_up
 from kvhold.memory.views import opaque_blocks
 
-SIZES = tuple(1 << power for power in range(12, 19))  # 4 KiB to 256 KiB
+SIZES = tuple(1 << power for power in range(12, 19))
 NEVER = 1 << 62
-_BYTES = 8 << 20  # of each trial
+_BYTES = 8 << 20
 _LAYERS, _ROUNDS = 8, 5
 
 log = logging.getLogger(__name__)
@@ -33,12 +31,7 @@ def direct_bytes(
     *,
     seconds_of: Callable[[Callable[[], object]], float] | None = None,
 ) -> int:
-    """Return the smallest size at and above which direct loads are never slower than the ring.
-
-    Returns NEVER if there is no such size.
-
-    seconds_of: times a call; by default the median of some calls, by the host's clock
-    """
+    """Return the size from which on direct loads are never slower than the ring, or NEVER."""
     seconds_of = seconds_of or _median_seconds
     found = NEVER
     for nbytes in reversed(SIZES):
@@ -56,10 +49,6 @@ def direct_bytes(
 def _seconds_of_ways(
     copier: Copier, device: str, nbytes: int, seconds_of: Callable[[Callable[[], object]], float]
 ) -> list[float]:
-    """Return the seconds of a load through the ring, and of a direct load if it is possible.
-
-    nbytes: of each piece
-    """
     import torch
 
     blocks = _BYTES // _LAYERS // nbytes

@@ -1,11 +1,8 @@
-"""A `Driver` for NVIDIA GPUs: `CudaDriver(torch.device("cuda:0"))`.
+"""A `Driver` for NVIDIA GPUs. Needs cuda-bindings.
 
-It needs cuda-bindings, which torch's and vLLM's CUDA builds install.
-
-Streams and events are torch's, so that kernels and the engine share them. Copies and registrations
-of memory are calls of the CUDA driver, for three reasons: one call copies a batch of pieces, it
-needs no tensors, and a failed registration leaves no error for the engine's next call (the CUDA
-runtime leaves one).
+Streams and events are torch's, shared with the engine. Copies and registrations call the CUDA
+driver: one call copies many pieces, and a failed registration leaves no error for the engine's next
+call.
 """
 
 from collections.abc import Sequence
@@ -24,8 +21,8 @@ _REFUSALS = (
     cuda.CUresult.CUDA_ERROR_NOT_PERMITTED,
     cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
 )
-_MOST_PIECES = 4096  # of one batch
-_CYCLES_A_SECOND = 2e9  # of a fast GPU; delays are longer on a slower one
+_MOST_PIECES = 4096
+_CYCLES_A_SECOND = 2e9
 
 
 class CudaDriver(TorchDriver):
@@ -47,24 +44,21 @@ class CudaDriver(TorchDriver):
         self._attributes.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
     def new_stream(self, *, is_urgent: bool) -> Any:
-        """See `TorchDriver`. Lower numbers are more urgent; the engine's own stream has 0."""
+        """Lower numbers are more urgent; the engine's own stream has 0."""
         return torch.cuda.Stream(self.device, priority=-1 if is_urgent else 0)
 
     def new_event(self) -> TorchEvent:
-        """See `TorchDriver`. A waiting thread sleeps instead of spinning."""
+        """A waiting thread sleeps."""
         return TorchEvent(torch.cuda.Event(blocking=True))
 
     def delay(self, seconds: float) -> None:
-        """See `Stage`. Runs a kernel that counts cycles."""
         torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))
 
     def copy(self, lane: Lane, after: Sequence[Event], copies: Copies) -> TorchEvent:
-        """See `Driver`."""
         stream = self._streams[lane].cuda_stream
         return self.launch(lane, after, lambda: self._submit(lane, copies, cuda.CUstream(stream)))
 
     def pin(self, address: int, nbytes: int) -> None:
-        """See `Driver`."""
         self._enter()
         result = cuda.cuMemHostRegister(address, nbytes, cuda.CU_MEMHOSTREGISTER_PORTABLE)
         if result[0] in _REFUSALS:
@@ -72,7 +66,6 @@ class CudaDriver(TorchDriver):
         _checked(result)
 
     def unpin(self, address: int) -> None:
-        """See `Driver`."""
         self._enter()
         _checked(cuda.cuMemHostUnregister(address))
 
@@ -99,10 +92,7 @@ class CudaDriver(TorchDriver):
             )
 
     def _enter(self) -> None:
-        """Make the device's context current in the calling thread.
-
-        The driver's calls need it, and torch does not always do it.
-        """
+        """Make the device's context current, which torch does not always do."""
         _checked(cuda.cuCtxSetCurrent(self._context))
 
     def _current(self) -> Any:
@@ -110,7 +100,6 @@ class CudaDriver(TorchDriver):
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return the value that a driver call returned with its status. Raises DeviceError."""
     if result[0] != cuda.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"CUDA: {_text(result[0])}")
     return result[1] if len(result) > 1 else None

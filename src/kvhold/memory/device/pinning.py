@@ -1,23 +1,14 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-    arenas = PinnedArenas(driver)
-    arenas.add(read_only, writable)             # after a join: both mappings of the node's arena
+    arenas.add(read_only, writable)             # after a join: both mappings
     held = arenas.hold(buffer)                  # before a transfer
-    with arenas.reaching(held, buffer, begin, end) as reach:    # the address; is it pinned?
+    with arenas.reaching(held, buffer, begin, end) as reach: ...
     arenas.release(held)                        # after the transfer
-    arenas.close()
 
-A device copies pinned memory at the full speed of the bus, without the calling thread. Pinning
-locks pages, which takes about 0.1 s per GiB, and one call for a large arena fails. So a thread for
-each arena pins one slice after another, while the arena serves already. It pauses between slices,
-because the driver's other calls wait during a pin. Memory that is not pinned yet is copied slower.
-
-The same thread unpins the arena when it is no longer used, and keeps its mappings until then. If
-memory were unmapped while it is pinned, the device would mistake new memory at its address for it.
-
-Only the writable mapping is pinned: a device's writes need it, and reads can use it, too. A copy
-must lie within one slice, or in memory without any pinned part. `batches.py` divides pieces
-accordingly.
+Pinning takes about 0.1 s per GiB, and one call for a large arena fails, so a thread pins slice
+after slice. It pauses between them, because the driver's other calls wait during a pin. The thread
+keeps the mappings until it has unpinned them. Otherwise the device would mistake new memory at the
+same address for the old one.
 """
 
 import logging
@@ -36,7 +27,7 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, KVHold
 from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import Driver
 
-SLICE_BYTES = 256 << 20  # one call pins them, in 25 ms
+SLICE_BYTES = 256 << 20  # 25 ms a call
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -47,9 +38,7 @@ log = logging.getLogger(__name__)
 class Reach:
     """How a device reaches a buffer.
 
-    address:     of the buffer's first byte, for the device
-    pinned:      the requested bytes are pinned
-    slice_bytes: a copy of pinned memory may not cross a multiple of this, counted from `address`
+    slice_bytes: a copy of pinned memory may not cross a multiple, counted from `address`
     """
 
     address: int
@@ -59,19 +48,14 @@ class Reach:
 
 @dataclass(eq=False)
 class Arena:
-    """One node's arena, or scratch memory.
+    """One node's arena, or scratch memory. The lock of `changed` protects the fields.
 
-    read_only, writable: the two mappings
     report:          called with `pinned_bytes` after each slice
-    pinned_bytes:    pinned so far, from the beginning
+    pinned_bytes:    from the beginning
     is_pinning:      a slice is being pinned, or will be next
-    unpinned_copies: number of unpinned copies that are being submitted
     is_settled:      no more slices will be pinned
-    fault:           why the arena may not be copied; empty: it may
-    users:           number of running transfers
-    is_ending:       unpin as soon as there are no users
-    changed:         notified when a field changes; its lock protects the fields
-    thread:          pins and unpins the arena; None for scratch memory
+    users:           running transfers
+    thread:          None for scratch memory
     """
 
     read_only: Buffer
@@ -89,11 +73,9 @@ class Arena:
 
     @property
     def base(self) -> int:
-        """The address of the pinned mapping."""
         return _address(self.writable)
 
     def has(self, buffer: Buffer) -> bool:
-        """Return whether `buffer` begins where one of the two mappings does."""
         return _address(buffer) in (_address(self.read_only), self.base)
 
     def is_steady(self, begin: int, end: int) -> bool:
@@ -103,14 +85,13 @@ class Arena:
         return not self.is_pinning and begin >= self.pinned_bytes
 
     def end(self) -> None:
-        """Unpin the arena as soon as there are no users."""
         with self.changed:
             self.is_ending = True
             self.changed.notify_all()
 
 
 class PinnedArenas:
-    """The arena of the last joined node, and earlier arenas while their copies run. Any thread."""
+    """The current arena, and earlier ones while their copies run. Any thread."""
 
     def __init__(
         self,
@@ -119,36 +100,30 @@ class PinnedArenas:
         slice_bytes: int = SLICE_BYTES,
         report: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Begin without arenas.
-
-        slice_bytes: how much one call pins
-        report:      called with the number of pinned bytes of an arena
-        """
         self._driver = driver
         self._slice_bytes = slice_bytes
         self._report = report
         self._lock = threading.Lock()
-        self._arenas: list[Arena] = []  # the newest last; changed in place, for the finalizer
+        self._arenas: list[Arena] = []  # newest last; changed in place, for the finalizer
         self._refusal = ""
         weakref.finalize(self, _end_all, self._arenas)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the newest arena that are pinned."""
         with self._lock:
             return self._arenas[-1].pinned_bytes if self._arenas else 0
 
     @property
     def refusal(self) -> str:
-        """Why the device refuses to pin host memory; empty: it does not refuse."""
+        """Why the device refuses to pin host memory, or empty."""
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
-        """Record that the device refuses to pin more. Later arenas are not pinned."""
+        """Later arenas are not pinned."""
         self._refusal = reason
 
     def add(self, read_only: Buffer, writable: Buffer) -> None:
-        """Start to pin an arena, and end earlier ones. Does nothing for an arena that is known."""
+        """Start to pin an arena, and end earlier ones."""
         assert read_only.size == writable.size, "two mappings of one arena"
         with self._lock:
             if any(arena.writable is writable for arena in self._arenas):
@@ -166,12 +141,11 @@ class PinnedArenas:
         arena.thread.start()
 
     def knows(self, buffer: Buffer) -> bool:
-        """Return whether `buffer` is a mapping of a known arena."""
         with self._lock:
             return any(arena.has(buffer) for arena in self._arenas)
 
     def hold(self, buffer: Buffer) -> Arena | None:
-        """Count a transfer of the buffer's arena, until `release`. None: no known arena."""
+        """Count a transfer, until `release`. None: no known arena."""
         with self._lock:
             for arena in reversed(self._arenas):
                 if arena.has(buffer):
@@ -181,7 +155,6 @@ class PinnedArenas:
         return None
 
     def release(self, arena: Arena) -> None:
-        """End the transfer that `hold` counted."""
         with arena.changed:
             arena.users -= 1
             arena.changed.notify_all()
@@ -192,13 +165,12 @@ class PinnedArenas:
     def reaching(
         self, arena: Arena | None, buffer: Buffer, begin: int, end: int
     ) -> Iterator[Reach]:
-        """Yield how the device reaches bytes `begin` to `end` of a buffer, to submit a copy.
+        """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
-        Waits for a slice that is being pinned. If the bytes are not pinned, no slice is pinned
-        until the block ends: a device refuses a copy of memory that is just being registered.
+        Waits for a slice that is being pinned. If the bytes are not pinned, no slice is pinned in
+        the block: the device would refuse the copy.
 
-        Raises DeviceError if nothing may be copied, and CapacityError if some of the bytes are
-        pinned and the others never will be.
+        Raises DeviceError if nothing may be copied, CapacityError if only a part can be pinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)
@@ -226,7 +198,6 @@ class PinnedArenas:
                 arena.changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until the newest arena is pinned, or was refused."""
         with self._lock:
             arena = self._arenas[-1] if self._arenas else None
         if arena is not None:
@@ -235,8 +206,8 @@ class PinnedArenas:
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[Buffer]:
-        """Yield pinned memory, uint8 [nbytes] of zeros. Its transfers must end before the block."""
-        buffer = np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)  # whole pages
+        """Yield pinned zeros, uint8 [nbytes]. Transfers must end in the block."""
+        buffer = np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)
         arena = Arena(buffer, buffer)
         with self._lock:
             self._arenas.insert(0, arena)
@@ -249,10 +220,7 @@ class PinnedArenas:
             _unpin(self._driver, arena, self._slice_bytes)
 
     def close(self) -> None:
-        """Unpin all arenas, and wait for it.
-
-        An arena stays pinned and mapped if `release` was not called for all its transfers.
-        """
+        """Unpin all arenas, and wait. An arena with transfers stays pinned and mapped."""
         with self._lock:
             arenas = list(self._arenas)
             self._arenas.clear()
@@ -271,10 +239,7 @@ class PinnedArenas:
 def _live(
     driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
-    """Run an arena's thread.
-
-    It refers to its owner only weakly; otherwise the owner would never be collected.
-    """
+    """A strong reference would keep the owner alive."""
     _pin(driver, arena, slice_bytes, owner)
     with arena.changed:
         arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
@@ -296,10 +261,6 @@ def _pin(
 
 
 def _pin_slices(driver: Driver, arena: Arena, slice_bytes: int) -> str:
-    """Pin as much as the device accepts.
-
-    Returns why it refuses more; empty: the whole arena is pinned, or is ending.
-    """
     size = arena.writable.size
     for begin in range(0, size, slice_bytes):
         end = min(begin + slice_bytes, size)
@@ -348,7 +309,6 @@ def _tell(arena: Arena) -> None:
 
 
 def _unpin(driver: Driver, arena: Arena, slice_bytes: int) -> None:
-    """Unpin an arena whose transfers have ended, and to which no new one can come."""
     for begin in range(0, arena.pinned_bytes, slice_bytes):
         try:
             driver.unpin(arena.base + begin)

@@ -3,8 +3,7 @@
     with ring.take_when_free(nbytes) as part:
         part.until(event)               # free when `event` has fired; without a call, at once
 
-The caller holds a lock around `take` and `until`. A slice that is used for long delays the reuse of
-the slices that were taken after it.
+The caller holds a lock around `take` and `until`.
 """
 
 from collections import deque
@@ -13,16 +12,10 @@ from typing import Self
 from kvhold.kernels.view import Tensor
 from kvhold.memory.device.driver import Event
 
-ALIGNMENT = 256  # bytes, of every slice, as in a device's own allocator
+ALIGNMENT = 256
 
 
 class Slice:
-    """A part of a ring.
-
-    start:  bytes from the beginning of the ring
-    nbytes: size in bytes
-    """
-
     def __init__(self, start: int, nbytes: int) -> None:
         self.start = start
         self.nbytes = nbytes
@@ -30,7 +23,7 @@ class Slice:
         self._is_returned = False
 
     def until(self, event: Event) -> None:
-        """Free the slice when `event` has fired. Replaces an earlier event."""
+        """Free the slice when `event` has fired."""
         self._last_use = event
 
     def __enter__(self) -> Self:
@@ -40,11 +33,9 @@ class Slice:
         self._is_returned = self._last_use is None
 
     def is_free(self) -> bool:
-        """Return whether the last use of the slice has ended."""
         return self._is_returned or (self._last_use is not None and self._last_use.fired())
 
     def wait(self) -> None:
-        """Wait for the end of the last use."""
         assert self._is_returned or self._last_use is not None, (
             "somebody uses it who has not said until when"
         )
@@ -53,23 +44,17 @@ class Slice:
 
 
 class Ring:
-    """Device memory that is divided into slices in order."""
-
     def __init__(self, memory: Tensor) -> None:
-        """Make a ring without slices.
-
-        memory: uint8 [bytes] on the device
-        """
+        """memory: uint8 [bytes] on the device."""
         self.memory = memory
         self.nbytes = int(memory.shape[0])
-        self._taken: deque[Slice] = deque()  # the oldest first
+        self._taken: deque[Slice] = deque()
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a slice of `nbytes` fits into the empty ring."""
         return _aligned(nbytes) <= self.nbytes
 
     def take(self, nbytes: int) -> Slice | None:
-        """Take a slice. Returns None if slices in use leave no space."""
+        """Take a slice. None: no space now."""
         nbytes = _aligned(nbytes)
         while self._taken and self._taken[0].is_free():
             self._taken.popleft()
@@ -80,20 +65,19 @@ class Ring:
         return self._taken[-1]
 
     def take_when_free(self, nbytes: int) -> Slice:
-        """Take a slice; if there is no space, wait until earlier slices are free."""
+        """Take a slice, when earlier ones have left space."""
         assert self.fits(nbytes), "no such slice can ever be had"
         while (found := self.take(nbytes)) is None:
             self._taken[0].wait()
         return found
 
     def _next(self, nbytes: int) -> int | None:
-        """Return where a slice of `nbytes` can begin; None: there is no space."""
         if nbytes > self.nbytes:
             return None
         if not self._taken:
             return 0
         oldest, end = self._taken[0].start, self._taken[-1].start + self._taken[-1].nbytes
-        if end > oldest:  # the slices in use are one contiguous range
+        if end > oldest:
             if end + nbytes <= self.nbytes:
                 return end
             return 0 if nbytes <= oldest else None

@@ -1,8 +1,6 @@
-"""A `Driver` for every device that has streams in torch: `TorchDriver(torch.device("xpu:0"))`.
+"""A `Driver` for every device that has streams in torch.
 
-It uses torch's API only, so it works everywhere and is slow; `cuda.py` is fast. All copies go
-through the ring. Host memory is not pinned: torch copies it through its own memory, and the call
-blocks until the copy has ended.
+It is slow: host memory is not pinned, and a call blocks until its copy has ended.
 """
 
 import ctypes
@@ -17,22 +15,20 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, Layout
 from kvhold.kernels.view import Tensor
 from kvhold.memory.device.driver import Copies, Event, Lane
 
-_URGENT = (Lane.SCATTER,)  # else a load could wait milliseconds for a kernel of a prefill
+_URGENT = (Lane.SCATTER,)  # else a load could wait milliseconds for a prefill's kernel
 
 
 class TorchEvent:
-    """An event of torch."""
+    """See `Event`."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
 
     def fired(self) -> bool:
-        """See `Event`."""
         with device_errors():
             return bool(self.event.query())
 
     def wait(self) -> None:
-        """See `Event`."""
         with device_errors():
             self.event.synchronize()
 
@@ -43,7 +39,7 @@ class TorchDriver:
     has_direct_copies = False
 
     def __init__(self, device: torch.device) -> None:
-        """Make the streams. Raises LayoutError for a device without streams, and DeviceError."""
+        """Raises LayoutError for a device without streams, and DeviceError."""
         self.device = device
         self._module: Any = torch.get_device_module(device.type)
         if not hasattr(self._module, "Stream") or not hasattr(self._module, "Event"):
@@ -58,10 +54,7 @@ class TorchDriver:
         return self.new_stream(is_urgent=False)
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Make the device current in the calling thread.
-
-        A thread begins with the first device, and leaving a stream would create a context there.
-        """
+        """Make the device current. Else leaving a stream creates a context on the first device."""
         return (
             self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
         )
@@ -71,20 +64,16 @@ class TorchDriver:
         return torch.zeros(1024, 1024, device=self.device)
 
     def new_stream(self, *, is_urgent: bool) -> Any:
-        """Return a stream of torch."""
         return self._module.Stream()
 
     def new_event(self) -> TorchEvent:
-        """Return an event that is not recorded yet."""
         return TorchEvent(self._module.Event())
 
     def delay(self, seconds: float) -> None:
-        """See `Stage`. Multiplies matrices, each product in 0.1 ms or more."""
         for _ in range(max(1, int(seconds * 1e4))):
             self._busy = self._matrix @ self._matrix
 
     def late_mark(self, seconds: float) -> TorchEvent:
-        """See `Stage`."""
         stream, event = self._late_stream, self.new_event()
         with device_errors(), self._here(), self._module.stream(stream):
             self.delay(seconds)
@@ -92,27 +81,22 @@ class TorchDriver:
         return event
 
     def drain(self) -> None:
-        """See `Stage`."""
         self.record().wait()
 
     def compute(self, work: Callable[[], None]) -> None:
-        """See `Stage`."""
         work()
 
     def record(self) -> TorchEvent:
-        """See `Driver`."""
         event = self.new_event()
         with device_errors():
             event.event.record(self._current())
         return event
 
     def hold(self, event: Event) -> None:
-        """See `Driver`."""
         with device_errors():
             _own(event).wait(self._current())
 
     def launch(self, lane: Lane, after: Sequence[Event], work: Callable[[], None]) -> TorchEvent:
-        """See `Driver`."""
         stream, event = self._streams[lane], self.new_event()
         with device_errors(), self._here(), self._module.stream(stream):
             for one in after:
@@ -122,17 +106,14 @@ class TorchDriver:
         return event
 
     def copy(self, lane: Lane, after: Sequence[Event], copies: Copies) -> TorchEvent:
-        """See `Driver`."""
         return self.launch(lane, after, lambda: self._copy(lane, copies))
 
     def new_ring(self, nbytes: int) -> Tensor:
-        """See `Driver`."""
         with device_errors():
             self._rings.append(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
         return self._rings[-1]
 
     def pin(self, address: int, nbytes: int) -> None:
-        """See `Driver`."""
         raise DeviceRefused(
             f"kvhold does not know how to register host memory with {self.device.type}"
         )
@@ -163,12 +144,12 @@ class TorchDriver:
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Raise torch's errors as DeviceError, and too little device memory as CapacityError."""
+    """Raise torch's errors as DeviceError, and lack of device memory as CapacityError."""
     try:
         yield
     except torch.OutOfMemoryError as error:  # the device still works
         raise CapacityError(str(error).strip().splitlines()[0]) from error
-    except RuntimeError as error:  # a base class of torch.AcceleratorError
+    except RuntimeError as error:
         raise DeviceError(str(error).strip().splitlines()[0]) from error
 
 
