@@ -1,4 +1,1 @@
-"""Where engines meet the cache: one package an engine, and here what several need.
-
-They translate, and see only the `Cache` protocol.
-"""
+"""Where engines meet the cache: one package an engine. They see only the `Cache` protocol."""

@@ -1,9 +1,4 @@
-"""Facts of the machine and its libraries, on which the last bits of KV depend, for all engines.
-
-    processor_facts() | version_facts("torch", "transformers") | library_facts()
-
-Asked once a process, but for the environment. Any thread.
-"""
+"""Facts of the machine and its libraries that change the last bits of KV."""
 
 import os
 import platform
@@ -63,9 +58,7 @@ HARMLESS = Table.of(
 
 @lru_cache(maxsize=1)
 def processor_facts() -> Mapping[str, str]:
-    """Return the processor as far as kernels are chosen by it: its maker and its vector
-    instructions.
-    """
+    """Return the maker and vector instructions, which choose kernels."""
     maker, flags = "", ""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -91,9 +84,6 @@ def processor_facts() -> Mapping[str, str]:
 
 @lru_cache(maxsize=8)
 def version_facts(*names: str) -> Mapping[str, str]:
-    """Return the versions of the distributions that are installed, down to the patch level and the
-    build.
-    """
     found = {}
     for name in names:
         try:
@@ -104,7 +94,6 @@ def version_facts(*names: str) -> Mapping[str, str]:
 
 
 def library_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that are set and that shape what libraries compute."""
     environ = os.environ if environ is None else environ
     return {
         f"environment.{name}": repr(environ[name]) for name in sorted(environ) if _is_named(name)

@@ -1,18 +1,8 @@
-"""Which weights these are, told the same on every host: KV of other weights must never be taken for
-theirs.
+"""Identify weights by their content, equally on every host.
 
-    model_identity("/models/llama", None)  # "content:..." from every byte of the folder's files
-    model_identity("org/llama", "main")  # "hub:org/llama@<commit>" of the copy in the local hub
-    cache adapter_identity("/adapters/tuned")  # the same of a LoRA adapter, whose files lie in the
-    folder itself
-
-Every file counts, in subfolders too: weights of any format, indexes, settings, and code beside the
-weights. Left out is what cannot shape KV, by the list below. Files are hashed whole (xxh3, 128
-bits; it guards against accidents, nobody gains by forging their own weights),
-once for each state of a file: the digests are kept in the user's cache folder under the file's
-path, size, time and inode. A kept digest is used only if it is this user's own and whole; that of a
-file which has just changed is not kept. The engine reads the same files next, so the first hashing
-mostly warms the page cache.
+Every file counts, except `HARMLESS_FILES`. Files are hashed whole (xxh3, 128 bits, against
+accidents, not forgery). Digests are kept in the user's cache folder, by the file's path, size,
+times and inode. A kept digest counts only if it is this user's own and whole.
 """
 
 import logging
@@ -39,10 +29,8 @@ _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
 _MAX_FILES = 20_000
-_SETTLED_NS = (
-    2_000_000_000  # since the last change; file systems round times, to 2 seconds at worst
-)
-_NOTE_BYTES = 65  # a digest, a blank, a check
+_SETTLED_NS = 2_000_000_000  # file systems round times
+_NOTE_BYTES = 65  # digest, blank, check
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 HARMLESS_FILES = {
@@ -69,9 +57,9 @@ _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in
 
 
 def model_identity(model: str, revision: str | None) -> str:
-    """Return the name of a model's weights and code.
+    """Return "content:<digest>" or "hub:<name>@<commit>".
 
-    Raises LayoutError when they cannot be told.
+    Raises LayoutError if the weights cannot be identified.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -82,7 +70,7 @@ def model_identity(model: str, revision: str | None) -> str:
 
 
 def adapter_identity(folder: str) -> str:
-    """Return the name of an adapter's files. Raises LayoutError when they cannot be told."""
+    """Return the name of an adapter's files. Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return f"content:{_digest_of(path, files_of(path, subfolders=False))}"
@@ -90,10 +78,7 @@ def adapter_identity(folder: str) -> str:
 
 
 def adapter_places(folder: str) -> list[Path]:
-    """Return the files whose change may change which adapter this names.
-
-    Raises LayoutError as `adapter_identity` does.
-    """
+    """Return the files whose change may change the adapter. Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return files_of(path, subfolders=False)
@@ -104,10 +89,9 @@ def adapter_places(folder: str) -> list[Path]:
 
 
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
-    """Return the names of the code that a model's `auto_map` takes from the hub, other than from
-    `model` at its own revision.
+    """Return the names of the hub code in `auto_map`, except `model` at its own revision.
 
-    Raises LayoutError for code that is not in the local hub cache.
+    Raises LayoutError for code outside the local hub cache.
     """
     found = set()
     for repository, file in _code_files(auto_map):
@@ -118,9 +102,9 @@ def code_identity(model: str, auto_map: object, code_revision: str | None) -> li
 
 
 def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
-    """Return the files of a folder that may shape KV, in order; links are followed.
+    """Return the sorted files that may shape KV. Follows links.
 
-    Raises LayoutError for too many.
+    Raises LayoutError for more than `_MAX_FILES`.
     """
     found: list[Path] = []
     seen: set[str] = set()
@@ -145,10 +129,7 @@ def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of one file's content, kept from before where the file is as it was.
-
-    Raises OSError.
-    """
+    """Return a file's digest. Raises OSError."""
     return _file_digest(path)
 
 
@@ -185,8 +166,7 @@ def _file_digest(path: Path) -> str:
     digest = _noted(folder / name, state) if _is_ours(folder) else None
     if digest is None:
         digest = _hash(path)
-        # Else this is the digest of no state at all, or of one that a change in the same moment
-        # would not tell from the next.
+        # a change in the same moment keeps the state
         if _state_of(path) == state and _last_change(path) < time.time_ns() - _SETTLED_NS:
             _keep(folder / name, state, digest)
     return digest
@@ -198,7 +178,6 @@ def _last_change(path: Path) -> int:
 
 
 def _state_of(path: Path) -> bytes:
-    """What tells a change of a file without reading it."""
     status = path.stat()
     return canonical(
         [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -215,10 +194,7 @@ def _hash(path: Path) -> str:
 
 
 def _noted(note: Path, state: bytes) -> str | None:
-    """Return the digest that was kept for this state.
-
-    None where there is no note, or it is another user's, or damaged.
-    """
+    """Return the kept digest; None: no note, another user's, or damaged."""
     try:
         with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -231,7 +207,7 @@ def _noted(note: Path, state: bytes) -> str | None:
 
 
 def _keep(note: Path, state: bytes, digest: str) -> None:
-    """Write whole or not at all. Not being able to costs the next start its time, nothing else."""
+    """Write a note whole or not at all."""
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(note.parent):
@@ -239,21 +215,18 @@ def _keep(note: Path, state: bytes, digest: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as draft:
             draft.write(f"{digest} {_check(state, digest)}")
             draft.flush()
-            os.fsync(
-                draft.fileno()
-            )  # else a power failure may leave an empty file under the note's name
+            os.fsync(draft.fileno())  # a power failure would leave an empty note
         Path(draft.name).replace(note)
     except OSError as error:
         log.debug("kvhold: digests are not kept: %s", error)
 
 
 def _check(state: bytes, digest: str) -> str:
-    """What makes a note one of this state and this digest."""
     return blake2b(state + digest.encode(), digest_size=16).hexdigest()
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder is this user's, and closed to others from now on."""
+    """Whether the folder is this user's; closes it to others."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -288,15 +261,12 @@ def _in_hub_cache(model: str, revision: str | None, names: Sequence[str]) -> Pat
 
 
 def _snapshot_of(path: Path) -> str:
-    """The commit in .../snapshots/<commit>/config.json."""
     parts = path.parts
     return parts[parts.index("snapshots") + 1]
 
 
 def _code_files(auto_map: object) -> list[tuple[str, str]]:
-    """(repository or nothing, file) of each class in an auto_map: "org/repo--module.Class" or
-    "module.Class".
-    """
+    """Return (repository or nothing, file) of each class."""
     found = []
     for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
         for reference in value if isinstance(value, (list, tuple)) else (value,):

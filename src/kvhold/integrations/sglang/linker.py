@@ -1,19 +1,15 @@
-"""The linker that SGLang's radix tree dictates: pages between its device pools and the cache, a
-layer at a time. Loaded as `dynamic`.
+"""Move pages between SGLang's device pools and the cache, a layer at a time.
 
-    match_prefix  -> lookup(rid, transfers)                   what is there, pinned until it is loaded or half a minute has passed
-    init_load_back -> load(rid, transfers)                     queued, into slots that the tree has allocated
-    before a pass  -> start_layer_wise_loading()               a thread copies layer after layer ...
-    in the pass    -> layer_done_counter.wait_until(layer)     ... and the pass waits for each where
-    it needs it
-    after it  -> finish_layer_wise_loading(index)         False: SGLang aborts the requests that loaded
-    insert  -> offload(transfers)                       another thread stores them; the tree holds the pages until that is consumed
+    match_prefix   -> lookup      pins the hit for `_PINNED_S`
+    init_load_back -> load        queues a load
+    before a pass  -> start_layer_wise_loading
+    in the pass    -> layer_done_counter.wait_until(layer)
+    after it       -> finish_layer_wise_loading
+    insert         -> offload
 
-SGLang aborts a request whose load fails, so a load is accepted only with its pages pinned, where
-this process decides alone; with more ranks than one all must decide alike, and a load whose pages
-have gone fails. Calls come from SGLang's scheduler thread; copies run on two threads, and a layer
-counts as done when its copy is. Left out: sliding windows, states and draft models (KV of plain MHA
-and MLA pools alone; anything else is refused at start).
+SGLang aborts a request whose load fails. So with one rank, a load is accepted only with its pages
+pinned. Several ranks must decide alike and accept every load. SGLang's scheduler calls; copies run
+on two threads.
 """
 
 import logging
@@ -46,13 +42,11 @@ from kvhold.memory.placement import place_own_threads, place_this_thread
 
 log = logging.getLogger(__name__)
 
-_PINNED_S = 30.0  # how long what a lookup found waits for its load
+_PINNED_S = 30.0  # a hit's wait for its load
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a request's lookup pinned: pages of `keys`, from the first on, until `until_s`."""
-
     keys: tuple[str, ...]
     hit: Hit
     until_s: float
@@ -60,9 +54,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Load:
-    """Pages on their way: into the pages `ids` of the device. found: None when they were not pinned
-    in time.
-    """
+    """A load into the pages `ids`. found is None if they were not pinned in time."""
 
     rid: str
     keys: tuple[str, ...]
@@ -71,7 +63,7 @@ class _Load:
 
 
 class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
-    """One rank's device pages. Arguments and answers as SGLang's base class says."""
+    """One rank's device pages. See SGLang's base class."""
 
     def __init__(
         self,
@@ -82,9 +74,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError, LayoutError for pools that are not served and weights that cannot be
-        told, NodeError, CapacityError.
-        """
+        """Raises ConfigError, NodeError, CapacityError, LayoutError for an unsupported engine."""
         settings = linker_settings(extra_config)
         self.forward_stream = forward_stream
         if set(components) != {ComponentType.FULL}:
@@ -145,9 +135,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         )
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """The lengths, in pages, at which the prefix of `transfers[0].keys` can be
-        restored here.
-        """
+        """Return the lengths, in pages, at which the prefix can be restored."""
         keys = _kv(transfers).keys or []
         check_keys(keys)
         self._forget(rid)
@@ -160,8 +148,9 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return list(range(1, num_pages + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load; False when its pages are not pinned (any more) and this process
-        may say so.
+        """Queue a load. False, with one rank only: its pages are not pinned.
+
+        Raises ValueError for a second load, and for missing keys or indices.
         """
         transfer = _kv(transfers)
         keys = tuple(transfer.keys or ())
@@ -185,7 +174,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Drop a load that has not been started. False when there is none."""
         self._forget(rid)
         queued = self._queued.pop(rid, None)
         if queued is not None and queued.found is not None:
@@ -193,7 +181,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return queued is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Start what is queued. The number to wait with, -1 when there is nothing."""
+        """Return the number to wait with; -1: nothing is queued."""
         if not self._queued:
             return -1
         loads, self._queued = list(self._queued.values()), {}
@@ -203,18 +191,18 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait until that batch writes no more; True when all of it came."""
+        """Wait until that batch writes no more. True: all arrived."""
         return bool(self.layer_done_counter.finish(counter_index))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Queue pages to be stored, all or none. False when there are none."""
+        """Queue pages to be stored, all or none."""
         transfer = _kv(transfers)
         keys = list(transfer.keys or [])
         if not keys or transfer.device_indices is None:
             return False
         check_keys(keys)
         ids = self._pages.ids(transfer.device_indices, len(keys))
-        if not self._stores:  # rank 0 has the same KV and stores it
+        if not self._stores:  # rank 0 stores the same KV
             self._offloaded.put(True)
             return True
         events = self.record_offload_ready()
@@ -222,16 +210,14 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return True
 
     def num_completed_offloads(self) -> int:
-        """How many have ended and were not consumed."""
         self._forget_late()
         return self._offloaded.qsize()
 
     def pop_completed_offload(self) -> bool:
-        """Consume the oldest: whether all its pages are in the cache."""
+        """Consume the oldest offload. True: all is cached."""
         return self._offloaded.get_nowait()
 
     def reset(self) -> None:
-        """Drop what is queued, wait for what is under way."""
         for rid in [*self._queued]:
             self.cancel_queued_load(rid)
         for rid in [*self._found]:
@@ -243,7 +229,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         self.layer_done_counter.reset()
 
     def close(self) -> None:
-        """Finish what is under way, then leave the node."""
         self.reset()
         self._loader.shutdown(wait=True)
         self._storer.shutdown(wait=True)
@@ -261,7 +246,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             self._idle.notify_all()
 
     def _load_layers(self, index: int, loads: list[_Load], mark: Mark | None) -> None:
-        """On the load thread: all loads of a batch, layer by layer."""
         try:
             with ExitStack() as held:
                 pieces = [piece for load in loads for piece in self._claimed(load, held)]
@@ -286,7 +270,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                     load.found.hit.close()
 
     def _claimed(self, load: _Load, held: ExitStack) -> list[Piece]:
-        """Its pages, claimed until the stack is closed. Raises KVHoldError when they have gone."""
+        """Raises KVHoldError if the pages are gone."""
         loan = None if load.found is None else self._cache.claim(load.found.hit.ticket)
         if loan is None:
             raise KVHoldError("its pages have left the cache")
@@ -294,7 +278,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return self._pages.pieces_of(loan, load.ids)
 
     def _offload(self, keys: list[str], ids: Int64s, events: list[Any]) -> None:
-        """On the store thread. Whatever happens, the offload is reported."""
+        """Store pages and report the end, after errors too."""
         stored = False
         try:
             for event in events:
@@ -312,7 +296,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
     def _gather(self, ids: Int64s, buffer: Any, places: Any) -> None:
         wait_for(
             [self._copier.gather(self._pages.pieces(ids, buffer, places), after=None)]
-        )  # what wrote them has ended
+        )  # the engine has finished writing
 
     def _forget(self, rid: str) -> None:
         found = self._found.pop(rid, None)
@@ -335,7 +319,6 @@ def _kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
 
 
 def _part(params: Any) -> tuple[Part, bool]:
-    """This rank's part of the model, and whether it is the only rank."""
     tp = (0, 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = params.attn_tp_cache_group or params.tp_cache_group

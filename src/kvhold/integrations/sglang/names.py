@@ -1,16 +1,11 @@
-"""Names: SGLang's page hashes as names of chunks, and what its KV depends on as a namespace.
+"""Name SGLang's pages: page hashes as chunk names, the engine's settings as a namespace.
 
-SGLang names a page by a chain of SHA-256 over all tokens up to its end, seeded with the request's
-extra key (which holds the adapter's id) and cache salt. That says nothing of the model, so
-everything else is in the namespace: the weights by their content, every setting of SGLang's but the
-harmless in `tables.py`, the adapters given at start by their content, versions, processor and
-environment, the pool, its geometry, and this rank's part of the model. Each rank looks for its own
-part only, because SGLang itself takes the shortest prefix over its ranks; where KV is the same on
-all tensor parallel ranks (MLA), the rank is left out and they share.
+SGLang names a page by chained SHA-256 over all tokens up to its end, with the adapter's id and the
+cache salt. The namespace has the rest. Each rank looks up its own part; tensor parallel ranks with
+equal KV (MLA) share.
 
-A hash becomes 20 bytes by blake2b (RFC 7693), salted with the namespace: names of one namespace
-tell nothing about another's. Pure functions, but for `engine_of`, which asks SGLang's runtime
-context and reads the weights' digests; any thread.
+A hash becomes 20 bytes by blake2b (RFC 7693), salted so that names tell nothing about another
+namespace.
 """
 
 import logging
@@ -54,19 +49,14 @@ SHARES = {
     "expert_parallel": ("sglang.ep_size",),
     "environment": ("environment.",),
 }
-"""Words of the setting `share`: the facts that are left out, or all that begin with a text that
-ends in a dot.
-"""
+"""Words of the setting `share`, and the facts that each leaves out; a dot at the end: a prefix."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What the KV of one SGLang server depends on, beside tokens, adapter and salt.
+    """The facts that KV depends on.
 
-    model:    its weights
-    facts:    everything that it was configured with, less the harmless
-    title:    how the user calls the model
-    kv_dtype: what a pool of bare bytes holds; empty when SGLang does not say
+    kv_dtype: contents of a pool of bare bytes; empty: unknown
     """
 
     model: str
@@ -77,9 +67,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the model's KV a process has: (rank, size) of tensor, pipeline, context and
-    decode context parallelism.
-    """
+    """(rank, size) of tensor, pipeline, context and decode context parallelism."""
 
     tp: tuple[int, int] = (0, 1)
     pp: tuple[int, int] = (0, 1)
@@ -88,14 +76,11 @@ class Part:
 
 
 def engine_of(settings: Settings) -> Engine:
-    """The engine this process is part of.
-
-    Raises LayoutError when its weights or its adapters cannot be told.
-    """
+    """Raises LayoutError if weights or adapters cannot be identified."""
     model_id = settings.config.model_id
     try:
         args = runtime_context.get_server_args()
-    except ValueError:  # not within a server
+    except ValueError:
         if not model_id:
             raise LayoutError(
                 "model_id must be set: SGLang's settings are not published here, so the "
@@ -115,9 +100,6 @@ def engine_of(settings: Settings) -> Engine:
 
 
 def _server_facts(args: Any, settings: Settings) -> dict[str, str]:
-    """Every field of SGLang's settings, versions, processor and environment, less the harmless and
-    the shared.
-    """
     shared = tuple(name for word in settings.config.share for name in SHARES.get(word, (word,)))
     for word in settings.config.share:
         if word not in SHARES and not word.startswith("sglang."):
@@ -127,8 +109,7 @@ def _server_facts(args: Any, settings: Settings) -> dict[str, str]:
             )
     facts: dict[str, str] = {}
     given = {name: getattr(args, name) for name in args.__struct_fields__}
-    # SGLang keeps what it makes of them (by the platform, the model, other settings) beside them,
-    # handler by handler.
+    # SGLang keeps resolved values by handler
     resolved = {
         name: value
         for _, changes in getattr(args, "_resolved_overrides", ())
@@ -164,10 +145,10 @@ def _environment() -> dict[str, str]:
 def namespace_of(
     engine: Engine, layout: Layout, part: Part, *, pool: str, replicated: bool, salt: str = ""
 ) -> Namespace:
-    """The namespace of one pool's pages.
+    """Return the namespace of one pool's pages.
 
     replicated: all tensor parallel ranks have the same KV
-    salt:       what else tells the pool's bytes from others', in text
+    salt: further text that identifies the bytes
     """
     ranks = {"pp": part.pp, "cp": part.cp, "dcp": part.dcp} | (
         {} if replicated else {"tp": part.tp}
@@ -187,10 +168,9 @@ def namespace_of(
 def names_of(
     namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[str] | None
 ) -> ChunkNames:
-    """Pages to be stored, in the order of their prompt.
+    """Return the names of pages to be stored, in prompt order.
 
-    prefix_keys: those of the pages before them, from the prompt's start; None when SGLang does not
-                 say. Then they are taken for a prompt's first, which eviction alone minds.
+    prefix_keys: hashes of the pages before them; None: unknown
     """
     before = [] if prefix_keys is None else list(prefix_keys)
     return ChunkNames(
@@ -202,7 +182,6 @@ def names_of(
 
 
 def query_of(namespace: Namespace, keys: Sequence[str]) -> Query:
-    """Pages to be looked up, in order."""
     return Query(
         namespace.digest,
         namespace.layout.fingerprint,
@@ -213,7 +192,7 @@ def query_of(namespace: Namespace, keys: Sequence[str]) -> Query:
 
 
 def check_keys(keys: Sequence[object]) -> None:
-    """Raise ValueError for what cannot be a hash of SGLang's, before anything is done."""
+    """Raise ValueError for a key that is no hash."""
     for number, key in enumerate(keys):
         if not isinstance(key, str) or not key:
             raise ValueError(f"keys[{number}] is {key!r}; a page's hash, as text, was expected")
@@ -228,9 +207,7 @@ def _hashes(namespace: Namespace, keys: Sequence[str]) -> bytes:
 
 
 def _adapter(ref: Any) -> str:
-    """An adapter given at start, whose id SGLang makes of name and path: its content has to be told
-    too.
-    """
+    """Name an adapter by content too: SGLang's id covers name and path."""
     try:
         return f"{ref.lora_id} {adapter_identity(ref.lora_path)}"
     except LayoutError as error:

@@ -1,19 +1,10 @@
 """Where a page lies in a pool of SGLang's, and how it becomes a chunk.
 
-    pages = host_pages(pool, kv_dtype="", threads=2)  # or device_pages(pool, page_size=64, ...)
-    ids = pages.ids(host_indices, num_pages=3)             # [3] page numbers, checked
-    pages.gather(ids, room.buffer, places)                 # and scatter
+Pages of plain KV (MHA, MLA) become canonical chunks, which servers with other layouts can use. K
+and V of different widths are two groups. Other pages are opaque bytes, if SGLang can flatten them
+completely. Classes must match exactly: a subclass may keep more than its parent.
 
-A page of plain attention KV (MHA, also with K and V of different widths; MLA) becomes a canonical
-chunk whatever way the pool arranges it, so servers with other host layouts share it, and the
-storage shares with the linker. K and V of different widths are two groups. Any other pool that
-SGLang can flatten page by page (an indexer, a state, packed scales) is moved as opaque bytes, whose
-packing names class, arrangement and SGLang's version, if the flat page has all the bytes that the
-pool says a page has. What fits neither is a LayoutError here, at start; nothing is guessed. Classes
-are told exactly: a subclass may keep more than its parent.
-
-Any thread; two at a time must not write the same pages. Copies of opaque and flat pages are one
-page at a time, in numpy.
+Any thread; two must not write the same pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,43 +29,41 @@ from kvhold.memory.views import View, separate_pools
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Places: TypeAlias = Sequence[ChunkBytes]  # one a group
+Places: TypeAlias = Sequence[ChunkBytes]
 
 _FIELD_OF = {
     1: "uint8",
     2: "int16",
     4: "int32",
     8: "int64",
-}  # the integers that hold any element's bits, in torch and numpy
+}  # integers by element size
 
 
 class Pages(Protocol):
-    """The pages of one pool. `layout.tokens_per_chunk` is the page size in tokens."""
+    """The pages of one pool. A chunk is a page."""
 
     @property
     def layout(self) -> Layout:
-        """Of a page as a chunk."""
+        """A page's layout."""
 
     @property
     def identity(self) -> str:
-        """What the layout's numbers do not say."""
+        """Text that the layout does not say."""
 
     def ids(self, indices: "torch.Tensor", num_pages: int) -> Int64s:
-        """[num_pages] page numbers of `num_pages * page size` slots.
+        """Return [num_pages] page numbers of `num_pages * page size` slots.
 
-        Raises ValueError for slots that are not that many whole pages.
+        Raises ValueError if the slots are not whole pages.
         """
 
     def gather(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
-        """Copy pages into chunks; those that are ABSENT are left out."""
+        """Copy pages into chunks, except ABSENT ones."""
 
     def scatter(self, ids: Int64s, buffer: Bytes, places: Places) -> None:
         """Copy chunks into pages."""
 
     def takes_flat(self, page: object) -> bool:
-        """Whether this is a page as SGLang flattens it (`get_data_page`,
-        `get_dummy_flat_data_page`), which may be read and written.
-        """
+        """Whether this flat page can be read and written."""
 
     def gather_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
         """Copy flat pages into chunks."""
@@ -83,17 +72,20 @@ class Pages(Protocol):
         """Copy chunks into flat pages."""
 
     def new_flat(self) -> "torch.Tensor":
-        """Memory for a flat page."""
+        """Allocate a flat page."""
 
 
 def host_pages(pool: Any, *, kv_dtype: str, threads: int) -> Pages:
-    """Of a host pool. kv_dtype: what a KV pool of bare bytes (uint8) holds. Raises LayoutError."""
+    """Return a host pool's pages. Raises LayoutError.
+
+    kv_dtype: contents of a uint8 pool
+    """
     pages = _plain_host_pages(pool, kv_dtype, threads)
     return pages if pages is not None else _opaque_host_pages(pool)
 
 
 def device_pages(pool: Any, *, page_size: int, kv_dtype: str, threads: int) -> "PlainPages":
-    """Of a device pool with plain KV, whose dtype it says itself. Raises LayoutError."""
+    """Raises LayoutError for a pool without plain KV."""
     dtype = str(getattr(pool, "dtype", kv_dtype)).removeprefix("torch.")
     if (
         type(pool) is MHATokenToKVPool
@@ -174,11 +166,10 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
 
 @dataclass(frozen=True)
 class _Arranged:
-    """How a host pool lays its pages out.
+    """How a host pool arranges its pages.
 
-    axes:  of the tensor that `layer(plane, layer)` gives
-    flat:  the shape of a flat page, named by letters: l(ayer), p(lane), t(oken), h(ead), d(im);
-        empty where SGLang makes none
+    axes: of the tensor that `layer(plane, layer)` returns
+    flat: axes of a flat page: l(ayer), p(lane), t(oken), h(ead), d(im)
     """
 
     axes: str
@@ -238,7 +229,7 @@ def _plain(
     flat: str | None,
     identity: str,
 ) -> "PlainPages":
-    """planes: of each plane its heads, its width and a tensor a layer, arranged by `axes`."""
+    """planes: for each, heads, width and a tensor a layer."""
     alike = len({(heads, dim) for heads, dim, _ in planes}) == 1
     parts = [planes] if alike else [[plane] for plane in planes]
     views = []
@@ -259,12 +250,10 @@ def _plain(
 
 @dataclass(frozen=True)
 class PlainPages:
-    """Pages of plain KV, a view a group.
+    """Pages of plain KV, one view a group.
 
-    slots:    of a page, as SGLang counts them (more than its tokens where ranks share a page's
-        tokens)
-    flat:     see _Arranged
-    identity: what else tells this KV from other KV of the same shape
+    slots: more than a page's tokens if ranks share them
+    identity: distinguishes KV of the same shape
     """
 
     layout: Layout
@@ -286,16 +275,12 @@ class PlainPages:
             scatter_blocks(view, ids, buffer, place, threads=self.threads)
 
     def pieces(self, ids: Int64s, buffer: Bytes, places: Places) -> list[Piece]:
-        """What a copier moves between pages and chunks, one for each group."""
         return [
             Piece(view, ids, buffer, place) for view, place in zip(self.views, places, strict=True)
         ]
 
     def pieces_of(self, loan: Loan, ids: Int64s) -> list[Piece]:
-        """The loan's first chunks and the pages that they are for.
-
-        Raises KVHoldError where one is not there.
-        """
+        """Raises KVHoldError if a page is absent."""
         places = [loan.chunks(group).first(len(ids)) for group in range(len(self.views))]
         if any((place.offsets == ABSENT).any() for place in places):
             raise KVHoldError("a page of the loan is not there")
@@ -334,9 +319,6 @@ class PlainPages:
     def _pairs(
         self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places
     ) -> "list[tuple[Any, Any]]":
-        """Each flat page with its chunk, axes in the chunk's order; both are views of the memory
-        itself.
-        """
         sizes, nbytes = self._sizes, self.layout.chunk_bytes(0, self.layout.tokens_per_chunk)
         inner = "lpthd" if len(self.flat) == 5 else "ltd"
         field = _FIELD_OF[DTYPE_BYTES[self.layout.groups[0].dtype]]
@@ -361,7 +343,7 @@ def _opaque_host_pages(pool: Any) -> "OpaquePages":
         "get_data_page",
         "set_from_flat_data_page",
     ):
-        if not hasattr(pool, method):  # a pool without memory of its own
+        if not hasattr(pool, method):
             raise LayoutError(
                 f"{_named(pool)}: SGLang cannot flatten its pages (it has no {method})"
             )
@@ -400,9 +382,7 @@ def _opaque_host_pages(pool: Any) -> "OpaquePages":
 
 @dataclass(frozen=True)
 class OpaquePages:
-    """Pages that only SGLang can take apart: flat bytes, by its own `get_data_page` and
-    `set_from_flat_data_page`.
-    """
+    """Flat pages that only SGLang understands."""
 
     layout: Layout
     pool: Any
@@ -490,7 +470,6 @@ def _is_flat(page: object, dtype: str, elements: int) -> bool:
 
 
 def _mla_detail(pool: Any) -> str:
-    """How the one latent plane of MLA is divided; nothing for MHA."""
     if not hasattr(pool, "kv_lora_rank"):
         return ""
     packed = " packed" if getattr(pool, "dsa_kv_cache_store_fp8", False) else ""

@@ -1,12 +1,8 @@
-"""The JSON that a user gives SGLang, read: `storage_settings(extra_config)`,
-`linker_settings(linker_extra_config)`.
+"""Read the JSON that a user gives SGLang.
 
-    {"backend_name": "kvhold", ..., "interface_v1": 1, "kvhold": {"ram_bytes": "8GiB", "embedded":
-    false, "model_id": "llama@3f2a"}}
+    {"backend_name": "kvhold", ..., "interface_v1": 1, "kvhold": {"ram_bytes": "8GiB"}}
 
-The section holds any setting of `core.config.Config` (environment and file count too, as
-everywhere) and the two that only SGLang needs. A page of SGLang's is a chunk, so `tokens_per_chunk`
-has no say here. What is not understood is a ConfigError that names the field.
+A page is a chunk, so `tokens_per_chunk` has no effect. An unknown setting is a ConfigError.
 """
 
 from collections.abc import Mapping
@@ -26,19 +22,19 @@ _OF_SGLANG = (
     "module_path",
     "class_name",
     "interface_v1",
-)  # in the same object, read by SGLang itself
+)
 KV_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
-}  # as SGLang spells them, as we do
+}  # SGLang's spelling: kvhold's
 
 
 @dataclass(frozen=True)
 class Settings:
-    """config:   kvhold's own
-    embedded: the cache is in this process, instead of this host's node
-    kv_dtype: what SGLang's pools of bare bytes (uint8) hold, in our spelling; empty: as SGLang's
-        own settings say
+    """The user's settings.
+
+    embedded: the cache is in this process, not in this host's node
+    kv_dtype: contents of SGLang's bare-byte pools; empty: as SGLang says
     """
 
     config: Config
@@ -46,18 +42,11 @@ class Settings:
     kv_dtype: str = ""
 
     def open(self, name: str) -> Cache:
-        """The cache.
-
-        Raises NodeError when no node can be had, CapacityError when memory for an embedded one
-        cannot.
-        """
+        """Raises NodeError, or CapacityError for an embedded cache."""
         return LocalCache(self.config) if self.embedded else connect(self.config, name=name)
 
 
 def storage_settings(extra_config: Mapping[str, Any] | None) -> Settings:
-    """Of the storage's extra config, as SGLang hands it on (less what it has taken out
-    for itself).
-    """
     extra_config = extra_config or {}
     for name in extra_config:
         if name not in (*_OF_SGLANG, SECTION):
@@ -72,7 +61,6 @@ def storage_settings(extra_config: Mapping[str, Any] | None) -> Settings:
 
 
 def linker_settings(extra_config: Mapping[str, Any] | None) -> Settings:
-    """Of the linker's extra config, all of which is ours."""
     return _settings(extra_config or {}, "linker_extra_config: ")
 
 

@@ -1,16 +1,7 @@
-"""Count, load and store pages of one pool in the cache, by SGLang's hashes.
+"""Count, load and store the pages of one pool, by SGLang's hashes.
 
-    shelf = Shelf(cache, namespace, config)
-    shelf.count(keys)                                   # number of pages present, from the first on
-    shelf.load(keys, scatter)                           # [True, True, False, ...], one a key
-    shelf.store(keys, prefix_keys, gather)
-
-Answers are per page: item i belongs to key i, and a missing page does not affect the others. A
-lookup in the cache ends at the first missing page, so pages behind a gap cost one lookup each.
-SGLang normally loads the pages that it has counted, which is one lookup.
-
-No error of the cache is raised here. It is logged, and the page is a miss or is not stored. Any
-thread.
+A lookup ends at the first missing page, so pages behind a gap cost one lookup each. No error is
+raised: it is logged, and the page is a miss or is not stored. Any thread.
 """
 
 import logging
@@ -33,13 +24,13 @@ from kvhold.integrations.sglang.pools import Bytes
 
 log = logging.getLogger(__name__)
 
-# the number of the first key, the arena, the arena's chunks by group
+# (first key, arena, chunks by group)
 Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]
-Take: TypeAlias = Callable[[int, Loan], None]  # the number of the first key, the loan
+Take: TypeAlias = Callable[[int, Loan], None]  # (first key, loan)
 
 
 class Tally:
-    """Pages and GB/s of each call, for SGLang's metrics. Keeps the last 1,000 calls until taken."""
+    """Pages and GB/s of the last 1,000 calls."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=1000)
@@ -51,13 +42,10 @@ class Tally:
             )
 
     def take(self) -> list[tuple[int, float]]:
-        """Return the calls since the last `take`."""
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
 
 class Shelf:
-    """The pages of one namespace."""
-
     def __init__(self, cache: Cache, namespace: Namespace, config: Config) -> None:
         self._rules = request_rules(None, config.rules)
         self.namespace = namespace.narrowed(tags=self._rules.tags)
@@ -71,16 +59,15 @@ class Shelf:
         )
 
     def register(self) -> None:
-        """Register the layout with the cache. A lost node gets it when it is back."""
         with _FaultsAreMisses("register"):
             self._cache.register(self.namespace)
 
     def count(self, keys: Sequence[str]) -> int:
-        """Count the pages present from the first on. Pages in lower tiers are read into memory."""
+        """Count the pages present from the first on. Reads lower tiers into memory."""
         return self._find(keys, self._until()) or 0
 
     def find(self, keys: Sequence[str]) -> Hit | None:
-        """Return the pages present from the first on, pinned until closed; None: none."""
+        """Pin the pages present from the first on; None: none."""
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("lookup"):
@@ -89,7 +76,7 @@ class Shelf:
             try:
                 more = hit.arriving
                 hit.settle()
-                if more:  # SGLang cannot wait now; the pages are in memory when it asks again
+                if more:  # in memory when SGLang asks again
                     self._cache.prefetch(query)
             except BaseException:
                 hit.close()
@@ -100,21 +87,21 @@ class Shelf:
         return None
 
     def present(self, keys: Sequence[str], *, wait: bool = True) -> list[bool]:
-        """Return which pages are present. wait: also wait for pages from lower tiers."""
+        """Return which pages are present. wait: also for lower tiers."""
         there = [False] * len(keys)
         for first, pages in self._walk(keys, self._until() if wait else 0.0):
             there[first : first + pages] = [True] * pages
         return there
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
-        """Copy the present pages out, return which. A False page may be partly written."""
+        """Copy the present pages out and return which. Others may be partly written."""
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
         def take(first: int, loan: Loan) -> None:
             first += loan.first_chunk
             places = tuple(loan.chunks(group) for group in self._groups)
             scatter(first, loan.buffer, places)
-            loan.verify(self.namespace.layout)  # chunks that were copied without kvhold's copier
+            loan.verify(self.namespace.layout)  # if copied without kvhold's copier
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 
@@ -126,7 +113,7 @@ class Shelf:
     def store(
         self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy
     ) -> list[bool]:
-        """Copy the missing pages in and return which pages are present afterwards."""
+        """Copy the missing pages in. Return which are present afterwards."""
         if not self._rules.store:
             return [False] * len(keys)
         started_s, there = time.monotonic(), [False] * len(keys)
@@ -147,7 +134,6 @@ class Shelf:
         return there
 
     def clear(self) -> None:
-        """Clear all pages of the namespace."""
         with _FaultsAreMisses("clear"):
             self._cache.clear(self.namespace.digest)
 
@@ -157,10 +143,7 @@ class Shelf:
     def _walk(
         self, keys: Sequence[str], until_s: float, take: Take | None = None
     ) -> Iterator[tuple[int, int]]:
-        """Yield runs of present pages: (number of the first page, number of pages).
-
-        `take` is called for each loan while it is valid.
-        """
+        """Yield (first page, number of pages) of present runs."""
         first = 0
         while first < len(keys):
             pages = self._find(
@@ -175,7 +158,6 @@ class Shelf:
     def _find(
         self, keys: Sequence[str], until_s: float, take: Callable[[Loan], None] | None = None
     ) -> int | None:
-        """Count the pages present from the first on; None after a fault, to end the walk."""
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("load"):
@@ -201,11 +183,6 @@ def _whole(places: tuple[ChunkBytes, ...]) -> list[bool]:
 
 
 class _FaultsAreMisses:
-    """Log any error and go on: SGLang's threads continue without the cache.
-
-    Errors other than KVHoldError are logged with their traceback.
-    """
-
     def __init__(self, operation: str) -> None:
         self._operation = operation
 

@@ -1,16 +1,8 @@
-"""The storage that SGLang's hierarchical cache dictates: pages between its host pools and the
-cache. Loaded by SGLang as `dynamic`.
+"""Move pages between SGLang's host pools and the cache.
 
-    storage = KVHoldStorage(storage_config, {})          # SGLang: one a rank
-    storage.register_mem_pool_host(pool)  # names, shapes, refusals; before it, everything is a miss
-    storage.batch_exists(keys); storage.batch_get_v1(keys, host_indices); storage.batch_set_v1(keys,
-    host_indices)
-
-SGLang calls from its prefetch and backup threads, beside the forward passes. Wrong arguments (lists
-of unequal lengths, slots that are no pages) are a ValueError before anything is moved, which those
-threads log; no fault of the cache's gets out, it is a miss or a page
-not stored. `interface_v1: 1` in the extra config makes SGLang hand over slots instead of flattened
-    copies: one copy less each way.
+SGLang calls from its prefetch and backup threads. Wrong arguments raise ValueError before anything
+is moved. A fault of the cache is a miss or an unstored page. `interface_v1: 1` saves one copy each
+way.
 """
 
 import logging
@@ -36,23 +28,16 @@ from kvhold.integrations.sglang.shelf import Copy, Shelf
 log = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
-_SHARDED = frozenset(
-    {str(PoolName.MAMBA)}
-)  # differ between tensor parallel ranks even where KV is the same on all
+_SHARDED = frozenset({str(PoolName.MAMBA)})  # differ between ranks with equal KV
 
 
 class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
-    """One rank's pages.
-
-    Arguments and answers as SGLang's base class says; per page where it leaves the choice.
-    """
+    """One rank's pages, all misses before `register_mem_pool_host`. See SGLang's base class."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Raises ConfigError, LayoutError for weights that cannot be told, NodeError,
-        CapacityError: SGLang then does not attach.
-        """
+        """Raises ConfigError, LayoutError, NodeError or CapacityError."""
         self._storage_config = storage_config
         settings = storage_settings(storage_config.extra_config)
         self._config = settings.config
@@ -63,29 +48,21 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._cache = settings.open("sglang")
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Learn the pool of the KV.
-
-        Raises LayoutError for one whose pages are not known to come back exactly.
-        """
+        """Raises LayoutError if the pool's pages are not known to come back exactly."""
         self.mem_pool_host = mem_pool_host
         self._learn(mem_pool_host, _KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Learn a pool by its name, the KV's again or one beside it."""
         self.registered_pools[host_pool_name] = host_pool
         self._learn(host_pool, str(host_pool_name))
 
     def exists(self, key: str) -> bool:
-        """Whether the page is there."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many pages are there, from the first on.
-
-        What lower tiers have is brought into memory meanwhile.
-        """
+        """Count the pages present from the first on."""
         check_keys(keys)
         known = self._pools.get(_KV)
         return known[0].count(keys) if known else 0
@@ -96,16 +73,13 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many pages can be restored, KV and what stands beside it, and at which lengths.
-
-        A pool that is not known has nothing.
-        """
+        """Count the pages that all pools can restore."""
         kv_pages = self.batch_exists(keys, extra_info)
         found: dict[str, int] = {_KV: kv_pages} if kv_pages else {}
         lengths = frozenset(range(1, kv_pages + 1))
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not lengths:
-                continue  # groups of blocks never shorten a hit; no verdict of ours
+                continue  # groups of blocks never shorten a hit
             allowed = self._lengths(transfer, keys[:kv_pages])
             if allowed:
                 found[transfer.name] = max(allowed)
@@ -118,7 +92,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Copy pages into the host pool."""
         return self._load(_KV, keys, host_indices)
 
     def batch_set_v1(
@@ -127,20 +100,17 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Copy pages out of the host pool."""
         return self._store(_KV, keys, host_indices, extra_info)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Copy pages into several pools."""
         self._check(transfers)
         return {t.name: self._load(str(t.name), t.keys or [], t.host_indices) for t in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Copy pages out of several pools."""
         self._check(transfers)
         return {
             t.name: self._store(str(t.name), t.keys or [], t.host_indices, extra_info)
@@ -150,13 +120,12 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """One flat page, in `target_location` if that is given."""
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Flat pages. A page of another size or dtype than the pool's is a miss."""
+        """Return flat pages; None for another size or dtype than the pool's."""
         check_keys(keys)
         if target_locations is not None and len(target_locations) != len(keys):
             raise ValueError(f"target_locations: {len(target_locations)} for {len(keys)} keys")
@@ -178,7 +147,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store one flat page."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -188,10 +156,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store flat pages; True when all of them are there now.
-
-        A page of another size or dtype than the pool's is left out.
-        """
+        """Store flat pages. True: all are present now."""
         check_keys(keys)
         values = [] if values is None else values
         if len(values) != len(keys):
@@ -208,14 +173,11 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return len(good) == len(keys) and all(stored)
 
     def clear(self) -> None:
-        """Forget this rank's pages, in lower tiers too."""
         for shelf, _ in list(self._pools.values()):
             shelf.clear()
 
     def get_stats(self) -> Any:
-        """What was moved since the last call, as SGLang's StorageMetrics; None when it collects
-        none.
-        """
+        """Return the pages moved since the last call."""
         if not self._storage_config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -232,7 +194,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return metrics
 
     def close(self) -> None:
-        """Leave the node, or give the memory back."""
         self._pools.clear()
         self._cache.close()
 
@@ -265,7 +226,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         )
 
     def _lengths(self, transfer: PoolTransfer, keys: Sequence[str]) -> frozenset[int]:
-        """At how many pages a prefix may end so that the pool has what it needs there."""
+        """Return the page counts at which a prefix may end."""
         known = self._pools.get(str(transfer.name))
         if known is None:
             return frozenset()
@@ -278,7 +239,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         )
 
     def _check(self, transfers: Sequence[PoolTransfer]) -> None:
-        """Raise ValueError if any of them is not in order, before the first is begun."""
         for transfer in transfers:
             keys = transfer.keys or []
             check_keys(keys)
@@ -317,7 +277,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
 
 def _part_of(copy: Callable[..., None], pages: Any) -> Copy:
-    """A copy of those of `pages` that a run of chunks is for."""
     return lambda first, buffer, places: copy(
         pages[first : first + len(places[0].offsets)], buffer, places
     )

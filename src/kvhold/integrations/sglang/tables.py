@@ -1,8 +1,7 @@
-"""Which of SGLang's settings are part of a namespace, and which are not, with the reason.
+"""Which of SGLang's settings name a namespace, and why the others do not.
 
-Each field of SGLang 0.5.23's ServerArgs stands here once. What is named is so by default: one that
-a later SGLang adds splits the cache until somebody has looked at it. Harmless is a field that
-leaves every byte of KV as it is, or one whose effect is a fact of its own.
+Each field of SGLang 0.5.23's ServerArgs is listed once. A later field splits the cache until it is
+listed.
 """
 
 from kvhold.core.naming import Table
@@ -238,6 +237,4 @@ VARIABLES = Table.of(
         "SGLANG_SYMM_MEM_PREALLOC_GB_SIZE SGLANG_USE_CUDA_IPC_TRANSPORT",
     }
 ).harmless
-"""Variables of the environment that are left out; all others that begin with SGLANG_ or SGL_ are
-named where they are set.
-"""
+"""Environment variables that are left out. All others that begin with SGLANG_ or SGL_ are named."""

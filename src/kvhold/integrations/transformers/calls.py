@@ -1,9 +1,7 @@
-"""Which calls can be served, and which go to the model as they are: `generate_call(...)` and
-`forward_call(...)`.
+"""Decide which calls the cache serves.
 
-Served is what is known to leave in the cache the KV of the prompt's tokens at positions 0, 1, 2 ...
-and nothing else: token ids without padding, an empty cache, the usual decoding loops. Whatever is
-not listed here goes to the model as it is, with a reason. Pure functions.
+A served call leaves exactly the KV of the prompt's tokens at positions 0, 1, 2 ... in the cache.
+Any other call goes to the model unchanged.
 """
 
 import copy
@@ -24,8 +22,7 @@ _SERVED_MODES = (
     GenerationMode.BEAM_SAMPLE,
 )
 
-# Settings of generate that must be unset (or as here), because otherwise it makes another cache, or
-# another prompt, or shows what was computed for each token of the prompt.
+# Other values change the cache, the prompt or the results.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, True),
     "cache_implementation": (None,),
@@ -36,7 +33,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "output_hidden_states": (None, False),
 }
 
-# Arguments of generate beside its settings that do not touch the prompt's KV.
+# Arguments that do not touch the prompt's KV.
 _HARMLESS = frozenset(
     {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
 )
@@ -44,7 +41,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class AsIs:
-    """The call goes to the model as it is."""
+    """A call that goes to the model unchanged."""
 
     reason: str
 
@@ -53,11 +50,10 @@ class AsIs:
 class Call:
     """A call that can be served.
 
-    input_ids: [rows, tokens] as the caller gave them
-    most:      how many tokens of each row may be loaded; at least one is left for the model to compute
-    expand:    how many sequences generate makes of each row, side by side
-    searched:  they trade places while they grow (beams), so a row of the cache need not belong to
-        one sequence
+    input_ids: [rows, tokens]
+    most: loadable tokens of each row; the model computes at least one
+    expand: sequences that generate makes of each row
+    searched: a row of the cache may mix sequences (beams)
     """
 
     input_ids: Any
@@ -72,7 +68,7 @@ class Call:
 
 
 def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> Call | AsIs:
-    """What `model(input_ids, **options)` asks for."""
+    """Classify `model(input_ids, **options)`."""
     given = {name: value for name, value in options.items() if value is not None}
     refused = _unfit(model, input_ids, given.pop("attention_mask", None))
     if refused:
@@ -97,7 +93,7 @@ def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> Call
 def generate_call(
     model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]
 ) -> Call | AsIs:
-    """What `model.generate(inputs, config, **options)` asks for."""
+    """Classify `model.generate(inputs, config, **options)`."""
     given = {name: value for name, value in options.items() if value is not None}
     named = given.pop("input_ids", None)
     if inputs is not None and named is not None:
@@ -128,7 +124,7 @@ def generate_call(
 
 
 def _unfit(model: Any, input_ids: Any, mask: Any) -> str:
-    """Why a prompt cannot be served; empty if it can."""
+    """Return why a prompt cannot be served."""
     if (
         not isinstance(input_ids, torch.Tensor)
         or input_ids.ndim != 2
@@ -151,7 +147,6 @@ def _unfit(model: Any, input_ids: Any, mask: Any) -> str:
 def _settings(
     model: Any, config: GenerationConfig | None, given: Mapping[str, Any]
 ) -> GenerationConfig:
-    """The settings as generate will take them: arguments, over `config`, over the model's own."""
     settings = copy.deepcopy(model.generation_config)
     for source in (vars(config) if config is not None else {}, given):
         for name, value in source.items():
@@ -161,10 +156,7 @@ def _settings(
 
 
 def _has_pads(settings: Any, input_ids: Any) -> bool:
-    """Whether some of these tokens are the pad token, and that is no end token.
-
-    (Then generate, given no mask, takes them for padding.)
-    """
+    """Whether the prompt has pad tokens that are not end tokens."""
     pad, end = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
     if pad is None or not bool((input_ids == pad).any()):
         return False

@@ -1,10 +1,7 @@
-"""The shape of a model's KV, seen in a cache that the model itself has filled: `geometry_of(model,
-tokens_per_chunk=256)`.
+"""Find the shape of a model's KV in a cache that the model has filled.
 
-Two prompts of two tokens go through the model, and what they leave in a `DynamicCache` is the
-layout; nothing is derived from names in a configuration. They begin with the same token, so its KV
-must be the same in both: a model that looks ahead is found out. A model whose KV of a prefix
-depends on more than the prefix, or is not a K and a V for each token and layer, is refused.
+Two prompts of two tokens begin with the same token, whose KV must be equal: this detects a model
+that looks ahead. A model is refused if its KV is not one K and V for each token and layer.
 """
 
 import json
@@ -20,8 +17,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.integrations.transformers.identity import learnt_prefixes
 from kvhold.memory.views import View, separate_pools
 
-# Rotary embeddings whose angle depends on the position alone. "dynamic" and "longrope" look at the
-# whole prompt's length, too.
+# "dynamic" and "longrope" depend on the prompt's length
 _STEADY_ROTARY = ("default", "linear", "llama3", "proportional", "yarn")
 
 _PROBE = [[3, 4], [3, 5]]
@@ -29,40 +25,29 @@ _PROBE = [[3, 4], [3, 5]]
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's KV: `layout`, and what a tensor of it is made of.
-
-    `config` is what transformers makes a cache from.
-    """
-
     layout: Layout
     dtype: torch.dtype
     device: torch.device
     config: Any
 
     def empty(self) -> DynamicCache:
-        """A cache with nothing in it, as `generate` would make it."""
         return DynamicCache(config=self.config)
 
     def allocated(self, num_rows: int, num_tokens: int) -> DynamicCache:
-        """A cache of `num_tokens` tokens whose tensors, `[num_rows, heads, num_tokens, head_dim]`,
-        hold no values yet.
-        """
+        """Return a cache of uninitialised `[num_rows, heads, num_tokens, head_dim]` tensors."""
         cache, group = self.empty(), self.layout.groups[0]
         for layer in cache.layers:
             shape = (num_rows, group.heads, num_tokens, group.head_dim)
             keys, values = (
                 torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)
             )
-            layer.update(
-                keys[:, :, :0], values[:, :, :0]
-            )  # no token yet, but now the layer knows type and device
+            layer.update(keys[:, :, :0], values[:, :, :0])  # sets type and device
             layer.keys, layer.values = keys, values
         return cache
 
     def view(self, cache: DynamicCache) -> View:
-        """The cache's tensors: block b is row b, slot `b * num_tokens + t` its token t.
-
-        Raises LayoutError if they are shaped otherwise.
+        """Return a view: block b is row b, slot `b * num_tokens + t` its token t. Raises
+        LayoutError.
         """
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise LayoutError(
@@ -73,9 +58,9 @@ class Geometry:
 
 
 def geometry_of(model: Any, *, tokens_per_chunk: int) -> Geometry:
-    """Run four tokens through the model and look.
+    """Run four tokens through the model and inspect its cache.
 
-    Raises LayoutError for a model that is not served, saying why.
+    Raises LayoutError for a model that is not served.
     """
     _refuse_unproven(model)
     config = model.config.get_text_config(decoder=True)
@@ -114,9 +99,6 @@ def geometry_of(model: Any, *, tokens_per_chunk: int) -> Geometry:
 
 
 def _check_alike(tensors: list[Any]) -> None:
-    """K and V of all layers are of one shape, `[rows, heads, tokens, head_dim]`, type
-    and device.
-    """
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         for what in ("shape", "dtype", "device"):
@@ -136,7 +118,6 @@ def _check_alike(tensors: list[Any]) -> None:
 
 
 def _check_causal(model: Any, tensors: list[Any]) -> None:
-    """The first token's KV is the same in both rows, whatever follows it."""
     for number, tensor in enumerate(tensors):
         one, other = tensor[:, :, 0].double()
         error = float((one - other).norm() / one.norm().clamp_min(1e-30))
@@ -172,9 +153,6 @@ def _refuse_unproven(model: Any) -> None:
 
 
 def _rotary_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding a configuration names: for the whole model, for each kind of
-    layer, in the old way or the new.
-    """
     types = set()
     for settings in (
         getattr(config, "rope_parameters", None),

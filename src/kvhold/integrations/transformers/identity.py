@@ -1,11 +1,7 @@
-"""What a model's KV depends on, as a Namespace: `Identity(model).namespace(layout)`.
+"""Name the namespace of a model's KV: `Identity(model).namespace(layout)`.
 
-The weights by their content (or the name the user gives them), every field of the configuration and
-of those inside it but the harmless below, the model's class and the versions that hold its code,
-the attention implementation, the device's kind, the processor and the precision of products (which
-round differently), quantization, and the adapters of PEFT: which are active, merged or switched
-off, and how they are scaled. A value that is no plain value is refused by its name. Asked again for
-each call, because all of it may change while a model lives. Any one thread at a time.
+A value that is not plain is refused. It is computed for each call, because everything may change.
+One thread at a time.
 """
 
 import sys
@@ -44,8 +40,7 @@ _RULES = Rules(
         kind.__module__.partition(".")[0] in ("transformers", "transformers_modules")
     ),
     atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
-    # the other harmless names mean something else elsewhere: `dtype` in a quantization's settings
-    # shapes KV
+    # other harmless names matter elsewhere: a quantization's `dtype` shapes KV
     not_keys=_PLACES,
 )
 _LIBRARIES = (
@@ -65,9 +60,8 @@ _VOLATILE_IN_ADAPTERS = frozenset(
 class Identity:
     """One model object.
 
-    model_id:   what to call the weights, adapters included, instead of reading them; the caller
-        answers for it
-    cache_salt: text that separates callers who must not share KV
+    model_id: a name for weights and adapters, which are then not read
+    cache_salt: separates callers who must not share KV
     """
 
     def __init__(self, model: Any, *, model_id: str = "", cache_salt: str = "") -> None:
@@ -77,9 +71,7 @@ class Identity:
         self._weights = Weights(model)
 
     def namespace(self, layout: Layout) -> Namespace:
-        """The namespace of the model as it is now. Raises ConfigError when its weights cannot be
-        read, LayoutError for adapters whose KV does not depend on the tokens alone.
-        """
+        """Raises ConfigError for unreadable weights, LayoutError for learnt prefixes."""
         model, config = self._model, self._model.config
         kind = type(_unwrapped(model))
         facts: dict[str, str] = {}
@@ -105,9 +97,7 @@ class Identity:
 
 
 def learnt_prefixes(model: Any) -> list[str]:
-    """The adapters of PEFT (prefix tuning, prompt tuning) that put KV or embeddings of their own
-    before every prompt.
-    """
+    """Return PEFT's adapters that put their own KV before every prompt."""
     return [
         name
         for name, config in getattr(model, "peft_config", {}).items()
@@ -116,7 +106,6 @@ def learnt_prefixes(model: Any) -> list[str]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The transformers model inside a PeftModel."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -130,10 +119,7 @@ def _quantization(config: Any) -> str:
 
 
 def _adapters(model: Any) -> str:
-    """The state of PEFT's adapters, empty where there are none.
-
-    Their weights are part of the model's.
-    """
+    """Return the adapters' state; their weights are part of the model's."""
     if "peft" not in sys.modules:
         return ""
     tuner_layer = import_module("peft.tuners.tuners_utils").BaseTunerLayer

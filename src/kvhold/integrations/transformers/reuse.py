@@ -1,17 +1,10 @@
 """Generate and forward with KV from the cache: `Reuse(model, cache)`.
 
-    look up the prompt's longest cached prefix -> load it into a DynamicCache
-    -> the model continues from there -> store the missing chunks
+Nothing in the model is patched; it gets the filled cache as `past_key_values`. The last token of a
+prompt is always computed, because its logits are needed.
 
-The model is called through its own public interface, with a filled cache as `past_key_values`.
-Nothing in the model is patched. The last token of a prompt is always computed, because its logits
-are needed.
-
-Faults of the cache are logged, and the model computes. After the constructor, no error of kvhold
-reaches the caller. Between two calls nothing is held in the cache. Use one `Reuse` per thread.
-
-Left out on purpose: padded batches, sliding windows, and caches that the caller fills. Calls with
-any of these go to the model unchanged.
+After the constructor, faults of the cache are logged, and the model computes. Nothing is pinned
+between calls. Use one `Reuse` per thread.
 """
 
 import logging
@@ -41,12 +34,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one call, in tokens over all rows of its batch.
+    """The result of one call, in tokens over all rows.
 
-    num_tokens: tokens of the prompts
-    num_loaded: tokens loaded instead of computed
-    num_stored: tokens newly stored: of the prompts and, if requested, generated ones
-    reason:     why the cache was not used, or not fully; empty if it was
+    reason: why the cache was not fully used; empty if it was
     """
 
     num_tokens: int = 0
@@ -56,7 +46,6 @@ class Outcome:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the prompts that the model computed."""
         return self.num_tokens - self.num_loaded
 
 
@@ -64,9 +53,8 @@ class Outcome:
 class _Work:
     """One call under way.
 
-    prompts: one a row
-    known:   [rows] tokens of each row that the cache had at the lookup
-    kv:      the model's past_key_values, [rows * expand, heads, tokens, head_dim] a layer
+    known: [rows] tokens that the cache had
+    kv: past_key_values, [rows * expand, heads, tokens, head_dim] a layer
     """
 
     call: Call
@@ -88,11 +76,7 @@ class _Work:
 
 
 class Reuse:
-    """A model whose KV is kept in a cache.
-
-    last:  the result of the last call
-    rules: the permissions of the next calls
-    """
+    """A model whose KV is kept in a cache. `last` is the last call's result."""
 
     def __init__(
         self,
@@ -106,18 +90,13 @@ class Reuse:
     ) -> None:
         """Inspect the model: four tokens go through it, and its weights are read once.
 
-        model:  a decoder-only language model of transformers 5 in eval mode, with or without PEFT
-            adapters
-        config: its tokens_per_chunk and copy_threads apply, and its rules; default: the environment
-            and the settings file
-        model_id: a name for the weights, adapters included, which are then not read. Change it when
-            the weights change
-        cache_salt: text that separates callers who must not share KV
-        store_generated: store the KV of tokens from `generate` too, for the next turn of a
-            conversation
+        model: a decoder-only model of transformers 5 in eval mode, with or without PEFT adapters
+        config: tokens_per_chunk, copy_threads, allow_unproven and rules apply
+        model_id: a name for weights and adapters, which are then not read
+        cache_salt: separates callers who must not share KV
+        store_generated: store generated tokens too, for the next turn
 
-        Raises LayoutError for a model whose KV is not proven to come back exactly, ConfigError for
-        weights that cannot be read.
+        Raises LayoutError for an unproven model, ConfigError for unreadable weights.
         """
         config = config or load_config()
         if config.memory_codec != "none":
@@ -135,7 +114,7 @@ class Reuse:
         self._threads = config.copy_threads or 2
         self._allow_unproven = config.allow_unproven
         self._identity = Identity(model, model_id=model_id, cache_salt=cache_salt)
-        self._registered = b""  # fingerprint of the layout that the cache knows
+        self._registered = b""
         self._noted = ""
         self._copies_on = ""
         self._copier: Copier
@@ -144,22 +123,18 @@ class Reuse:
 
     @property
     def rules(self) -> Rules:
-        """The permissions of the next calls in the cache."""
         return self._rules
 
     @rules.setter
     def rules(self, rules: Rules) -> None:
-        """Set the rules. Raises ConfigError for another tenant than the configured one."""
+        """Raises ConfigError for another tenant than the configured one."""
         check_tags(rules.tags, self._settings)
         self._rules = rules
 
     def generate(
         self, inputs: Any = None, generation_config: GenerationConfig | None = None, **options: Any
     ) -> Any:
-        """Do `model.generate(inputs, generation_config, **options)` with the cache.
-
-        The prompt, [rows, tokens], may also be given as `input_ids`.
-        """
+        """Do `model.generate(inputs, ...)` with the cache. The prompt is [rows, tokens]."""
         work = self._begin(generate_call(self.model, inputs, generation_config, options))
         if work is None:
             return self.model.generate(inputs, generation_config=generation_config, **options)
@@ -184,10 +159,8 @@ class Reuse:
 
         input_ids: [rows, tokens]
 
-        Returns the model's output, with its past_key_values filled. The logits are those of the
-        computed tokens, which include the last of each row. `logits_to_keep=n` asks for the last n,
-        so n tokens are computed. `logits_to_keep=0` asks for all: nothing is loaded, and the KV is
-        stored.
+        The output has the logits of the computed tokens. `logits_to_keep=n` computes the last n
+        tokens, 0 computes all and loads nothing.
         """
         work = self._begin(forward_call(self.model, input_ids, options))
         if work is None:
@@ -201,7 +174,6 @@ class Reuse:
         return output
 
     def _begin(self, call: Call | AsIs) -> _Work | None:
-        """Look up the prompts and load their KV. None: call the model without the cache."""
         work = self._named(call) if isinstance(call, Call) else call
         if isinstance(work, AsIs):
             self._note(logging.INFO, f"not served, the model is called as it is: {work.reason}")
@@ -224,7 +196,6 @@ class Reuse:
         return _Work(call, geometry, prompts, [0] * len(prompts), geometry.empty())
 
     def _load(self, work: _Work) -> None:
-        """Fill the call's cache with the prefix that all rows have, and release the hits."""
         if work.prompts[0].namespace.layout.fingerprint != self._registered:
             self.cache.register(work.prompts[0].namespace)
             self._registered = work.prompts[0].namespace.layout.fingerprint
@@ -253,9 +224,8 @@ class Reuse:
         work.kv, work.num_loaded = kv, num_tokens * len(hits)
 
     def _fill_row(self, view: View, row: int, loan: Loan) -> Transfer:
-        """Copy the first tokens of a loan, as many as a block holds, into block `row`."""
         places = loan.chunks()
-        if (places.offsets == ABSENT).any():  # a gap would be wrong KV: full attention needs all
+        if (places.offsets == ABSENT).any():  # full attention needs all
             raise KVHoldError(
                 f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks"
             )
@@ -266,11 +236,8 @@ class Reuse:
         )
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
-        """Store the KV that the model has computed.
-
-        sequences: [rows * expand, tokens], the output of `generate`
-        """
-        if work.reason or not self.rules.store:  # after a fault: one deadline a call is enough
+        """sequences: [rows * expand, tokens], the output of `generate`."""
+        if work.reason or not self.rules.store:  # after a fault: one deadline a call
             return
         try:
             view = _filled(work)
@@ -290,12 +257,9 @@ class Reuse:
     def _store(
         self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True
     ) -> int:
-        """Store a prompt's KV after its first `known` tokens. Returns the number of tokens stored.
-
-        The prompt's KV is in block `block` of the view.
-        """
+        """Store a prompt's KV after its first `known` tokens, from `block`. Return the number."""
         length, layout = len(prompt.tokens), prompt.namespace.layout
-        # A tail of one token would never be read: the last token of a prompt is computed.
+        # A tail of one token is never read.
         names = prompt.chunks(
             known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1
         )
@@ -321,10 +285,7 @@ class Reuse:
         return int(places.num_tokens[granted].sum())
 
     def _store_sequences(self, view: View, prompt: Prompt, sequences: Any) -> int:
-        """Store the whole chunks after the prompt's chunks.
-
-        The last token of a sequence did not go through the model and has no KV.
-        """
+        """Store the whole chunks after the prompt's. A sequence's last token has no KV."""
         size = prompt.namespace.layout.tokens_per_chunk
         first = len(prompt.tokens) // size * size
         rows = sequences[:, : view.rows_per_block].cpu().numpy()
@@ -334,7 +295,6 @@ class Reuse:
         )
 
     def _current_geometry(self) -> Geometry:
-        """Return the geometry; inspect the model again if it was moved or converted."""
         if (self.model.device, self.model.dtype) != self._looked_at:
             self._geometry = self._look()
         return self._geometry
@@ -360,16 +320,12 @@ class Reuse:
             log.debug("kvhold: %s", what, exc_info=error)
 
     def _note(self, level: int, text: str) -> None:
-        """Log a text; at debug level if it repeats, so that a lasting fault is reported once."""
         log.log(logging.DEBUG if text == self._noted else level, "kvhold: %s", text)
         self._noted = text
 
 
 def _filled(work: _Work) -> View:
-    """Return a view of the call's cache after the model call.
-
-    Raises LayoutError unless it holds every token of every prompt.
-    """
+    """Raise LayoutError unless the cache holds every prompt token."""
     view = work.geometry.view(work.kv)
     rows, length = len(work.prompts) * work.call.expand, len(work.prompts[0].tokens)
     if view.num_blocks != rows or view.rows_per_block < length:

@@ -1,15 +1,8 @@
-"""A model's weights, told by their content: `Weights(model).digest()`.
+"""Identify a model's weights by their content: `Weights(model).digest()`.
 
-Two models have the same digest only if all their parameters and buffers have the same names, types,
-shapes and bytes, whatever folder, hub or training run they come from. All bytes are read once, some
-GB a second, which is logged; each later call looks at every tensor's address, version counter and
-16 elements, about 10 microseconds a tensor, and reads again what has changed: fine-tuning in place,
-`load_state_dict`, a merged adapter, averaged weights swapped in. What that look cannot see is a
-change through `.data` (which leaves the version counter alone) that spares those 16 elements; make
-a new `Weights` after such a thing.
-
-Samples alone would be faster but not enough for a name: training a few rows of an embedding leaves
-most elements as they were. Any one thread at a time.
+The first call reads all bytes. Later calls check each tensor's address, version counter and 16
+elements (10 microseconds a tensor), and read changed tensors again. They miss a change through
+`.data` that spares these elements: then make a new `Weights`. One thread at a time.
 """
 
 import logging
@@ -27,13 +20,11 @@ from kvhold.core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SAMPLES = 16
-_PIECE_BYTES = 64 << 20  # read from a device at a time
+_PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """What is looked at in each call. `samples`: raw bytes of _SAMPLES elements."""
-
     address: int
     version: int
     dtype: str
@@ -43,14 +34,12 @@ class _Mark:
 
 @dataclass
 class Weights:
-    """The weights of one model object, parameters and buffers."""
-
     model: Any
     _marks: dict[str, _Mark] = field(default_factory=dict)
     _digests: dict[str, bytes] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """32 hexadecimal digits that name the weights as they are now.
+        """Return 32 hexadecimal digits that name the present weights.
 
         Raises ConfigError for weights whose bytes cannot be read.
         """
@@ -59,7 +48,7 @@ class Weights:
         except (
             RuntimeError,
             TypeError,
-        ) as error:  # what torch raises for tensors of kinds without plain bytes
+        ) as error:  # torch's errors for tensors without plain bytes
             raise ConfigError(
                 f"model_id must be given: the weights cannot be told by their content: {error}"
             ) from error
@@ -121,9 +110,7 @@ def _marks(tensors: dict[str, Any]) -> dict[str, _Mark]:
 
 
 def _samples(tensor: Any) -> Any:
-    """[_SAMPLES] elements along the tensor's diagonal, from its first to about its last; a view, so
-    that nothing is copied yet.
-    """
+    """Return a view of [_SAMPLES] elements along the diagonal."""
     if not tensor.numel():
         return tensor.new_zeros(_SAMPLES)
     step = sum(
@@ -142,6 +129,5 @@ def _read(tensor: Any) -> bytes:
 
 
 def _bytes_of(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The tensor's elements as uint8, in host memory."""
     raw: np.ndarray[Any, np.dtype[np.uint8]] = tensor.reshape(-1).view(torch.uint8).cpu().numpy()
     return raw

@@ -1,12 +1,9 @@
-"""kvhold inside vLLM: `--kv-transfer-config '{"kv_connector": "KVHoldConnector", "kv_role":
-"kv_both"}'`.
+"""kvhold in vLLM.
 
-vLLM finds the name through the plugin entry point (`register`), or without it by
-`"kv_connector_module_path": "kvhold.integrations.vllm"`. `connector.py` is the class that vLLM
-dictates; it only forwards: to `scheduler.py` in the scheduler's process, to `worker.py` in each
-worker's. `tracker.py` follows one request, `space.py` says what names and shapes this engine's KV
-has, `steps.py` is what the
-scheduler tells the workers. Supported: vLLM 0.32.
+    --kv-transfer-config '{"kv_connector": "KVHoldConnector", "kv_role": "kv_both"}'
+
+vLLM finds the name through the plugin entry point (`register`), or by `"kv_connector_module_path":
+"kvhold.integrations.vllm"`. Supported: vLLM 0.32.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,9 +17,7 @@ _NAME = "KVHoldConnector"
 
 
 def register() -> None:
-    """Make the connector known to vLLM by name. vLLM calls this in each of its processes, sometimes
-    more than once.
-    """
+    """Make the connector known to vLLM. vLLM may call this repeatedly."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:

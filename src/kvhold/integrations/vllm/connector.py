@@ -1,8 +1,6 @@
-"""The class that vLLM loads. It forwards each call to the side it belongs to and decides nothing.
+"""The class that vLLM loads. It forwards each call to its side.
 
-The scheduler's process has one with a SchedulerSide, each worker's one with a WorkerSide. No call
-may raise into the engine's step: both sides answer a lost node with "nothing found" and "failed
-blocks", which vLLM recomputes.
+No call may raise into the engine's step: a lost node is a miss, or failed blocks.
 """
 
 import logging
@@ -55,22 +53,16 @@ log = logging.getLogger(__name__)
 
 
 class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector, version 1 of its interface.
-
-    Settings: `kv_connector_extra_config`, as in `kvhold.Config`.
-    """
+    """vLLM's KV connector. Settings: `kv_connector_extra_config`."""
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
-        """Raises LayoutError for a set-up that is not supported, ConfigError for bad settings,
-        NodeError when no node can be had.
-        """
+        """Raises LayoutError for an unsupported set-up, ConfigError, NodeError."""
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         transfer = vllm_config.kv_transfer_config
-        # vLLM's default for a failed load is to fail the request. A cache must not do that: what
-        # did not arrive is computed. vLLM reads this setting after it has made its connector.
+        # vLLM's default fails the request; vLLM reads this later
         transfer.kv_load_failure_policy = "recompute"
         settings = with_events(load_config(transfer.kv_connector_extra_config), vllm_config)
         geometry = geometry_of(vllm_config, kv_cache_config, settings)
@@ -118,14 +110,13 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is a later miss, nothing worse."""
+        """A dropped store is only a later miss."""
         return False
 
     # The scheduler's process.
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler's side; asserts that this is its process."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -159,7 +150,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.finished(request, block_ids), None
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
-        """vLLM calls this at the end of each step."""
         self.scheduler.step_over()
         return self.scheduler.take_events()
 
@@ -180,10 +170,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """vLLM calls this at the start, with what each worker's `get_handshake_metadata` said.
-
-        Raises LayoutError.
-        """
+        """Raise LayoutError unless all workers use the scheduler's node."""
         check_places(
             place_of(self.scheduler.socket),
             {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)},
@@ -196,7 +183,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker(self) -> WorkerSide:
-        """The worker's side; asserts that this is its process."""
         assert self._worker is not None
         return self._worker
 
@@ -204,7 +190,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """For the scheduler's side, which compares it with its own."""
         return place_of(self.worker.socket)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -212,18 +197,13 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(self._steps())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM's first model runner calls this before it zeroes or copies blocks for a pass; the
-        second one after that.
-        """
+        """vLLM's first model runner calls this before it zeroes or copies blocks."""
         self.worker.end_reading()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self.worker.start_loads(self._steps())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """For loads inside the pass (`layerwise`); otherwise a request whose KV is being loaded is
-        not in it.
-        """
         self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
@@ -233,11 +213,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """For `layerwise`; otherwise whole chunks are stored after the pass."""
         self.worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """vLLM's first model runner calls this after a pass that raised, too."""
+        """vLLM's first model runner calls this after a failed pass, too."""
         self.worker.store(computed=sys.exception() is None)
         if self._zeroes_first:
             self.worker.end_reading()
@@ -274,7 +253,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         return PromMetrics(*args)
 
     def shutdown(self) -> None:
-        """Leave the node; whatever was under way is finished or given back."""
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
@@ -286,7 +264,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _step_tokens(vllm_config: "VllmConfig") -> int:
-    """The most tokens of one prompt that a step computes."""
     scheduling = vllm_config.scheduler_config
     return int(
         min(
@@ -304,9 +281,6 @@ def _media_of(vllm_config: "VllmConfig") -> Media:
 
 
 def _log_like_vllm() -> None:
-    """Our lines beside vLLM's, in its form and at its level, unless the user has set up logging for
-    us.
-    """
     ours, theirs = logging.getLogger("kvhold"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers = list(theirs.handlers)

@@ -1,15 +1,9 @@
-"""Measure this engine's cost of computing and of loading, from its own steps and loads.
+"""Measure this engine's cost of computing and of loading.
 
-    costs.planned(output)                    # a step was scheduled
-    costs.over()                             # the oldest planned step has been computed
-    work = costs.work("cmpl-1", 4000, 0)     # the costs that a lookup passes to the cache
+Only steps that compute part of a prompt count. A load lasts from its planning until its request is
+in a step.
 
-A step lasts from its planning, or from the end of the step before it if several are under way. Only
-steps that compute part of a prompt are measured. A load lasts from its planning until its request
-is in a step. That is later than the end of the copy, and it is the time that a request waits.
-
-`work` is for any thread, the other methods for the scheduler's thread. Their time grows with the
-number of requests in steps that compute prompts; in other steps it is constant. No vLLM.
+`work`, `compute_s` and `prepare` are for any thread, the others for the scheduler's.
 """
 
 import time
@@ -27,12 +21,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
-_MOST_STEPS = 64  # steps under way; if there are more, some were never computed
+_MOST_STEPS = 64  # if more are under way, some were never computed
 
 
 @dataclass(frozen=True)
 class Took:
-    """The times of one request: its load, and computing the rest of its prompt; -1: no load."""
+    """A request's times: its load (-1: none), and computing the rest."""
 
     request_id: str
     load_s: float
@@ -43,11 +37,9 @@ class Took:
 class _Step:
     """A planned step.
 
-    planned_s:  when it was planned
-    quantities: (tokens, 1 step, pairs of a token with an earlier token); None if the step computes
-        no part of a prompt. Tokens come first: while only one step is known, the fit assigns its
-        time to them, so that long prompts are loaded rather than computed
-    done:       requests whose prompts are computed after it
+    quantities: (tokens, 1 step, pairs of a token with an earlier token); None: no part of a prompt.
+        Tokens first: a single step's time is assigned to them
+    done: requests whose prompts are computed after it
     """
 
     planned_s: float
@@ -57,12 +49,6 @@ class _Step:
 
 @dataclass
 class _Request:
-    """A request whose times are reported to the cache.
-
-    began_s:      when it ran first; 0: not yet
-    load_began_s: when its load was planned; 0: not yet
-    """
-
     num_tokens: int
     began_s: float = 0.0
     load_began_s: float = 0.0
@@ -71,10 +57,7 @@ class _Request:
 
 
 class Costs:
-    """The measured costs of one engine."""
-
     def __init__(self, step_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """step_tokens: the most tokens that a step computes. clock: in seconds."""
         self._step_tokens = step_tokens
         self._clock = clock
         self._computing = Estimate(3)
@@ -84,7 +67,6 @@ class Costs:
         self._last_over_s = 0.0
 
     def work(self, request: str, num_tokens: int, computed_tokens: int) -> Work:
-        """Return a request with its costs, as far as they are measured."""
         token_s, step_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
         load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
         return Work(
@@ -100,9 +82,8 @@ class Costs:
         )
 
     def compute_s(self, num_tokens: int, computed_tokens: int) -> float:
-        """Return the seconds that this engine takes to compute the rest of a prompt. Any thread.
-
-        Before the first measurement, the answer is that of a slow engine.
+        """Return the seconds to compute the rest of a prompt. Before a measurement: a slow
+        engine's.
         """
         work = self.work("", num_tokens, computed_tokens)
         if not work.is_known:
@@ -110,16 +91,14 @@ class Costs:
         return float(compute_s(work, np.array([computed_tokens]))[0])
 
     def prepare(self) -> None:
-        """Fit the measurements (1 to 2 ms), before a lookup has to wait for the fit. Any thread."""
+        """Fit the measurements (1 to 2 ms) before a lookup."""
         for estimate in (self._computing, self._loading):
             estimate.costs  # noqa: B018 - reading it fits it
 
     def follow(self, request_id: str, num_tokens: int) -> None:
-        """Have `over` report this request, which has `num_tokens` tokens to compute."""
         self._requests[request_id] = _Request(num_tokens)
 
     def load_begins(self, request_id: str, nbytes: int) -> None:
-        """Record that a request's load of `nbytes` bytes is planned."""
         if request_id in self._requests:
             self._requests[request_id].load_began_s, self._requests[request_id].load_bytes = (
                 self._clock(),
@@ -127,15 +106,11 @@ class Costs:
             )
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended, unless a step under way still reports it.
-
-        vLLM reports the end of a one-token answer before that step is over.
-        """
+        """Forget an ended request, unless a step still reports it."""
         if not any(request_id in step.done for step in self._steps):
             self._requests.pop(request_id, None)
 
     def planned(self, output: "SchedulerOutput") -> None:
-        """Record that a step was scheduled. `over` records that it has been computed."""
         now_s = self._clock()
         if len(self._steps) >= _MOST_STEPS:
             for lost in self._steps:
@@ -148,7 +123,7 @@ class Costs:
         if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(
             output.num_scheduled_tokens
         ):
-            return  # only the next token of each request, and its drafts
+            return  # one token a request, and its drafts
         tokens, pairs = 0, 0.0
         for request_id, computed in _computed(output):
             count = output.num_scheduled_tokens[request_id]
@@ -161,7 +136,7 @@ class Costs:
         step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
-        """Record the end of the oldest step. Return the requests that got their first token."""
+        """End the oldest step. Return the requests with a first token."""
         if not self._steps:
             return []
         step, now_s = self._steps.popleft(), self._clock()
@@ -187,7 +162,6 @@ class Costs:
 
 
 def _computed(output: "SchedulerOutput") -> Iterator[tuple[str, int]]:
-    """Yield each scheduled request with its tokens that were computed before the step."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     yield from zip(

@@ -1,14 +1,8 @@
 """Track the blocks that lack the drafter's KV, so that they are not stored.
 
-    undrafted = Undrafted(geometry.parts, draft_limit(vllm_config))
-    undrafted.planned(scheduler_output)         # each step, before its stores are made
-    undrafted.loaded(block_ids)                 # blocks that a load is to fill
-    undrafted.are_among(block_ids)
-
-vLLM computes a pass without the drafter if one of its requests comes near the drafter's longest
-text. The pass writes the model's KV into all requests' blocks, and no drafter's KV. Such blocks may
-stay in vLLM's prefix cache, and other requests may use them. So their numbers are kept until a pass
-or a load fills the blocks again. Scheduler's thread only.
+vLLM runs a pass without the drafter if one request comes near the drafter's longest text. vLLM's
+prefix cache may give such blocks to other requests, so they are tracked until they are filled
+again. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +18,7 @@ if TYPE_CHECKING:
 def draft_limit(config: "VllmConfig") -> int | None:
     """Return the request length above which a pass may have no drafter; None: no drafter.
 
-    It is vLLM's own bound less the drafts of one pass, because vLLM counts the drafts that may be
-    accepted.
+    One pass's drafts are subtracted, because vLLM counts them.
     """
     if not drafts(config):
         return None
@@ -35,16 +28,12 @@ def draft_limit(config: "VllmConfig") -> int | None:
 
 
 class Undrafted:
-    """The numbers of the blocks without the drafter's KV, by KV cache group."""
-
     def __init__(self, parts: Sequence[Part], limit: int) -> None:
-        """limit: see `draft_limit`"""
         self._parts = parts
         self._limit = limit
         self._blocks: list[set[int]] = [set() for _ in parts]
 
     def planned(self, output: "SchedulerOutput") -> None:
-        """Record the blocks that a scheduled step fills, with or without the drafter's KV."""
         spans = list(_spans(output))
         has_drafter = all(end <= self._limit for _, _, end in spans)
         if has_drafter and not any(self._blocks):
@@ -55,25 +44,23 @@ class Undrafted:
                 continue
             for part, known in zip(self._parts, self._blocks, strict=True):
                 size = part.group.block_tokens
-                # with the drafter, a block that was begun before still lacks its first tokens' KV
+                # a partly filled block still lacks the drafter's first KV
                 first = -(-start // size) if has_drafter else start // size
                 filled = tables[part.table][first : -(-end // size)]
                 known.difference_update(filled) if has_drafter else known.update(filled)
 
     def loaded(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Record that a load fills these blocks of each part. If it fails, a pass computes them."""
         for ids, known in zip(block_ids, self._blocks, strict=True):
             known.difference_update(ids)
 
     def are_among(self, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Whether any of these blocks lacks the drafter's KV."""
         return any(
             not known.isdisjoint(ids) for ids, known in zip(block_ids, self._blocks, strict=True)
         )
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int]]:
-    """Yield each request of a step, its first computed token, and the token after its last."""
+    """Yield (request, first token, end) of a step."""
     for new in output.scheduled_new_reqs:
         yield (
             new.req_id,

@@ -1,37 +1,15 @@
-"""Publish the cache's contents as vLLM's own KV cache events, for routers that follow these.
+"""Publish the cache's contents as vLLM's KV cache events, for routers.
 
-    settings = with_events(settings, vllm_config)    # a node started for this engine keeps events
-    describer = describer_of(vllm_config, kv_cache_config, geometry)   # None: no events wanted
-    announcer = Announcer(cache, lookup_thread, describer)
-    announcer.stored(request, names); announcer.found(request, prompt, hit_tokens)
-    announcer.take()
+A router matches by vLLM's block hashes, which are known only while a request exists. So each chunk
+that a request stores or finds is *described* as vLLM would publish it.
 
-Matching: a router matches by vLLM's block hashes; the cache knows chunks by its own keys. Both are
-known together only while a request exists. Each chunk that the request stores or finds is then
-*described*: by the hashes, tokens, adapter and extra keys that vLLM itself would publish.
+A described chunk is *announced* while all its shards are in memory. A block in several chunks is
+announced with the first and removed with the last.
 
-Announcing: a chunk that is described, and that the cache's event stream reports in memory, is
-*announced*. The event is `BlockStored` with medium CPU and locality LOCAL, for each of vLLM's KV
-cache groups by its number, once all shards of the chunk are there. When an announced chunk leaves
-memory, the event is `BlockRemoved`. Several chunks can contain the same block: a prompt's tail and
-the whole chunk that it grew into, or chunks of two tenants' tags, which vLLM's hashes do not
-distinguish. Such a block is announced with the first of these chunks and removed with the last.
+If the node loses events, its snapshot gives the difference. Without a node, all chunks are removed.
+`AllBlocksCleared` is never sent: routers would forget the GPU's blocks too.
 
-Not announced:
-
-- chunks that are only in tiers below memory, because the cache's stream is about memory;
-- chunks that other engines stored, until a request of this engine finds them;
-- chunks beyond `_MOST_DESCRIBED` that are described and not in memory.
-
-Events go out with vLLM's steps, so an engine without requests sends nothing until its next step.
-
-Lost events: if the node loses events (it was too busy, or is another node), its snapshot gives the
-current contents. The difference goes out as ordinary events. Without a node, all announced chunks
-are removed, because none can be loaded. `AllBlocksCleared` is never sent: it names no medium, and
-routers would also forget the GPU's blocks.
-
-`take` runs on the scheduler's thread and never waits. All other work runs on the lookup thread, one
-job after the other. One call to the node is answered and taken before the next call starts.
+`take` runs on the scheduler's thread and never waits. The rest runs on the lookup thread.
 """
 
 import logging
@@ -69,14 +47,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EVENT_BUFFER = 100_000  # events that a node keeps by default: minutes of constant eviction
-_MOST_DESCRIBED = 4096  # chunks, some 10 KB each for the numbers of their tokens
-_PACE_S, _RETRY_S = 0.05, 1.0  # pause between two calls to the node, and after a failed call
+_EVENT_BUFFER = 100_000  # minutes of constant eviction
+_MOST_DESCRIBED = 4096  # chunks, some 10 KB each
+_PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failed one
 _NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; its group and shard follow
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
-    """Return the settings, with an event buffer if vLLM publishes events and no buffer is set."""
+    """Add an event buffer if vLLM publishes events and none is set."""
     return (
         replace(settings, event_buffer=_EVENT_BUFFER)
         if _is_asked_for(config) and not settings.event_buffer
@@ -87,7 +65,6 @@ def with_events(settings: Config, config: "VllmConfig") -> Config:
 def describer_of(
     config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry
 ) -> "Describer | None":
-    """Return the describer of this engine's chunks; None if vLLM does not publish events."""
     if not _is_asked_for(config):
         return None
     hashed_tokens = resolve_kv_cache_block_sizes(kv_cache, config)[1]
@@ -111,8 +88,6 @@ def _is_asked_for(config: "VllmConfig") -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """One of vLLM's KV cache groups, as its events name it."""
-
     number: int
     block_tokens: int
     kind: str
@@ -123,7 +98,7 @@ class Table:
 class Described:
     """A chunk as vLLM would publish it.
 
-    stored: one event a group; None if vLLM has no hashes of that group's blocks
+    stored: one event a group; None if vLLM does not hash its blocks
     """
 
     first_token: int
@@ -132,10 +107,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Describer:
-    """Makes descriptions of chunks.
-
-    hashed_tokens: the number of tokens that each of a request's block hashes covers
-    """
+    """Describes chunks. A block hash covers `hashed_tokens` tokens."""
 
     layout: Layout
     shards: int
@@ -145,7 +117,6 @@ class Describer:
     def describe(
         self, request: "Request", names: ChunkNames, wanted: Callable[[bytes], bool]
     ) -> Iterator[tuple[bytes, Described]]:
-        """Yield name and description of each `wanted` chunk of `names` in the request's text."""
         first = names.first_token
         for chunk, num_tokens in enumerate(names.num_tokens(self.layout).tolist()):
             end = first + num_tokens
@@ -196,38 +167,31 @@ class Describer:
 
 
 class Announced:
-    """The chunks in memory, their descriptions, and the announced blocks. No I/O; one thread."""
-
     def __init__(self, tables: tuple[Table, ...], shards: int) -> None:
-        """tables: ordered by kvhold's own group numbers."""
         self._tables = tables
         self._places = [
             frozenset(place_suffix(group, shard) for shard in range(shards))
             for group in range(len(tables))
         ]
-        # of all chunks in memory, other models' included: the present groups and shards
+        # groups and shards, of other models too
         self._present: dict[bytes, set[bytes]] = {}
-        # until all groups are announced
         self._described: OrderedDict[bytes, Described] = OrderedDict()
         # announced blocks, by name and group
         self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
-        # by group and hash: the number of announced chunks with the block
+        # by group and hash: its announced chunks
         self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
         self._touched: set[bytes] = set()
 
     def wants(self, name: bytes) -> bool:
-        """Whether a description of this chunk is still needed."""
         return name not in self._described and len(self._told.get(name, ())) < len(self._tables)
 
     def describe(self, name: bytes, described: Described) -> None:
-        """Keep a chunk's description for when the chunk is in memory."""
         self._described[name] = described
         self._touched.add(name)
         if len(self._described) > _MOST_DESCRIBED:
             self._described.popitem(last=False)
 
     def happened(self, events: Iterable[Event]) -> None:
-        """Apply events of the cache, in order."""
         for event in events:
             name, place = event.key[:_NAME_BYTES], event.key[_NAME_BYTES:]
             self._touched.add(name)
@@ -239,20 +203,18 @@ class Announced:
                     del self._present[name]
 
     def replace(self, snapshot: Iterable[Event]) -> None:
-        """Replace the known contents of memory by a snapshot."""
         self._touched.update(self._told)
         self._present.clear()
         self.happened(snapshot)
 
     def withdraw(self) -> None:
-        """Forget all descriptions, and remove the announced chunks: none can be loaded any more."""
         self._described.clear()
         for name in self._told:
             self._touched.add(name)
             self._present.pop(name, None)
 
     def changes(self) -> "list[KVCacheEvent]":
-        """Return the KV events since the last call: additions first, by position in the prompt."""
+        """Return the new events, additions first."""
         touched, self._touched = self._touched, set()
         come = [
             (described.first_token, name, described)
@@ -291,7 +253,7 @@ class Announced:
             self._told[name] = told
             told[group] = stored.block_hashes
             keys = [(group, block) for block in stored.block_hashes]
-            # chunks share the blocks that both begin with
+            # both chunks begin with these blocks
             known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))
             self._blocks.update(keys)
             if known < len(keys):
@@ -312,7 +274,6 @@ class Announced:
 
 
 def _without_first(stored: BlockStored, blocks: int) -> BlockStored:
-    """Return the event without its first blocks."""
     return msgspec.structs.replace(
         stored,
         block_hashes=stored.block_hashes[blocks:],
@@ -323,37 +284,28 @@ def _without_first(stored: BlockStored, blocks: int) -> BlockStored:
 
 
 class Announcer:
-    """Follow the cache's events for one engine."""
-
     def __init__(self, cache: Cache, thread: Executor, describer: Describer) -> None:
-        """thread: an executor with one thread, which does all work but `take`."""
         self._cache = cache
         self._thread = thread
         self._describer = describer
         self._announced = Announced(describer.tables, describer.shards)
-        self._next: int | None = None  # the next event number to read; None: read a snapshot first
+        self._next: int | None = None  # None: read a snapshot first
         self._complaint = ""
         self._asked: Future[list[KVCacheEvent]] | None = None
         self._due_s = 0.0
 
     def stored(self, request: "Request", names: ChunkNames) -> None:
-        """Describe chunks that the workers are told to store."""
         self._thread.submit(self._describe, request, lambda: names)
 
     def found(self, request: "Request", prompt: Prompt, num_tokens: int) -> None:
-        """Describe the request's first `num_tokens` tokens, which the cache holds."""
         if num_tokens:
             self._thread.submit(self._describe, request, lambda: _first_chunks(prompt, num_tokens))
 
     def reset(self) -> None:
-        """Remove all announced chunks: no KV stored or being stored now will be loaded."""
         self._thread.submit(self._announced.withdraw)
 
     def take(self) -> "list[KVCacheEvent]":
-        """Return the new events. Never waits.
-
-        Starts the next call to the node, if none is under way and `_PACE_S` has passed.
-        """
+        """Return the new events and call the node again if due. Never waits."""
         events: list[KVCacheEvent] = []
         if self._asked is not None and self._asked.done():
             events, self._asked = self._asked.result(), None
@@ -363,7 +315,6 @@ class Announcer:
         return events
 
     def _describe(self, request: "Request", names: Callable[[], ChunkNames]) -> None:
-        """Describe chunks, on the lookup thread. Never raises: its future is never read."""
         try:
             for name, described in self._describer.describe(
                 request, names(), self._announced.wants
@@ -373,7 +324,6 @@ class Announcer:
             log.exception("kvhold: no KV events about request %s", request.request_id)
 
     def _ask(self) -> "list[KVCacheEvent]":
-        """Ask the node for events, on the lookup thread. Never raises: the scheduler would."""
         try:
             self._read()
             self._complaint = ""
@@ -399,7 +349,6 @@ class Announcer:
 
 
 def _first_chunks(prompt: Prompt, num_tokens: int) -> ChunkNames:
-    """Return the chunks of a hit: the whole ones, and the tail at its end."""
     whole, tail = divmod(num_tokens, prompt.namespace.layout.tokens_per_chunk)
     names = prompt.chunks(last=whole, tail=False)
     if not tail:

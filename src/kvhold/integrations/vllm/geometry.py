@@ -1,19 +1,11 @@
-"""Describe vLLM's KV as groups: their layers, their block sizes, and each worker's part.
+"""Describe vLLM's KV: its groups, and each worker's shards.
 
-    geometry = geometry_of(vllm_config, kv_cache_config, settings)  # equal in scheduler and workers
-    geometry.parts[0].group, geometry.parts[0].table                # a group, and its block table
-    geometry.held_by(rank)                                          # the shards of that worker
+Blocks are moved as opaque bytes, because each backend arranges them differently. The packing's name
+identifies the arrangement.
 
-A *part* is one of vLLM's KV cache groups: its layers share one kind of attention, one block size
-and one block table. Blocks are moved as opaque bytes, because each backend arranges them in its own
-way. (The CPU's keeps K transposed, and differently on each instruction set.) The packing's name
-identifies the arrangement. A set-up whose KV is not proven to come back exactly is refused at
-start-up.
-
-Workers: each tensor parallel worker has some of the heads, and each pipeline stage some of the
-layers. A shard is one worker's KV. With `head_shards` it is a part of the worker's heads, so that
-engines of other widths hold the same shards. Workers with equal KV (MLA's latent, or fewer heads
-than workers) share a shard: one worker stores it, all load it.
+A shard is one worker's KV. With `head_shards` it is a part of the worker's heads, so that engines
+of other widths hold the same shards. Workers with equal KV (MLA, or fewer heads than workers) share
+a shard: one stores it, all load it.
 """
 
 from dataclasses import dataclass
@@ -46,17 +38,16 @@ _CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV of its own
 _SHOWN_DRAFTERS = ("draft_model", "eagle")
 _DRAFTERS = (*_SHOWN_DRAFTERS, "eagle3", "mtp")
-_LOOK_AHEAD = ("eagle", "eagle3", "mtp")  # the drafter's KV of a token depends on the next token
+_LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of vLLM's KV cache groups, as a group of kvhold's layout.
+    """One of vLLM's KV cache groups, with one block table.
 
-    table:        its number in vLLM
-    group:        one shard's share, as chunks hold it
-    engine_group: the same, as the engine's tensors hold it; differs from `group` if `memory_codec`
-        codes it
+    table: its number in vLLM
+    group: one shard's share
+    engine_group: the same as the engine holds it; differs with `memory_codec`
     """
 
     table: int
@@ -66,19 +57,15 @@ class Part:
 
     @property
     def is_coded(self) -> bool:
-        """Whether chunks hold less than the engine's blocks."""
         return self.group != self.engine_group
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All of a model's KV, and its division among workers.
+    """A model's KV, and its division among workers.
 
-    shards:      number of shards of the model
-    per_worker:  number of shards that one worker holds
-    copies:      number of neighbouring tensor parallel workers that hold the same KV
-    width:       number of tensor parallel workers in a stage
-    looks_ahead: see `looks_ahead`
+    copies: neighbouring workers with the same KV
+    width: tensor parallel workers in a stage
     """
 
     parts: tuple[Part, ...]
@@ -91,32 +78,27 @@ class Geometry:
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """Whether a hit may cover a whole prompt, whose last token is then computed again.
+        """Whether a hit may cover the prompt's last token, which is computed again.
 
-        False if the model would count that token twice (a state), or needs a token that has just
-        left the window.
+        A state would count it twice; a window lacks an earlier token.
         """
         return all(part.group.attention == "full" for part in self.parts)
 
     def held_by(self, rank: int) -> range:
-        """Return the shards that worker number `rank` holds."""
         stage, place = divmod(rank, self.width)
         distinct = self.width // self.copies
         first = (stage * distinct + place // self.copies) * self.per_worker
         return range(first, first + self.per_worker)
 
     def stored_by(self, rank: int) -> range:
-        """Return the shards to store: the first of the workers with equal KV stores it."""
         return self.held_by(rank) if rank % self.width % self.copies == 0 else range(0)
 
 
 def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Geometry:
     """Return the geometry of this engine's KV.
 
-    settings.tokens_per_chunk is rounded up to whole blocks. It is one block if the model keeps a
-    state.
-
-    Raises LayoutError for a set-up whose KV is not proven to come back exactly.
+    tokens_per_chunk is rounded up to whole blocks; with a state it is one block. Raises LayoutError
+    for a set-up whose KV is not proven to come back exactly.
     """
     _refuse_unproven(config, kv_cache, settings)
     parallel = config.parallel_config
@@ -125,7 +107,7 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     divided = max(settings.head_shards, distinct)
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     if any(isinstance(spec, MLAAttentionSpec | MambaSpec) for spec in specs):
-        divided = distinct  # there are no heads to divide further
+        divided = distinct
     if divided % distinct or any(_heads(spec) % (divided // distinct) for spec in specs):
         heads = ", ".join(str(_heads(spec)) for spec in specs)
         raise LayoutError(
@@ -163,21 +145,18 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
 
 
 def unproven_platform() -> str:
-    """Return the device on which copies have not been shown to be exact; empty on the CPU."""
+    """Return the device whose copies are not shown to be exact."""
     return "" if current_platform.is_cpu() else str(current_platform.device_name)
 
 
 def drafts(config: "VllmConfig") -> bool:
-    """Whether a second model, or further layers, compute KV beside the model's."""
     return config.speculative_config is not None and config.speculative_config.method in _DRAFTERS
 
 
 def looks_ahead(config: "VllmConfig") -> bool:
     """Whether the drafter's KV of a token depends on the next token.
 
-    If so, the drafter's KV in a hit's last block may belong to another continuation. That KV only
-    affects how many drafts are accepted. With greedy decoding it never changes the engine's
-    answer; with sampling it never changes the probabilities.
+    Then it may be wrong in a hit's last block, which only costs accepted drafts.
     """
     return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
 
@@ -185,16 +164,15 @@ def looks_ahead(config: "VllmConfig") -> bool:
 def preferred_layout(settings: Config) -> str | None:
     """Return the KV arrangement to ask vLLM for; None: any.
 
-    With `head_shards`, a shard of a block is one piece of memory only if heads are outside tokens.
+    Heads outside tokens make a shard of a block contiguous.
     """
     return "LBHNC" if settings.head_shards and unproven_platform() else None
 
 
 def mixes_adapters(config: "VllmConfig") -> bool:
-    """Whether vLLM may compute a request without an adapter with another request's adapter.
+    """Whether requests without an adapter may be computed with another request's adapter.
 
-    vLLM's CPU build does so if both are in one batch. The KV of such a request is wrong, and must
-    not be stored under the model's name.
+    vLLM's CPU build does so. Such KV must not be stored.
     """
     return config.lora_config is not None and current_platform.is_cpu()
 

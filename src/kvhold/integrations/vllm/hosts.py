@@ -1,9 +1,7 @@
-"""An engine whose workers are on several hosts is refused: each worker would join the node of its
-own host.
+"""Refuse an engine whose workers are on several hosts.
 
-The scheduler's tickets mean nothing to another node. All its hits would be lost, and nobody would
-say so. vLLM's settings tell some such engines (`geometry.py`); where they do not (Ray places
-workers as it likes), the workers tell the scheduler where their node is.
+A ticket means nothing to another host's node, so all hits would be lost silently. If the settings
+do not show the hosts (Ray), the workers report their node.
 """
 
 from dataclasses import dataclass
@@ -20,25 +18,24 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class NodePlace(KVConnectorHandshakeMetadata):
     """Where a process finds its node.
 
-    boot:    of the host, since it was started
-    folder:  of the node's socket: device and inode, which differ between containers that do not
-        share it
+    boot: id of the host's last start
+    folder: device and inode of the socket's folder, to tell containers apart
     """
 
     boot: str
     folder: tuple[int, int]
-    socket: str  # for people
+    socket: str
 
 
 def place_of(socket: Path) -> NodePlace:
-    """Where this process finds the node that listens on `socket`."""
     status = socket.parent.stat()
     return NodePlace(_BOOT.read_text().strip(), (status.st_dev, status.st_ino), str(socket))
 
 
 def check_places(scheduler: NodePlace, workers: dict[tuple[int, int], NodePlace]) -> None:
-    """Raise LayoutError unless all workers use the scheduler's node. workers: by pipeline stage and
-    tensor parallel rank.
+    """Raise LayoutError unless all workers use the scheduler's node.
+
+    workers: by (stage, rank)
     """
     for (stage, rank), place in sorted(workers.items()):
         if place.boot != scheduler.boot:

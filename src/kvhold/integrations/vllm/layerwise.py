@@ -1,26 +1,12 @@
-"""Loads and stores inside a forward pass, a layer at a time.
+"""Load and store inside a forward pass: copy one layer while another is computed.
 
-The pass computes one layer while another is copied.
+    passing.begin(loads, prepare)                      # before the pass
+    passing.wait(layer); passing.save(layer, pieces)   # before and after each layer's attention
+    passing.saved(), passing.end()                     # after the pass
 
-    passing = Layerwise(part, copier, loader, saver)   # one a worker, if `refusal` is empty
-    passing.begin(loads, prepare)                      # before the pass: the loader starts to copy
-    passing.wait(layer)                                # in the pass, before each layer's attention
-    passing.save(layer, pieces)                        # ... and after it
-    passing.saved(), passing.end()                     # after the pass: all copied? failed loads?
-
-The pass itself waits for a layer's copy, on a device. The engine's thread waits only until the copy
-was submitted.
-
-This works only if a failed load can be computed again. The results of a pass after a failed load
-are wrong and must not be used. vLLM takes the request's tokens back, but not everything else:
-
-- it has given the request's blocks to its prefix cache before the pass;
-- with asynchronous scheduling, it has planned the next pass already;
-- it cannot name blocks of several groups;
-- with several workers, the other workers would store KV that they computed from the failed load.
-
-So a prefix cache in vLLM, asynchronous scheduling, several KV cache groups and several workers are
-refused.
+vLLM computes a failed load again, but cannot undo everything. Its prefix cache has the blocks,
+asynchronous scheduling has planned the next pass, other workers would store wrong KV. So `refusal`
+refuses such engines.
 """
 
 import logging
@@ -45,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# claims a hit until the stack is closed; raises on failure
+# claims a hit until the stack is closed
 Prepare = Callable[[Load, ExitStack], list[Piece]]
 
 
@@ -72,12 +58,10 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str:
 class _Pass:
     """The loads of one pass.
 
-    mark:    the copies begin after it
-    reached: number of layers whose copies were submitted
-    copies:  copies by layer
-    asked:   the layers that the pass has waited for
-    failed:  blocks of loads that failed as a whole, by request
-    damaged: blocks of damaged chunks, by request; the other blocks of that load have their KV
+    mark: the copies begin after it
+    reached: layers with submitted copies
+    asked: layers that the pass has waited for
+    failed, damaged: blocks by request
     """
 
     loads: list[Load]
@@ -90,12 +74,11 @@ class _Pass:
     damaged: dict[str, set[int]] = field(default_factory=dict)
 
     def failed_blocks(self, load: Load) -> list[int]:
-        """Return the load's blocks that did not get their KV."""
         return self.failed.get(load.request_id) or sorted(self.damaged.get(load.request_id, ()))
 
 
 class Layerwise:
-    """One worker's passes. The engine's thread calls `begin`, `wait`, `save` and `end`."""
+    """One worker's passes, for the engine's thread."""
 
     def __init__(self, part: Part, copier: Copier, loader: Executor, saver: Executor) -> None:
         self._part = part
@@ -105,20 +88,18 @@ class Layerwise:
         self._changed = Condition()
         self._pass: _Pass | None = None
         self._saving: list[Future[Transfer]] = []
-        self._saved: set[int] = set()  # layers
+        self._saved: set[int] = set()
 
     def use(self, copier: Copier) -> None:
-        """Use another copier from now on."""
         self._copier = copier
 
     def begin(self, loads: Sequence[Load], prepare: Prepare) -> None:
-        """Start the loads of the next pass."""
         if loads:
             self._pass = _Pass(list(loads), self._copier.mark())
             self._pass.job = self._loader.submit(self._run, self._pass, prepare)
 
     def wait(self, layer_name: str) -> None:
-        """Make the pass wait until the layer's KV has arrived or has failed."""
+        """Make the pass wait until the layer has arrived or failed."""
         one, number = self._pass, self._numbers.get(layer_name)
         if one is not None and number is not None:
             one.asked.add(number)
@@ -128,10 +109,6 @@ class Layerwise:
                 self._copier.fence(one.copies[number])
 
     def save(self, layer_name: str, pieces: Sequence[Piece]) -> "Future[Transfer] | None":
-        """Start to copy the layer out of its blocks; None: nothing to copy.
-
-        The pass has finished writing the layer.
-        """
         number = self._numbers.get(layer_name)
         if number is None:
             return None
@@ -144,7 +121,7 @@ class Layerwise:
         return saving
 
     def saved(self) -> bool:
-        """Wait until the layers' copies are submitted. False: one failed, or a layer is missing."""
+        """Wait until the copies are submitted. False: one failed or is missing."""
         saving, self._saving, saved, self._saved = self._saving, [], self._saved, set()
         errors = [error for future in saving if (error := future.exception()) is not None]
         for error in errors:
@@ -152,13 +129,13 @@ class Layerwise:
         return not errors and len(saved) == len(self._numbers)
 
     def end(self) -> dict[str, list[int]]:
-        """End the pass. Return, for each of its loads, the blocks that did not get their KV."""
+        """End the pass. Return each load's blocks without KV."""
         one, self._pass = self._pass, None
         if one is None or one.job is None:
             return {}
         one.job.result()
         missed = len(self._numbers) - len(one.asked)
-        if missed:  # the pass has read layers before they were there
+        if missed:
             log.error(
                 "kvhold: vLLM did not wait for %d of %d layers; what was loaded is computed",
                 missed,
@@ -173,10 +150,7 @@ class Layerwise:
         }
 
     def _run(self, one: _Pass, prepare: Prepare) -> None:
-        """Copy all the pass's loads layer by layer, on the loader's thread.
-
-        Never raises, and ends every wait for a layer.
-        """
+        """Copy layer by layer. Never raises, and ends every wait."""
         with ExitStack() as stack:
             stack.callback(self._reach, one, len(self._numbers))
             claims = stack.enter_context(ExitStack())
@@ -200,7 +174,7 @@ class Layerwise:
                             submitted.append((load, copies[-1]))
                 one.copies.append(copies)
                 self._reach(one, number + 1)
-            for load, transfer in submitted:  # before the claims end
+            for load, transfer in submitted:
                 with _noting(one.failed, load), _keeping(claims):
                     self._note_damage(one, load, pieces[load.request_id], transfer.wait())
 
@@ -225,7 +199,6 @@ class Layerwise:
 
 @contextmanager
 def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
-    """Record an error as a failure of this load alone."""
     try:
         yield
     except KVHoldError as error:
@@ -244,7 +217,7 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
 
 @contextmanager
 def _keeping(claims: ExitStack) -> Iterator[None]:
-    """End the claims after a DeviceError, so that they keep memory that the device may read."""
+    """After a DeviceError, end the claims so that they keep memory."""
     try:
         yield
     except DeviceError as error:
@@ -253,7 +226,6 @@ def _keeping(claims: ExitStack) -> Iterator[None]:
 
 
 def log_damage(load: Load, blocks: Collection[int]) -> None:
-    """Log that some blocks of a load are computed."""
     log.warning(
         "kvhold: of the %d blocks of request %s, %d are of damaged chunks; from the first "
         "of these on its KV is computed",
@@ -266,15 +238,11 @@ def log_damage(load: Load, blocks: Collection[int]) -> None:
 def blocks_of_chunks(
     chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
 ) -> list[int]:
-    """Return the blocks that get the bytes of these chunks.
-
-    blocks: the blocks of all chunks; -1 for a block that is not written
-    """
+    """blocks: of all chunks; -1 is not written."""
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     chosen = np.repeat(np.isin(np.arange(per_chunk.size), chunks), per_chunk)
     return [int(block) for block in blocks[chosen & (blocks >= 0)]]
 
 
 def blocks_of(load: Load) -> list[int]:
-    """Return the blocks that the load writes."""
     return [block for ids in load.block_ids for block in ids if block >= 0]

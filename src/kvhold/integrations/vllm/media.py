@@ -1,13 +1,7 @@
-"""What in a prompt is no text, by a hash of all its content: images, video, audio.
+"""Identify a prompt's images, video and audio by a hash of their content.
 
-    inserts = Media().inserts_of(request)     # MediaError: some of it cannot be told
-
-vLLM names such content by an identifier that the user may have chosen; what one user calls "photo",
-another does, too. So the content itself is hashed, as the model gets it (the processor's tensors),
-whole. vLLM leaves it out where this process has had it before, under the same identifier; then its
-hash of that time counts, as for vLLM its encoder's output does. Where embeddings may be left out of
-a request because they come from elsewhere (`allow_missing_mm_embeddings`), what is there does not
-tell the content: it is refused.
+Two users may choose the same identifier, so the content is hashed whole. vLLM leaves out content
+that this process has had under the same identifier; then the earlier hash counts.
 """
 
 from collections import OrderedDict
@@ -23,27 +17,22 @@ from kvhold.core.keys import Insert
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_REMEMBERED = 10_000  # contents; a hash and an identifier each
+_REMEMBERED = 10_000
 
 
 class MediaError(Exception):
-    """Content that cannot be told; the text says why."""
+    """Content that cannot be identified; the text says why."""
 
 
 class Media:
-    """Hashes, and those of before. For one thread."""
-
     def __init__(self, *, embeddings_may_be_missing: bool = False) -> None:
-        """embeddings_may_be_missing: vLLM's setting `allow_missing_mm_embeddings`, which it makes
-        for a consumer of an encoder's cache.
-        """
         self._known: OrderedDict[str, bytes] = OrderedDict()
         self._may_be_missing = embeddings_may_be_missing
 
     def inserts_of(self, request: "Request") -> list[Insert]:
-        """Return one insert for each of the request's contents.
+        """Return one insert for each content. One thread.
 
-        Raises MediaError when one cannot be told, TypeError for unknown makes.
+        Raises MediaError if one cannot be identified, TypeError for unknown types.
         """
         if request.mm_features and self._may_be_missing:
             raise MediaError(
@@ -80,9 +69,7 @@ class Media:
 
 
 def _feed(state: Any, value: Any) -> None:
-    """All of a value, so that no two of different content, shape, type or order feed the same
-    bytes.
-    """
+    """Feed different bytes for different content, shape, type or order."""
     match value:
         case torch.Tensor():
             flat = (

@@ -1,15 +1,8 @@
-"""Proof, when the engine's tensors are registered, that our copies see its blocks as it does.
+"""Prove at registration that copies see the engine's blocks as the engine does.
 
-    prove(part, tensors, views, copier)     # LayoutError says what differs; the blocks are zero
-    again afterwards
-
-Random bytes are written through the engine's own tensors, gathered by us and compared, byte by
-byte, with what torch reads there; then they are wiped, scattered back and compared again, and the
-blocks beside them must not have changed. On a device the order of copies and of the engine's work
-is checked, too (`memory/selftest.py`). The copier is the one that serves. Nothing is served before
-that.
-
-    prove_coding(part, tensors, coded_views, copier)    # where `memory_codec` is set
+Random bytes are written through the engine's tensors, gathered, wiped, scattered back and compared.
+Neighbouring blocks must not change. A device's order of copies is checked too. The blocks are zero
+afterwards.
 """
 
 from collections.abc import Sequence
@@ -31,10 +24,10 @@ from kvhold.memory.views import View
 def prove(
     part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
 ) -> None:
-    """tensors: of the part's layers, `[blocks, ...]`, unused so far; views: of its shards, each a
-    slice of the tensors' second axis.
+    """Raise LayoutError if a copy is not exact.
 
-    Raises LayoutError where what we copy is not what the engine reads and writes.
+    tensors: of the part's layers, `[blocks, ...]`, unused so far
+    views: of its shards, each a slice of the tensors' second axis
     """
     num_blocks = tensors[0].shape[0]
     chosen = sorted(
@@ -68,11 +61,7 @@ def prove(
 def prove_coding(
     part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
 ) -> None:
-    """Arguments as for `prove`; the views' chunks are coded, else there is nothing to prove.
-
-    Random numbers are encoded by the copier, and by the host's own code; both decode, too. Raises
-    LayoutError where they differ.
-    """
+    """Raise LayoutError if the copier and the host encode or decode differently."""
     for view, lot in zip(views, lots(tensors, len(views)), strict=True):
         if view.coding is not None:
             _prove_codes(part, view, lot, copier)
@@ -122,9 +111,7 @@ def _prove_one(
     copier: Copier,
 ) -> None:
     group = part.engine_group
-    chunk_bytes = (
-        group.layers * group.block_bytes
-    )  # one block each: a device's ring has room for a few chunks
+    chunk_bytes = group.layers * group.block_bytes  # one block each: a device's ring is small
     places = ChunkBytes(
         np.arange(len(blocks)) * chunk_bytes, np.full(len(blocks), group.block_tokens)
     )
@@ -147,9 +134,7 @@ def _prove_one(
 
 
 def lots(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """The tensors as the views of `count` shards have them: whole, or equal slices of their heads
-    (axis 1).
-    """
+    """Return the tensors of `count` shards: equal slices of axis 1."""
     if count == 1:
         return [list(tensors)]
     return [

@@ -1,20 +1,11 @@
-"""The connector in the scheduler's process: looks up prompts, and plans loads and stores.
+"""Look up prompts and plan loads and stores, in the scheduler's process.
 
-Hashing: a prompt is hashed on the lookup thread as soon as the request arrives. A request
-back from a preemption is hashed with its generated tokens, if those are stored too.
+The lookup thread hashes a prompt on arrival, and looks it up when the scheduler asks. So a queued
+request pins nothing.
 
-Lookup: it starts on the lookup thread when the scheduler first asks. A request in a long queue
-therefore pins nothing, and finds chunks that were stored while it waited. One scheduling pass waits
-a few milliseconds for all its lookups together; after that it gets "ask again". A lookup that is
-late or fails is a miss. A lookup that finds the node lost is repeated on the next node, if that
-takes no longer than computing the prompt.
-
-Arrival: while chunks come from lower tiers, the request waits in the queue, for
-`client.arrival_timeout_s` at most. Then it continues with the chunks that arrived. The hit stays
-pinned until the request is loaded, runs without the hit, or ends.
-
-No load: if the engine has the tokens itself, or may not load, no pass waits. The request runs, and
-its stores start when the lookup's answer arrives.
+A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
+miss. If the node is lost, a lookup waits for the next one, but no longer than computing takes.
+Chunks from lower tiers are waited for at most `client.arrival_timeout_s`.
 
 All methods run on the scheduler's thread. Only `reset` waits for the node there.
 """
@@ -62,32 +53,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NULL_BLOCK = 0  # vLLM's number for "no block"
-_MOST_CAUSES = 100  # logged reasons why requests are not cached; each is logged once
+_MOST_CAUSES = 100
 _START_S = 1.0  # a killed node is usually back within this time
-_PATIENCE_S = 0.003  # wait of one scheduling pass for all its lookups; RAM answers in less
+_PATIENCE_S = 0.003  # a pass waits so long; RAM answers faster
 
 
 @dataclass
 class _Followed:
     """A request from its arrival to its end.
 
-    request: vLLM's object; only its certain tokens are read
-    rules: the request's permissions and storage terms
-    naming: the hashed prompt; its result is None if the request is not cached
-    lookup: the lookup that is under way
-    arriving: the hit that `lookup` refreshes, while chunks still arrive
-    patience_s: the longest wait for an answer: the time to compute the prompt
-    asked_s: time of the last call to the cache
-    since_s: time of the first call for this hit
-    first_token: where the load begins
-    tried: the request's number of preemptions at its last lookup. One load is tried after each
-        start, so that a load that keeps failing ends in computing instead of in a loop
-    untold: scheduled steps that the tracker does not know yet, because the lookup has no answer
-    ask: asks the cache; the first step of `lookup`
-    is_lost: the node was lost at the last call
-    computed_tokens: the tokens that the engine had computed at the first call
-    compute_s: time to compute the prompt; known once the node was lost
-    no_hit: why there is no hit, if the cache gave no reason
+    naming: its result is None if the request is not cached
+    arriving: the hit that `lookup` refreshes
+    patience_s: the longest wait for an answer
+    asked_s, since_s: the last and the first call to the cache for this hit
+    tried: `num_preemptions` at the last lookup. Each start tries one load, so a failing load ends
+        in computing
+    untold: steps that the tracker does not know yet
+    no_hit: the miss reason, if the cache gave none
     """
 
     request: "Request"
@@ -113,21 +95,12 @@ class _Followed:
 
 @dataclass(frozen=True)
 class _Scheduled:
-    """One scheduled step of a request.
-
-    num_tokens: tokens that the step computes
-    computed_tokens: tokens that were computed before it
-    starts: the request starts or resumes in this step
-    """
-
     num_tokens: int
     computed_tokens: int
     starts: bool
 
 
 class SchedulerSide:
-    """The lookups, loads and stores of one engine."""
-
     def __init__(
         self,
         config: Config,
@@ -145,15 +118,8 @@ class SchedulerSide:
     ) -> None:
         """Join the node and start the lookup thread.
 
-        loads, stores: whether this engine may. vLLM protects freed blocks from passes under way
-            only for loads that it knows about
-        stores_plain: whether the KV of requests without an adapter can be trusted
-        describer: makes KV events; None: no events
-        layerwise: load hits inside the pass that computes the rest (`layerwise.refusal` is empty)
-        step_tokens: the most tokens of one prompt that a step computes
-        media: names images and other media; None: the names that the requests carry
-        draft_limit: a pass with a request longer than this runs without the drafter; None: no
-            drafter
+        loads: vLLM protects freed blocks from passes under way only for loads that it knows
+        stores_plain: whether KV without an adapter can be trusted
         """
         self._config = config
         self._may_load = loads
@@ -173,21 +139,21 @@ class SchedulerSide:
             initializer=place_this_thread,
             initargs=(config.client.cores,),
         )
-        # the connection's keeper thread was started by the engine's thread
+        # threads that the engine's thread has started
         place_own_threads(config.client.cores)
         self._announcer = (
             Announcer(self._cache, self._lookups, describer) if describer is not None else None
         )
         self._adapters = Adapters(can_observe)  # used on the lookup thread
-        self._not_named: set[str] = set()  # causes that were logged
+        self._not_named: set[str] = set()
         self._followed: dict[str, _Followed] = {}
         self.tally = Tally()
         self._costs = Costs(step_tokens)
         self._media = media or Media()  # used on the lookup thread
         self._loads: list[Load] = []
-        self._inside: list[str] = []  # requests that the last pass loaded layer by layer
+        self._inside: list[str] = []
         self._last_stores: list[Store] = []
-        self._patience_s = _PATIENCE_S  # the wait that this pass has left
+        self._patience_s = _PATIENCE_S
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
             namespace.layout.tokens_per_chunk,
@@ -201,11 +167,9 @@ class SchedulerSide:
 
     @property
     def socket(self) -> Path:
-        """The path of the node's socket."""
         return self._cache.path
 
     def arrived(self, request: "Request") -> None:
-        """Register a new request and start to hash its prompt."""
         try:
             rules = rules_of(
                 request, self._config, is_coded=any(part.is_coded for part in self._geometry.parts)
@@ -214,7 +178,7 @@ class SchedulerSide:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
             self.tally.add("refused_requests", 1)
             return
-        # present already: a session that continues its prompt
+        # a session that continues its prompt
         if (before := self._followed.pop(request.request_id, None)) is not None:
             self._let_go(before)
         if rules.store or rules.load:
@@ -225,7 +189,7 @@ class SchedulerSide:
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond `computed_tokens`, and whether outside the passes.
 
-        None instead of a number: ask again.
+        None: ask again.
         """
         followed = self._followed.get(request.request_id)
         if followed is None:
@@ -234,22 +198,22 @@ class SchedulerSide:
             self._let_go(followed)
             self._look_up(followed, request, computed_tokens)
         if not self._would_load(followed, computed_tokens):
-            return 0, False  # independent of the answer
+            return 0, False
         if followed.lookup is not None and not self._resolve(followed, self._patience_s):
             return None, False
         found = followed.hit.num_tokens if followed.hit is not None else 0
-        # compute at least a block: the pass must not write where a layer is being loaded
+        # the pass must not write where a layer is being loaded
         if self._layerwise:
             found = min(found, (request.num_tokens - 1) // self._block * self._block)
-        if self._geometry.looks_ahead:  # as vLLM does with its own prefix cache
+        if self._geometry.looks_ahead:
             found = max(0, found // self._block - 1) * self._block
         if found <= computed_tokens or request.skip_reading_prefix_cache:
-            return 0, False  # keep the hit: the engine may evict its own blocks before it allocates
+            return 0, False  # the engine may evict its own blocks before it allocates
         followed.first_token = computed_tokens
         return found - computed_tokens, not self._layerwise
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """Plan the load of `external_tokens` into `blocks`; without a load, release the hit."""
+        """Plan a load into `blocks`; without a load, release the hit."""
         followed = self._followed.get(request.request_id)
         if followed is None or followed.loading:
             return
@@ -290,8 +254,7 @@ class SchedulerSide:
         followed.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
-        """Return the workers' loads and stores for the step that was just scheduled."""
-        self.loaded(self._inside)  # that pass is over: layerwise excludes asynchronous scheduling
+        self.loaded(self._inside)  # that pass is over: layerwise is synchronous
         self._costs.planned(output)
         if self._undrafted is not None:
             self._undrafted.planned(output)
@@ -308,23 +271,18 @@ class SchedulerSide:
         return Steps(loads, stores, output.total_num_scheduled_tokens > 0)
 
     def loaded(self, request_ids: Iterable[str]) -> None:
-        """Release the hits of these loads: the workers have finished them or failed."""
         for request_id in request_ids:
             if followed := self._followed.get(request_id):
                 followed.loading = False
                 self._let_go(followed)
 
     def step_over(self) -> None:
-        """Report the timings of the oldest planned step, which has been computed."""
         for took in self._costs.over():
             self._lookups.submit(self._tell, took)
             self._lookups.submit(self._costs.prepare)
 
     def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
-        """Forget a request that has ended. True: keep its blocks until its last tokens are stored.
-
-        tables: the request's blocks in each of vLLM's KV cache groups
-        """
+        """Forget an ended request. True: keep its blocks until its last tokens are stored."""
         followed = self._followed.pop(request.request_id, None)
         if followed is None:
             return False
@@ -344,7 +302,7 @@ class SchedulerSide:
         if not complete or followed.tracker is None or not self._stores_for(followed):
             return False
         if not late and not self._saves_decode(followed):
-            return False  # each step stored the chunks that it completed
+            return False
         reached = min(
             len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts
         )
@@ -358,12 +316,10 @@ class SchedulerSide:
         return True
 
     def reset(self) -> bool:
-        """Invalidate all stored KV, and drop the stores that are under way.
+        """Invalidate all stored KV and drop the stores under way.
 
-        vLLM calls this when the weights have changed in place. KV of the old weights must not be
-        found, with adapters' and tenants' KV included. Other engines must not find KV of the new
-        weights, nor must this engine after a restart. Therefore the namespace gets a new random
-        tag.
+        vLLM calls this after weights have changed in place. A random tag in the namespace separates
+        KV of old and new weights.
         """
         before, self._namespace = (
             self._namespace,
@@ -387,25 +343,21 @@ class SchedulerSide:
         return True
 
     def take_events(self) -> "list[KVCacheEvent]":
-        """Return the KV events since the last call: chunks admitted to and removed from memory."""
         return self._announcer.take() if self._announcer is not None else []
 
     def close(self) -> None:
-        """Stop the lookup thread and leave the node."""
         self._lookups.shutdown(wait=True, cancel_futures=True)
         self._cache.close()
 
     @property
     def _block(self) -> int:
-        """Tokens in a block that all parts share; in a chunk, if there are no tails."""
+        """Tokens in a block; in a chunk, if there are no tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
     def _would_load(self, followed: _Followed, computed_tokens: int) -> bool:
-        """Whether a load is allowed and worth it.
+        """Whether a load is allowed and useful.
 
-        It is not worth it if vLLM has all but one block: the last token is computed in any case,
-            and the
-        rest of its block takes no longer than a load.
+        A load takes longer than computing one missing block.
         """
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
         return self._loads_for(followed) and (
@@ -421,11 +373,6 @@ class SchedulerSide:
         *,
         starts: bool,
     ) -> None:
-        """Count a scheduled request's tokens and store the chunks that become whole.
-
-        computed_tokens: computed before this step
-        starts: the request starts or resumes in it
-        """
         followed = self._followed.get(request_id)
         if followed is None:
             return
@@ -449,15 +396,11 @@ class SchedulerSide:
                 stores.append(store)
 
     def _catch_up(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
-        """Pass the scheduled steps to the tracker. False: the lookup has no answer yet.
-
-        last: the request has ended. Without an answer in time, no chunk counts as cached; the cache
-            refuses those that it has.
-        """
+        """Pass the steps to the tracker. False: the lookup has no answer yet."""
         if followed.lookup is not None:
             if not self._resolve(followed, patience_s, last=last):
                 return False
-            self._let_go(followed)  # the request runs already
+            self._let_go(followed)
         untold, followed.untold = followed.untold, []
         if followed.tracker is not None:
             for step in untold:
@@ -494,7 +437,6 @@ class SchedulerSide:
         )
 
     def _load_bytes(self, block_ids: list[list[int]]) -> int:
-        """The bytes that all workers copy together."""
         groups = [part.group for part in self._geometry.parts]
         blocks = [len(ids) - ids.count(-1) for ids in block_ids]
         return self._geometry.shards * sum(
@@ -509,7 +451,7 @@ class SchedulerSide:
                 self._name_on, followed.naming, request, request.num_tokens
             )
         followed.tried = request.num_preemptions
-        followed.untold.clear()  # steps from before the preemption
+        followed.untold.clear()
         followed.asked_s = followed.since_s = time.monotonic()
         plans = followed.rules.plan and self._loads_for(followed)
         asking = (
@@ -517,9 +459,9 @@ class SchedulerSide:
         )
         would_load = self._would_load(followed, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
-        if plans and not would_load:  # it may run before the answer arrives
+        if plans and not would_load:
             self._costs.follow(request.request_id, request.num_tokens)
-        followed.patience_s = self._config.client.arrival_timeout_s  # until `_ask` computes it
+        followed.patience_s = self._config.client.arrival_timeout_s
         followed.no_hit, followed.computed_tokens = NO_ANSWER, computed_tokens
         followed.ask = partial(
             self._ask, followed, followed.naming, asking, have_tokens, computed_tokens
@@ -527,10 +469,7 @@ class SchedulerSide:
         followed.lookup = self._lookups.submit(followed.ask)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
-        """Hash the prompt, on the lookup thread. None: the request is not cached.
-
-        Never raises, because the scheduler would raise it again.
-        """
+        """Hash the prompt. Never raises, because the scheduler would raise it again."""
         try:
             prompt, cause = prompt_of(self._namespace, request, rules, self._adapters, self._media)
             if prompt is None:
@@ -547,7 +486,6 @@ class SchedulerSide:
         return None
 
     def _say_once(self, request: "Request", cause: str) -> None:
-        """Log why a request is not cached, once for each cause; `not_named` counts them."""
         if cause not in self._not_named and len(self._not_named) < _MOST_CAUSES:
             self._not_named.add(cause)
             log.warning(
@@ -559,10 +497,6 @@ class SchedulerSide:
     def _name_on(
         self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int
     ) -> Prompt | None:
-        """Hash the first `num_tokens` tokens of prompt and generated text, on the lookup thread.
-
-        Never raises.
-        """
         prompt = naming.result()
         end = num_tokens - self._config.skip_last_n_tokens
         if prompt is not None and end > prompt.num_tokens:
@@ -575,11 +509,6 @@ class SchedulerSide:
         return prompt
 
     def _patience(self, num_tokens: int, computed_tokens: int) -> float:
-        """Return the longest wait for a lookup, in seconds.
-
-        It is the time to compute the rest of the prompt, at least `call_timeout_s`, at most
-        `arrival_timeout_s`.
-        """
         client = self._config.client
         compute_s = self._costs.compute_s(num_tokens, computed_tokens)
         return max(client.call_timeout_s, min(compute_s, client.arrival_timeout_s))
@@ -592,13 +521,6 @@ class SchedulerSide:
         have_tokens: int,
         computed_tokens: int,
     ) -> Hit | None:
-        """Look up the prompt, on the lookup thread. Never raises.
-
-        asking: the request's id, its tokens and its computed tokens, if the hit is to be capped
-            where loading stops being faster; else None
-        have_tokens: a hit that is not longer than this is useless
-        computed_tokens: the tokens that the engine has computed already
-        """
         prompt = None if naming.cancelled() else naming.result()
         followed.is_lost = False
         try:
@@ -624,10 +546,6 @@ class SchedulerSide:
         return None
 
     def _look_again(self, followed: _Followed, hit: Hit, settle: bool) -> Hit | None:
-        """Refresh a hit whose chunks still arrive, on the lookup thread. Never raises.
-
-        settle: end the waiting; the hit keeps the chunks that have arrived
-        """
         try:
             if settle:
                 hit.settle()
@@ -645,16 +563,12 @@ class SchedulerSide:
         return None
 
     def _note_loss(self, followed: _Followed) -> None:
-        """Record that the node was lost, on the lookup thread."""
         compute_s = self._costs.compute_s(followed.request.num_tokens, followed.computed_tokens)
         followed.compute_s = min(compute_s, followed.patience_s)
         followed.is_lost = True
 
     def _asked(self, prompt: Prompt) -> Prompt:
-        """Return the part of the prompt to look up: all, or all but its last token.
-
-        The last token is computed again. Some models do not allow it to be part of the hit.
-        """
+        """Leave out the prompt's last token, if the model does not allow it in a hit."""
         if (
             self._geometry.whole_prompt_fits
             or self._config.skip_last_n_tokens
@@ -664,7 +578,6 @@ class SchedulerSide:
         return prompt.until(prompt.num_tokens - 1)
 
     def _tell(self, took: Took) -> None:
-        """Report a request's timing to the cache, on the lookup thread. Never raises."""
         try:
             self._cache.came_of(
                 took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s
@@ -673,15 +586,15 @@ class SchedulerSide:
             log.debug("kvhold: %s", error)
 
     def _resolve(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
-        """Take the lookup's answer if it is there in time and final. False: not yet.
+        """Take the lookup's answer if it is there in time and final.
 
-        last: take the answer as it is. A late answer is a miss, and its hit is released.
+        last: take any answer; a late one is a miss
         """
         assert followed.lookup is not None
         assert followed.naming is not None
         began_s, hit, lookup = time.monotonic(), None, followed.lookup
         try:
-            # arrivals are slow: no pass waits for them
+            # no pass waits for arrivals
             hit = lookup.result(timeout=0 if followed.arriving else patience_s)
             followed.lookup = None
         except FutureTimeout:
@@ -727,14 +640,9 @@ class SchedulerSide:
         return True
 
     def _waits(self, followed: _Followed, now_s: float) -> bool:
-        """Whether a lookup that found the node lost waits for the next one. Ask again when it is
-        there.
-
-        It waits as long as computing the prompt would take. When the node has been away for longer
-        than that, and longer than a start takes, no lookup waits.
-        """
+        """Whether a lookup waits for the next node: at most as long as computing takes."""
         waited_s = now_s - followed.asked_s
-        followed.arriving = None  # a hit of the lost node is closed
+        followed.arriving = None
         if self._cache.connected:
             if followed.ask is not None and waited_s < followed.patience_s:
                 followed.lookup = self._lookups.submit(followed.ask)
@@ -766,16 +674,13 @@ class SchedulerSide:
         return self._adapters.use_of(adapter) if adapter is not None else None
 
     def _adapter_stays(self, followed: _Followed) -> bool:
-        """Whether the adapter's files are still the files that the request was named by."""
         adapter = followed.request.lora_request
         return adapter is None or self._adapters.is_unchanged(adapter)
 
     def _saves_decode(self, followed: _Followed) -> bool:
         """Whether generated tokens are stored.
 
-        Not for a session that continues its prompt after an answer: the added prompt may contain
-            more
-        than tokens.
+        Not for a resumable session, whose later prompts may contain more than tokens.
         """
         return self._config.save_decode and not followed.request.resumable
 
@@ -784,7 +689,6 @@ class SchedulerSide:
 
     def _let_go(self, followed: _Followed) -> None:
         if followed.lookup is not None and not followed.lookup.cancel():
-            # runs after the lookup, on the same thread
             self._lookups.submit(_close_late_hit, followed.lookup)
         followed.lookup = None
         hit, followed.hit, followed.arriving = followed.arriving or followed.hit, None, None
@@ -797,8 +701,7 @@ def _blocks(
 ) -> list[int]:
     """Return the blocks of the tokens from `first` to before `last`, padded with -1.
 
-    The list is as long as the chunks from `first` to before `unused`. -1 stands for a block that is
-    not to be written: it ends before `skipped`, begins after `last`, or left the engine's window.
+    -1: not written, because it ends before `skipped`, begins after `last`, or left the window.
     """
     size = part.group.block_tokens
     begin, end = max(first, skipped) // size, -(-last // size)
@@ -806,7 +709,7 @@ def _blocks(
     there[there == _NULL_BLOCK] = -1
     ids: list[int] = there.tolist()
     if part.group.attention == "state":
-        ids += [-1] * (end - begin - len(ids))  # the engine has no state for later blocks yet
+        ids += [-1] * (end - begin - len(ids))  # no state for later blocks yet
     return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)
 
 

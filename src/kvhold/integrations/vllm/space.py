@@ -1,6 +1,4 @@
-"""The names of this engine's KV: vLLM's configuration to a Namespace, and a request to a Prompt, or
-a refusal that says why.
-"""
+"""Name this engine's KV: its configuration as a Namespace, a request as a Prompt."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -31,10 +29,9 @@ log = logging.getLogger(__name__)
 def namespace_of(
     config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry, settings: Config
 ) -> Namespace:
-    """Return the namespace of this engine: the same for all engines whose KV is equal, and for no
-    others.
+    """Return the namespace: equal for exactly the engines whose KV is equal.
 
-    Raises LayoutError for weights, code or settings that cannot be told.
+    Raises LayoutError for weights, code or settings that cannot be identified.
     """
     model = config.model_config
     if model.model_weights and not settings.model_id:
@@ -59,16 +56,14 @@ def namespace_of(
 
 
 def layout_only(geometry: Geometry) -> Namespace:
-    """Return a namespace that no key is made with: what a worker needs, whose keys come from the
-    scheduler.
-    """
+    """Return a worker's namespace; its keys come from the scheduler."""
     return Namespace(model="", layout=geometry.layout, shards=geometry.shards)
 
 
 def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
-    """This host's node, told of the namespace.
+    """Join this host's node. Raises NodeError without a node.
 
-    Raises NodeError when none can be had; one that is lost right after that is looked for.
+    If it is lost right after, the engine starts without it.
     """
     client = connect(config, name=name)
     try:
@@ -79,11 +74,9 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
 
 
 def rules_of(request: "Request", config: Config, *, is_coded: bool) -> Rules:
-    """What the request may do with the cache: `kv_transfer_params: {"kvhold": {...}}`.
+    """Return the request's permissions.
 
-    is_coded: whether chunks hold less than the engine does (`memory_codec`)
-
-    Raises ConfigError for what is not understood, or cannot be kept with that codec.
+    Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds.
     """
     rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
     most = rules.terms.max_error
@@ -98,11 +91,7 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> Rules:
 def prompt_of(
     namespace: Namespace, request: "Request", rules: Rules, adapters: Adapters, media: Media
 ) -> tuple[Prompt | None, str]:
-    """Return the request's prompt by name, and nothing; or None, and why its KV cannot be named.
-
-    A request's KV is named if it depends on its tokens, media, adapter and salt alone, and these
-    can be told.
-    """
+    """Return the named prompt and an empty text; or None, and why its KV cannot be named."""
     if (
         request.prompt_token_ids is None
         or request.prompt_embeds is not None
@@ -132,6 +121,6 @@ def prompt_of(
     except (
         ValueError,
         TypeError,
-    ) as error:  # contents that lie over each other, or of unknown make
+    ) as error:  # overlapping contents, or unknown types
         log.debug("kvhold: %s", error)
         return None, "its images, video or audio cannot be told"

@@ -1,12 +1,7 @@
-"""The connector's counters for vLLM: for its log, and for Prometheus beside vLLM's own metrics.
+"""Count the connector's work, for vLLM's log and for Prometheus.
 
-    tally = Tally()
-    tally.looked_up(1000, sources={"ram": 768}, reason="never_stored")
-    stats = tally.take()
-
-Every token of every lookup is counted once: as a hit, by its tier, or as a miss, by the reason. So
-looked up = found + missed. Every byte copied between blocks and the arena is counted once, where it
-is copied.
+Every looked-up token is counted once, as a hit or a miss. Every byte copied between blocks and the
+arena is counted once.
 """
 
 import threading
@@ -61,12 +56,12 @@ METRICS: dict[str, tuple[str, str]] = {
 class Tally:
     """Counters until they are taken. Any thread.
 
-    The connector adds the miss reasons that the cache cannot know:
+    The connector's own miss reasons:
 
     - `below_minimum`: less than a block
-    - `not_named`: the KV depends on something that kvhold cannot identify
+    - `not_named`: the KV depends on something unidentified
     - `no_answer`: no node, or too late
-    - `not_awaited`: the node was restarting, and waiting took longer than computing
+    - `not_awaited`: the node was restarting, and computing was faster
     """
 
     def __init__(self) -> None:
@@ -74,14 +69,13 @@ class Tally:
         self._counts: dict[str, float] = {}
 
     def add(self, name: str, value: float, label: str = "") -> None:
-        """Add `value` to a metric."""
         assert bool(METRICS[name][0]) == bool(label), "a metric has a label or none"
         with self._lock:
             key = f"{name}:{label}" if label else name
             self._counts[key] = self._counts.get(key, 0) + value
 
     def looked_up(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
-        """Count the answer of a lookup of `num_tokens` tokens. reason: why the rest is missing."""
+        """Count a lookup. reason: why the rest is missing."""
         found = sum(sources.values())
         self.add("lookup_tokens", num_tokens)
         for source, tokens in sources.items():
@@ -90,14 +84,13 @@ class Tally:
             self.add("missed_tokens", num_tokens - found, reason)
 
     def take(self) -> "Stats | None":
-        """Return the counts since the last call; None if there are none."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return Stats(counts) if counts else None
 
 
 class Stats(KVConnectorStats):
-    """Counts for vLLM's logger: `{"name" or "name:label": number}`."""
+    """Counts: `{"name" or "name:label": number}`."""
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
@@ -115,8 +108,6 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The same counts as counters `vllm:kvhold_...`, with vLLM's own labels."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._counters = {

@@ -1,4 +1,4 @@
-"""The loads and stores that the scheduler sends to the workers in one step."""
+"""The scheduler's orders to the workers for one step."""
 
 from dataclasses import dataclass, field
 
@@ -11,16 +11,13 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 @dataclass(frozen=True)
 class Load:
-    """Load a hit into blocks: beside the forward passes, or inside this step's pass.
+    """Load a hit into blocks: beside the passes, or inside this step's pass.
 
-    ticket:      the hit's ticket, which each worker claims for its shards
-    first_chunk: number of the first chunk needed
-    block_ids:   for each part of the geometry: the engine's blocks, from that chunk's first block
-        on; -1 for a block that is not to be written
-    inside:      the step's pass computes the rest of the request, and waits for each layer
-    patience_s:  the longest wait for the claim, after which computing is better; 0: the deadline of
-        any call
-    adapter:     the adapter of the KV; None: the model itself
+    ticket: for each worker's claim
+    block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
+    inside: the step's pass computes the rest, and waits for each layer
+    patience_s: the longest wait for the claim; 0: any call's deadline
+    adapter: None: the model itself
     """
 
     request_id: str
@@ -34,13 +31,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """Copy chunks out of blocks, after the forward pass that completes them.
+    """Copy chunks out of blocks, after the pass that completes them.
 
-    block_ids: for each part of the geometry: the blocks of `names`, in order; -1 for a block that
-        the engine has freed already
-    terms:     the terms of storage
-    last:      the request has ended; its blocks are kept until the workers have copied them
-    adapter:   the adapter of the KV; None: the model itself
+    block_ids: for each part, the blocks of `names`; -1: freed by the engine
+    last: the request has ended; its blocks are kept until the copy
     """
 
     request_id: str
@@ -53,10 +47,7 @@ class Store:
 
 @dataclass
 class Steps(KVConnectorMetadata):
-    """The work of one step.
-
-    computes: whether the engine computes anything in it. If not, it can wait for loads.
-    """
+    """One step. If it computes nothing, the engine can wait for loads."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)

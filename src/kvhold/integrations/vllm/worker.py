@@ -1,13 +1,10 @@
-"""The connector in a worker's process: copies between the engine's blocks and the node's arena.
+"""Copy between the engine's blocks and the node's arena, in a worker's process.
 
-Loads run on a thread of their own, beside the forward passes; their requests wait outside the
-passes. Stores run on a second thread. Memory is reserved during the pass. The blocks are read right
-after it, while the engine samples and plans. The next pass waits for these reads, because it may
-give the blocks to another request.
+Loads run on their own thread, while their requests wait. Stores run on a second thread: it reserves
+memory during the pass and reads the blocks right after it. The next pass waits for these reads,
+because it may reuse the blocks.
 
-If a load fails, its blocks are reported and vLLM computes them. If a store fails, a later lookup
-misses. Damaged chunks fail only their own blocks: vLLM keeps the blocks before the first failed one
-and computes from there on.
+vLLM computes failed loads, and KV from the first damaged chunk on. A failed store is a later miss.
 """
 
 import logging
@@ -49,28 +46,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WARM_BYTES = 1 << 30  # the engine's first blocks, which it will use first
-# Wait for a load in a step that computes nothing: about as long as vLLM would sleep and step in
-# vain. New requests wait as long.
+_WARM_BYTES = 1 << 30
+# for a load, in a step that computes nothing
 _IDLE_WAIT_S = 0.005
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A load that has ended. `failed_blocks` did not get their KV."""
-
     request_id: str
     failed_blocks: list[int]
 
 
 @dataclass(frozen=True)
 class _Reserving:
-    """A pending reservation of memory, for the chunks of one shard that a pass completes.
-
-    pieces: the copies' pieces, if they are copied a layer at a time inside the pass
-    layers: the copies of these layers
-    """
-
     store: Store
     shard: int
     room: "Future[Room | None]"
@@ -78,7 +66,7 @@ class _Reserving:
     layers: "list[Future[Transfer]]" = field(default_factory=list)
 
     def layer_copies(self) -> list[Transfer]:
-        """Return the layer copies that were submitted. Call it after the pass."""
+        """Return the submitted layer copies. Call it after the pass."""
         return [layer.result() for layer in self.layers if layer.exception() is None]
 
 
@@ -97,8 +85,6 @@ class _Reading:
 
 
 class WorkerSide:
-    """One worker's copies."""
-
     def __init__(
         self,
         config: Config,
@@ -114,13 +100,10 @@ class WorkerSide:
     ) -> None:
         """Join the node and start the copy threads.
 
-        rank: this worker's number in its engine
-        num_blocks: the engine's blocks, the same for all its KV cache groups
-        name: the name that `kvhold clients` shows
-        layerwise: load and store a layer at a time, inside the passes (`layerwise.refusal` is
-            empty)
-        adapters: the adapters that vLLM has loaded in this process; None: no adapters
-        copier: the copier of the blocks' device; None: the host's
+        num_blocks: the engine's blocks, equal for all its groups
+        name: shown by `kvhold clients`
+        adapters: None: no adapters
+        copier: None: `register` chooses it by the blocks' device
         """
         self._config = config
         self._namespace = namespace
@@ -141,7 +124,7 @@ class WorkerSide:
         }
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load", **placed)
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store", **placed)
-        self._settler = self._storer  # on the host, the thread that reads has finished the copy
+        self._settler = self._storer  # on the host, reading ends the copy
         self._layerwise: Layerwise | None = None
         if layerwise:
             self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer", **placed)
@@ -153,21 +136,19 @@ class WorkerSide:
         self._reading: list[tuple[_Reserving, Future[_Reading]]] = []
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
-        self._loading = 0  # started loads that `take_loaded` has not returned
+        self._loading = 0  # loads that `take_loaded` has not returned
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
 
     @property
     def socket(self) -> Path:
-        """The path of the node's socket."""
         return self._cache.path
 
     def register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Learn where the engine's blocks are, and prove that copies are exact.
 
-        Raises LayoutError if the tensors differ from the scheduler side's geometry, or if a copy
-        does not come back unchanged.
+        Raises LayoutError if the geometry or a copy is wrong, and DeviceError.
         """
         self._choose_copier(str(next(iter(kv_caches.values())).device))
         self._views = {shard: [] for shard in self._held}
@@ -192,28 +173,20 @@ class WorkerSide:
         views = [view for of_shard in self._views.values() for view in of_shard]
         warm_up(views[0].device, views)
         self._warm_pages(views)
-        # the keeper's thread, the touchers and the copy threads were started by the engine's thread
         place_own_threads(self._config.client.cores)
 
     def _choose_copier(self, device: str) -> None:
-        """Choose and prepare the copier of a device.
-
-        Raises LayoutError for a device without a copier, and DeviceError.
-        """
         if self._is_copier_given or device == "cpu":
             return
         self._copier = copier_for(device, threads=self._threads, cache=self._cache)
-        # settling waits for the device; reading must not wait behind it
+        # settling waits for the device, reading must not
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="kvhold-settle")
         self._copier.prepare()
         if self._layerwise is not None:
             self._layerwise.use(self._copier)
 
     def _blocks_of(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return a layer's tensor with the engine's blocks as its first axis.
-
-        A kernel's smaller blocks become the second axis.
-        """
+        """Make the engine's blocks the tensor's first axis."""
         if tensor.shape[0] == self._num_blocks:
             return tensor
         if tensor.shape[0] % self._num_blocks:
@@ -223,16 +196,13 @@ class WorkerSide:
         return tensor.unflatten(0, (self._num_blocks, -1))
 
     def _warm_pages(self, views: list[View]) -> None:
-        """Map the arena and fault in the engine's first blocks.
-
-        Otherwise the first hit waits for the page faults (0.7 ms a MiB).
-        """
+        """Fault in arena and blocks: 0.7 ms a MiB in the first hit otherwise."""
         try:
             self._cache.arena_buffer.size  # noqa: B018 - the first access maps it
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
         if views[0].device == "cpu":
-            # groups may share memory: each address counts once
+            # groups may share memory
             first = {int(address): view for view in views for address in view.table[:, 0]}
             most = min(_WARM_BYTES, available_bytes() // 16) // len(first)
             regions = [
@@ -242,18 +212,15 @@ class WorkerSide:
             self._toucher = Toucher(regions).start()
 
     def begin(self, steps: Steps) -> None:
-        """Before the pass: reserve memory for the chunks that it will complete."""
         self.end_reading()
         self._reserved = [
             _Reserving(store, shard, self._storer.submit(self._reserve, store, shard))
             for store in steps.stores
             for shard in self._stored
         ]
-        # they are reported after this pass, even if it fails
         self._stored_last.update(store.request_id for store in steps.stores if store.last)
 
     def start_loads(self, steps: Steps) -> None:
-        """Start the loads. `take_loaded` reports their ends."""
         beside = [load for load in steps.loads if not load.inside]
         mark = self._copier.mark() if beside else None
         for load in beside:
@@ -263,14 +230,13 @@ class WorkerSide:
             self._layerwise.begin([load for load in steps.loads if load.inside], self._prepare)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """In the pass, before the layer's attention: wait for this layer of the pass's loads."""
         if self._layerwise is not None:
             self._layerwise.wait(layer_name)
 
     def save_layer(self, layer_name: str) -> None:
-        """In the pass, after the layer's attention: copy this layer of the completed chunks.
+        """After a layer's attention: copy it out of the completed chunks.
 
-        Chunks without reserved memory by then are copied after the pass.
+        Chunks without memory by then are copied after the pass.
         """
         if self._layerwise is None:
             return
@@ -291,17 +257,15 @@ class WorkerSide:
                 one.layers.append(saving)
 
     def store(self, *, computed: bool = True) -> None:
-        """After the pass: copy and commit the chunks that it completed.
+        """After the pass: copy and commit its chunks, with one deadline for all.
 
-        All stores of a pass share one deadline.
-
-        computed: False if the pass failed. Its blocks hold no KV, and its stores are dropped.
+        computed: False if the pass failed; its stores are dropped
         """
         reserved, self._reserved = self._reserved, []
         if self._layerwise is not None:
             if not self._layerwise.saved():
                 for one in reserved:
-                    one.pieces.clear()  # copy all layers now
+                    one.pieces.clear()
             for failed in self._layerwise.end().values():
                 self.tally.add("failed_loads" if failed else "loads", 1)
                 self._failed_blocks.update(failed)
@@ -313,17 +277,16 @@ class WorkerSide:
             if computed
             else []
         )
-        for one, read in self._reading:  # after all reads, because the next pass waits for those
+        for one, read in self._reading:  # the next pass waits for the reads
             self._settler.submit(_settle, one, read)
         if not computed:
             for one in reserved:
                 self._drop(one)
 
     def end_reading(self) -> None:
-        """Before blocks are written: submit the last pass's copies, and fence the later work.
+        """Before blocks are written: submit the last pass's copies and fence later work.
 
-        A copy that has not begun in time (the node hangs) is dropped. A copy that has begun is
-        waited for.
+        Copies that have not begun in time are dropped.
         """
         reading, self._reading = self._reading, []
         if not reading:
@@ -339,12 +302,10 @@ class WorkerSide:
             self._copier.fence(one.layer_copies() if read.cancelled() else read.result().transfers)
 
     def _drop(self, one: _Reserving) -> None:
-        """Cancel a pending reservation, or release its memory."""
         if not one.room.cancel():
             self._settler.submit(_settle, one, None)
 
     def _read(self, one: _Reserving, mark: Mark | None) -> _Reading:
-        """Submit the copies, on the store thread. The memory was reserved there before."""
         reading = _Reading(one.layer_copies())
         room = one.room.result()
         if room is None or not self._is_of(one.store.adapter):
@@ -361,19 +322,17 @@ class WorkerSide:
             reading.is_lost = True
         except Exception:  # the future's exception is never read
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
-        return reading  # even after an error the submitted copies are waited for
+        return reading
 
     def take_stored(self) -> set[str]:
-        """Return the ended requests whose blocks are not needed any more."""
+        """Return the ended requests whose blocks are free."""
         stored, self._stored_last = self._stored_last, set()
         return stored
 
     def take_loaded(self, *, idle: bool = False) -> set[str]:
-        """Return the requests whose loads have ended since the last call.
+        """Return the requests of newly ended loads.
 
-        Their failed blocks are then in `take_failed_blocks`.
-
-        idle: the engine has nothing to compute; wait 5 ms for a load that is under way
+        idle: the engine computes nothing; wait `_IDLE_WAIT_S` for a load
         """
         ended: set[str] = set()
         while self._loading:
@@ -388,24 +347,21 @@ class WorkerSide:
             self._loading -= 1
             ended.add(loaded.request_id)
             if loaded.failed_blocks and len(self._geometry.parts) > 1:
-                # with several groups, vLLM accepts no block numbers
+                # vLLM accepts no block numbers then
                 self._failed_requests.add(loaded.request_id)
             else:
                 self._failed_blocks.update(loaded.failed_blocks)
         return ended
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks of ended loads that hold no KV."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """Return the requests of failed loads, if there are several KV cache groups."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def close(self) -> None:
-        """Finish the work that is under way, then leave the node."""
         if self._toucher is not None:
             self._toucher.stop()
         self._loader.shutdown(wait=True)
@@ -427,12 +383,12 @@ class WorkerSide:
             )
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
-        except Exception:  # the engine's step would raise it
+        except Exception:
             log.exception("kvhold: reserve for request %s", store.request_id)
         return None
 
     def _groups(self, store: Store) -> npt.NDArray[np.bool_] | None:
-        """[parts, chunks]: whether a part still has all blocks of a chunk; None: all have all."""
+        """[parts, chunks]: whether a part has all blocks of a chunk; None: all do."""
         if all(min(ids, default=0) >= 0 for ids in store.block_ids):
             return None
         num_tokens = store.names.num_tokens(self._namespace.layout)
@@ -444,7 +400,6 @@ class WorkerSide:
         )
 
     def _pieces_of(self, store: Store, shard: int, room: Room) -> list[Piece]:
-        """Return the granted chunks with their blocks."""
         pieces = []
         for number, (view, ids) in enumerate(zip(self._views[shard], store.block_ids, strict=True)):
             places = room.chunks(number)
@@ -460,10 +415,6 @@ class WorkerSide:
         self.tally.add("stored_chunks", len(room.granted))
 
     def _prepare(self, load: Load, stack: ExitStack) -> list[Piece]:
-        """Claim a hit that is loaded inside a pass, on the load thread.
-
-        Raises KVHoldError if the hit is gone.
-        """
         self._check_adapter(load)
         pieces: list[Piece] = []
         for shard in self._held:
@@ -482,12 +433,7 @@ class WorkerSide:
         )
 
     def _load(self, load: Load, mark: Mark | None) -> None:
-        """Claim a hit, copy it and report the end, on the load thread.
-
-        The end is reported after any error, too.
-
-        mark: the copies begin after this point of the engine's work
-        """
+        """Claim a hit, copy it after `mark` and report the end, after errors too."""
         began_s = time.monotonic()
         failed, damaged = blocks_of(load), list[int]()
         loans: list[Loan] = []
@@ -526,15 +472,13 @@ class WorkerSide:
             self.tally.add("failed_loads" if failed else "loads", 1)
             self.tally.add("load_seconds", time.monotonic() - began_s)
             self._finished.put(_Loaded(load.request_id, failed))
-            for loan in loans:  # released after the report: the engine need not wait for it
+            for loan in loans:
                 loan.close()
 
     def _is_of(self, adapter: AdapterUse | None) -> bool:
-        """Whether vLLM computes with the adapter files that the KV is named by."""
         return adapter is None or self._adapters.match(adapter)
 
     def _check_adapter(self, load: Load) -> None:
-        """Raise KVHoldError if the load's KV must not be mixed with the KV that vLLM computes."""
         if not self._is_of(load.adapter):
             raise KVHoldError(
                 "vLLM has loaded its adapter from other files than the KV is named by, or "
@@ -542,10 +486,7 @@ class WorkerSide:
             )
 
     def _scatter(self, load: Load, shard: int, loan: Loan, mark: Mark | None) -> list[int]:
-        """Copy one shard's chunks into their blocks. Returns the blocks of damaged chunks.
-
-        All other blocks have their KV.
-        """
+        """Copy one shard's chunks in. Return the damaged blocks."""
         pieces = self._pieces_into(load, shard, loan)
         damage = self._copier.scatter(pieces, after=mark).wait()
         damaged: list[int] = []
@@ -555,10 +496,6 @@ class WorkerSide:
         return damaged
 
     def _pieces_into(self, load: Load, shard: int, loan: Loan) -> list[Piece]:
-        """Return a hit's chunks of one shard, with their blocks.
-
-        Raises KVHoldError if a chunk is absent.
-        """
         pieces = []
         for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
             piece = Piece(view, np.array(ids, dtype=np.int64), loan.buffer, loan.chunks(number))
@@ -569,7 +506,7 @@ class WorkerSide:
 
 
 def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """[chunks]: whether all blocks of each chunk are present."""
+    """[chunks]: whether all blocks are present."""
     counts = -(-num_tokens // part.group.block_tokens)
     ends = np.cumsum(counts)
     there = np.array(ids, dtype=np.int64) >= 0
@@ -579,7 +516,7 @@ def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt
 
 
 def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> None:
-    """Raise KVHoldError if a block of the load gets no bytes: its KV would be wrong."""
+    """Raise KVHoldError if a block gets no bytes, which would be wrong KV."""
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     absent = np.repeat(places.offsets == ABSENT, per_chunk)
     if (absent & (blocks >= 0)).any():
@@ -590,14 +527,12 @@ def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
 
 
 def _nbytes(view: View, places: ChunkBytes) -> int:
-    """The bytes of the chunks that have a place."""
     there = places.num_tokens[places.offsets != ABSENT]
     return sum(view.group.layers * view.group.layer_bytes(int(num_tokens)) for num_tokens in there)
 
 
 @cache
 def _warn_of_infinity() -> None:
-    """Warn once in this process."""
     log.warning(
         "kvhold: KV with an infinity or a NaN cannot be kept with memory_codec; such "
         "chunks are not stored"
@@ -605,10 +540,7 @@ def _warn_of_infinity() -> None:
 
 
 def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
-    """Commit the copied chunks and release the rest, on the settle thread.
-
-    Logs its exceptions, because its future is never read.
-    """
+    """Commit the copied chunks and release the rest."""
     room = None if one.room.cancelled() else one.room.result()
     if room is None:
         return

@@ -1,6 +1,4 @@
-"""What a vLLM engine's KV is named by: see `walk.py` for the facts, `tables.py` and
-`environment.py` for what is left out and why.
-"""
+"""Name a vLLM engine's KV by the facts of `walk.py`."""
 
 from kvhold.integrations.vllm.naming.walk import engine_facts
 

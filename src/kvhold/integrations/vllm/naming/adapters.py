@@ -1,19 +1,11 @@
-"""Which LoRA adapter a request uses, by the content that its files have and always had.
+"""Name a request's LoRA adapter by the content of its files.
 
-    name = Adapters().name_of(request.lora_request)     # None: it cannot be told; then nothing of
-    the request is cached
+vLLM loads adapters without telling the connector. After a change of the files, a worker may have
+either content. So the adapter is not cached until the engine restarts or the adapter gets another
+number.
 
-vLLM loads an adapter when a request first needs it, evicts it when others need its place, and loads
-it from its files again. So once the files at a path have changed, a worker may have either state,
-and which one it has is not told to a connector. From then on requests of that adapter are not
-cached, until the engine starts again or the adapter is loaded under another number. A step's KV is
-stored only if the files are unchanged when it is planned.
-
-vLLM may also load an adapter ahead of its first request (`/v1/load_lora_adapter`,
-`--lora-modules`), which a connector is not told either. Where the files are older than the engine,
-every load of this engine found them as they are now. Where they are newer, only the workers can say
-what was loaded (`loads.py`): with each load and store they get the adapter as it was named
-(`use_of`), and compare. One thread, but for `is_unchanged` and `use_of`.
+Files older than the engine had one content in every load. For newer files, the workers compare the
+name with their loads (`loads.py`). One thread, except for `is_unchanged` and `use_of`.
 """
 
 import logging
@@ -37,11 +29,9 @@ MARGIN_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class AdapterUse:
-    """The adapter that some KV belongs to.
+    """The adapter of some KV.
 
-    number:   vLLM's for it
-    path:     of its files
-    identity: of their content, by which the KV is named; empty: it cannot be told any more
+    identity: digest of the files; empty: unknown
     is_newer: the files are newer than the engine
     """
 
@@ -53,12 +43,7 @@ class AdapterUse:
 
 @dataclass
 class _Known:
-    """An adapter's files as they were when they were named.
-
-    name:     None once they have changed
-    identity: of their content
-    is_newer: than the engine
-    """
+    """A named adapter's files. `name` is None once they have changed."""
 
     stamp: Stamp
     name: str | None
@@ -67,19 +52,16 @@ class _Known:
 
 
 class Adapters:
-    """The adapters of one engine. Make it before the engine loads any."""
+    """One engine's adapters. Make it before the engine loads any."""
 
     def __init__(self, can_observe: Callable[[], bool] = lambda: False) -> None:
-        """can_observe: whether the workers see what vLLM loads; else no newer adapter is named."""
+        """can_observe: whether the workers see vLLM's loads."""
         self._can_observe = can_observe
         self._oldest_load_ns = time.time_ns()
         self._known: dict[tuple[int, str, str], _Known] = {}
 
     def name_of(self, adapter: Any) -> str | None:
-        """Return the name of a request's adapter, as vLLM's LoRARequest has it.
-
-        None: not to be cached; a warning has said why.
-        """
+        """Return the adapter's name; None: not cached, logged why."""
         known_as = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         known = self._known.get(known_as)
         try:
@@ -105,10 +87,7 @@ class Adapters:
         return known.name
 
     def is_unchanged(self, adapter: Any) -> bool:
-        """Return whether a named adapter's files are still as they were.
-
-        Any thread; some 20 microseconds.
-        """
+        """Whether a named adapter's files are unchanged (20 microseconds)."""
         known = self._known.get((adapter.lora_int_id, adapter.lora_name, adapter.lora_path))
         try:
             return (
@@ -120,16 +99,15 @@ class Adapters:
             return False
 
     def use_of(self, adapter: Any) -> AdapterUse:
-        """Return the adapter as its KV is named, for the workers. Any thread."""
         known = self._known.get((adapter.lora_int_id, adapter.lora_name, adapter.lora_path))
         if known is None or known.name is None:
             return AdapterUse(adapter.lora_int_id, adapter.lora_path, "", is_newer=True)
         return AdapterUse(adapter.lora_int_id, adapter.lora_path, known.identity, known.is_newer)
 
     def _check_age(self, adapter: Any) -> bool:
-        """Return whether this engine may have loaded the files before they were as they are.
+        """Whether this engine may have loaded an earlier content.
 
-        Raises LayoutError where that cannot be told.
+        Raises LayoutError if the workers cannot tell.
         """
         is_newer = last_change(adapter.lora_path) > self._oldest_load_ns - MARGIN_NS
         if is_newer and not self._can_observe():
@@ -141,7 +119,6 @@ class Adapters:
         return is_newer
 
     def _look_again(self, known: _Known, adapter: Any, stamp: Stamp) -> None:
-        """Something about the files has changed: their content, or their times alone."""
         name = f"{adapter.lora_name}={adapter_identity(adapter.lora_path)}"
         if name == known.name:
             known.stamp = stamp
@@ -156,7 +133,6 @@ class Adapters:
         )
 
     def names(self) -> dict[tuple[int, str, str], str]:
-        """Return the adapters that are named now, by vLLM's number, name and path."""
         return {
             known_as: known.name
             for known_as, known in self._known.items()
@@ -165,14 +141,12 @@ class Adapters:
 
 
 def has_settled(path: str) -> bool:
-    """Return whether an adapter's files last changed so long ago that any change from now on gets
-    another time.
-    """
+    """Whether any later change gives the files another time."""
     return last_change(path) < time.time_ns() - MARGIN_NS
 
 
 def stamp_of(path: str) -> Stamp:
-    """What tells a change of an adapter's files without reading them."""
+    """Return marks that change with the files."""
     marks = []
     for file in adapter_places(path):
         status = file.stat()
@@ -183,11 +157,9 @@ def stamp_of(path: str) -> Stamp:
 
 
 def last_change(path: str) -> int:
-    """When an adapter's files, its folder, or a link on the way to them last changed, in
-    nanoseconds since 1970.
+    """Return when files, folder or links last changed, in ns since 1970.
 
-    What another file is moved to or linked to has an old time of its own, so the folder and the
-    links count, too.
+    A moved or linked file keeps its old time.
     """
     places = adapter_places(path)
     times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]
@@ -199,7 +171,6 @@ def _changed(status: os.stat_result) -> int:
 
 
 def _times_of_links(path: Path, depth: int = 0) -> Iterator[int]:
-    """When each symbolic link on the way to a file was made, in nanoseconds since 1970."""
     if depth > 40:  # more than the system follows
         raise LayoutError(f"{path} is a link to a link, and so on")
     for place in (path, *path.parents):

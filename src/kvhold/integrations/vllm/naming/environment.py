@@ -1,10 +1,6 @@
-"""Which environment variables are part of a namespace: all of vLLM's own, and those of the
-libraries that compute, less the harmless.
+"""Name the environment variables that shape KV: vLLM's and the libraries', less the harmless.
 
-    environment_facts()  # {"environment.VLLM_BATCH_INVARIANT": "'1'", ...}, of those that are set
-
-The text of a variable that is set is a fact as it stands; one that is not set is none. A VLLM_...
-variable that no table knows is named.
+A VLLM_... variable that no table knows is named.
 """
 
 import os
@@ -175,12 +171,10 @@ _IGNORED = frozenset(name for names in HARMLESS.values() for name in names.split
 
 
 def is_named(name: str) -> bool:
-    """Return whether a variable of vLLM's is part of the name where it is set."""
     return name not in _IGNORED and (name in NAMED or name.startswith("VLLM_"))
 
 
 def environment_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that are set and named, those of libraries too, as facts."""
     environ = os.environ if environ is None else environ
     return {
         f"environment.{name}": repr(environ[name]) for name in sorted(environ) if is_named(name)

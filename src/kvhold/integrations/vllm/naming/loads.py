@@ -1,16 +1,10 @@
-"""Record the files that vLLM has loaded adapters from, in this worker's process.
+"""Record the files of each adapter that vLLM loads, in this worker's process.
 
-    loads = observed_loads()                # before the engine loads any adapter
-    loads.match(use)  # may this KV be loaded or stored under the adapter's name?
+vLLM does not tell a connector about its loads. So kvhold wraps the method that loads an adapter,
+and records the files' digest.
 
-vLLM names an adapter by a number. It loads the adapter when a request or the API needs it, evicts
-it, and loads it from its files again. A connector is not told about these loads, so kvhold wraps
-the method that loads an adapter. Each load is recorded with the digest of its files, if they did
-not change during the load.
-
-KV is loaded and stored only if all loads of the number had the content that the adapter is named
-by, and the files are unchanged since the last load. A vLLM without that method has no records
-(`can_observe`).
+KV is loaded and stored only if all loads of the number had the named content, and the files are
+unchanged since the last load.
 """
 
 import logging
@@ -26,17 +20,14 @@ from kvhold.integrations.weights import adapter_identity
 
 log = logging.getLogger(__name__)
 
-_MOST_LOADS = 100_000  # remembered loads; beyond them no adapter's KV is loaded or stored
-_MOST_DIGESTS = 1000  # remembered digests
+_MOST_LOADS = 100_000  # beyond them no KV is loaded or stored
+_MOST_DIGESTS = 1000
 _METHOD = "_load_adapter"
 
 
 @dataclass(frozen=True)
 class _Load:
-    """One load of an adapter.
-
-    identity: the files' digest; None if they changed during the load, or cannot be read
-    """
+    """One load. `identity` is None if the files changed during it."""
 
     path: str
     stamp: Stamp
@@ -48,12 +39,12 @@ class AdapterLoads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: dict[int, _Load] = {}  # by number
-        self._mixed: set[int] = set()  # numbers whose loads had different contents
-        self._digests: dict[tuple[str, Stamp], str] = {}  # of files that had settled before
+        self._last: dict[int, _Load] = {}
+        self._mixed: set[int] = set()  # numbers with several contents
+        self._digests: dict[tuple[str, Stamp], str] = {}
 
     def match(self, use: AdapterUse) -> bool:
-        """Whether vLLM computes with the content that the KV is named by, or will after a load."""
+        """Whether vLLM computes with the named content, or will after a load."""
         with self._lock:
             if use.number in self._mixed or len(self._last) >= _MOST_LOADS:
                 return False
@@ -66,7 +57,6 @@ class AdapterLoads:
             return False
 
     def note(self, number: int, load: _Load) -> None:
-        """Record that vLLM has loaded an adapter."""
         with self._lock:
             before = self._last.get(number)
             if load.identity is None or (before is not None and before.identity != load.identity):
@@ -75,8 +65,6 @@ class AdapterLoads:
                 self._last[number] = load
 
     def observing(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap vLLM's method so that it records its loads."""
-
         @wraps(load)
         def load_and_note(manager: Any, request: Any) -> Any:
             number, path = request.lora_int_id, request.lora_path
@@ -88,7 +76,7 @@ class AdapterLoads:
         return load_and_note
 
     def _content(self, path: str) -> tuple[Stamp, str | None]:
-        """Return the files' stamp and digest now. Never raises, because the engine would fail."""
+        """Return stamp and digest. Never raises, because the engine would fail."""
         try:
             stamp = stamp_of(path)
             if (known := self._digests.get((path, stamp))) is not None:
@@ -107,19 +95,17 @@ class AdapterLoads:
         return (), None
 
     def _found(self, path: str, before: tuple[Stamp, str | None]) -> _Load:
-        """Return the record of a load that has just ended."""
         stamp, identity = before
         same = identity is not None and self._content(path) == before
         return _Load(path, stamp, identity if same else None)
 
 
 def can_observe() -> bool:
-    """Whether this vLLM has the method that kvhold wraps."""
     return _manager() is not None
 
 
 def observed_loads() -> AdapterLoads:
-    """Return the loads of this process, observed from the first call on."""
+    """Return this process's loads. Call it before the engine loads any adapter."""
     manager = _manager()
     if manager is not None and not hasattr(getattr(manager, _METHOD), "kvhold_loads"):
         method = _loads.observing(getattr(manager, _METHOD))

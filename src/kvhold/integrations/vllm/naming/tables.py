@@ -1,10 +1,8 @@
-"""Which fields of vLLM's configuration are part of a namespace, and which are not, with the reason.
+"""Which fields of vLLM's configuration name a namespace, and why the others do not.
 
-Each field of each class of vLLM 0.32 stands here once, as named or as harmless. What is named is so
-by default: a field that a later vLLM adds splits the cache until somebody has looked at it, which a
-test asks for. Harmless is a field that leaves every byte of KV as it is, or one whose effect is a
-fact of its own. A change of rounding that one engine makes by itself, from batch to batch, is no
-difference.
+Each field of vLLM 0.32 is listed once. A later field splits the cache until it is listed; a test
+asks for that. A field is harmless if it changes no byte of KV, or if its effect is a fact of its
+own.
 """
 
 from kvhold.core.naming import Table
@@ -44,7 +42,7 @@ _ALL_HARMLESS_SECTIONS = {
     CACHING: "kv_events_config",
     PLACES: "instance_id",
     SCHEDULING: "shutdown_timeout",
-    # made of the model's quantization settings; its class is a fact of its own
+    # its class is a fact of its own
     ELSEWHERE: "quant_config",
 }
 
@@ -81,8 +79,6 @@ TABLES: dict[str, Table] = {
             MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend "
             "sleep_mode_offload_cudagraph"
             " enable_nccl_comm_suspend enable_cumem_allocator",
-            # The weights, hf_config, and where they matter (walk.py) the seed and the longest
-            # prompt.
             ELSEWHERE: "model_weights revision _hf_config_revision config_format hf_overrides "
             "config_updated seed max_model_len"
             " original_max_model_len is_diffusion is_encoder_decoder",
@@ -93,7 +89,7 @@ TABLES: dict[str, Table] = {
         {
             PLACES: "_name_or_path _commit_hash transformers_version",
             SAMPLING: "id2label label2id problem_type",
-            # set while loading; vLLM computes by its own
+            # vLLM uses its own
             ELSEWHERE: "_attn_implementation_internal _experts_implementation_internal",
         },
     ),
@@ -240,7 +236,7 @@ TABLES: dict[str, Table] = {
         {
             ELSEWHERE: "target_model_config target_parallel_config draft_model_config "
             "draft_parallel_config",
-            # where something is drafted by a model, a fact of its own (walk.py)
+            # a fact of its own for a draft model
             LOADING: "draft_load_config",
             MEMORY: "suffix_decoding_max_cached_requests",
             SAMPLING: "rejection_sample_method synthetic_acceptance_rates "
@@ -267,7 +263,7 @@ TABLES: dict[str, Table] = {
             "traced_files static_forward_context"
             " static_all_moe_layers",
             SCHEDULING: "compile_ranges_endpoints",  # follows max_num_batched_tokens
-            ELSEWHERE: "enabled_custom_ops disabled_custom_ops",  # counted while the model is made
+            ELSEWHERE: "enabled_custom_ops disabled_custom_ops",
         },
     ),
     "PassConfig": Table.of(

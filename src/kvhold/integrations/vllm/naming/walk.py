@@ -1,11 +1,6 @@
-"""The facts of a vLLM engine: everything that it was configured with, less what the tables call
-harmless.
+"""Collect the facts of a vLLM engine: its configuration, less the harmless fields.
 
-    facts = engine_facts(vllm_config, kv_cache_config, settings)
-
-Every field of every config object, every KV cache group with its layers' names and their whole
-spec, the versions that compute, the processor, and the environment. What is no plain value makes
-the engine a LayoutError that names the field, unless the user shares it.
+A value that is not plain raises a LayoutError that names the field, unless the user shares it.
 """
 
 from pathlib import Path
@@ -33,7 +28,7 @@ _MODULES = {"vllm": vllm, "torch": torch, "transformers": transformers}
 _LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "compressed-tensors")
 _OPEN_PACKAGES = ("vllm", "transformers", "transformers_modules", "compressed_tensors")
 _PLACES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-# of a spec; the layout has them per shard
+# the layout has them per shard
 _PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"
 
 SHARES = {
@@ -47,16 +42,11 @@ SHARES = {
     ),
     "environment": ("environment.",),
 }
-"""Words of the setting `share`: the facts that are left out, or, where a text ends in a dot, all
-that begin with it.
-"""
+"""Words of the setting `share`, and the facts that each leaves out; a dot at the end: a prefix."""
 
 
 def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Facts:
-    """The facts of this engine.
-
-    Raises LayoutError for what cannot be named, ConfigError for a `share` that shares nothing.
-    """
+    """Raises LayoutError for a value that cannot be named, ConfigError for a useless `share`."""
     left_out = shared_names(settings)
     found: dict[str, str] = {}
     rules = _rules(left_out, per_shard=settings.head_shards > 0)
@@ -80,7 +70,6 @@ def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Conf
 
 
 def shared_names(settings: Config) -> tuple[str, ...]:
-    """The facts that the settings leave out, as names or beginnings of names."""
     names = [name for word in settings.share for name in SHARES.get(word, (word,))]
     if settings.head_shards:
         names += SHARES["tensor_parallel"]
@@ -88,15 +77,12 @@ def shared_names(settings: Config) -> tuple[str, ...]:
 
 
 def build_facts() -> dict[str, str]:
-    """The versions of what computes, and the processor."""
     found = {f"versions.{name}": repr(str(module.__version__)) for name, module in _MODULES.items()}
     return {**found, **version_facts(*_LIBRARIES), **processor_facts(), **_device_facts()}
 
 
 def _device_facts() -> dict[str, str]:
-    """What chooses kernels on the device. vLLM asks the driver for it, and not CUDA, which only
-    workers start.
-    """
+    """Read from the driver, because only the workers start CUDA."""
     facts = {"cpu.device": repr(str(current_platform.device_name))}
     if not current_platform.is_cpu():
         facts["device.name"] = repr(str(current_platform.get_device_name()))
@@ -108,7 +94,7 @@ def _device_facts() -> dict[str, str]:
 
 def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> Rules:
     tables = dict(TABLES)
-    if per_shard:  # engines of other widths have the same layout, but other numbers here
+    if per_shard:  # these differ between engines with equal layouts
         tables["KVCacheSpec"] = Table.of("", {ELSEWHERE: _PER_WORKER})
     return Rules(
         tables=tables,
@@ -126,7 +112,6 @@ def _is_shared(name: str, left_out: tuple[str, ...]) -> bool:
 
 
 def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) -> None:
-    """Fields that matter to some engines only."""
     model = config.model_config
     if any(
         "longrope" in text
@@ -151,10 +136,6 @@ def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) 
 
 
 def _add_draft_model(speculation: Any, rules: Rules, found: dict[str, str]) -> None:
-    """The model that drafts has KV beside the model's.
-
-    Raises LayoutError for weights or code that cannot be told.
-    """
     draft, where = speculation.draft_model_config, "vllm.draft_model_config"
     try:
         if draft.model_weights:
@@ -166,9 +147,7 @@ def _add_draft_model(speculation: Any, rules: Rules, found: dict[str, str]) -> N
         ) from None
     walk(draft, where, rules, found)
     found[f"{where}.weights"] = repr(weights)
-    found[f"{where}.max_model_len"] = text_of(
-        draft.max_model_len, "max_model_len"
-    )  # may choose long or short factors
+    found[f"{where}.max_model_len"] = text_of(draft.max_model_len, "max_model_len")
     if speculation.draft_load_config is not None:
         walk(speculation.draft_load_config, "vllm.draft_load_config", rules, found)
         if str(speculation.draft_load_config.load_format) == "dummy":
@@ -183,10 +162,9 @@ def _add_draft_model(speculation: Any, rules: Rules, found: dict[str, str]) -> N
 def _add_groups(
     config: "VllmConfig", kv_cache: "KVCacheConfig", rules: Rules, found: dict[str, str]
 ) -> None:
-    """Each group's layers, by name, and their whole spec.
+    """Add each group's layer names and spec.
 
-    With pipeline stages each process knows its own layers alone. Then the names are left out: which
-    layers a stage has follows from the configuration, all of which is named.
+    A pipeline stage knows only its own layers, so names are left out.
     """
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):
