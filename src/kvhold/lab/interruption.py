@@ -1,4 +1,4 @@
-"""SIGTERM ends a command in order: `with ending_in_order(): ...`."""
+"""`with ending_in_order(): ...` ends a command cleanly on SIGTERM."""
 
 import signal
 import sys
@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """SIGTERM ends what the command has started, engines, nodes and servers, on the way out, as
-    Ctrl-C does. The main thread's.
-    """
+    """Turn SIGTERM into SystemExit, so that child processes end, too. Main thread only."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield

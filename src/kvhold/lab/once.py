@@ -1,8 +1,4 @@
-"""Folders that are there whole or not at all, such as checkpoints made on this host: in the user's
-cache folder, under a name that tells their content.
-
-    path = make_once(root / f"tiny-{fingerprint(recipe)}", lambda folder: write(recipe, folder))
-"""
+"""Folders made atomically and kept in the user's cache."""
 
 import errno
 import hashlib
@@ -15,23 +11,19 @@ from typing import Any
 
 
 def default_root() -> Path:
-    """Where models are kept when nothing else is said."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvhold" / "models"
 
 
 def fingerprint(recipe: Any) -> str:
-    """12 hexadecimal digits of everything that decides a checkpoint's bytes, which JSON must be
-    able to hold.
-    """
+    """Return 12 hexadecimal digits of a recipe, which must be JSON."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """The folder `path`; if it is not there, `write` fills an empty one, which then gets that name.
+    """Return `path`. If it is missing, `write` fills an empty folder, which is then renamed.
 
-    Several processes may do so at once: one of them wins, and its folder is as good as the others'.
-    Raises OSError if the folder cannot be written, and what `write` raises; nothing is left behind
-    then.
+    Several processes may race. Raises OSError if the folder cannot be written, and the errors of
+    `write`; then nothing is left behind.
     """
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Types of options that several commands have."""
+"""Option types."""
 
 import math
 import os
@@ -12,18 +12,17 @@ from kvhold.core.sizes import parse_size
 if TYPE_CHECKING:
     _Parameter = click.ParamType[int]
 else:
-    _Parameter = click.ParamType  # click has not always been generic
+    _Parameter = click.ParamType
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
 class Size(_Parameter):
-    """The type of an option: bytes, or a number with a unit."""
+    """Bytes, or a number with a unit."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
         try:
             return parse_size(value)
         except ValueError as error:
@@ -31,14 +30,13 @@ class Size(_Parameter):
 
 
 class Number(click.FloatRange):
-    """A number within bounds, which NaN never is; infinity only where that is said."""
+    """A number within bounds; no NaN, and infinity only if `infinite`."""
 
     def __init__(self, least: float, *, min_open: bool = False, infinite: bool = False) -> None:
         super().__init__(min=least, min_open=min_open)
         self._infinite = infinite
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A float."""
         number = super().convert(value, param, ctx)
         if math.isnan(number) or (math.isinf(number) and not self._infinite):
             self.fail(f"{value} is no number that can be used here.", param, ctx)
@@ -46,17 +44,13 @@ class Number(click.FloatRange):
 
 
 class OutputFile(click.Path):
-    """A file that is written at the end of a run: that it cannot be is better known before.
-
-    endings: one of which its name must have, as a picture's
-    """
+    """A file written at the end of a run, checked before it. endings: allowed suffixes."""
 
     def __init__(self, *endings: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
         self._endings = endings
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """A path in a folder that exists and can be written to."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"{path}: there is no folder {path.parent}; make it first.", param, ctx)

@@ -1,17 +1,8 @@
-"""Codecs on one core: how much smaller, how fast, how far off, beside a memcpy of the same bytes.
+"""Codecs on one core: ratio, speed and error, beside a memcpy of the same bytes.
 
-    for row in rows(["lossless", "fp8"], {"synthetic": synthetic()}): ...
-
-A chunk of bfloat16 KV, a layer at a time, as tiers have it. All codecs and the memcpy are measured
-in turn, round by round, so that a neighbour's noise falls on all of them; numbers are medians. What
-comes back is compared with what went in, so a wrong codec ends this.
-
-What the KV is decides the ratio, so each row says it. Random normal numbers have no outliers; in
-trained models a few channels of keys are many times larger than the others, the same ones for every
-token, and values have none (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). `synthetic` is
-made like that. `from_model` is what a model computes; one with random weights has flat channels.
-`trained` is KV of the small model that `kvhold bench quality` asks, the one whose lost answers
-stand beside.
+All run in turn, so that noise falls on all; numbers are medians. The ratio depends on the KV:
+trained models have a few key channels many times larger than others (KIVI, Liu et al. 2024;
+KVQuant, Hooper et al. 2024), which `synthetic` imitates.
 """
 
 import time
@@ -36,20 +27,18 @@ LAYERS, TOKENS, HEADS, HEAD_DIM = (
     256,
     8,
     128,
-)  # 16 MiB: half a Llama-3-8B's layers, more than a core's own cache
-TRAINED_CHUNKS = 16  # of 256 KiB: small layers, as small models have
+)  # 16 MiB, more than a core's cache
+TRAINED_CHUNKS = 16
 
 
 @dataclass(frozen=True)
 class CodecRow:
     """One codec on one kind of KV.
 
-    ratio:             plain bytes / encoded bytes
-    enc_mb_s, dec_mb_s: plain bytes a second, in millions
-    error:             the largest |decoded - original| in a layer over the largest |original| in it, in the worst layer
-    accuracy_drop:     points of accuracy that `kvhold bench quality` finds lost, with the small
-                       trained model whatever KV the row is of; null where that was not measured
-    memcpy_mb_s:       the limit, in the same run
+    enc_mb_s, dec_mb_s: plain bytes / 1e6 a second
+    error:              largest |decoded - original| / largest |original|, in the worst layer
+    accuracy_drop:      points lost in `kvhold bench quality`; None: not measured
+    memcpy_mb_s:        the limit
     """
 
     codec: str
@@ -80,21 +69,17 @@ HEADING = (
 
 @dataclass(frozen=True)
 class Sample:
-    """Chunks, one behind the other: bfloat16 as uint16 [chunks * layers, planes, tokens, heads,
-    head_dim].
-    """
+    """Consecutive chunks, bfloat16 as uint16 [chunks * layers, planes, tokens, heads, head_dim]."""
 
     bits: Bits
     chunks: int = 1
 
     @property
     def layers(self) -> int:
-        """Of one chunk."""
         return len(self.bits) // self.chunks
 
     @property
     def layout(self) -> Layout:
-        """One group."""
         _, planes, tokens, heads, head_dim = self.bits.shape
         group = Group(
             layers=self.layers, planes=planes, heads=heads, head_dim=head_dim, dtype="bfloat16"
@@ -103,9 +88,7 @@ class Sample:
 
 
 def synthetic() -> Sample:
-    """Keys with channels of unlike sizes, one in 32 of them 8 to 16 times as large and off zero;
-    values that differ by token alone.
-    """
+    """Make KV like a trained model's: one key channel in 32 is 8 to 16 times as large."""
     rng = np.random.default_rng(0)
     shape = (LAYERS, TOKENS, HEADS, HEAD_DIM)
     channels = (LAYERS, 1, HEADS, HEAD_DIM)
@@ -125,7 +108,7 @@ def synthetic() -> Sample:
 
 
 def normal() -> Sample:
-    """Normal numbers of one size: the hardest case for outliers' sake, and no KV looks like it."""
+    """Make normal numbers of one size, unlike any KV."""
     return Sample(
         _bfloat16(
             np.random.default_rng(1).standard_normal(
@@ -136,9 +119,7 @@ def normal() -> Sample:
 
 
 def from_model(checkpoint: Path) -> Sample:
-    """The KV of the first tokens of a text, as the model of that folder computes it (float32), in
-    bfloat16. Needs transformers.
-    """
+    """Compute a text's KV. Needs transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -159,7 +140,6 @@ def from_model(checkpoint: Path) -> Sample:
 
 
 def trained() -> Sample:
-    """A chunk of each of some contexts of the small trained model. Raises NotMeasurable."""
     from kvhold.lab.bench.quality.run import trained_kv
 
     kv = trained_kv(TRAINED_CHUNKS)
@@ -174,16 +154,16 @@ def rows(
     *,
     drops: Mapping[str, float | None] | None = None,
 ) -> Iterator[CodecRow]:
-    """Measure each codec on each kind of KV. Raises ConfigError for a codec that is unknown or
-    cannot be loaded here.
+    """Measure each codec on each kind of KV.
 
-    drops: the accuracy that each codec is known to cost, in points
+    drops: accuracy lost by each codec, in points
+
+    Raises ConfigError for an unusable codec, AssertionError for one beyond its stated error.
     """
     codecs = [make_codec(name) for name in names]
     for data, sample in samples.items():
         runs = [_Run(codec, sample) for codec in codecs]
         plain, target = sample.bits.reshape(-1), np.ones_like(sample.bits).reshape(-1)
-        # called at once
         copies = [_seconds(lambda: np.copyto(target, plain)) for _ in range(2)]  # noqa: B023
         for number in range(1 + rounds):
             copies.append(_seconds(lambda: np.copyto(target, plain)))  # noqa: B023
@@ -195,8 +175,6 @@ def rows(
 
 
 class _Run:
-    """One codec, its buffers and its times."""
-
     def __init__(self, codec: Codec, sample: Sample) -> None:
         self.name = codec.name
         self._codec, self._sample = codec, sample
@@ -269,12 +247,11 @@ class _Run:
 
 def _view(array: npt.NDArray[Any]) -> memoryview:
     assert array.flags.c_contiguous, "of a copy, nothing would come back"
-    # an array is a buffer
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> Bits:
-    """To nearest even; finite values."""
+    """Round finite values to nearest even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

@@ -1,4 +1,4 @@
-"""`kvhold bench`: measure, against limits taken in the same run."""
+"""`kvhold bench`."""
 
 import json
 import os
@@ -32,16 +32,16 @@ _PARTS = (
     "memory",
     "wire",
     "startup",
-)  # of `micro`: a module each
+)  # of `micro`
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 
 @click.group()
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Measure, against limits taken in the same run.
+    """Measure kvhold beside limits from the same run.
 
-    Medians; machines are noisy, so trust the ratios.
+    Values are medians. Machines are noisy, so trust the ratios.
     """
     context.with_resource(ending_in_order())
 
@@ -56,9 +56,7 @@ def command(context: click.Context) -> None:
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Hashing, the index, lookup through a node, frames, gather and scatter, store and retrieve in
-    memory, the wire, start-up.
-    """
+    """Hashing, index, lookup, frames, gather and scatter, memory, wire, start-up."""
     from kvhold.lab.bench.profiles import Profiles
 
     _check_names(only, _PARTS)
@@ -85,7 +83,7 @@ def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Put and get of each tier, beside the plainest means that the same place allows."""
+    """Put and get of each tier, beside the plainest means of the same place."""
     with needing("'kvhold[testing,s3]' redis hiredis"):
         from kvhold.lab.bench.tiers import TIERS, TierRow, rows
         from kvhold.testing.servers.base import NotInstalled
@@ -130,12 +128,10 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 def codecs(
     only: tuple[str, ...], model: Path | None, accuracy: bool, json_file: Path | None
 ) -> None:
-    """Ratio, speed on one core and error of each codec, on bfloat16 KV; and the accuracy it costs,
-    in points.
+    """Ratio, speed on one core, error and lost accuracy of each codec on bfloat16 KV.
 
-    The last is measured on the small trained model of a checkout, whose KV is also among what is
-    encoded. Where there is no such model, or no torch, accuracy_drop is null, and the reason is
-    printed.
+    Accuracy is measured with a checkout's small trained model. Without the model or torch,
+    accuracy_drop is null, and the reason is printed.
     """
     from kvhold.codecs import codec_names
     from kvhold.lab.bench import codecs as bench
@@ -177,10 +173,7 @@ def codecs(
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
-    """Each tier, each way in which it can fail: are outputs right, the node alive, deadlines kept?
-
-    Exits with 1 where not.
-    """
+    """Each fault of each tier: outputs, node, deadlines. Exits with 1 if one is not right."""
     with needing("'kvhold[testing,s3]'"):
         from kvhold.lab.bench.faults import FAULTS, FaultRow, rows
         from kvhold.lab.bench.places import PLACES
@@ -245,9 +238,7 @@ def link(
     gbit_s: float,
     json_file: Path | None,
 ) -> None:
-    """TTFT of hits of a real vLLM that come from a Redis behind a slow link, by codec; beside
-    computing the prompt.
-    """
+    """TTFT of a real vLLM's hits from a Redis behind a slow link, by codec."""
     from kvhold.codecs import codec_names
 
     with needing("'kvhold[testing]'"):
@@ -312,9 +303,7 @@ def link(
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> None:
-    """One node under more than its share: the longest turns of its loop, lookups while engines
-    store, what indexes take.
-    """
+    """One overloaded node: longest loop turns, lookups while engines store, index sizes."""
     from kvhold.lab.bench.overload import Load, OverloadRow, rows
 
     click.echo(

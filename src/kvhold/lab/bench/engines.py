@@ -1,15 +1,7 @@
-"""Real vLLM engines under measurement, each in a process of its own: started alike, given prompts,
-and what a connector's settings are.
+"""Real vLLM engines under measurement, each in its own process, and connectors' settings.
 
-    with alike(), Engine(options_for(model, kv_transfer_config=kvhold_connector(socket,
-        ram_bytes=...), ...)) as engine: served = System(engine, (engine.pid,
-        node_pid(socket))).serve([prompt])
-
-Identical vLLM processes differ on a CPU by up to a third, each steadily in its own way. The C
-library's allocator gives what a large batch needs back to the kernel after each pass, or keeps it,
-as it has come to: where it does not keep it a pass begins with tens of thousands of page faults.
-And where memory comes to lie decides how fast the kernels are. Engines are therefore told to keep
-what they have allocated, and started without randomised addresses.
+Identical vLLM processes differ on a CPU by up to a third: by addresses, and because glibc may
+return memory after each pass, which costs tens of thousands of page faults. `alike` prevents both.
 """
 
 import ctypes
@@ -25,31 +17,28 @@ from kvhold.core.config import ClientConfig
 from kvhold.lab.engines.engine import Engine
 from kvhold.node import NodeClient
 
-PEER_SPEC = (
-    Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"
-)  # there is one in a checkout
-ROOM_TOKENS = 128  # beside a prompt and its output
+PEER_SPEC = Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"
+ROOM_TOKENS = 128
 PATIENT = ClientConfig(
     connect_timeout_s=60.0, call_timeout_s=60.0
-)  # no measurement is lost because a node was asked in a busy moment
+)  # a busy node must not spoil a measurement
 
 _NODE_OUTLIVES_ENGINES_S = 600.0
-_MOMENT_S = 0.05  # between the end of a pass and its first call for memory far less goes by
+_MOMENT_S = 0.05
 _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 _ASK_PERSONALITY = 0xFFFFFFFF
 _KEEPS_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-}  # glibc's: no block is mapped by itself, none goes back
+}  # glibc: map no block by itself, return none
 
 
 @dataclass(frozen=True)
 class Served:
-    """What became of a prompt, or of a burst of them.
+    """The result of a prompt, or of a burst.
 
-    seconds: to the first token; of a burst: until all is done and the engine has settled
-    cpu_s: of the whole request or burst, in all processes of the system
-    cached_tokens: not computed, of the shortest hit
+    seconds: to the first token; of a burst: to the end
+    cached_tokens: of the shortest hit
     """
 
     seconds: float
@@ -60,14 +49,14 @@ class Served:
 
 @dataclass(frozen=True)
 class System:
-    """One system under measurement. pids: its processes; rules: what its requests say to kvhold."""
+    """One system. rules: kvhold's, for its requests."""
 
     engine: Engine
     pids: tuple[int, ...]
     rules: Mapping[str, Any] = field(default_factory=dict)
 
     def serve(self, prompts: list[list[int]], *, max_tokens: int) -> Served:
-        """One prompt by itself, or several handed over together. Raises EngineFailed."""
+        """Serve one prompt, or a burst. Raises EngineFailed."""
         before_s = self.cpu_s()
         if len(prompts) == 1:
             one = self.engine.generate(prompts[0], max_tokens=max_tokens, rules=self.rules)
@@ -80,17 +69,12 @@ class System:
         return Served(seconds, self.cpu_s() - before_s, many.token_ids, min(many.num_cached_tokens))
 
     def cpu_s(self) -> float:
-        """CPU time that its processes have used, all threads."""
-        return sum(
-            time.clock_gettime(~pid << 3 | 2) for pid in self.pids
-        )  # Linux's number for another process's CPU clock
+        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self.pids)
 
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Processes started in the block keep what they allocate, and have the same addresses every
-    time, where the kernel lets us say so.
-    """
+    """Make processes started in the block keep their memory and have fixed addresses."""
     before = {name: os.environ.get(name) for name in _KEEPS_MEMORY}
     libc = ctypes.CDLL(None)
     personality = libc.personality(ctypes.c_ulong(_ASK_PERSONALITY))
@@ -108,9 +92,6 @@ def alike() -> Iterator[None]:
 
 
 def kvhold_connector(socket: Path, ram_bytes: int, **others: Any) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for kvhold with a node of its own there. others: more of its
-    settings.
-    """
     node = {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}
     return {
         "kv_connector": "KVHoldConnector",
@@ -121,9 +102,7 @@ def kvhold_connector(socket: Path, ram_bytes: int, **others: Any) -> dict[str, A
 
 
 def offloading_connector(peer: Path, held_bytes: int) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for its own offloading. peer: the file of the host-memory spec,
-    whose folder is on `python_path`.
-    """
+    """Return vLLM's `kv_transfer_config` for offloading. peer: the host-memory spec."""
     extra = {
         "spec_name": "HostMemorySpec",
         "spec_module_path": peer.stem,
@@ -137,21 +116,18 @@ def offloading_connector(peer: Path, held_bytes: int) -> dict[str, Any]:
 
 
 def python_path(peer: Path) -> str:
-    """PYTHONPATH of an engine that is to find the host-memory spec."""
     return os.pathsep.join(filter(None, [str(peer.resolve().parent), os.environ.get("PYTHONPATH")]))
 
 
 def node_pid(socket: Path) -> int:
-    """Of the node there."""
     with NodeClient(socket, PATIENT, name="kvhold bench") as client:
         return int(client.status()["pid"])
 
 
 def flush_engines(client: NodeClient, *, patience_s: float) -> None:
-    """Until all is stored and written that the engines of a node, which are idle, have computed.
+    """Wait until all KV of a node's idle engines is stored and written.
 
-    What an engine's last pass completed it copies beside whatever comes next, and says to nobody
-    when it has: so the node is asked until nothing changes there. Raises TimeoutError.
+    Engines copy in the background without an event. Raises TimeoutError.
     """
     until = time.monotonic() + patience_s
     before: Mapping[str, Any] | None = None
@@ -160,5 +136,5 @@ def flush_engines(client: NodeClient, *, patience_s: float) -> None:
         if status["counters"] == before and not any(status["held"].values()):
             return
         before = status["counters"]
-        time.sleep(_MOMENT_S)  # engines tell nobody
+        time.sleep(_MOMENT_S)
     raise TimeoutError(f"the node did not write all it held within {patience_s:g} s")

@@ -1,18 +1,14 @@
-"""The fault matrix: each tier, each way in which it can fail, and what a node and its client make
-of it.
+"""The fault matrix: how a node and its client cope with each fault of each tier.
 
-Each trial is a node of its own (`kvhold serve`) over a real place, and a client that stores prompts
-and looks them up. Every byte of a chunk follows from its key, so a wrong one is seen wherever it
-comes from. A row says
+Every byte of a chunk follows from its key. A row says
 
-right        every byte that was lent was right
-alive        the node lived and served a prompt from memory afterwards, and no call of the client raised
-in_deadline  no call took longer than its deadline (and a second, for a busy machine)
-baseline     after a clear nothing was held, and the arena was empty
-counted      what failed is in the counters
+  right        all loaded bytes were right
+  alive        no call raised, and the node still served
+  in_deadline  no call took longer than its deadline and a second
+  baseline     after a clear nothing was held
+  counted      the fault is in the counters
 
-Damage to bytes (truncated, flipped, swapped, stale) is done by the `faults` wrapper, between the
-tier and the node; everything else to the place itself, where that can be arranged.
+The `faults` wrapper damages bytes. Other faults happen in the place itself.
 """
 
 import os
@@ -37,7 +33,7 @@ from kvhold.testing.cache import a_prompt, read, store
 
 LAYOUT = Layout(
     groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
-)  # 128 KiB a chunk
+)
 SPACE = Namespace(model="fault matrix", layout=LAYOUT)
 PROMPT_TOKENS = 8 * 64
 NUM_PROMPTS = 6
@@ -57,10 +53,7 @@ _FAULT_COUNTERS = (
 
 @dataclass(frozen=True)
 class FaultRow:
-    """What came of one trial.
-
-    None: there was nothing to count, because nothing fails visibly here.
-    """
+    """The result of one trial. counted: None: the fault is not visible."""
 
     tier: str
     fault: str
@@ -72,8 +65,6 @@ class FaultRow:
 
 
 class Trial:
-    """One node over one tier, its client, and what was seen of them."""
-
     def __init__(self, url: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvhold-trial-")
         socket = Path(self._folder.name) / "node.sock"
@@ -103,44 +94,39 @@ class Trial:
         self.right = self.alive = self.in_deadline = True
 
     def store(self, *seeds: int) -> None:
-        """Prompts of these seeds into the node."""
         for seed in seeds:
             self._timed(_CALL_S, partial(store, self.client, prompt(seed)))
 
     def read(self, *seeds: int) -> int:
-        """Look them up, and check every byte. Returns how many tokens came."""
+        """Look up and check every byte. Returns the number of tokens."""
         return sum(
             self._timed(_ARRIVAL_S + _CALL_S, partial(read, self.client, prompt(seed))) or 0
             for seed in seeds
         )
 
     def flush(self) -> bool:
-        """Until all has been written or given up."""
         return bool(self._timed(60.0, lambda: self.client.flush(deadline_s=60.0)))
 
     def counters(self) -> dict[str, float]:
-        """The node's, and those of its tiers."""
         status = self.client.status()
         counters: dict[str, float] = status["counters"] | status["tier_counters"]
         return counters
 
     def count(self, name: str) -> float:
-        """All of one counter's labels together."""
         return sum(
             value for counter, value in self.counters().items() if counter.split("{")[0] == name
         )
 
     def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> bool:
-        """Wait for it; whether it came."""
         end = time.monotonic() + within_s
         while not condition():
             if time.monotonic() > end:
                 return False
-            time.sleep(0.005)  # what is waited for happens in other processes, which say nothing
+            time.sleep(0.005)
         return True
 
     def row(self, tier: str, fault: str, *, countable: bool = True) -> FaultRow:
-        """What is left: alive still, back at the baseline, and counted?"""
+        """Check that the node is alive, at its baseline, and has counted the fault."""
         counted = any(self.count(name) for name in _FAULT_COUNTERS) if countable else None
         self.store(1000)
         self.alive = self.alive and self.read(1000) == PROMPT_TOKENS and self._node.poll() is None
@@ -191,17 +177,14 @@ class Trial:
 
 
 def prompt(seed: int) -> Prompt:
-    """Eight chunks of their own."""
     return a_prompt(SPACE, PROMPT_TOKENS, seed)
 
 
 def with_guard(url: str) -> str:
-    """The tier with time-outs that a matrix can wait for."""
     return f"{url}{'&' if '?' in url else '?'}{_GUARD}"
 
 
 def wrapped(url: str, rules: str) -> str:
-    """The tier with faults injected."""
     return f"faults+{url}{'&' if '?' in url else '?'}faults={rules}&faults_seed=7"
 
 
@@ -209,11 +192,10 @@ SEEDS = range(NUM_PROMPTS)
 REFUSE_WHEN_FULL = (
     "redis",
     "memcached",
-)  # as `places` sets them up; the others evict, and refuse nothing
+)
 
 
 def _stored(place: Place) -> None:
-    """All prompts in the place, put there by a node that is gone then."""
     with Trial(place.url()) as trial:
         trial.client.clear()
         trial.store(*SEEDS)
@@ -268,7 +250,7 @@ def _hangs(place: Place) -> FaultRow:
         place.resume()
     url = place.url() if pausable else wrapped(place.url(), "get:hang,put:hang")
     with Trial(url.replace(",", "%20")) as trial:
-        trial.until(lambda: trial.count("kvhold_tier_seconds_count") > 0)  # it has been tried once
+        trial.until(lambda: trial.count("kvhold_tier_seconds_count") > 0)
         if pausable:
             place.pause()
         try:
@@ -313,7 +295,6 @@ def _damaged(place: Place, fault: str, rules: str) -> FaultRow:
 
 
 def _stale(place: Place) -> FaultRow:
-    """Probes tell of what has gone: another host has deleted it."""
     _stored(place)
     with Trial(wrapped(place.url(), "probe:stale:0.5%20get:stale:0.3")) as trial:
         trial.read(*SEEDS)
@@ -333,7 +314,6 @@ def _denied(place: Place) -> FaultRow | None:
 
 
 def _comes_back(place: Place) -> FaultRow:
-    """Dead for a while; then it is used again by itself."""
     with Trial(place.url()) as trial:
         trial.store(0)
         trial.flush()
@@ -371,7 +351,7 @@ FAULTS: dict[str, Callable[[Place], FaultRow | None]] = {
 
 
 def rows(tiers: Sequence[str], faults: Sequence[str]) -> Iterator[FaultRow]:
-    """One trial after another. Raises NotInstalled for a tier whose server is not here."""
+    """Yield the trials. Raises NotInstalled for a tier without its server."""
     for tier in tiers:
         with open_place(tier) as place:
             for fault in faults:

@@ -1,9 +1,6 @@
-"""Framing a chunk, and checking a frame as it was read, beside xxh3 over the same bytes in one
-call.
+"""Framing and checking raw chunks, beside xxh3 over the same bytes.
 
-Raw, so that nothing is copied or encoded: what is left is the checksum of each layer and the
-header. Chunks of a Llama-3-8B of 128 tokens, 16 MiB each, several of them, so that they come from
-memory and from no cache.
+Raw, so that only checksums and headers are measured. Several chunks of 16 MiB defeat the caches.
 """
 
 import os
@@ -24,7 +21,6 @@ ROUNDS = 15
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure. Takes a second and 64 MiB."""
     profiles = profiles or Profiles()
     chunks = _Chunks()
     work = {"framing": chunks.frame, "checking": chunks.check, "xxh3": chunks.hash}
@@ -42,8 +38,6 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 
 class _Chunks:
-    """Some chunks, and their frames."""
-
     def __init__(self) -> None:
         self._layout = Layout(groups=(GROUP,))
         self._num_tokens = self._layout.tokens_per_chunk
@@ -57,7 +51,6 @@ class _Chunks:
         self._frames = self.frame()
 
     def frame(self) -> list[Frame]:
-        """All of them."""
         pairs = zip(self._keys, self._chunks, strict=True)
         return [
             frame_chunk(
@@ -72,13 +65,11 @@ class _Chunks:
         ]
 
     def check(self) -> None:
-        """All that a reader checks before it believes a frame."""
         for key, frame in zip(self._keys, self._frames, strict=True):
             header = read_header(frame.header, frame_bytes=frame.nbytes)
             check_identity(header, key=key, layout=self._layout, num_tokens=self._num_tokens)
             verify(header, frame.payload)
 
     def hash(self) -> None:
-        """The limit."""
         for chunk in self._chunks:
             xxh3_64_intdigest(chunk)

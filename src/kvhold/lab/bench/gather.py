@@ -1,13 +1,7 @@
-"""Gather and scatter in host memory, beside a memcpy of the same bytes by the same number of
-threads.
+"""Gather and scatter in host memory, beside a memcpy by as many threads.
 
-A Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16, K and V in one tensor a layer, blocks of 16
-tokens taken at random into chunks of 256. The limit is libc's memcpy, one call a thread, from the
-same pool to the same arena; streaming with its own prefetch, kvhold's copy may pass it. With
-checksums each layer's xxh3 is taken while its bytes are in the core's cache.
-
-All memory is touched before, and all are measured in turn, round by round, so that a neighbour's
-noise falls on all of them.
+KV of a Llama-3-8B: random blocks of 16 tokens, to chunks of 256. kvhold prefetches, so it may be
+faster than the limit, one libc memcpy a thread.
 """
 
 import ctypes
@@ -29,13 +23,12 @@ LAYOUT = Layout(
     tokens_per_chunk=256,
 )
 TOKENS_PER_BLOCK = 16
-NUM_CHUNKS = 8  # 256 MiB, several times any cache; the pool holds twice as many
+NUM_CHUNKS = 8  # 256 MiB, larger than caches
 ROUNDS = 9
 THREADS = (1, 2)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure. Takes some 7 seconds and 768 MiB."""
     profiles = profiles or Profiles()
     arena = touched(NUM_CHUNKS * LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
     engine = Engine(NUM_CHUNKS)
@@ -68,7 +61,7 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 
 class Engine:
-    """A pool of an engine's blocks, half of which, at random, belong to `num_chunks` chunks."""
+    """A pool of blocks; a random half belongs to `num_chunks` chunks."""
 
     def __init__(self, num_chunks: int) -> None:
         (group,) = LAYOUT.groups
@@ -83,7 +76,7 @@ class Engine:
 
 
 def touched(nbytes: int) -> npt.NDArray[np.uint8]:
-    """uint8 [nbytes] from a page's beginning on, every page of it present."""
+    """Return uint8 [nbytes], page-aligned, with all pages present."""
     page = 4096
     raw = np.empty(nbytes + page, np.uint8)
     skip = -raw.ctypes.data % page
@@ -98,7 +91,7 @@ def memcpy(
     threads: int,
     helpers: ThreadPoolExecutor,
 ) -> None:
-    """Copy `to.size` bytes in one piece a thread; ctypes lets go of the GIL."""
+    """Copy `to.size` bytes, one piece a thread. ctypes releases the GIL."""
     copy = ctypes.CDLL(None).memcpy
     copy.argtypes, copy.restype = (
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),

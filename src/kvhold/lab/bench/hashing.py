@@ -1,8 +1,4 @@
-"""Naming a prompt's chunks, beside the same hash over the same bytes in one call.
-
-No chain can be computed in one call: the limit is what hashing would cost if the chunks cost
-    nothing.
-"""
+"""Naming a prompt's chunks, beside the same hash over the same bytes in one call."""
 
 from hashlib import blake2b
 
@@ -18,7 +14,6 @@ ROUNDS = 25
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure. Takes less than a second."""
     layout = Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),))
     namespace = Namespace(model="bench", layout=layout)
     tokens = np.random.default_rng(0).integers(0, 128_000, NUM_TOKENS, dtype=np.int32)

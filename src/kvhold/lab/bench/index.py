@@ -1,13 +1,8 @@
-"""The index in one process: a hit, a miss, and reserving and committing, with more and more chunks
-in it.
+"""The index in one process: a hit, a miss, and a store, at several sizes.
 
-The limits are as many probes of, and inserts into, a plain dict that has the same keys. A hit is
-what a lookup finds, pins and lets go again; a miss ends at the prompt's first chunk, which is one
-probe. Which prompt is looked up changes from round to round.
-
-Chunks are of one byte a token, and nobody writes them: the arena takes a page of addresses for each
-and no memory. Index and dict take 0.7 and 0.2 kB a chunk, so that a million takes 0.9 GB, and a
-quarter of a minute to be put there.
+Limits are as many probes of, and inserts into, a dict with the same keys. A miss is one probe.
+Chunks have one byte a token and are not written, so the arena takes no memory. Index and dict take
+0.7 and 0.2 kB a chunk.
 """
 
 import os
@@ -25,18 +20,16 @@ from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SLAB_BYTES, size_class
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
-PROMPT_CHUNKS = 1_000  # 128,000 tokens
-MISSES = 200  # in a round: one is too short to be timed
+PROMPT_CHUNKS = 1_000
+MISSES = 200
 ROUNDS = 9
 LAYOUT = Layout(groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),))
 NAMESPACE = Namespace(model="bench", layout=LAYOUT)
-PASSING = Namespace(
-    model="bench, passing", layout=LAYOUT
-)  # of what is stored to be timed, and cleared again
+PASSING = Namespace(model="bench, passing", layout=LAYOUT)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure. Raises CapacityError where an arena of 4 GiB is refused."""
+    """Measure. Raises CapacityError if an arena of 4 GiB is refused."""
     chunk_bytes = size_class(LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
     measured = []
     with Arena.create(
@@ -50,8 +43,6 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 
 class _Index:
-    """A cache's state machine and a dict with the same keys."""
-
     def __init__(self, arena: Arena, profiles: Profiles) -> None:
         self._state = new_state(load_config({}, environ={}), arena)
         self._state.register(LAYOUT, NAMESPACE.digest)
@@ -61,14 +52,12 @@ class _Index:
         self._profiles = profiles
 
     def grow(self, num_chunks: int) -> None:
-        """Put more there, a prompt at a time."""
         while len(self._dict) < num_chunks:
             self._prompts.append(names := _fresh(NAMESPACE))
             self._store(names)
             self._dict.update(dict.fromkeys(_keys(names)))
 
     def hit(self) -> Row:
-        """All of one prompt that is there."""
         picks = [
             self._prompts[at]
             for at in np.random.default_rng(0).integers(0, len(self._prompts), 1 + ROUNDS)
@@ -95,7 +84,6 @@ class _Index:
         return self._profiles.of(row, lambda: of_calls(look_up))
 
     def miss(self) -> Row:
-        """Prompts of as many chunks, of which none is there."""
         strange = [_fresh(NAMESPACE) for _ in range(MISSES)]
         queries, keys = [_query(names) for names in strange], [_keys(names)[0] for names in strange]
 
@@ -113,7 +101,6 @@ class _Index:
         return self._profiles.of(row, lambda: of_calls(look_up))
 
     def store(self) -> Row:
-        """One prompt more, which goes again after each round."""
         prompts = [_fresh(PASSING) for _ in range(1 + ROUNDS)]
         names, keys = cycle(prompts), cycle([_keys(prompt) for prompt in prompts])
 
@@ -151,7 +138,6 @@ class _Index:
 
 
 def _fresh(namespace: Namespace) -> ChunkNames:
-    """Names that are nowhere yet."""
     return ChunkNames(namespace.digest, os.urandom(PROMPT_CHUNKS * HASH_BYTES))
 
 

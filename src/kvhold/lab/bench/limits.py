@@ -1,11 +1,9 @@
-"""What no tier can beat: the same bytes by the plainest means, in the same run. Each call moves all
-of `memory` once.
+"""Limits of tiers: the same bytes by the plainest means. Each call moves all values once.
 
-RawFiles(folder, memory).write(); .read()  # new files of one value each, by the best of O_DIRECT
-and the page cache RawRedis(port, memory).set(); .get()  # blocking sockets, one a thread, sendmsg
-and recv_into RawSocket(memory).send()  # a TCP connection to a process that does nothing else
-PingPong(100, 20).exchange()  # so many bytes to such a process, and so many back, over a pair of
-Unix sockets
+RawFiles(folder, values, threads=4, direct=True).write()    # or .read(into)
+RawRedis(port, password, values, connections=4).set()       # or .get(into)
+RawSocket(values, receive=True).send()    # TCP to a process that only receives
+PingPong(100, 20).exchange()              # bytes to and from a process, over a socket pair
 """
 
 import os
@@ -21,8 +19,6 @@ Values = Sequence[memoryview]
 
 
 class RawFiles:
-    """Values as files, nothing around them: no names to make safe, no index, no checks."""
-
     def __init__(self, folder: Path, values: Values, *, threads: int, direct: bool) -> None:
         self._folder = folder
         self._values = values
@@ -31,16 +27,13 @@ class RawFiles:
         self._round = 0
 
     def write(self) -> None:
-        """New files, space set aside first, the last round's removed."""
         self._round += 1
         list(self._threads.map(self._write_one, range(len(self._values))))
         for path in self._folder.glob(f"{self._round - 1}-*"):
             path.unlink()
 
     def read(self, into: Values, then: Callable[[int], None] | None = None) -> None:
-        """The files of the last write. then: what each thread does with the value that it has read,
-        given its number.
-        """
+        """Read the last write. then: called with each value's number, in its thread."""
 
         def read_one(at: int) -> None:
             self._read_one(at, into[at])
@@ -50,7 +43,6 @@ class RawFiles:
         list(self._threads.map(read_one, range(len(self._values))))
 
     def close(self) -> None:
-        """End the threads."""
         self._threads.shutdown()
 
     def _path(self, at: int) -> Path:
@@ -75,10 +67,7 @@ class RawFiles:
 
 
 class RawRedis:
-    """A client that knows just two commands: each value over one of a few blocking connections."""
-
     def __init__(self, port: int, password: str, values: Values, *, connections: int) -> None:
-        """password: empty where the server wants none."""
         self._values = values
         self._threads = ThreadPoolExecutor(connections)
         self._sockets = [_connected(port) for _ in range(connections)]
@@ -87,15 +76,12 @@ class RawRedis:
             _line(sock)
 
     def set(self) -> None:
-        """SET of all."""
         self._each(self._set_one)
 
     def get(self, into: Values) -> None:
-        """GET of all."""
         self._each(lambda sock, at: self._get_one(sock, at, into[at]))
 
     def close(self) -> None:
-        """Hang up, and end the threads."""
         for sock in self._sockets:
             sock.close()
         self._threads.shutdown()
@@ -152,7 +138,6 @@ while sock.recv(1):
 """
 
     def __init__(self, values: Values, *, receive: bool) -> None:
-        """receive: the peer does, so that we send."""
         self._values = values
         total = sum(value.nbytes for value in values)
         command = [sys.executable, "-c", self._PEER, str(total), "receive" if receive else "send"]
@@ -161,14 +146,12 @@ while sock.recv(1):
         self._socket = _connected(int(self._peer.stdout.readline()))
 
     def send(self) -> None:
-        """All values to the peer."""
         self._socket.sendall(b"g")
         for value in self._values:
             self._socket.sendall(value)
         self._socket.recv(1)
 
     def receive(self, into: Values) -> None:
-        """All values from the peer."""
         self._socket.sendall(b"g")
         for value in into:
             _fill(self._socket, value)
@@ -184,9 +167,7 @@ while sock.recv(1):
 
 
 class PingPong:
-    """A process at the other end of a socket pair that takes so many bytes, answers with so many,
-    and does nothing else.
-    """
+    """A process that takes so many bytes and answers with so many."""
 
     _PEER = """
 import socket, sys
@@ -218,7 +199,6 @@ while True:
             self._peer = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
     def exchange(self) -> None:
-        """Once there, once back."""
         self._socket.sendall(self._asked)
         _fill(self._socket, self._answer)
 

@@ -1,12 +1,7 @@
-"""What a codec saves when KV comes over a network: TTFT of a real vLLM whose hits come from a Redis
-behind a slow link.
+"""TTFT of a real vLLM whose hits come from Redis behind a slow link, by codec.
 
-    for row in rows(["raw", "lossless", "int8"], model, num_tokens=4000, gbit_s=1.0): ...
-
-For each codec an engine stores the KV of some prompts through one node, and another engine, with a
-node of its own as on another host, finds them in Redis. What it computes on top is compared with
-what an engine without kvhold computes: tokens, and the distribution of the first one. The link is a
-proxy on loopback (`throttle.py`); all that goes over it counts, Redis's protocol too.
+One engine stores prompts; another, with its own node, finds them in Redis. Its answers are compared
+with an engine without kvhold.
 """
 
 import math
@@ -39,12 +34,11 @@ _PATIENT_S = 120.0
 class LinkRow:
     """One codec.
 
-    ratio:        plain bytes / bytes of the frames that were written
-    ttft_p50_s:   of hits; for the row COLD of prompts that are computed
-    link_s:       what the bytes that came over the link take on it at least, a prompt; ttft_p50_s / link_s is how near a hit comes to that
-    kl:           KL(computed || loaded) of the first token's distribution, in nats, mean over prompts
-    tokens_equal: whether all answers are those of the engine without kvhold
-    cached_share: how much of the prompts was loaded
+    ratio:        plain bytes / frame bytes written
+    ttft_p50_s:   of hits; in row COLD of computed prompts
+    link_s:       the link's time for a prompt's bytes
+    kl:           mean KL(computed || loaded) of the first token, in nats
+    cached_share: share of the prompts that was loaded
     """
 
     codec: str
@@ -65,10 +59,7 @@ def rows(
     gbit_s: float,
     num_threads: int,
 ) -> Iterator[LinkRow]:
-    """The row of an engine without kvhold, then one a codec.
-
-    Raises EngineFailed, NotInstalled (no Redis).
-    """
+    """Yield the row without kvhold, then one a codec. Raises EngineFailed, NotInstalled."""
     rng = np.random.default_rng(0)
     prompts = [
         [int(token) for token in rng.integers(10, 250, num_tokens)] for _ in range(num_prompts)
@@ -154,7 +145,6 @@ def _kl(computed: list[float], loaded: list[float]) -> float:
 
 
 def _flushed_ratio(socket: Path) -> float:
-    """Of what was written, once all is."""
     with NodeClient(
         socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link"
     ) as client:
@@ -170,7 +160,6 @@ def _flushed_ratio(socket: Path) -> float:
 
 
 def _warm(socket: Path) -> None:
-    """Until the node has compiled its codec, which it does at once."""
     with NodeClient(
         socket, ClientConfig(call_timeout_s=_PATIENT_S), name="kvhold bench link"
     ) as client:
@@ -178,7 +167,7 @@ def _warm(socket: Path) -> None:
         while not all(tier["codec_ready"] for tier in client.status()["tiers"]):
             if time.monotonic() > until:
                 raise TimeoutError("the node did not compile its codec in time")
-            time.sleep(0.05)  # a node calls nobody
+            time.sleep(0.05)
 
 
 def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:
@@ -190,9 +179,7 @@ def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:
             "ram_bytes": held_bytes,
             "write_behind_bytes": held_bytes,
             "tiers": [tier],
-            "rules": {
-                "plan": False
-            },  # what a hit takes is measured where computing would be faster, too
+            "rules": {"plan": False},  # also measure hits where computing would be faster
             "node": {"socket": str(socket), "idle_exit_s": 600.0},
             "client": {"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
         },

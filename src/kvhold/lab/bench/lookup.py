@@ -1,9 +1,6 @@
-"""A prompt's lookup through a node: hashing, one round trip, finding and pinning its chunks, and
-letting them go.
+"""A prompt's lookup through a node: hash, one round trip, pin, release.
 
-The limit is what no lookup through a process can avoid, measured in turn with it: hashing the same
-tokens chunk by chunk with the same hash and nothing around it, and one empty round trip to the same
-node (`Ping`).
+The limit is hashing the same tokens and one empty round trip (`Ping`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +21,7 @@ from kvhold.node import NodeClient
 
 LENGTHS = (32_000, 128_000)
 ROUNDS = 25
-# One small head: what is measured is names, not bytes. 256 tokens a chunk, as by default.
+# Small chunks of the default 256 tokens: only names are measured.
 LAYOUT = Layout(
     groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=256
 )
@@ -32,7 +29,6 @@ NAMESPACE = Namespace(model="bench", layout=LAYOUT)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure, on a node started for it. Every chunk of the prompts is there."""
     profiles = profiles or Profiles()
     measured = []
     for num_tokens in LENGTHS:
@@ -65,7 +61,6 @@ def _lookup(client: NodeClient, tokens: npt.NDArray[np.int32]) -> Hit:
 
 @contextmanager
 def _holding(tokens: npt.NDArray[np.int32], under: Sequence[str] = ()) -> Iterator[NodeClient]:
-    """A client of a node that has all chunks of the prompt."""
     with running_node(under) as client:
         client.register(NAMESPACE)
         with client.reserve(LAYOUT, NAMESPACE.prompt(tokens).chunks()) as room:

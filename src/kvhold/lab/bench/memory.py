@@ -1,10 +1,7 @@
-"""Store and retrieve in memory, whole: a real node, its arena, and an engine's blocks; beside a
-memcpy of the same bytes.
+"""Store and retrieve through a real node's memory, beside a memcpy.
 
-A store is reserve, gather and commit of a prompt that is not there. A retrieve is lookup, claim,
-scatter and giving back. With checksums is what integrations do; without, the same calls with
-nothing taken and nothing compared. The layout, the engine and the memcpy are those of `gather.py`;
-two threads copy.
+A store is reserve, gather and commit of a new prompt. A retrieve is lookup, claim, scatter and
+release. Integrations use checksums. Layout, engine and memcpy are those of `gather.py`.
 """
 
 from collections.abc import Callable
@@ -22,14 +19,13 @@ from kvhold.lab.bench.servers import running_node
 from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
 from kvhold.node import NodeClient
 
-NUM_CHUNKS = 4  # 128 MiB
+NUM_CHUNKS = 4
 ROUNDS = 9
 THREADS = 2
 NAMESPACE = Namespace(model="bench", layout=LAYOUT)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure, on a node started for it. Takes some 10 seconds and 1 GiB."""
     profiles = profiles or Profiles()
     nbytes = NUM_CHUNKS * LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk)
     beside = touched(nbytes)
@@ -59,8 +55,6 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 
 class _Trips:
-    """One prompt that stays, to be retrieved, and new ones, to be stored."""
-
     def __init__(self, client: NodeClient) -> None:
         self.engine = Engine(NUM_CHUNKS)
         self._client = client
@@ -70,11 +64,9 @@ class _Trips:
         self._store(self._kept, checked=True)
 
     def store(self, *, checked: bool) -> None:
-        """A prompt that is not there."""
         self._store(self._prompt(), checked=checked)
 
     def retrieve(self, *, checked: bool) -> None:
-        """The prompt that is."""
         with self._client.lookup(self._kept.query()) as hit:
             assert hit.num_tokens == len(self._kept.tokens)
             loan = self._client.claim(hit.ticket)
@@ -89,7 +81,6 @@ class _Trips:
                 )
 
     def forget(self) -> None:
-        """All but the prompt that stays, which is stored again."""
         self._client.clear()
         self._store(self._kept, checked=True)
 
@@ -105,7 +96,7 @@ class _Trips:
                 threads=THREADS,
             )
             if not checked and places.sums is not None:
-                places.sums.known[:] = True  # so that the commit does not take them
+                places.sums.known[:] = True
             room.commit()
 
     def _prompt(self) -> Prompt:

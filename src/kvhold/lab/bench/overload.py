@@ -1,10 +1,7 @@
-"""One node under more than its share: how long it keeps others waiting, what its indexes take, and
-how soon a full disk serves.
+"""One overloaded node: its longest loop turns, index sizes, and how soon a full disk serves.
 
-A node with many clients, many chunks in memory's index and many on its disk. Chunks are of one byte
-a token and nobody writes them. For each long command the node itself says how long the longest turn
-of its loop was (`loop` in its status). Then 64 engines store at a steady pace, and one more looks
-up. The goals are for a machine that has nothing else to do.
+Chunks have one byte a token and are never written. 64 engines store while one client looks up. The
+goals assume an idle machine.
 """
 
 import json
@@ -36,16 +33,16 @@ from kvhold.tiers.disk.folder import value_name
 _GROUP = Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8")
 WIDE = Namespace(model="bench, long", layout=Layout(groups=(_GROUP,) * 6), shards=8)
 PLAIN = Namespace(model="bench", layout=Layout(groups=(_GROUP,)))
-_AT_ONCE = 1000  # chunks in one reserve
-_PAGE_KEYS = 10_000  # of a scan
-_PATIENCE_S = 600.0  # a node with a million chunks, on a busy machine
-_PACE_S = 0.05  # an engine stores 1,024 tokens so often
+_AT_ONCE = 1000
+_PAGE_KEYS = 10_000
+_PATIENCE_S = 600.0
+_PACE_S = 0.05
 _answers: Decoder[m.Answer | m.Welcome | m.News] = Decoder(m.Answer | m.Welcome | m.News)
 
 
 @dataclass(frozen=True)
 class OverloadRow:
-    """goal: what `value` is to be at most. ok: whether it is."""
+    """goal: the largest allowed `value`."""
 
     name: str
     value: float
@@ -56,8 +53,6 @@ class OverloadRow:
 
 @dataclass(frozen=True)
 class Load:
-    """How much of it."""
-
     clients: int = 256
     chunks: int = 1_000_000
     long_tokens: int = 1_000_000
@@ -66,7 +61,7 @@ class Load:
 
 
 def rows(load: Load) -> Iterator[OverloadRow]:
-    """Measure. Takes some minutes for a million chunks, 5 GB of memory and 4 GB of disk."""
+    """Measure. A million chunks take minutes, 5 GB of memory and 4 GB of disk."""
     with tempfile.TemporaryDirectory(prefix="kvhold-overload-") as scratch:
         folder = Path(scratch) / "kv"
         _fill_disk(folder, load.chunks)
@@ -77,7 +72,7 @@ def rows(load: Load) -> Iterator[OverloadRow]:
         lines = (
             'huge_pages = "never"',
             "event_buffer = 100000",
-            "scrub_interval_s = 0",  # nobody writes the chunks, so their checksums are not theirs
+            "scrub_interval_s = 0",  # the chunks' checksums do not match
             f'tiers = ["disk://{folder}?max_bytes=100GiB&read_only=true"]',
         )
         settings.write_text("\n".join(lines) + "\n")
@@ -158,7 +153,6 @@ def _node_rows(clients: list["_Client"], path: Path, load: Load) -> Iterator[Ove
 def _stores_and_lookups(
     client: "_Client", path: Path, short: Query, load: Load
 ) -> Iterator[OverloadRow]:
-    """Lookups of 32,000 tokens while others store."""
     code = (
         f"from kvhold.lab.bench.overload import store_steadily; store_steadily({str(path)!r}, "
         f"{load.storing})"
@@ -171,17 +165,17 @@ def _stores_and_lookups(
             found = client.ask(m.Lookup(short))
             taken.append(time.perf_counter() - began_s)
             client.ask(m.Release(found.ticket))
-            time.sleep(0.002)  # an engine's pause between two prompts
+            time.sleep(0.002)
 
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as storing:
         assert storing.stdin is not None and storing.stdout is not None
         try:
-            storing.stdout.readline()  # all have joined
+            storing.stdout.readline()
             turn_s = client.longest_turn_s(look_up)
         finally:
-            storing.stdin.close()  # it ends
+            storing.stdin.close()
         stored = storing.stdout.read()
     tokens = len(short.hashes) // HASH_BYTES * PLAIN.layout.tokens_per_chunk
     yield _row(
@@ -195,26 +189,22 @@ def _stores_and_lookups(
 
 
 def store_steadily(path: str, count: int) -> None:
-    """In a process of its own: `count` clients store a few chunks each, again and again, until the
-    standard input ends.
-    """
+    """Run `count` clients that store until standard input ends. A process's entry."""
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")
         sys.stdout.flush()
         refused, due_s = 0, time.perf_counter()
-        while not select.select([0], [], [], 0)[0]:  # it is readable when it has ended
+        while not select.select([0], [], [], 0)[0]:
             for client in clients:
                 refused += not _store(client, PLAIN, _fresh(PLAIN, 8), 0)
                 due_s += _PACE_S / count
-                time.sleep(
-                    max(0.0, due_s - time.perf_counter())
-                )  # the pace of an engine that computes
+                time.sleep(max(0.0, due_s - time.perf_counter()))
         sys.stdout.write(json.dumps({"refused": refused}))
 
 
 def _store_all(client: "_Client", load: Load) -> tuple[Query, Query]:
-    """Fill memory's index. Returns a long prompt that is there, and one of 32,000 tokens."""
+    """Fill memory's index. Returns a long stored prompt, and one of 32,000 tokens."""
     size = WIDE.layout.tokens_per_chunk
     long = _fresh(WIDE, load.long_tokens // size)
     for shard in range(WIDE.shards):
@@ -251,7 +241,6 @@ def _query(space: Namespace, names: ChunkNames) -> Query:
 
 
 def _fill_disk(folder: Path, num_chunks: int) -> None:
-    """Files as the disk tier makes them, with a byte in each."""
     folder.mkdir(mode=0o700)
     for shard in range(256):
         (folder / f"{shard:02x}").mkdir(mode=0o700)
@@ -268,7 +257,6 @@ def _fill_disk(folder: Path, num_chunks: int) -> None:
 
 
 def _disk_rows(folder: Path, load: Load) -> Iterator[OverloadRow]:
-    """Open the folder in a process of its own, find a value, and scan it as a central store."""
     opened = _measured_apart("open_disk", folder)
     assert opened["found"], "a value that is there was found"
     yield _row(f"a disk of {load.chunks:,} chunks serves", opened["serves_s"], "s", 2)
@@ -280,7 +268,7 @@ def _disk_rows(folder: Path, load: Load) -> Iterator[OverloadRow]:
 
 
 def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
-    """Call a function of this module in a process of its own. Returns what it has printed."""
+    """Call a function of this module in a new process. Returns its printed JSON."""
     code = f"from kvhold.lab.bench.overload import {function}; {function}({str(folder)!r})"
     measured: dict[str, Any] = json.loads(
         subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout
@@ -289,9 +277,6 @@ def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
 
 
 def scan_store(folder: str) -> None:
-    """In a process of its own: the longest turn of a central store's loop while it lists a folder,
-    and while it scans it page by page.
-    """
     import asyncio
 
     from kvhold.node.pauses import avoid_pauses
@@ -315,7 +300,7 @@ def scan_store(folder: str) -> None:
         shelf = Shelf(Config(ram_bytes=64 << 20, huge_pages="never", tiers=tiers))
         await shelf.start()
         watching = asyncio.create_task(watch())
-        await scan(shelf)  # the folder is listed
+        await scan(shelf)
         listing, longest[:] = tuple(longest), (0.0, 0.0)
         num_keys = await scan(shelf)
         watching.cancel()
@@ -336,7 +321,6 @@ def scan_store(folder: str) -> None:
 
 
 def open_disk(folder: str) -> None:
-    """In a process of its own: how soon a folder serves, and what its index takes."""
     import asyncio
 
     from kvhold.tiers.disk import DiskConfig, DiskTier
@@ -372,7 +356,6 @@ def _turn_rows(name: str, longest_s: tuple[float, float]) -> Iterator[OverloadRo
 
 
 def _until(condition: Callable[[], object]) -> None:
-    """Wait for the node, which tells nobody. Raises TimeoutError."""
     until_s = time.monotonic() + _PATIENCE_S
     while not condition():
         if time.monotonic() > until_s:
@@ -381,7 +364,7 @@ def _until(condition: Callable[[], object]) -> None:
 
 
 class _Client:
-    """A connection that maps nothing and has no thread."""
+    """A connection without mappings and threads."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -393,7 +376,6 @@ class _Client:
         assert isinstance(welcome, m.Welcome), welcome
 
     def ask(self, request: m.Message) -> Any:
-        """The answer to a request."""
         self._number += 1
         self._socket.sendall(encode(request, self._number))
         while True:
@@ -404,15 +386,13 @@ class _Client:
                 return answer
 
     def status(self) -> dict[str, Any]:
-        """Of the node."""
         values: dict[str, Any] = self.ask(m.Status()).values
         return values
 
     def longest_turn_s(self, work: Callable[[], object]) -> tuple[float, float]:
-        """The longest turn of the node's loop while something is done, and what goes on in the
-        background after it.
+        """Return the longest loop turn during `work` and its background work.
 
-        On the wall, and of its thread: others that use the cores are in the first alone.
+        Two times: wall, and the thread's CPU.
         """
         self.status()
         longest: list[tuple[float, float]] = []
@@ -433,7 +413,6 @@ class _Client:
         return max(wall_s for wall_s, _ in longest), max(cpu_s for _, cpu_s in longest)
 
     def is_served(self) -> bool:
-        """Whether the node still answers."""
         try:
             return isinstance(self.ask(m.Ping()), m.Done)
         except (OSError, AssertionError):

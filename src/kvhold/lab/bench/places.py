@@ -1,9 +1,7 @@
-"""Real places for tiers, each on this machine: started here, hurt on purpose, gone at the end.
+"""Real places for tiers on this machine, which can be made to fail.
 
-    with open_place("redis") as place:
-        place.url(); place.kill(); place.revive(); place.pause(); place.resume()
-
-Where a program is not installed, opening raises NotInstalled, which names the package.
+with open_place("redis") as place:
+    place.url(); place.kill(); place.revive(); place.pause(); place.resume()
 """
 
 import shutil
@@ -19,42 +17,38 @@ from kvhold.testing.servers.memcached import MemcachedServer
 from kvhold.testing.servers.redis import RedisServer
 from kvhold.testing.servers.s3 import MotoServer
 
-_SMALL = "8mb"  # of a place that is to be full
+_SMALL = "8mb"
 
 
 class Place(Protocol):
-    """One place."""
-
     name: str
 
     def url(self) -> str:
-        """The tier's."""
+        pass
 
     def full_url(self) -> str | None:
-        """Of the same kind, with room for a few MiB; None where that cannot be arranged."""
+        """Of a place with a few MiB; None if impossible."""
 
     def denied_url(self) -> str | None:
-        """The same with wrong credentials or rights; None where there are none."""
+        """With wrong credentials or rights; None without any."""
 
     def kill(self) -> None:
-        """It dies, as by `kill -9`, or by a cable that is pulled."""
+        pass
 
     def revive(self) -> None:
-        """It is there again, empty perhaps."""
+        pass
 
     def pause(self) -> bool:
-        """It hangs. False where that cannot be arranged."""
+        """Hang. Returns False if impossible."""
 
     def resume(self) -> None:
-        """It goes on."""
+        pass
 
     def close(self) -> None:
-        """Gone."""
+        pass
 
 
 class DiskPlace:
-    """A folder. It dies by vanishing with all that is in it."""
-
     def __init__(self, name: str = "disk") -> None:
         self.name = name
         self._folder = Path(tempfile.mkdtemp(prefix="kvhold-place-"))
@@ -70,7 +64,7 @@ class DiskPlace:
         return f"{self.name}:///proc/kvhold"
 
     def kill(self) -> None:
-        while self._kv.is_dir():  # somebody may be writing there
+        while self._kv.is_dir():
             shutil.rmtree(self._kv, ignore_errors=True)
         self._kv.write_text("a file where the folder was")
 
@@ -81,15 +75,13 @@ class DiskPlace:
         return False
 
     def resume(self) -> None:
-        """It never paused."""
+        pass
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class ServerPlace:
-    """A server of ours."""
-
     def __init__(
         self,
         name: str,
@@ -100,9 +92,7 @@ class ServerPlace:
         denied: Callable[[ServerProcess], str] | None = None,
         prepare: Callable[[ServerProcess], None] = lambda _: None,
     ) -> None:
-        """prepare: what is to be done after each start; full: another one of the kind, with little
-        room.
-        """
+        """prepare: called after each start; full: a small server of the kind."""
         self.name = name
         self._server = server
         self._make_url = url
@@ -201,7 +191,6 @@ PLACES: dict[str, Callable[[], Place]] = {
 
 @contextmanager
 def open_place(name: str) -> Iterator[Place]:
-    """The place of that name, as long as the `with` lasts. Raises NotInstalled."""
     place = PLACES[name]()
     try:
         yield place

@@ -1,11 +1,9 @@
-"""Where the time goes of what stays under its limit.
+"""Profiles of rows that stay below their limit.
 
-    profiles = Profiles(folder)  # without a folder none is kept
-    row = profiles.of(row, lambda: of_calls(work))  # the row, and the name of the file that was
-    kept for it row = profiles.of(row, lambda: of_both(open_server_and_work))
+    profiles = Profiles(folder)
+    row = profiles.of(row, lambda: of_calls(work))
 
-By cProfile, which slows down calls of Python more than anything else: it says what is called how
-often, the rows say how long it takes.
+cProfile slows Python's calls most, so it shows counts; the rows show times.
 """
 
 import cProfile
@@ -22,7 +20,7 @@ from pathlib import Path
 from kvhold.lab.bench.rows import Row
 
 KEPT_UNDER = 0.8
-SECONDS = 1.0  # of calls, for one profile
+SECONDS = 1.0
 _LINES = 40
 _SERVING = "^(?!.*<module>).*(kvhold|asyncio|selectors|socket|epoll|msgspec)"
 
@@ -30,18 +28,14 @@ Work = Callable[[], object]
 
 
 class Profiles:
-    """Files in one folder, one for each row under KEPT_UNDER of its limit."""
-
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: is made if it is not there; None: no profile is kept."""
+        """folder: made if missing; None: keep none."""
         self._folder = folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, row: Row, look: Callable[[], str]) -> Row:
-        """The row, with the file that now holds what `look` returns if the row is one to be looked
-        at.
-        """
+        """Write what `look` returns for a row below its limit. Returns the row with the file."""
         if self._folder is None or row.ratio >= KEPT_UNDER:
             return row
         file = self._folder / f"{re.sub('[^a-z0-9]+', '-', row.name.lower())}.txt"
@@ -50,9 +44,7 @@ class Profiles:
 
 
 def of_calls(work: Work, *, after: Work | None = None) -> str:
-    """What `work` spends its time in, called for SECONDS. after: follows each call, and is left
-    out.
-    """
+    """Profile `work` for SECONDS. after: called after each, not profiled."""
     profile = cProfile.Profile()
     until = time.perf_counter() + SECONDS
     while True:
@@ -65,9 +57,7 @@ def of_calls(work: Work, *, after: Work | None = None) -> str:
 
 
 def of_both(open_work: Callable[[Sequence[str]], AbstractContextManager[Work]]) -> str:
-    """What client and server spend their time in. open_work: starts the server under these
-    arguments to its interpreter; gives the work.
-    """
+    """Profile client and server. open_work: starts a server under these interpreter arguments."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         file = Path(folder) / "server"
         with open_work(("-m", "cProfile", "-o", str(file))) as work:
@@ -79,7 +69,6 @@ def of_both(open_work: Callable[[Sequence[str]], AbstractContextManager[Work]]) 
 
 
 def _text(profile: cProfile.Profile | str, only: str = "") -> str:
-    """only: a regular expression that the lines have."""
     text = io.StringIO()
     pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(only, _LINES)
     return text.getvalue()

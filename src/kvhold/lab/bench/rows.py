@@ -1,5 +1,4 @@
-"""One measured number beside the limit measured with it: how the two are timed, and how a few of
-them are printed.
+"""A measured number beside its limit: timing and printing.
 
 seconds = in_turn({"kvhold": look_up, "dict": probe}, rounds=9)
 row = time_row("lookup", seconds["kvhold"], seconds["dict"], unit="us")
@@ -17,10 +16,7 @@ from kvhold.core.errors import ConfigError
 
 @contextmanager
 def needing(packages: str) -> Iterator[None]:
-    """What is imported here may be missing where kvhold is only used.
-
-    Raises ConfigError that says what to install.
-    """
+    """Turn an ImportError into a ConfigError that says what to install."""
     try:
         yield
     except ImportError as error:
@@ -31,10 +27,9 @@ def needing(packages: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Row:
-    """value and limit are in `unit`; ratio is how much of the limit was reached (a rate: value /
-    limit; a time: limit / value).
+    """value and limit in `unit`. ratio: the share of the limit that was reached.
 
-    profile: the file that says where the time went, where one was kept
+    profile: file of a profile, if kept
     """
 
     name: str
@@ -46,13 +41,11 @@ class Row:
 
 
 def time_row(name: str, taken_s: float, limit_s: float, *, unit: Literal["ms", "us"] = "ms") -> Row:
-    """A row of two times, of one call each."""
     units = {"ms": 1e3, "us": 1e6}[unit]
     return Row(name, taken_s * units, unit, limit_s * units, limit_s / taken_s)
 
 
 def rate_row(name: str, nbytes: int, taken_s: float, limit_s: float) -> Row:
-    """A row of how fast so many bytes were moved, or read."""
     return Row(name, nbytes / taken_s / 1e9, "GB/s", nbytes / limit_s / 1e9, limit_s / taken_s)
 
 
@@ -62,12 +55,7 @@ def in_turn(
     rounds: int,
     after: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Median seconds of each, after one round that does not count; every other round goes
-    backwards.
-
-    Round by round, so that a neighbour's noise falls on all of them. after: what follows one of
-    them, and is not timed.
-    """
+    """Return medians in seconds, without the first round. after: untimed clean-up."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(1 + rounds):
         turns = list(work.items())
@@ -81,7 +69,6 @@ def in_turn(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, one a line under a heading, columns aligned."""
     cells = [
         (
             "",
@@ -104,7 +91,7 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     widths = [max(len(line[column]) for line in cells) for column in range(6)]
-    left = (0, 3, 5)  # columns of text
+    left = (0, 3, 5)
     lines = []
     for line in cells:
         padded = (

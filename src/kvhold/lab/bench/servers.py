@@ -1,9 +1,9 @@
-"""Servers of kvhold, each a process of its own on this machine, as long as a `with` lasts.
+"""kvhold's servers, each in its own process for the time of a `with`.
 
     with running_node() as client: client.ping()
     with running_central() as url: tier, _ = make_tier(url)
 
-`under` are arguments for their interpreter, ahead of kvhold: a profiler, say.
+`under` are arguments of their interpreter, such as a profiler.
 """
 
 import os
@@ -22,7 +22,7 @@ from kvhold.node import NodeClient
 def running_node(
     under: Sequence[str] = (), *, log_level: str = "WARNING", ram_bytes: int = 64 << 20
 ) -> Iterator[NodeClient]:
-    """A client of a node that has no other. Raises NodeError where it does not start."""
+    """Yield the only client of a node. Raises NodeError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         path = Path(folder) / "node.sock"
         with (
@@ -34,7 +34,7 @@ def running_node(
 
 @contextmanager
 def running_central(under: Sequence[str] = ()) -> Iterator[str]:
-    """The URL of a central cache, as a tier. Raises NodeError where it does not start."""
+    """Yield the URL of a central cache. Raises NodeError if it does not start."""
     with serving(["--listen", "127.0.0.1:0"], under) as ready:
         yield f"kvhold://{ready.split(' ready on ')[1].split(': ')[0]}"
 
@@ -46,10 +46,6 @@ def serving(
     log_level: str = "WARNING",
     ram_bytes: int = 64 << 20,
 ) -> Iterator[str]:
-    """The line with which `kvhold serve` says that it is ready.
-
-    It is asked to end in the end, and waited for.
-    """
     command = [
         sys.executable,
         *under,

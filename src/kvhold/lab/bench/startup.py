@@ -1,8 +1,6 @@
-"""What it costs to have kvhold at all: its import, a node's start, a node's memory beside the
-arena.
+"""kvhold's import, a node's start, and a node's memory beside its arena.
 
-The limits are the same of a bare interpreter, and for the node of an interpreter that imports only
-the libraries it stands on.
+Limits are a bare interpreter, and for the node one that imports its libraries.
 """
 
 import subprocess
@@ -24,7 +22,6 @@ _PRINT_RESIDENT = (
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure whole processes, in turn. Takes some 10 seconds."""
     profiles = profiles or Profiles()
     importing, bare, ready, libraries, resident = [], [], [], [], []
     for _ in range(ROUNDS):
@@ -60,14 +57,12 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 
 def _imports(code: str) -> str:
-    """What each import took, as the interpreter says it."""
     return subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], check=True, capture_output=True, text=True
     ).stderr
 
 
 def _memory_by_file() -> str:
-    """Where the memory of Python's own objects was taken, the most first."""
     code = (
         f"{_NODE}, tracemalloc\nfor line in "
         "tracemalloc.take_snapshot().statistics('filename')[:40]: print(line)"
@@ -87,9 +82,7 @@ def _timed(code: str) -> float:
 
 
 def _start_node() -> tuple[float, int]:
-    """Seconds until a node with an arena of 1 GiB says that it is ready, and its memory then
-    without the arena.
-    """
+    """Return the seconds until a node with 1 GiB is ready, and its memory without the arena."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         command = [
             sys.executable,

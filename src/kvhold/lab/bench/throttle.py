@@ -1,11 +1,9 @@
-"""A slow link on loopback: a TCP proxy that passes no more bytes a second than it is told, in each
-direction.
+"""A slow link on loopback: a TCP proxy with a limited rate in each direction.
 
     with Throttle(("127.0.0.1", 6379), bytes_per_s=125e6) as link:
         connect(link.port)
 
-All connections share the rate, as hosts share a network card. It adds no latency. Threads, because
-what is measured with it runs in other processes.
+All connections share the rate. It adds no latency.
 """
 
 import socket
@@ -20,8 +18,6 @@ _POLL_S = 0.2
 
 
 class _Bucket:
-    """One direction."""
-
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
@@ -29,18 +25,16 @@ class _Bucket:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Wait until so many bytes would have gone over the link, behind those before them."""
+        """Wait until the link could have sent so many bytes after earlier ones."""
         with self._lock:
             self._free_at = max(time.monotonic(), self._free_at) + nbytes / self._bytes_per_s
             self.nbytes += nbytes
             until = self._free_at
         if (left := until - time.monotonic()) > 0:
-            time.sleep(left)  # which is what a slow link does
+            time.sleep(left)
 
 
 class Throttle:
-    """The proxy, from `with` to its end."""
-
     def __init__(
         self, target: tuple[str, int], *, bytes_per_s: float, up_bytes_per_s: float | None = None
     ) -> None:
@@ -58,13 +52,11 @@ class Throttle:
 
     @property
     def port(self) -> int:
-        """Where it listens, on 127.0.0.1."""
         port: int = self._listener.getsockname()[1]
         return port
 
     @property
     def down_bytes(self) -> int:
-        """What has come from the target so far."""
         return self._down.nbytes
 
     def __enter__(self) -> Self:
@@ -114,7 +106,6 @@ class Throttle:
 
 
 def _pump(source: socket.socket, target: socket.socket, bucket: _Bucket) -> None:
-    """From one end to the other, until one of them ends."""
     source.settimeout(None)
     with suppress(OSError):
         while piece := source.recv(_PIECE_BYTES):

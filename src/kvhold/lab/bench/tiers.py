@@ -1,18 +1,7 @@
-"""Each tier's put and get of the same bytes, beside the plainest means that the same place allows,
-measured in turn in the same run.
+"""Each tier's put and get, and the plainest means of the same place, in turn.
 
-| tier | limit |
-|---|---|
-| disk | the same values as new files, by as many threads, with O_DIRECT; and by the page cache,
-where what was just written still is |
-| redis | the same values over blocking sockets, sendmsg and recv_into, as many connections; and
-redis-py with hiredis, in two ways |
-| s3 | obstore by itself, as many requests at once |
-| kvhold | a TCP connection on loopback to a process that only receives, or only sends |
-
-Besides: what a lookup of 125 chunks costs next to one empty round trip; and what checking every
-byte costs a retrieve through the whole cache (lookup, read, checks) next to the same without
-checks. Values of 8 MiB, from and into memory that is touched before.
+Limits: new files with O_DIRECT and by the page cache; blocking sockets and redis-py for Redis;
+obstore for S3; TCP for a central cache.
 """
 
 import asyncio
@@ -39,7 +28,7 @@ from kvhold.tiers.registry import make_tier
 VALUE_BYTES = 8 << 20
 NUM_VALUES = 16
 ROUNDS = 5
-CHECK_ROUNDS = 41  # few per cent, in a noisy figure
+CHECK_ROUNDS = 41
 LOOKUP_CHUNKS = 125
 MIB = 1 << 20
 
@@ -48,9 +37,7 @@ Work = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True)
 class TierRow:
-    """One operation of one tier, in `unit` (MB/s, or calls/s for a lookup), and its ratio to the
-    limit.
-    """
+    """One operation of one tier. unit: MB/s, or calls/s for a lookup."""
 
     tier: str
     op: str
@@ -62,8 +49,6 @@ class TierRow:
 
 
 class Memory:
-    """Values to write and room to read them into, at pages' beginnings, touched."""
-
     def __init__(self) -> None:
         num_values, value_bytes = NUM_VALUES, VALUE_BYTES
         total = num_values * value_bytes
@@ -80,9 +65,7 @@ class Memory:
 
 
 async def disk_rows(where: Path | None = None) -> list[TierRow]:
-    """Against new files, O_DIRECT and buffered. where: on which disk; None: the one of temporary
-    files.
-    """
+    """Compare with new files. where: the disk; None: that of temporary files."""
     folder = Path(tempfile.mkdtemp(prefix="kvhold-bench-", dir=where))
     memory = Memory()
     try:
@@ -112,7 +95,6 @@ async def disk_rows(where: Path | None = None) -> list[TierRow]:
 
 
 async def redis_rows() -> list[TierRow]:
-    """Against raw sockets, and redis-py."""
     import redis
     import redis.asyncio
 
@@ -179,7 +161,6 @@ async def redis_rows() -> list[TierRow]:
 
 
 async def s3_rows() -> list[TierRow]:
-    """Against obstore by itself, over moto."""
     from kvhold.testing.servers.s3 import MotoServer
     from kvhold.tiers.s3_store import S3Config, open_store
 
@@ -227,7 +208,6 @@ async def s3_rows() -> list[TierRow]:
 
 
 async def central_rows() -> list[TierRow]:
-    """Against a bare TCP connection."""
     from kvhold.testing.servers.central import CentralServer
 
     memory = Memory()
@@ -262,7 +242,7 @@ TIERS: dict[str, Callable[[], Coroutine[None, None, list[TierRow]]]] = {
 
 
 def rows(tier: str, *, where: Path | None = None) -> list[TierRow]:
-    """Measure. Raises NotInstalled for a tier whose server is not here."""
+    """Measure. Raises NotInstalled for a tier without its server."""
     return asyncio.run(disk_rows(where) if tier == "disk" else TIERS[tier]())
 
 
@@ -279,7 +259,6 @@ async def _get(tier: Tier, memory: Memory) -> None:
 
 
 async def _lookup_row(name: str, tier: Tier, memory: Memory) -> TierRow:
-    """A probe of 125 keys next to a check, which is one round trip."""
     keys = [memory.keys[0][:-8] + number.to_bytes(8, "little") for number in range(LOOKUP_CHUNKS)]
     seconds = await _in_turn(
         {"kvhold": lambda: tier.probe(keys), "one round trip": tier.check}, rounds=25
@@ -297,9 +276,7 @@ async def _lookup_row(name: str, tier: Tier, memory: Memory) -> TierRow:
 
 
 class Retriever:
-    """A whole cache over a tier, which holds two prompts where its memory has room for one: so each
-    lookup brings all its chunks up.
-    """
+    """A cache whose tier holds two prompts and whose memory one."""
 
     def __init__(self, url: str) -> None:
         group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")
@@ -328,9 +305,6 @@ class Retriever:
             assert self._cache.flush(deadline_s=120)
 
     def retrieve(self, *, check: bool) -> None:
-        """The prompt that was not asked for last, from its lookup to its last byte,
-        checked or not.
-        """
         assert self._cache.mover is not None
         self._cache.mover.check = check
         self._prompts.reverse()
@@ -338,14 +312,10 @@ class Retriever:
             assert hit.num_tokens == len(self._prompts[0].tokens), hit.num_tokens
 
     def close(self) -> None:
-        """Let go."""
         self._cache.close()
 
 
 async def _checks_row(name: str, url: str) -> TierRow:
-    """What checking every byte costs a retrieve: the limit is the same cache without checks, in
-    turn.
-    """
     retriever = Retriever(url)
     work = {
         "kvhold": _threaded(lambda: retriever.retrieve(check=True)),
@@ -359,10 +329,9 @@ async def _checks_row(name: str, url: str) -> TierRow:
 async def _in_turn(
     work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0
 ) -> dict[str, float]:
-    """Median seconds of each, after one round that does not count; every other round goes
-    backwards.
+    """Return medians in seconds, without the first round.
 
-    before: what is done ahead of one, and not timed. rounds: 0: ROUNDS.
+    before: untimed preparation. rounds: 0: ROUNDS.
     """
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(1 + (rounds or ROUNDS)):

@@ -1,9 +1,7 @@
-"""Calls to other processes: of the node, over its Unix socket, and of a central cache, over TCP on
-loopback.
+"""Calls of the node over its Unix socket, and of a central cache over TCP on loopback.
 
-The limits are a pair of Unix sockets, and a TCP connection, to a process that does nothing but take
-and send as many bytes. The lookup is of a prompt that is not there, so that little but the call is
-measured; finding and pinning is the index's affair.
+Limits are bare sockets to a process that moves as many bytes. The lookup is a miss, so that little
+but the call is measured.
 """
 
 import asyncio
@@ -24,7 +22,7 @@ from kvhold.net.wire import encode
 from kvhold.node import NodeClient
 from kvhold.tiers.registry import make_tier
 
-CALLS = 100  # in a round: one is too short to be timed
+CALLS = 100
 LARGE_CALLS = 8
 ROUNDS = 9
 NAMES = 1_000
@@ -36,7 +34,6 @@ NAMESPACE = Namespace(
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure, each on a server started for it. Takes some 10 seconds."""
     profiles = profiles or Profiles()
     query = Query(NAMESPACE.digest, NAMESPACE.layout.fingerprint, 1, os.urandom(NAMES * HASH_BYTES))
     missed = m.Found(0, 0, reason=NEVER_STORED)
@@ -69,7 +66,6 @@ def _node_row(
     answer: m.Message,
     profiles: Profiles,
 ) -> Row:
-    """A call, beside an exchange of as many bytes as its request and its answer have."""
     with _calling(call) as work, PingPong(len(encode(request)), len(encode(answer))) as bare:
         seconds = in_turn({"kvhold": work, "sockets": lambda: _often(bare.exchange)}, rounds=ROUNDS)
     row = time_row(name, seconds["kvhold"] / CALLS, seconds["sockets"] / CALLS, unit="us")
@@ -77,7 +73,6 @@ def _node_row(
 
 
 def _time_gets(nbytes: int, calls: int) -> tuple[float, float]:
-    """Seconds of one get, and of the same bytes over a bare connection."""
     into = memoryview(bytearray(nbytes))
     with _getting(nbytes, calls) as work, RawSocket([into], receive=False) as bare:
         seconds = in_turn(
@@ -89,7 +84,6 @@ def _time_gets(nbytes: int, calls: int) -> tuple[float, float]:
 
 @contextmanager
 def _calling(call: Callable[[NodeClient], object], under: Sequence[str] = ()) -> Iterator[Work]:
-    """CALLS calls of a node."""
     with running_node(under) as client:
         client.register(NAMESPACE)
         yield lambda: _often(lambda: call(client))
@@ -97,7 +91,6 @@ def _calling(call: Callable[[NodeClient], object], under: Sequence[str] = ()) ->
 
 @contextmanager
 def _getting(nbytes: int, calls: int, under: Sequence[str] = ()) -> Iterator[Work]:
-    """So many gets of one value from a central cache."""
     key, value, into = (
         os.urandom(KEY_BYTES),
         memoryview(os.urandom(nbytes)),

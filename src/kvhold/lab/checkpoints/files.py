@@ -1,6 +1,4 @@
-"""What a checkpoint needs besides a language model's weights: LoRA adapters and an image
-processor's settings.
-"""
+"""LoRA adapters and image processors of checkpoints."""
 
 import json
 from pathlib import Path
@@ -8,13 +6,11 @@ from typing import Any
 
 _RANK = 8
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_ADAPTER_STD = 0.5  # strong enough that each adapter's output is its own
+_ADAPTER_STD = 0.5  # makes each adapter's output distinct
 
 
 def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
-    """A LoRA adapter of a Llama with `settings`, in the form of peft: adapter_config.json and
-    adapter_model.safetensors.
-    """
+    """Write a LoRA adapter of a Llama, in peft's format."""
     import torch
     from safetensors.torch import save_file
 
@@ -60,9 +56,7 @@ def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
 
 
 def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any) -> None:
-    """Idefics3's processor: `tokenizer`, and an image processor that makes one square picture of
-    the model's size of each image.
-    """
+    """Write Idefics3's processor, which makes one square of each image."""
     from transformers import Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 

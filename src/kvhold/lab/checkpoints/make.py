@@ -1,6 +1,4 @@
-"""A recipe becomes a folder: whole or not at all, once for each recipe and release of
-transformers.
-"""
+"""Make a recipe's folder, once for each release of transformers and torch."""
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -13,14 +11,14 @@ from kvhold.lab.checkpoints.tokenizer import save_tokenizer
 from kvhold.lab.checkpoints.weights import draw_weights
 from kvhold.lab.once import default_root, fingerprint, make_once
 
-_RECIPE = 2  # count up when the same recipe would give other files
+_RECIPE = 2  # increase when the files change
 _SEED = 20_261
 _NUM_ADAPTERS = 2
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on this host's disk, whole. adapters: folders of its LoRA adapters."""
+    """A whole model on disk."""
 
     name: str
     path: Path
@@ -29,12 +27,10 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
-    """The checkpoint of this name (a key of `RECIPES`) under `root`, made now unless it is there
-    already.
+    """Return the checkpoint `name` (a key of `RECIPES`) under `root`; make it if missing.
 
-    root: by default kvhold/models in `$XDG_CACHE_HOME` (~/.cache). Several processes may call it at
-    once; one of them wins. Raises ValueError for an unknown name and OSError if the folder cannot
-    be written.
+    Several processes may call it at once. Raises ValueError for an unknown name, OSError if the
+    folder cannot be written.
     """
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")

@@ -1,9 +1,6 @@
-"""Which classes of models there are, and the smallest settings of each that vLLM's CPU build takes.
+"""The classes of models, with the smallest settings that vLLM's CPU build runs.
 
-A recipe is the name of a settings class of transformers and the values that differ from `_COMMON`.
-Sizes are bounded from below by
-the engine: attention heads of 32 elements and up, an MLA latent of 512 + 64, which is all its CPU
-    kernel is compiled for.
+It needs attention heads of 32 elements, and an MLA latent of exactly 512 + 64.
 """
 
 from dataclasses import dataclass, field
@@ -14,17 +11,15 @@ from kvhold.lab.checkpoints.tokenizer import END_OF_TEXT_ID, IMAGE_ID, PAD_ID, V
 Kind = Literal["text", "adapters", "image"]
 
 MAX_MODEL_LEN = 4_096
-WINDOW = 64  # tokens of a sliding window: prompts of a few blocks leave it behind
+WINDOW = 64
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One class of model.
+    """A class of model. config: settings class of transformers.
 
-    covers:   what it stands for, in a user's words
-    config:   the settings class of transformers, and its `settings`
-    kind:     "adapters": two LoRA adapters come with it; "image": it also takes images
-    engine:   arguments that make it what it is, or that vLLM needs to run it at all, and then `why`
+    kind:   "adapters": with two LoRA adapters; "image": takes images
+    engine: necessary arguments of vLLM; `why` explains them
     """
 
     covers: str
@@ -129,7 +124,7 @@ RECIPES: dict[str, Recipe] = {
         "Lfm2Config",
         _of(
             layer_types=["conv", "full_attention"] * 2,
-            tie_word_embeddings=True,  # vLLM ties them, whatever is set
+            tie_word_embeddings=True,  # vLLM always ties them
             block_auto_adjust_ff_dim=False,
             conv_dim=128,
             conv_dim_out=128,
@@ -182,7 +177,7 @@ RECIPES: dict[str, Recipe] = {
                 "image_size": 112,
                 "patch_size": 14,
             },
-            "scale_factor": 2,  # so an image is (112 / 14 / 2) ** 2 = 16 tokens, and 3 marks
+            "scale_factor": 2,  # an image is (112 / 14 / 2) ** 2 = 16 tokens and 3 marks
             "image_token_id": IMAGE_ID,
             "pad_token_id": PAD_ID,
             "tie_word_embeddings": False,

@@ -1,9 +1,4 @@
-"""The tokenizer of all checkpoints: one token a byte, no merges, and the few marks that models with
-images ask for.
-
-Nothing is trained. Ids 0 to 255 are bytes, the marks follow, the rest of the vocabulary has no
-text.
-"""
+"""The untrained tokenizer of all checkpoints: ids 0 to 255 are bytes, then marks for images."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +24,6 @@ _CHAT_TEMPLATE = (
 
 
 def save_tokenizer(folder: Path, *, max_model_len: int) -> Any:
-    """Write what transformers' AutoTokenizer reads into `folder`; returns the tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

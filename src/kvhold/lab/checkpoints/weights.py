@@ -1,10 +1,7 @@
-"""Random weights that make a model worth asking: its greedy output depends on its whole context and
-does not repeat itself.
+"""Random weights whose greedy output depends on the whole context and does not repeat.
 
-What transformers draws by default (standard deviation 0.02) gives attention that looks at
-everything alike and logits that are all the same; then wrong KV changes no token. Here each matrix
-keeps the size of what goes through it, attention is sharper than that, and logits lead by far more
-than float32 noise. What is no matrix (norms, biases, decay rates) stays as transformers draws it.
+With transformers' default (standard deviation 0.02), wrong KV changes no token: attention is even
+and logits are alike. Here attention is sharp, and logits lead by far more than float32 noise.
 """
 
 import math
@@ -16,12 +13,12 @@ if TYPE_CHECKING:
 _GAIN = 1.2
 _QUERY_KEY_GAIN = 1.6
 _LOGIT_STD = 3.0
-_QUERY_KEY_NORM = 1.5  # where queries and keys are normalised, their sharpness lies here
-_SCALED_EMBEDDING = ("gemma",)  # multiply embeddings by the root of their size
+_QUERY_KEY_NORM = 1.5
+_SCALED_EMBEDDING = ("gemma",)  # these multiply embeddings by the root of their size
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """Overwrite the model's matrices, in place. The same model and seed give the same weights."""
+    """Overwrite the matrices in place, equally for equal seeds."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""`kvhold demo`: show on a real engine what a hit is worth."""
+"""`kvhold demo`."""
 
 import json
 import sys
@@ -42,10 +42,9 @@ from kvhold.lab.options import PICTURES, OutputFile
 def command(
     model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None
 ) -> None:
-    """Start a real engine twice and show the time to first token cold, on a hit, and on a hit in a
-    new process.
+    """Show a real engine's time to first token: cold, on a hit, and on a hit in a new process.
 
-    Exits with 1 if a hit changed an output, or was none.
+    Exits with 1 if a hit changed an output, or nothing was reused.
     """
     if not is_vllm_available():
         click.echo("vLLM is not installed here; the demo runs on transformers instead.")

@@ -1,4 +1,4 @@
-"""How the demo's result is shown: a table with bars for the terminal, and the same as a picture."""
+"""The demo's result as text and as a picture."""
 
 import statistics
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ class _Row:
 
 
 def render(result: Result) -> str:
-    """The table, as text."""
     rows = _rows(result)
     cold_s = statistics.median(result.timings.cold)
     width = max(len(row.label) for row in rows)
@@ -47,10 +46,7 @@ def render(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """The same as a picture (PNG, SVG or PDF, by the path's ending).
-
-    Raises ClickException where matplotlib is missing.
-    """
+    """Draw PNG, SVG or PDF, by the path's ending. Raises ClickException without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

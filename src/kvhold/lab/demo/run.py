@@ -1,11 +1,7 @@
-"""What the demo measures: one prompt's way through a cold engine, a warm one, and a new one.
+"""Time prompts on a cold engine, a warm one, and a new one.
 
-    result = run(model, num_tokens=4_000, repeats=3, say=print)
-
-For each of several prompts: computed by an engine that never saw it (cold); again, out of kvhold,
-after the engine's own prefix cache was reset; again, out of that prefix cache (the limit: nothing
-is moved at all); and once more in a new engine process, out of kvhold. The node is the demo's own,
-so a cold prompt is cold. All runs of a prompt must give the same tokens.
+Each prompt runs cold; from kvhold after a reset of the engine's prefix cache; from that cache (the
+limit: nothing moves); and from kvhold in a new process.
 """
 
 import statistics
@@ -29,7 +25,7 @@ _PATIENT = ClientConfig(connect_timeout_s=60, call_timeout_s=60)
 
 @dataclass
 class Timings:
-    """TTFT in seconds of each prompt, in the order of the prompts."""
+    """TTFT in seconds, in the order of the prompts."""
 
     cold: list[float] = field(default_factory=list)
     prefix_cache: list[float] = field(default_factory=list)
@@ -39,10 +35,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Result:
-    """What was seen.
-
-    `tokens_reused` and `bytes_loaded` are of one prompt's hit in the new engine.
-    """
+    """`tokens_reused` and `bytes_loaded` are for one prompt in the new engine."""
 
     driver: DriverName
     model: ModelInfo
@@ -53,10 +46,7 @@ class Result:
     identical: bool
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of `kvhold demo --json`.
-
-        Times are medians; a null prefix cache: the engine has none.
-        """
+        """Return the fields of `kvhold demo --json`. Times are medians; null: no prefix cache."""
         timings = self.timings
         return {
             "model_params": self.model.num_parameters,
@@ -76,10 +66,7 @@ class Result:
 
 
 def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str], None]) -> Result:
-    """Measure `repeats` prompts of `num_tokens` tokens.
-
-    Raises EngineFailed when an engine does not start or dies.
-    """
+    """Raises EngineFailed when an engine does not start or dies."""
     driver: DriverName = "vllm" if is_vllm_available() else "transformers"
     prompts = [make_prompt(model.path, num_tokens, seed=seed) for seed in range(repeats)]
     with tempfile.TemporaryDirectory(prefix="kvhold-demo-") as folder:

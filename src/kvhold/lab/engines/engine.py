@@ -1,14 +1,9 @@
-"""An LLM engine in a child process: start it, give it prompts, stop or kill it.
+"""An LLM engine in a child process.
 
     with Engine(options_for(model, max_model_len=8_192)) as engine:
         cold = engine.generate(prompt, max_tokens=16)
-        again = engine.generate(prompt, max_tokens=16)  # again.num_cached_tokens > 0, again.ttft_s
-        is small
 
-A process of its own because a demo wants several engines after each other, each with empty memory,
-and because an engine that is killed must not take the caller along. Used from one thread. Leaves
-out on purpose: streams, and callers beside each other; for that there is
-`kvhold.lab.engines.openai_server`.
+Used from one thread; for concurrent calls see `openai_server`.
 """
 
 import os
@@ -44,18 +39,15 @@ _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 def is_vllm_available() -> bool:
-    """Whether vLLM is installed. Does not load it."""
+    """Return whether vLLM is installed, without loading it."""
     spec = find_spec("vllm")
-    return (
-        spec is not None and spec.origin is not None
-    )  # a mere folder of that name on the path has no origin
+    return spec is not None and spec.origin is not None  # a folder of that name has no origin
 
 
 def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> EngineOptions:
-    """Options with KV memory for two sequences of `max_model_len` tokens, so that one can stay
-    cached beside the running one.
+    """Return options with KV memory for two sequences: one running, one cached.
 
-    others: any other field of `EngineOptions`.
+    others: fields of `EngineOptions`
     """
     kv_cache_bytes = others.pop("kv_cache_bytes", 2 * max_model_len * model.kv_bytes_per_token)
     return EngineOptions(
@@ -67,18 +59,14 @@ def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> Engin
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """Options for an engine of so many threads: where it has all cores, each thread is bound to
-    one, as vLLM does for a user.
+    """Return options that bind each thread to a core if the engine gets all cores.
 
-    Engines with fewer threads than there are cores share them: vLLM would bind each of these
-    engines to the same ones.
+    With fewer threads vLLM would bind several engines to the same cores.
     """
     return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
 
 class Engine(Child):
-    """One engine."""
-
     def __init__(
         self,
         options: EngineOptions,
@@ -106,9 +94,9 @@ class Engine(Child):
         first_logprobs: bool = False,
         timeout_s: float = 600.0,
     ) -> Generated:
-        """Greedy output of one prompt. rules: what it says to kvhold (vLLM only).
+        """Return the greedy output of one prompt. Raises EngineFailed.
 
-        Raises EngineFailed.
+        rules: settings for kvhold (vLLM only)
         """
         request = Generate(
             prompt_token_ids=prompt_token_ids,
@@ -126,7 +114,7 @@ class Engine(Child):
         rules: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
     ) -> GeneratedMany:
-        """Greedy outputs of several prompts at once. Raises EngineFailed."""
+        """Return the greedy outputs of several prompts at once. Raises EngineFailed."""
         return self._ask(
             GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})),
             GeneratedMany,
@@ -134,7 +122,7 @@ class Engine(Child):
         )
 
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
-        """Make the engine forget its own cached KV; false if it could not. Raises EngineFailed."""
+        """Clear the engine's own KV, or return False. Raises EngineFailed."""
         return self._ask(ResetPrefixCache(), Reset, timeout_s).done
 
     def _spawn(self) -> LoggedProcess:
@@ -150,7 +138,6 @@ class Engine(Child):
         self._ask(Stop(), Stopped, timeout_s)
 
     def _ask(self, operation: Operation, kind: type[_R], timeout_s: float) -> _R:
-        """Send one operation and wait for its reply, which must be a `kind`."""
         process, doing = self._running(), str(operation.__struct_config__.tag)
         line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
         try:

@@ -1,10 +1,7 @@
-"""The child's side of `kvhold.lab.engines.engine`: lines of JSON in, an engine's driver called,
-lines of JSON out.
+"""The child's side of `kvhold.lab.engines.engine`: JSON lines in, JSON lines out.
 
-Started by `python -m kvhold.lab.engines.engine`. One thread, one operation at a time. The pipes to
-the parent are moved to descriptors of their own first, and the usual ones are pointed at the log
-and at nothing: an engine and its libraries may print and read what they like, and what they start
-in turn inherits neither pipe. When the parent is gone, the input ends and so does the engine.
+One thread. The pipes move to other descriptors, so that an engine may print anything, and its
+children inherit no pipe.
 """
 
 import faulthandler
@@ -36,21 +33,17 @@ _log = logging.getLogger(__name__)
 
 
 class Driver(Protocol):
-    """One started engine. Made by the driver's `start(options)`."""
-
     def ready(self) -> Ready:
-        """Warm up, and say what was started."""
+        """Warm up, and describe the engine."""
 
     def generate(self, request: Generate) -> Generated:
-        """Run one prompt alone and wait until the engine has nothing left to do, saves of its
-        connector included.
-        """
+        """Run one prompt, and wait for the connector's saves."""
 
     def generate_many(self, request: GenerateMany) -> GeneratedMany:
         """Run several prompts together."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the engine's own cached KV; false if it could not."""
+        """Return False if the engine refused."""
 
     def close(self) -> None:
         """Shut the engine down."""
@@ -58,9 +51,7 @@ class Driver(Protocol):
 
 def main() -> int:
     operations, replies = take_pipes()
-    faulthandler.register(
-        signal.SIGUSR1
-    )  # where each thread is, for a parent that has waited too long
+    faulthandler.register(signal.SIGUSR1)
     lines = msgspec.json.Decoder(Operation)
     driver: Driver | None = None
     for line in operations:
@@ -73,7 +64,7 @@ def main() -> int:
                 reply = Refused(reason="the first operation must be start")
             else:
                 reply = _run(driver, operation)
-        # the edge of this process: the parent gets the reason, the log gets all of it
+        # the parent gets the reason, the log the traceback
         except Exception as error:  # noqa: BLE001
             _log.exception("operation failed")
             reply = Refused(reason=f"{type(error).__name__}: {error}")
@@ -112,9 +103,7 @@ def _run(driver: Driver, operation: Operation) -> Reply:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output as files of our own; the standard descriptors read nothing and
-    write to the log from here on.
-    """
+    """Return stdin and stdout on other descriptors. The standard ones become empty and the log."""
     operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

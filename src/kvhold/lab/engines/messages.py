@@ -1,15 +1,6 @@
-"""What the demo and an engine's child process say to each other: one JSON object a line, `op` from
-us, `reply` from it.
+"""Messages between the demo and an engine's child process: one JSON object a line.
 
-    {"op": "start", "model_path": ...}                  -> {"reply": "ready", ...}
-    {"op": "generate", "prompt_token_ids": [...], ...}  -> {"reply": "generated", "ttft_s": ...,
-    ...}
-    {"op": "reset_prefix_cache"}                        -> {"reply": "reset", "done": true}
-    {"op": "stop"}                                      -> {"reply": "stopped"}
-
-Any of them may be answered by {"reply": "refused", "reason": ...}; the engine then goes on, but
-after a refused start it ends. The same messages drive every kind of engine. Values only:
-`kvhold.lab.engines.engine` is our side of the pipes.
+A refused start ends the engine.
 """
 
 import os
@@ -33,39 +24,33 @@ class _Reply(
 
 
 class EngineOptions(_Operation, frozen=True, kw_only=True, tag="start"):
-    """How to start an engine. `None` leaves a choice to the driver, which knows what is fast."""
+    """How to start; None leaves a choice to the driver."""
 
     model_path: str
-    max_model_len: int  # tokens of the longest prompt with its output
-    kv_cache_bytes: int  # the engine's own KV memory; at least max_model_len tokens must fit
+    max_model_len: int  # prompt and output
+    kv_cache_bytes: int
     driver: DriverName = "vllm"
     kv_transfer_config: dict[str, Any] | None = (
-        None  # as vLLM's --kv-transfer-config takes it; None runs without a connector
+        None  # as for vLLM's --kv-transfer-config; None: no connector
     )
-    prefix_caching: bool = True  # the engine's own, in its own KV memory
-    max_num_batched_tokens: int | None = (
-        None  # the most tokens of one step: longer prompts are prefilled in pieces of it
-    )
-    block_size: int | None = None  # tokens a block
+    prefix_caching: bool = True
+    max_num_batched_tokens: int | None = None  # of one step
+    block_size: int | None = None
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    own_binding: bool = (
-        False  # its threads are bound to a core each, as vLLM does for a user (vLLM only)
-    )
+    own_binding: bool = False  # bind each thread to a core (vLLM only)
 
 
 class Generate(_Operation, frozen=True, kw_only=True, tag="generate"):
-    """Greedy decoding of one prompt; an end-of-text token does not end it."""
+    """Decode one prompt greedily, past any end-of-text token."""
 
     prompt_token_ids: list[int]
     max_tokens: int
-    rules: dict[str, Any] = {}  # what the request says to kvhold, as in `kv_transfer_params`
-    first_logprobs: bool = False  # whether the answer is to have them (vLLM only)
+    rules: dict[str, Any] = {}
+    first_logprobs: bool = False  # vLLM only
 
 
 class GenerateMany(_Operation, frozen=True, kw_only=True, tag="generate_many"):
-    """Greedy decoding of prompts that are handed to the engine at once; it runs as many of them
-    together as it can.
-    """
+    """Decode prompts greedily, together."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -73,7 +58,7 @@ class GenerateMany(_Operation, frozen=True, kw_only=True, tag="generate_many"):
 
 
 class ResetPrefixCache(_Operation, frozen=True, kw_only=True, tag="reset_prefix_cache"):
-    """Forget the engine's own cached KV; what a connector stored elsewhere stays."""
+    """Clear the engine's own KV; the connector's stays."""
 
 
 class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
@@ -81,45 +66,40 @@ class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
 
 
 class Ready(_Reply, frozen=True, kw_only=True, tag="ready"):
-    """Started and warmed up: the first request will not pay for first uses."""
+    """Started and warmed up."""
 
     tokens_per_block: int
     num_blocks: int
 
 
 class Generated(_Reply, frozen=True, kw_only=True, tag="generated"):
-    """One prompt's output and its times, taken in the engine's process with no
-    transport in them.
-    """
+    """One output. Times are taken in the engine's process, without transport."""
 
-    # from handing the prompt to the engine to the end of the step that made its first token
+    # to the end of the step that made the first token
     ttft_s: float
     total_s: float
     token_ids: list[int]
-    # prompt tokens not computed: found in the engine's own prefix cache or loaded by the connector
     num_cached_tokens: int
-    first_logprobs: list[float] = []  # of the first token, of all of the vocabulary in its order
+    first_logprobs: list[float] = []  # for the whole vocabulary, in order
 
 
 class GeneratedMany(_Reply, frozen=True, kw_only=True, tag="generated_many"):
-    """Each prompt's output, in the prompts' order, and how many of its tokens were not computed."""
-
     token_ids: list[list[int]]
     num_cached_tokens: list[int]
 
 
 class Reset(_Reply, frozen=True, kw_only=True, tag="reset"):
-    """`done` is false if running requests kept the engine from it."""
+    """done: False if running requests prevented it."""
 
     done: bool
 
 
 class Stopped(_Reply, frozen=True, kw_only=True, tag="stopped"):
-    """The last line of an engine."""
+    """The engine's last message."""
 
 
 class Refused(_Reply, frozen=True, kw_only=True, tag="refused"):
-    """The operation was not done. The engine's log holds the traceback."""
+    """Failure. The traceback is in the engine's log."""
 
     reason: str
 

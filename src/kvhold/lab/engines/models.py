@@ -1,22 +1,13 @@
-"""Models for the demo, made here: a Llama with random weights of a fixed seed, and a tokenizer for
-it.
+"""Models for the demo: Llamas with random weights of a fixed seed, and a tokenizer.
 
     model = make_model("small")
-    model.path, model.num_parameters, model.kv_bytes_per_token
 
-Nothing is downloaded and nothing is learned: what such a model writes means nothing, but it is
-computed exactly as a trained one's text would be, so times, KV bytes and "is it the same output"
-are real. The checkpoint (config.json, model.safetensors, tokenizer) is read by vLLM and by
-transformers. Making one takes seconds and happens once: it is kept in the user's cache folder under
-a name that holds a fingerprint of the recipe, and appears there whole or not at all.
+The text is meaningless, but times, KV bytes and equality of outputs are real. The checkpoint is
+made once in the user's cache folder.
 
-The weights are drawn so that greedy output depends on the whole context and does not repeat itself:
-attention is sharp enough to single out a few of thousands of tokens, and the output layer is not
-tied to the embedding. Measured on 4,000-token prompts: 48 greedy tokens hold 46 or more different
-ones; changing the first token of the prompt moves the last logits by 0.4 and more; the best logit
-leads by about 0.6, and float32 noise (the prompt prefilled in two pieces) is 2e-5.
-
-Needs `safetensors` and `tokenizers`, which come with vLLM and with transformers; torch is not used.
+Greedy output must depend on the whole context and not repeat. So attention is sharp, and the output
+layer is not tied to the embedding. On 4,000-token prompts the best logit leads by about 0.6,
+another first token moves the last logits by 0.4, and float32 noise is 2e-5.
 """
 
 import json
@@ -40,11 +31,11 @@ from kvhold.lab.once import default_root, fingerprint, make_once
 Weights = npt.NDArray[np.float32]
 
 MAX_MODEL_LEN = 32_768
-_RECIPE = 1  # count up when the same geometry would give other weights
+_RECIPE = 1  # increase when the weights change
 _SEED = 20_260
-# attention logits of standard deviation 1.6**2: some ten of 4,000 tokens carry most of the weight
+# standard deviation 1.6**2 of attention logits: some ten of 4,000 tokens carry most weight
 _QUERY_KEY_GAIN = 1.6
-# at 1.5 to an _MLP_GAIN of 1.2 all positions become alike, and the mid model repeats itself
+# with 1.5 and an _MLP_GAIN of 1.2 all positions become alike
 _ATTENTION_GAIN = 1.2
 _MLP_GAIN = 1.5
 _LOGIT_STD = 3.0
@@ -52,17 +43,14 @@ _LOGIT_STD = 3.0
 
 @dataclass(frozen=True)
 class Geometry:
-    """What decides the size of a model and of its KV.
-
-    Weights and KV are float32, 4 bytes an element.
-    """
+    """Sizes of a float32 model and its KV."""
 
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # vLLM's attention on CPUs knows 32, 64, 80, 96, 112, 128 and larger ones
+    head_dim: int  # vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and more
     vocab_size: int = VOCAB_SIZE
 
     @property
@@ -71,13 +59,10 @@ class Geometry:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
-        """Name, shape and standard deviation of each weight, in a fixed order; a deviation of 0
-        stands for a norm of ones.
-        """
+        """Yield name, shape and standard deviation of each weight; 0 is a norm of ones."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fan_in = hidden**-0.5
@@ -131,8 +116,6 @@ SIZES = {
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A checkpoint on this host's disk, whole."""
-
     name: str
     path: Path
     geometry: Geometry
@@ -148,13 +131,10 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """The checkpoint of `size` (tiny, small or mid) under `root`, made now unless it is there
-    already.
+    """Return the checkpoint of `size` (tiny, small or mid) under `root`; make it if missing.
 
-    root: the folder of all models; by default kvhold/models in `$XDG_CACHE_HOME` (~/.cache).
-
-    Several processes may call it at once; one of them wins. Raises ValueError for an unknown size
-    and OSError if the folder cannot be written.
+    Several processes may call it at once. Raises ValueError for an unknown size, OSError if the
+    folder cannot be written.
     """
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")
@@ -167,7 +147,6 @@ def make_model(size: str, root: Path | None = None) -> ModelInfo:
 
 
 def _fingerprint(geometry: Geometry) -> str:
-    """12 hexadecimal digits of everything that decides the checkpoint's bytes."""
     recipe = [
         _RECIPE,
         _SEED,
@@ -196,10 +175,6 @@ def _write(geometry: Geometry, folder: Path) -> None:
 
 
 def _draw(index: int, shape: tuple[int, ...], std: float) -> Weights:
-    """The weight of this index in `tensors()`: [shape] float32.
-
-    Each has a generator of its own, so no other can shift it.
-    """
     if std == 0.0:
         return np.ones(shape, dtype=np.float32)
     weights = np.random.default_rng([_SEED, index]).standard_normal(shape, dtype=np.float32)
@@ -208,7 +183,6 @@ def _draw(index: int, shape: tuple[int, ...], std: float) -> Weights:
 
 
 def _config(geometry: Geometry, *, end_of_text_id: int) -> dict[str, Any]:
-    """config.json, in the form that transformers 4 and 5 both read."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

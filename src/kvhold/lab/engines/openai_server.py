@@ -1,14 +1,4 @@
-"""vLLM's OpenAI-compatible server in child processes, on a free port of the loopback interface.
-
-    with OpenAIServer(options_for(model, max_model_len=8_192)) as server:
-        completion = server.complete(prompt_token_ids, max_tokens=16)
-        server.metric("vllm:external_prefix_cache_hits_total")
-
-It is two processes, the HTTP front and the engine's core. Calls may come from several threads at
-once; each opens a connection
-of its own. Leaves out on purpose: chat, sampling and everything else that a user's own client does
-    better.
-"""
+"""vLLM's OpenAI-compatible server in child processes, on a free loopback port. Thread-safe."""
 
 import http.client
 import json
@@ -35,17 +25,17 @@ _MODEL_NAME = "demo"
 
 @dataclass(frozen=True)
 class Completion:
-    """One streamed answer, timed by the client: HTTP, tokenising and streaming are in it."""
+    """One streamed answer. The client's times include HTTP, tokenising and streaming."""
 
     ttft_s: float
     total_s: float
     text: str
     token_ids: list[int]
-    num_cached_tokens: int  # prompt tokens not computed, by vLLM's own account
+    num_cached_tokens: int
 
 
 class OpenAIServer(Child):
-    """One server. engines: how many share the requests (vLLM's data parallel)."""
+    """One server. engines: vLLM's data-parallel engines."""
 
     def __init__(
         self,
@@ -65,7 +55,6 @@ class OpenAIServer(Child):
 
     @property
     def base_url(self) -> str:
-        """What OpenAI clients call `base_url`."""
         return f"http://{_HOST}:{self._port}/v1"
 
     def complete(
@@ -76,9 +65,7 @@ class OpenAIServer(Child):
         engine: int | None = None,
         timeout_s: float = 600.0,
     ) -> Completion:
-        """Greedy output of one prompt, text or token ids, streamed, from one of several engines if
-        that is said. Raises EngineFailed.
-        """
+        """Return the greedy output of a text or token ids, streamed. Raises EngineFailed."""
         request = {
             "model": _MODEL_NAME,
             "prompt": prompt,
@@ -116,16 +103,14 @@ class OpenAIServer(Child):
         )
 
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
-        """What /metrics says now: each sample by its name with its labels, as
-        `vllm:num_requests_running{engine="0",...}`.
-        """
+        """Return each sample of /metrics, by name with labels."""
         with self._response("GET", "/metrics", timeout_s) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
     def metric(self, name: str) -> float:
-        """The sum of one metric's samples over all their labels; 0 if it has none."""
+        """Return the sum over all labels; 0 if there are none."""
         return sum(
             value for sample, value in self.metrics().items() if sample.split("{", 1)[0] == name
         )
@@ -151,7 +136,7 @@ class OpenAIServer(Child):
             connection.request("GET", "/health")
             return connection.getresponse().status == http.HTTPStatus.OK
         except OSError:
-            return False  # not listening yet
+            return False
         finally:
             connection.close()
 
@@ -187,7 +172,6 @@ class OpenAIServer(Child):
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events, as they arrive."""
     for line in iter(response.readline, b""):
         data = line.removeprefix(b"data:").strip()
         if line.startswith(b"data:") and data != b"[DONE]":

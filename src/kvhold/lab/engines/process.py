@@ -1,12 +1,7 @@
-"""A child process whose output goes to a log, and the error that quotes the log's end. Shared by
-whoever runs engines and servers.
+"""A child process with a log, and an error that quotes the log's end.
 
-`LoggedProcess` is such a process; `Child` is what an engine and a server have in common: started
-once, waited for, stopped or killed.
-
-One that was started with pipes is talked to in lines: `ask` sends one and waits for the answer.
-Whoever stays silent for too long is made to write down where each of its threads is (Python's
-faulthandler, which an engine's child sets up for SIGUSR1), and is killed.
+A child that is silent for too long writes its threads' stacks to the log (faulthandler on SIGUSR1),
+and is killed.
 """
 
 import os
@@ -24,26 +19,20 @@ from typing import IO, BinaryIO, Self
 from kvhold.core.errors import KVHoldError
 
 _LOG_TAIL_BYTES = 3_000
-_STACKS_TAIL_BYTES = 12_000  # of one that was silent: its threads' stacks are the end of its log
+_STACKS_TAIL_BYTES = 12_000
 _STACKS_WAIT_S = 5.0
 
 
 class EngineFailed(KVHoldError):
-    """An engine did not start, died, refused or went silent.
-
-    The message says which, and ends with the end of its log.
-    """
+    """An engine did not start, died, refused or went silent."""
 
 
 class LoggedProcess:
-    """A running child. It has a process group of its own: Ctrl-C is for the caller, who then ends
-    the child.
+    """A child in its own process group, so that Ctrl-C reaches only the caller.
 
-    name: what errors call it.
-    log_path: where its output goes; by default a file that goes away with it.
-    environment: variables besides those of this process.
-    pipes: whether standard input and output are pipes to the caller, instead of nothing and the
-        log.
+    log_path:    by default a temporary file
+    environment: variables in addition to this process's
+    pipes:       connect stdin and stdout to the caller, instead of nothing and the log
     """
 
     def __init__(
@@ -58,7 +47,6 @@ class LoggedProcess:
         self._name = name
         self._log_path = log_path
         self._last_words = ""
-        # closed by kill
         self._log: BinaryIO = (
             log_path.open("wb+") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115
         )
@@ -83,11 +71,9 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def ask(self, line: bytes, doing: str, timeout_s: float) -> bytes:
-        """Send one line and wait for the one that answers it, both without their ends. Raises
-        EngineFailed, `doing` in it.
+        """Send one line and return the answering line, both without line ends.
 
-        One that does not answer in time is killed: nobody knows what it is doing, and a late answer
-        would be taken for the next one's.
+        Raises EngineFailed. A late child is killed: its answer would be taken for the next one.
         """
         if not self.is_alive:
             raise self.failure(doing)
@@ -100,11 +86,10 @@ class LoggedProcess:
         return self._read_line(doing, deadline)
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._process.terminate()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; false if it still runs after `timeout_s`."""
+        """Return False after `timeout_s`."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -112,11 +97,9 @@ class LoggedProcess:
         return True
 
     def kill(self) -> None:
-        """End it and what it started in its process group, at once, as a crash would. What has a
-        session of its own lives on.
+        """Kill the process group; processes in another session live on.
 
-        Closes the pipes and the log. Whoever starts a process must call this at the end, even if
-        the process has ended by then.
+        Closes the pipes and the log. Must be called even after the process has ended.
         """
         if self._process.returncode is None:
             os.killpg(
@@ -131,9 +114,7 @@ class LoggedProcess:
             self._log.close()
 
     def log_tail(self, nbytes: int = 0) -> str:
-        """The end of what it has printed; nbytes: how much of it, while it runs (0: as much as a
-        person may want to read).
-        """
+        """Return the end of the log. nbytes: 0 is the default; ignored after the end."""
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
@@ -143,7 +124,6 @@ class LoggedProcess:
         return tail.decode(errors="replace")
 
     def failure(self, doing: str, what: str | None = None) -> EngineFailed:
-        """The error for `doing`; without `what` it says how the process ended."""
         if what is None:
             code = self._process.poll()
             what = (
@@ -158,7 +138,6 @@ class LoggedProcess:
         )
 
     def _send(self, data: bytes, doing: str, deadline: float) -> None:
-        """All of it: a pipe takes what fits, and a child that reads nothing takes no more."""
         pipe = _descriptor(self._process.stdin)
         os.set_blocking(pipe, False)
         rest = memoryview(data)
@@ -181,18 +160,12 @@ class LoggedProcess:
         return line
 
     def _silent(self, doing: str) -> EngineFailed:
-        """End one that does not answer; its log ends with its stacks, if it can still
-        write them.
-        """
         self._dump_stacks()
         self.kill()
         return self.failure(doing, "was silent for too long and was killed")
 
     def _dump_stacks(self) -> None:
-        """Have it write its threads' stacks to its log, and wait for that.
-
-        Without faulthandler the signal ends it, as `kill` would.
-        """
+        """Without faulthandler the signal ends the child."""
         size = os.fstat(self._log.fileno()).st_size
         self._tail_bytes = _STACKS_TAIL_BYTES
         os.kill(self._process.pid, signal.SIGUSR1)
@@ -202,19 +175,13 @@ class LoggedProcess:
             and time.monotonic() < deadline
             and self.is_alive
         ):
-            time.sleep(0.05)  # it writes to its log and tells nobody
+            time.sleep(0.05)
         if self.is_alive:
-            time.sleep(0.2)  # for the rest of what it writes
+            time.sleep(0.2)  # for the rest of the stacks
 
 
 class Child(ABC):
-    """`with` starts it and stops it; `start`, `stop` and `kill` do so by hand. A subclass says what
-    is run and how it begins and ends.
-
-    name: what errors call it.
-    log_path: where its output goes; by default a file that goes away with this object.
-    environment: variables for its processes besides those of this one.
-    """
+    """A child that `with` starts and stops."""
 
     def __init__(self, name: str, *, log_path: Path | None, environment: Mapping[str, str]) -> None:
         self._name = name
@@ -224,11 +191,10 @@ class Child(ABC):
 
     @property
     def pid(self) -> int:
-        """The process id; of a server with several processes that of the first."""
         return self._running().pid
 
     def start(self, timeout_s: float = 300.0) -> Self:
-        """Spawn it and wait until it is ready. Raises EngineFailed, with no process left behind."""
+        """Start, and wait until ready. Raises EngineFailed, and leaves no process behind."""
         if self._process is not None:
             raise EngineFailed(f"{self._name} (pid {self._process.pid}) was started already")
         self._process = self._spawn()
@@ -240,26 +206,21 @@ class Child(ABC):
         return self
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Shut down in order, and kill after `timeout_s`.
-
-        Does nothing to what has ended or was never started.
-        """
+        """Shut down in order, and kill after `timeout_s`. Idempotent."""
         try:
             if self._process is not None and self._process.is_alive:
                 self._ask_to_end(self._process, timeout_s)
                 self._process.wait(timeout_s)
         except EngineFailed:
-            pass  # it is killed instead
+            pass
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """End its processes at once, as a crash would; they may have ended before."""
         if self._process is not None:
             self._process.kill()
 
     def log_tail(self) -> str:
-        """The end of what it has printed."""
         return self._process.log_tail() if self._process is not None else ""
 
     def __enter__(self) -> Self:
@@ -280,7 +241,7 @@ class Child(ABC):
 
     @abstractmethod
     def _spawn(self) -> LoggedProcess:
-        """Run it."""
+        """Start the process."""
 
     @abstractmethod
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:

@@ -1,13 +1,4 @@
-"""Text for the demo: Python's own library, cut into tokens.
-
-    tokenizer = train_tokenizer()
-    token_ids = make_prompt(model_path, 4_000, seed=1)
-
-Nothing is downloaded: the corpus is the source of the standard library that runs this, so every
-host with the same Python sees the same text, and `corpus_digest` tells two Pythons apart. A
-tokenizer made here is byte-level BPE, so any text round-trips. Needs the `tokenizers` library,
-which comes with vLLM and with transformers. Runs in the caller's thread.
-"""
+"""Text for the demo: the source of Python's standard library, as tokens."""
 
 import hashlib
 import json
@@ -22,7 +13,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 8_192
 END_OF_TEXT = "<|endoftext|>"
-_TRAINING_BYTES = 3_000_000  # a fraction more changes the merges little and costs seconds
+_TRAINING_BYTES = 3_000_000
 _CHAT_TEMPLATE = (
     "{% for message in messages %}### {{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}### assistant\n{% endif %}"
@@ -31,10 +22,9 @@ _CHAT_TEMPLATE = (
 
 @cache
 def corpus() -> str:
-    """The source of the standard library's top-level modules, in the order of their names; about
-    4.7 million characters.
+    """Return the standard library's top-level modules, about 4.7 million characters.
 
-    Raises FileNotFoundError where Python was installed without its sources.
+    Raises FileNotFoundError when Python has no sources installed.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [
@@ -49,15 +39,11 @@ def corpus() -> str:
 
 @cache
 def corpus_digest() -> str:
-    """32 hexadecimal digits that change with the corpus."""
     return hashlib.sha256(corpus().encode()).hexdigest()[:32]
 
 
 def train_tokenizer() -> "Tokenizer":
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens; the same corpus gives the same tokenizer.
-
-    Takes a few seconds.
-    """
+    """Return a byte-level BPE tokenizer of `VOCAB_SIZE` tokens, equal for equal corpora."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -76,9 +62,6 @@ def train_tokenizer() -> "Tokenizer":
 
 
 def save_tokenizer(tokenizer: "Tokenizer", folder: Path, *, max_model_len: int) -> None:
-    """Write what transformers' AutoTokenizer and vLLM's servers read: tokenizer.json and
-    tokenizer_config.json.
-    """
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -94,13 +77,10 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, *, max_model_len: int) 
 def make_prompt(
     model_path: Path, num_tokens: int, *, seed: int = 0, num_shared_tokens: int = 0
 ) -> list[int]:
-    """A prompt of exactly `num_tokens` token ids out of the standard library's text.
+    """Return exactly `num_tokens` token ids of the corpus, equal in every process.
 
-    Two seeds give prompts that differ from the first few tokens on, but for the first
-    `num_shared_tokens`, which are the same for every seed. The same arguments give the same prompt
-    in every process.
-
-    Raises ValueError if the numbers of tokens contradict each other.
+    All seeds share the first `num_shared_tokens`; the next few tokens differ. Raises ValueError if
+    more are shared than wanted.
     """
     if not 0 <= num_shared_tokens <= num_tokens:
         raise ValueError(f"{num_shared_tokens} shared tokens do not fit a prompt of {num_tokens}")
@@ -110,17 +90,13 @@ def make_prompt(
 
 
 def _excerpt(tokenizer: "Tokenizer", num_tokens: int, name: str) -> list[int]:
-    """`num_tokens` tokens of the corpus from a place that `name` decides, after a first line that
-    no other name has.
-    """
+    """Return tokens from a place chosen by `name`, after a line unique to `name`."""
     text = corpus()
     place = random.Random(name).randrange(len(text))
     token_ids: list[int] = tokenizer.encode(f"# {hashlib.sha256(name.encode()).hexdigest()}\n").ids[
         1:
     ]
-    num_characters = (
-        5 * num_tokens + 100
-    )  # about 4 characters a token; the loop is for the exceptions
+    num_characters = 5 * num_tokens + 100  # about 4 characters a token
     while len(token_ids) < num_tokens:
         piece = text[place : place + num_characters] or text[:num_characters]
         place = place + num_characters if place < len(text) else num_characters

@@ -1,14 +1,11 @@
-"""A real vLLM engine in this process, stepped by hand.
+"""A vLLM engine in this process, stepped by hand.
 
-    engine = SteppedEngine({"model": ..., "enforce_eager": True})
     name = engine.add({"prompt_token_ids": [...]}, max_tokens=8)
     while engine.is_busy():
         outputs = engine.step()
-    engine.drain()
 
-Only for a child process whose environment has `environment_for` in it: vLLM and torch read some of
-it while they are imported. One thread. What a command asks of an engine, and what it makes of the
-outputs, is its own.
+Only for a child process started with `environment_for`: vLLM and torch read some variables during
+import.
 """
 
 import itertools
@@ -25,32 +22,24 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
 
 
 def environment_for(num_threads: int) -> dict[str, str]:
-    """Variables for a vLLM process on CPUs: offline, quiet, all of `num_threads` used.
-
-    They must be set before torch is loaded.
-    """
+    """Return variables for vLLM on CPUs: offline, quiet, with `num_threads`."""
     return {
         **_QUIET,
-        # one process: starts in seconds, and can be stepped by hand
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM keeps one core back
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM reserves a core
         "OMP_NUM_THREADS": str(num_threads),
     }
 
 
 def own_environment() -> dict[str, str]:
-    """Variables for a vLLM process that is a user's: offline and quiet, and all else is vLLM's own
-    choice, its thread binding, too.
-    """
+    """Return variables for vLLM as a user runs it, but offline and quiet."""
     return dict(_QUIET)
 
 
 def bound_environment(num_threads: int) -> dict[str, str]:
-    """Variables for the start of a process with an engine that is stepped by hand, whose threads
-    are bound as a user's are.
+    """Return variables for a stepped engine whose threads are bound as a user's are.
 
-    They are those that vLLM sets for its worker processes. OpenMP reads them while it is loaded, so
-    they must be there from the start.
+    vLLM sets them for its workers. OpenMP reads them at load.
     """
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     return {
@@ -61,7 +50,6 @@ def bound_environment(num_threads: int) -> dict[str, str]:
 
 
 def _openmp_of_torch() -> str:
-    """The OpenMP library that torch brings, which vLLM preloads, too; empty where there is none."""
     spec = find_spec("torch")
     folders = (
         [Path(folder) for folder in spec.submodule_search_locations or ()]
@@ -77,16 +65,9 @@ def _openmp_of_torch() -> str:
 
 
 class SteppedEngine:
-    """One started engine.
-
-    engine: vLLM's; core: its core, with the scheduler; config: all that vLLM has made of the
-        arguments
-    """
+    """One engine. core: vLLM's core with the scheduler; config: vLLM's final config."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """arguments: vLLM's engine arguments; `kv_transfer_config` is a mapping, or None for no
-        connector.
-        """
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -95,9 +76,7 @@ class SteppedEngine:
         if (transfer := given.pop("kv_transfer_config", None)) is not None:
             given["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.engine: Any = LLMEngine.from_engine_args(EngineArgs(disable_log_stats=True, **given))
-        self.core: Any = (
-            self.engine.engine_core.engine_core
-        )  # in-process: the client holds the core itself
+        self.core: Any = self.engine.engine_core.engine_core
         self.config: Any = self.core.vllm_config
         self._numbers = itertools.count()
         self._inner_names: dict[str, str] = {}
@@ -112,11 +91,10 @@ class SteppedEngine:
         extra: dict[str, Any] | None = None,
         logprobs: int | None = None,
     ) -> str:
-        """Hand over a request for greedy decoding that no end-of-text token ends; returns the name
-        that its outputs have.
+        """Add a request for greedy decoding, past any end-of-text token. Returns its outputs' name.
 
-        extra: of the sampling parameters' `extra_args`; logprobs: how many of the best tokens come
-            with theirs
+        extra:    the sampling parameters' `extra_args`
+        logprobs: number of best tokens to report
         """
         from vllm.sampling_params import SamplingParams
 
@@ -135,41 +113,28 @@ class SteppedEngine:
         return name
 
     def request(self, name: str) -> Any:
-        """The scheduler's own object of this request; None once it has ended and let go of its
-        blocks.
-        """
+        """Return the scheduler's request, or None when it ended and released its blocks."""
         return self.core.scheduler.requests.get(self._inner_names[name])
 
     def inner_name(self, name: str) -> str:
-        """What the scheduler and its connector call this request. No two engines have the same."""
         return self._inner_names[name]
 
     def abort(self, name: str) -> None:
-        """End a request, wherever it is."""
         self.engine.abort_request([name])
 
     def is_busy(self) -> bool:
-        """Whether a request has no whole answer yet."""
         return bool(self.engine.has_unfinished_requests())
 
     def step(self) -> list[Any]:
-        """One step.
-
-        Where there was nothing to compute, as while KV is being loaded, wait a millisecond as
-        vLLM's own loop does.
-        """
+        """Run one step. If nothing could be computed, wait a millisecond, as vLLM does."""
         began = time.perf_counter()
         outputs: list[Any] = self.engine.step()
-        if (
-            not outputs and time.perf_counter() - began < 0.002
-        ):  # a step that computes takes longer, even of a tiny model
-            time.sleep(0.001)  # vLLM has nothing that could be waited for
+        if not outputs and time.perf_counter() - began < 0.002:
+            time.sleep(0.001)
         return outputs
 
     def drain(self) -> None:
-        """Step on until the scheduler has let go of what finished, as vLLM's own loop does:
-        connectors save and free here.
-        """
+        """Step until the scheduler has released finished requests; connectors save here."""
         deadline = time.monotonic() + _DRAIN_S
         while self.core.scheduler.has_requests():
             if time.monotonic() > deadline:
@@ -180,10 +145,8 @@ class SteppedEngine:
             self.step()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the engine's own KV; false if it would not."""
         return bool(self.engine.reset_prefix_cache())
 
     def close(self) -> None:
-        """Shut it down, connector included."""
         self.engine.engine_core.shutdown()
         self.engine = self.core = self.config = None

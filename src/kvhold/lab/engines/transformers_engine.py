@@ -1,11 +1,6 @@
-"""The demo's engine where vLLM is not installed: Hugging Face transformers with kvhold's reuse, run
-in this process.
+"""The demo's engine without vLLM: Hugging Face transformers with kvhold's reuse.
 
-    driver = TransformersDriver(options)
-
-Only for a child process (`kvhold.lab.engines.engine_child`). Takes the same options as vLLM's
-driver, of which blocks, batches and the engine's own KV memory mean nothing here: transformers has
-no prefix cache of its own.
+Blocks, batches and the engine's KV memory have no effect here.
 """
 
 import time
@@ -29,8 +24,6 @@ _WARM_UP_TOKENS = 16
 
 
 class TransformersDriver:
-    """Meets `kvhold.lab.engines.engine_child.Driver`."""
-
     def __init__(self, options: EngineOptions) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -94,9 +87,7 @@ class TransformersDriver:
 
 
 class _FirstToken:
-    """A streamer in the sense of transformers: is handed the prompt, then each token; notes when
-    the first one came.
-    """
+    """Notes the time of the first token; it gets the prompt first."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -108,4 +99,4 @@ class _FirstToken:
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""

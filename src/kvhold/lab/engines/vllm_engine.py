@@ -1,12 +1,7 @@
-"""A real vLLM engine, run in this process and stepped by hand.
+"""A vLLM engine in this process, stepped by hand.
 
-    driver = VllmDriver(options)
-    driver.generate(Generate(prompt_token_ids=[...], max_tokens=16))
-
-Only for a child process (`kvhold.lab.engines.engine_child`): it sets environment variables that
-must be there before torch is loaded, and a process holds one engine. vLLM runs eager and in
-float32: on CPUs compiling costs more than it gains here, float32 is faster than bfloat16, and
-outputs can be compared token by token.
+One engine a process: the environment must be set before torch loads. Eager, because compiling costs
+more than it gains here. Float32 is faster than bfloat16 on CPUs.
 """
 
 import os
@@ -23,17 +18,12 @@ from kvhold.lab.engines.messages import (
 )
 from kvhold.lab.engines.stepped import SteppedEngine, environment_for
 
-# cold prefill of 4,000 tokens: pieces of 512 to 2,048 are alike, a single one takes a quarter
-# longer
+# cold prefill of 4,000 tokens: one piece takes a quarter longer than pieces of 512 to 2,048
 BATCHED_TOKENS = 2_048
-_WARM_UP_TOKENS = (
-    16  # less than any block, so that neither vLLM nor a connector has a whole block to keep
-)
+_WARM_UP_TOKENS = 16  # too short to be cached
 
 
 class VllmDriver:
-    """Meets `kvhold.lab.engines.engine_child.Driver`."""
-
     def __init__(self, options: EngineOptions) -> None:
         os.environ.update(environment_for(options.num_threads))
         given: dict[str, Any] = (

@@ -1,21 +1,11 @@
-"""A small LLM engine: vLLM's own scheduler and KV cache manager, kvhold's own connector, and models
-in plain torch.
+"""A small LLM engine: vLLM's scheduler and KV cache manager, kvhold's connector, and torch models.
 
-    engine = MiniEngine("llama", connector={"node": {"socket": "/run/kvhold.sock"}}, num_blocks=64)
+    engine = MiniEngine("llama", connector={"node": {"socket": "/run/kvhold.sock"}})
     engine.add("a", prompt, max_tokens=8)
     engine.run()                    # {"a": [17, 4, ...]}
-    engine.first_token_s["a"]       # seconds from `add` to the first token
-    engine.close()
 
-It serves real requests end to end where vLLM's compiled kernels are missing: on the CPU, and on a
-GPU (`device="cuda"`) beside the Python files of vLLM's CPU build. `config.py` makes vLLM's
-configuration and a model folder, `models.py` computes by `arithmetic.py`, `runner.py` stands for
-vLLM's model runner, `calls.py` makes the connector's calls, `engine.py` stands for vLLM's engine
-core. The arithmetic is exact, so a request has the same tokens and the same KV bytes in every
-batch, however its prompt is cut, with kvhold and without it.
-
-It leaves out sampling, LoRA, media, speculation, state models and several workers. One thread
-drives it. Engines of one process take turns.
+A request has the same tokens and KV bytes in every batch, with and without kvhold. There is no
+sampling, LoRA, media, speculation, state model or second worker. Used from one thread.
 """
 
 from kvhold.lab.mini_engine.config import SHAPES, EngineOptions, ModelShape

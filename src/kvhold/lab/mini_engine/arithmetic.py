@@ -1,25 +1,17 @@
-"""Arithmetic whose results do not depend on the order of a sum: not on the batch, the shapes, the
-kernel or the device.
+"""Arithmetic whose results do not depend on the order of a sum, hence not on batch or device.
 
-    y = linear(x, weight)                   # exact, then rounded to a grid
-    y = attend(queries, keys, values, mask, scale)
+All values are float64 multiples of a small power of two with few bits. So every product and partial
+sum is an integer multiple of one power of two below 2**53: exact. exp and sigmoid have no unique
+rounding; (1 + x / 64) ** 64 and a line with two bends replace them.
 
-All values are float64 and multiples of a small power of two with few bits, so every product and
-every partial sum in a matrix product is an integer multiple of one power of two below 2**53: exact
-in any order. Between the sums stand only operations that IEEE 754 rounds in one way (add, multiply,
-divide, square root, round). exp and sigmoid are not among them (their last bit differs between
-vector and scalar code), so the limit (1 + x / 64) ** 64 stands for exp, and a line with two bends
-for sigmoid.
-
-Bits, at most: activations and KV 17, weights 15, attention weights 17, summed over `MAX_WIDTH`
-    elements or `MAX_TOKENS` tokens.
+Bits, at most: activations and KV 17, weights 15, attention weights 17.
 """
 
 import torch
 
-MAX_TOKENS = 1 << 16  # that one query may look at
-MAX_WIDTH = 1 << 12  # elements that a matrix product sums over
-_STEP, _BOUND = 2.0**-10, 2.0**6  # of activations and KV
+MAX_TOKENS = 1 << 16  # of one query
+MAX_WIDTH = 1 << 12  # elements in a sum
+_STEP, _BOUND = 2.0**-10, 2.0**6
 _WEIGHT_STEP, _WEIGHT_BOUND = 2.0**-12, 4.0 - 2.0**-12
 _ATTENTION_STEP = 2.0**-16
 _ANGLE_STEP = 2.0**-14
@@ -27,12 +19,11 @@ _EPSILON = 2.0**-16
 
 
 def snap(x: torch.Tensor) -> torch.Tensor:
-    """Round to the grid of activations, and limit to its range."""
     return (x / _STEP).round_().mul_(_STEP).clamp_(-_BOUND, _BOUND)
 
 
 def snap_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Round to the grid of weights, and limit to its range. The result is exact in float32, too."""
+    """Round to the grid of weights, exact in float32, too."""
     return (
         (weight.double() / _WEIGHT_STEP)
         .round_()
@@ -42,23 +33,22 @@ def snap_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x: `[..., in]`; weight: `[out, in]`, `in` at most `MAX_WIDTH`."""
+    """x: `[..., in]`; weight: `[out, in]`."""
     return snap(x @ weight.T)
 
 
 def normalise(x: torch.Tensor) -> torch.Tensor:
-    """RMS norm over the last axis, without weights."""
     mean = (x * x).sum(-1, keepdim=True) / x.shape[-1]
     return snap(x / (mean + _EPSILON).sqrt())
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
-    """SiLU, with a sigmoid of three straight lines."""
+    """SiLU, with a sigmoid of three lines."""
     return snap(x * (x / 6 + 0.5).clamp_(0, 1))
 
 
 def rotation_table(num_positions: int, width: int, base: float, device: str) -> torch.Tensor:
-    """[2, positions, width / 2]: cosines and sines, made on the CPU for every device."""
+    """Return [2, positions, width / 2]: cosines and sines, computed on the CPU for every device."""
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
     return ((torch.stack([angles.cos(), angles.sin()]) / _ANGLE_STEP).round_() * _ANGLE_STEP).to(
@@ -67,7 +57,7 @@ def rotation_table(num_positions: int, width: int, base: float, device: str) -> 
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding. x: `[tokens, heads, width]`; positions: int64 `[tokens]`."""
+    """x: `[tokens, heads, width]`; positions: int64 `[tokens]`."""
     cosines, sines = table[:, positions, None]
     first, second = x.chunk(2, dim=-1)
     return snap(
@@ -84,9 +74,9 @@ def attend(
 ) -> torch.Tensor:
     """Attention of grouped heads.
 
-    queries: `[batch, queries, kv heads, heads of one, width]`; keys, values: `[batch, tokens, kv
-        heads, width]`
-    mask:    bool `[batch, queries, tokens]`: which tokens a query looks at, one at least
+    queries: `[batch, queries, kv heads, heads of one, width]`
+    keys, values: `[batch, tokens, kv heads, width]`
+    mask:    bool `[batch, queries, tokens]`, with at least one token a query
     Returns `[batch, queries, kv heads, heads of one, width of values]`.
     """
     batch, num_queries, kv_heads, of_one, width = queries.shape
@@ -94,7 +84,7 @@ def attend(
     keys, values = (
         torch.where(seen, keys, 0.0),
         torch.where(seen, values, 0.0),
-    )  # what nobody looks at may be no number
+    )  # unseen slots may hold NaN
     rows = queries.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, of_one * num_queries, width)
     scores = (rows @ keys.permute(0, 2, 3, 1)).view(batch, kv_heads, of_one, num_queries, -1)
     hidden = ~mask[:, None, None]
@@ -109,9 +99,7 @@ def attend(
 
 
 def choose(logits: torch.Tensor) -> torch.Tensor:
-    """[rows]: the best token of each row; of equal ones the first. logits: `[rows, tokens]`, a
-    product that was not rounded.
-    """
+    """Return each row's best token, the first of equals. logits: `[rows, tokens]`, not rounded."""
     return (
         logits
         - torch.arange(logits.shape[-1], dtype=torch.float64, device=logits.device) * 2.0**-40

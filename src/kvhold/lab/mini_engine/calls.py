@@ -1,15 +1,8 @@
-"""The connector's calls around a pass, made by vLLM's own code in the order of each of its two
-model runners.
+"""The connector's calls around a pass, in the order of each of vLLM's two model runners.
 
-    calls = calls_of(config, connector, caches)             # registers the caches
-    with calls.turn():
-        calls.before_blocks(output)  # then the runner zeroes and copies blocks
-        tokens, connected = calls.around(output, forward, sample)
-
-The first runner (`v1/worker/gpu_model_runner.py`) calls `handle_preemptions` before it zeroes and
-copies blocks, and ends the connector's step before it samples. The second one
-(`v1/worker/gpu/model_runner.py`, vLLM's choice where there is Triton) does both the other way
-round.
+The first (`v1/worker/gpu_model_runner.py`) calls `handle_preemptions` before it zeroes and copies
+blocks, and ends the connector's step before it samples. The second
+(`v1/worker/gpu/model_runner.py`, used with Triton) does both the other way round.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,49 +23,40 @@ Sample = Callable[[torch.Tensor], list[int]]  # waits for the device
 
 
 class Calls(Protocol):
-    """Of one engine's worker."""
-
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Make the connector this process's: engines take turns."""
+        """Make the connector this process's; engines take turns."""
 
     def before_blocks(self, output: SchedulerOutput) -> None:
-        """Before blocks are zeroed and copied."""
+        """Called before blocks are zeroed and copied."""
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
     ) -> tuple[list[int], KVConnectorOutput | None]:
-        """Compute and sample, with the connector's step around it."""
+        """Compute and sample, within the connector's step."""
 
     def without_pass(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """The connector's step where there is nothing to compute."""
+        """Run the connector's step alone."""
 
 
 class NoCalls:
-    """There is no connector."""
-
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """See `Calls`."""
         yield
 
     def before_blocks(self, output: SchedulerOutput) -> None:
-        """See `Calls`."""
+        """Do nothing."""
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
     ) -> tuple[list[int], None]:
-        """See `Calls`."""
         return sample(forward()), None
 
     def without_pass(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """See `Calls`."""
         return EMPTY_MODEL_RUNNER_OUTPUT
 
 
 class FirstRunnerCalls:
-    """As the first model runner makes them."""
-
     def __init__(self, config: VllmConfig, connector: Any, caches: dict[str, torch.Tensor]) -> None:
         self._config = config
         self._connector = connector
@@ -80,18 +64,15 @@ class FirstRunnerCalls:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """See `Calls`."""
         with _as_transfer_group(self._connector):
             yield
 
     def before_blocks(self, output: SchedulerOutput) -> None:
-        """See `Calls`."""
         self._connector.handle_preemptions(output.kv_connector_metadata)
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
     ) -> tuple[list[int], KVConnectorOutput | None]:
-        """See `Calls`."""
         with (
             set_forward_context(None, self._config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as connected,
@@ -100,13 +81,10 @@ class FirstRunnerCalls:
         return sample(logits), connected
 
     def without_pass(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """See `Calls`."""
         return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
 
 
 class SecondRunnerCalls:
-    """As the second model runner makes them."""
-
     def __init__(self, config: VllmConfig, connector: Any, caches: dict[str, torch.Tensor]) -> None:
         self._config = config
         self._connector = connector
@@ -115,17 +93,15 @@ class SecondRunnerCalls:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """See `Calls`."""
         with _as_transfer_group(self._connector):
             yield
 
     def before_blocks(self, output: SchedulerOutput) -> None:
-        """See `Calls`. This runner does not tell the connector."""
+        """Do nothing, as this runner."""
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
     ) -> tuple[list[int], KVConnectorOutput | None]:
-        """See `Calls`."""
         with set_forward_context(None, self._config):
             self._active.pre_forward(output)
             logits = forward()
@@ -134,12 +110,10 @@ class SecondRunnerCalls:
         return tokens, self._active.post_forward(output.finished_req_ids)
 
     def without_pass(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """See `Calls`."""
         return self._active.no_forward(output)
 
 
 def calls_of(config: VllmConfig, connector: Any, caches: dict[str, torch.Tensor]) -> Calls:
-    """The calls of the runner that the configuration names. connector: None: there is none."""
     if connector is None:
         return NoCalls()
     return (SecondRunnerCalls if config.use_v2_model_runner else FirstRunnerCalls)(

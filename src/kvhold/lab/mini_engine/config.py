@@ -1,15 +1,7 @@
-"""What a mini engine is made of: a model's shape, its folder on disk, and vLLM's configuration.
+"""A mini engine's model and configuration.
 
-    options = EngineOptions(SHAPES["llama"], num_blocks=64)
-    write_model(options.shape, folder)  # config.json and weights, as a user's folder has them
-    config = vllm_config_of(options, folder, connector)
-    kv_config = kv_cache_config_of(options, config)
-    caches = allocate(kv_config, config, "cpu")  # one tensor a layer, all over one allocation
-
-vLLM's CPU platform changes a configuration to what its CPU kernels and its CPU runner can do. They
-are not used here, so `vllm_config_of`
-takes three of its changes back: asynchronous scheduling is as the options say, and MLA keeps
-    chunked prefill and the prefix cache.
+vLLM's CPU platform limits a configuration to its own kernels. `vllm_config_of` undoes that for
+asynchronous scheduling and, with MLA, for chunked prefill and the prefix cache.
 """
 
 import json
@@ -32,24 +24,21 @@ from vllm.v1.kv_cache_interface import (
 
 from kvhold.lab.mini_engine.arithmetic import snap_weight
 
-_ARITHMETIC = 1  # count up when the same weights would give other KV
+_ARITHMETIC = 1  # increase when the KV changes
 _SEED = 20_261
 _GAIN, _QUERY_GAIN, _LOGIT_GAIN = (
     1.2,
     1.6,
     3.0,
-)  # of random matrices: attention is sharp, and logits lie far apart
+)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's sizes.
+    """A model's sizes. latent: elements of MLA's latent; 0: no MLA.
 
-    latent:       elements of MLA's latent; 0: keys and values of their own
-    rope:         with a latent: elements beside it that are rotated; without: all of a head's are
-    window:       tokens of a sliding window
-    layers:       a letter a layer: "f" full attention, "s" within the window
-    architecture, model_type: what `config.json` calls it
+    rope:   with a latent, additional rotated elements
+    layers: a letter a layer: "f" full attention, "s" sliding window
     """
 
     architecture: str
@@ -67,7 +56,6 @@ class ModelShape:
 
     @property
     def layer_names(self) -> list[str]:
-        """The attention layers, as vLLM names them."""
         return [f"model.layers.{number}.self_attn.attn" for number in range(len(self.layers))]
 
 
@@ -80,22 +68,14 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is set up.
+    """An engine's settings. num_blocks: includes vLLM's null block.
 
-    num_blocks:     of KV memory, vLLM's null block included; one request of `max_tokens` must fit
-    budget:         tokens that one pass computes
-    max_running:    requests in one pass
-    max_tokens:     of one request, its answer included
-    prefix_caching: whether vLLM keeps the blocks of requests that have ended
-    asynchronous:   whether a step is scheduled before the one before it has been computed, as is
-        vLLM's default
-    second_runner:  which of vLLM's model runners' calls are made (`calls.py`); None: those of the
-        one that vLLM would choose here
-    zero_blocks:    whether new blocks are zeroed before a pass, as vLLM does for models with a
-        state
-    dtype:          of the model and its KV
-    scheduling:     more settings of vLLM's `SchedulerConfig`
-    kv_layout:      the order of layers, blocks, heads, tokens and elements in memory, as vLLM names it
+    budget:        tokens of one pass
+    max_running:   requests in one pass
+    max_tokens:    of one request with its answer
+    asynchronous:  schedule a step before the previous one is computed
+    second_runner: see `calls.py`; None: vLLM's choice
+    zero_blocks:   zero new blocks, as vLLM does for state models
     """
 
     shape: ModelShape
@@ -114,11 +94,7 @@ class EngineOptions:
 
 
 def write_model(shape: ModelShape, folder: Path) -> None:
-    """Write `config.json` and random weights. The same shape gives the same bytes.
-
-    No real vLLM can serve the folder, because its weights have other names: the KV of the two is
-    not the same.
-    """
+    """Write `config.json` and random weights, the same for the same shape."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_settings(shape), indent=1))
     generator = torch.Generator().manual_seed(_SEED)
@@ -134,7 +110,6 @@ def write_model(shape: ModelShape, folder: Path) -> None:
 
 
 def read_weights(folder: Path, device: str) -> dict[str, torch.Tensor]:
-    """The weights that `write_model` wrote, by name, in float64."""
     return {
         name: weight.to(device, torch.float64)
         for name, weight in load_file(folder / "model.safetensors").items()
@@ -144,7 +119,6 @@ def read_weights(folder: Path, device: str) -> dict[str, torch.Tensor]:
 def vllm_config_of(
     options: EngineOptions, folder: Path, connector: dict[str, Any] | None, role: str = "kv_both"
 ) -> VllmConfig:
-    """vLLM's configuration for a model folder. connector: kvhold's settings; None: no connector."""
     model = ModelConfig(
         model=str(folder),
         dtype=options.dtype,
@@ -181,7 +155,7 @@ def vllm_config_of(
         kv_transfer_config=transfer,
     )
     config.scheduler_config.async_scheduling = options.asynchronous
-    if options.shape.latent:  # what the CPU platform has taken away, because of its MLA kernel
+    if options.shape.latent:
         config.scheduler_config.enable_chunked_prefill = True
         config.scheduler_config.max_num_batched_tokens = options.budget
         config.cache_config.enable_prefix_caching = options.prefix_caching
@@ -193,16 +167,13 @@ def vllm_config_of(
     config.cache_config.kv_cache_layout = options.kv_layout
     if (
         options.second_runner is not None
-    ):  # vLLM refuses the second one without Triton, which is not used here
+    ):  # vLLM refuses the second without Triton, which is not used here
         _override(config, use_v2_model_runner=options.second_runner)
     return config
 
 
 def kv_cache_config_of(options: EngineOptions, config: VllmConfig) -> KVCacheConfig:
-    """What vLLM makes of the layers' KV: groups of layers, and where each lies in memory.
-
-    Raises ValueError for too few blocks.
-    """
+    """Return the layers' groups and places in memory. Raises ValueError for too few blocks."""
     specs = {
         name: _spec(options, kind, config)
         for name, kind in zip(options.shape.layer_names, options.shape.layers, strict=True)
@@ -216,10 +187,7 @@ def kv_cache_config_of(options: EngineOptions, config: VllmConfig) -> KVCacheCon
 
 
 def allocate(kv_config: KVCacheConfig, config: VllmConfig, device: str) -> dict[str, torch.Tensor]:
-    """Allocate KV memory as `allocate_kv_cache` of vLLM's workers does: once for all layers.
-
-    Returns a view of each layer, `[blocks, heads, tokens, elements]`.
-    """
+    """Return views `[blocks, heads, tokens, elements]` of one allocation, by layer."""
     (size,) = {tensor.size for tensor in kv_config.kv_cache_tensors}
     memory = torch.zeros(size, dtype=torch.int8, device=device)
     layout = config.cache_config.get_resolved_kv_cache_layout()
@@ -257,7 +225,6 @@ def _spec(options: EngineOptions, kind: str, config: VllmConfig) -> Any:
 
 
 def _override(config: Any, **properties: bool) -> None:
-    """Give one object other values of properties that its class computes."""
     kind = type(config)
     config.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **properties})
 
@@ -270,7 +237,6 @@ def _gain(name: str) -> float:
 
 
 def _weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Of each weight, by name: `[out, in]`, or `[heads, out, in]`."""
     sizes: dict[str, tuple[int, ...]] = {
         "embed": (shape.vocab, shape.hidden),
         "logits": (shape.vocab, shape.hidden),
@@ -300,7 +266,6 @@ def _weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _settings(shape: ModelShape) -> dict[str, Any]:
-    """`config.json`."""
     settings = {
         "architectures": [shape.architecture],
         "model_type": shape.model_type,

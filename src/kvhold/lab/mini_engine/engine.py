@@ -1,4 +1,4 @@
-"""The mini engine: vLLM's scheduler in turns with the runner, as vLLM's engine core has them."""
+"""The mini engine: vLLM's scheduler and the runner in turns."""
 
 import tempfile
 import time
@@ -37,18 +37,12 @@ from kvhold.lab.mini_engine.config import (
 from kvhold.lab.mini_engine.models import Model
 from kvhold.lab.mini_engine.runner import Runner
 
-_STILL_S = 60.0  # without a token computed or a request ended: something hangs
+_STILL_S = 60.0  # without progress
 
 
 @dataclass
 class Counts:
-    """What has happened so far.
-
-    loaded_tokens: that the connector has brought, by vLLM's count of each request's first prefill
-    cached_tokens: that vLLM's own prefix cache had, likewise
-    computed_tokens: of all passes
-    failed_loads: reports of loads that failed, wholly or in part
-    """
+    """Totals. loaded_tokens: from the connector; cached_tokens: from vLLM's prefix cache."""
 
     passes: int = 0
     computed_tokens: int = 0
@@ -59,8 +53,6 @@ class Counts:
 
 
 class MiniEngine:
-    """One engine. See the package's docstring."""
-
     def __init__(
         self,
         model: str = "llama",
@@ -71,13 +63,12 @@ class MiniEngine:
         keep_digests: bool = False,
         **options: Any,
     ) -> None:
-        """model: a key of `SHAPES`; options: of `EngineOptions`, `shape` for one of your own.
+        """model: a key of `SHAPES`; options: of `EngineOptions`, `shape` for another model.
 
-        connector: kvhold's settings, as `kv_connector_extra_config` has them; None: no connector
-        folder: of the model, made unless it is there; None: a temporary one
-        keep_digests: note a digest of each request's KV as it ends, in `kv_digests`
-        Raises what kvhold's connector raises for a set-up that it refuses, and ValueError for too
-        few blocks.
+        connector:    as `kv_connector_extra_config`
+        folder:       of the model, made if missing; None: a temporary one
+        keep_digests: keep each request's KV digest in `kv_digests`
+        Raises ValueError for too few blocks, and the connector's errors.
         """
         self.options = replace(EngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}
@@ -107,7 +98,7 @@ class MiniEngine:
             self.caches = allocate(self.kv_config, self.config, device)
             self.connector = self._make_worker_connector(stack) if connector is not None else None
             self.runner = self._make_runner(folder, device)
-            if self.connector is not None:  # as vLLM's engine core introduces the two to each other
+            if self.connector is not None:
                 self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
                     {(0, 0): self.connector.get_handshake_metadata()}
                 )
@@ -116,7 +107,7 @@ class MiniEngine:
     def add(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, **request: Any
     ) -> None:
-        """A request arrives. request: more arguments of vLLM's `Request`, such as `cache_salt`."""
+        """request: more arguments of vLLM's `Request`, such as `cache_salt`."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         self._arrived_s[request_id] = time.perf_counter()
         self.outputs[request_id] = []
@@ -132,13 +123,12 @@ class MiniEngine:
         )
 
     def abort(self, *request_ids: str) -> None:
-        """The callers of these requests have gone away. Their outputs stay as long as they are."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> bool:
-        """Schedule; compute, as far as the queue of passes is full; take the tokens.
+        """Schedule, and compute when the queue of passes is full.
 
-        Returns whether anything was scheduled to compute.
+        Returns whether a pass was scheduled.
         """
         output = self.scheduler.schedule()
         self._passes.append(output)
@@ -150,10 +140,9 @@ class MiniEngine:
         return computes
 
     def run(self, *, until: Callable[[], Any] = lambda: False) -> dict[str, list[int]]:
-        """Step until all requests have ended and the connector has let go of their blocks, or until
-        something is so. Returns `outputs`.
+        """Step until all requests have ended and released their blocks, or until `until()`.
 
-        Raises TimeoutError if nothing moves for a minute.
+        Raises TimeoutError after a minute without progress.
         """
         moved_s = time.monotonic()
         while self.is_busy() and not until():
@@ -166,33 +155,27 @@ class MiniEngine:
         return self.outputs
 
     def is_busy(self) -> bool:
-        """Whether a step is to be made: for a request, for blocks that the connector still reads,
-        or for a pass in the queue.
-        """
         return bool(self._passes) or bool(self.scheduler.has_requests())
 
     def idle(self) -> None:
-        """Wait a moment, as vLLM's engine core does after a step that computed nothing."""
         time.sleep(0.001)
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """The blocks of a request, of each KV cache group. Valid while `Runner.read_kv` is."""
+        """Return a request's blocks by KV cache group. Validity: see `Runner.read_kv`."""
         return self.runner.block_ids(request_id)
 
     def block_bytes(self, layer: str, block: int) -> bytes:
-        """The bytes of one block of a layer, `[heads, tokens, elements]`."""
+        """Return `[heads, tokens, elements]`."""
         return bytes(self.caches[layer][block].contiguous().view(torch.uint8).cpu().numpy())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget vLLM's own KV; False if blocks are in use."""
+        """Return False if blocks are in use."""
         return bool(self.scheduler.reset_prefix_cache())
 
     def close(self) -> None:
-        """Leave the node."""
         self._closing.close()
 
     def _execute(self, output: SchedulerOutput) -> None:
-        """Compute the oldest pass of the queue, and tell the scheduler."""
         result = self.runner.execute(output)
         now_s = time.perf_counter()
         connected = result.kv_connector_output

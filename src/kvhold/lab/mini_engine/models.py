@@ -1,13 +1,7 @@
-"""Models in plain torch over paged KV: grouped-query attention with or without a sliding window,
-and MLA.
+"""Models in torch over paged KV: grouped-query attention, sliding windows, and MLA.
 
-    model = Model(shape, read_weights(folder, device), groups={"model.layers.0.self_attn.attn": 0},
-    max_tokens=512, device=device) logits = model.forward(batch, caches, enter, leave)
-
-A pass writes each token's KV to its slot, layer by layer, and then reads all KV from the blocks,
-its own tokens' too: what a query sees are always the bytes in the blocks, computed now, earlier or
-loaded. A query reads the slots of its own request, up to its own token, and no others.
-`arithmetic.py` says why results do not depend on the batch.
+Each layer writes its tokens' KV to the blocks, then reads all KV from there. So a query always sees
+the bytes in its request's blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +23,12 @@ from kvhold.lab.mini_engine.arithmetic import (
 from kvhold.lab.mini_engine.config import ModelShape
 
 _BASE = 10_000.0
-Hook = Callable[[str], None]  # of a layer's name
+Hook = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Places in blocks: int64 tensors of one shape."""
+    """Places in blocks: int64 tensors of equal shape."""
 
     blocks: torch.Tensor
     offsets: torch.Tensor
@@ -42,9 +36,8 @@ class Slots:
 
 @dataclass(frozen=True)
 class Keys:
-    """What the queries of one span look at, in one KV cache group.
-
-    slots: `[batch, tokens]`; mask: bool `[batch, queries, tokens]`
+    """Keys of one span in one group. slots: `[batch, tokens]`; mask: bool `[batch, queries,
+    tokens]`.
     """
 
     slots: Slots
@@ -53,9 +46,9 @@ class Keys:
 
 @dataclass(frozen=True)
 class Span:
-    """Queries that are computed together: one request's, or one of each of several.
+    """Queries of one request, or one query each of several.
 
-    rows: int64 `[batch, queries]`, into the pass's tokens; keys: of each KV cache group
+    rows: int64 `[batch, queries]`, into the pass's tokens; keys: by KV cache group
     """
 
     rows: torch.Tensor
@@ -64,11 +57,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """One pass.
+    """A pass.
 
     tokens, positions: int64 `[tokens]`
-    slots: of each KV cache group, `[tokens]`: where their KV is written
-    last:  int64 `[requests]`: the rows whose logits are wanted
+    slots: by group, `[tokens]`, to write
+    last:  int64 `[requests]`, rows of the logits
     """
 
     tokens: torch.Tensor
@@ -79,8 +72,6 @@ class Batch:
 
 
 class Model:
-    """One model's weights."""
-
     def __init__(
         self,
         shape: ModelShape,
@@ -90,10 +81,7 @@ class Model:
         max_tokens: int,
         device: str,
     ) -> None:
-        """groups: of each layer, the number of its KV cache group; max_tokens: of a request.
-
-        Raises ValueError for sizes at which sums would not be exact.
-        """
+        """Raises ValueError for sizes at which sums are not exact."""
         if (
             max_tokens > MAX_TOKENS
             or max(
@@ -126,9 +114,8 @@ class Model:
     ) -> torch.Tensor:
         """Compute a pass. Returns logits `[requests, vocab]`.
 
-        caches: of each layer, `[blocks, heads, tokens, elements]`
-        enter, leave: called before a layer's blocks are read and after it; its new KV has been
-            written by then
+        caches: by layer, `[blocks, heads, tokens, elements]`
+        enter, leave: called before and after a layer's blocks are read
         """
         hidden = self._weights["embed"][batch.tokens]
         for number, name in enumerate(self._shape.layer_names):
@@ -149,8 +136,8 @@ class Model:
     def _project_heads(
         self, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[tokens, kv heads, heads of one, width]`, and keys and values `[tokens, kv
-        heads, 2 * width]`.
+        """Return queries `[tokens, kv heads, heads of one, width]`, KV `[tokens, kv heads, 2 *
+        width]`.
         """
         shape = self._shape
         queries = rotate(
@@ -169,9 +156,7 @@ class Model:
     def _project_latent(
         self, hidden: torch.Tensor, positions: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries in the latent's terms `[tokens, 1, heads, latent + rope]`, and latents with their
-        rotated part `[tokens, 1, ...]`.
-        """
+        """Return queries `[tokens, 1, heads, latent + rope]`, KV `[tokens, 1, latent + rope]`."""
         shape = self._shape
         plain, rotated = (
             linear(hidden, weights["query"])
@@ -195,7 +180,6 @@ class Model:
         group: int,
         weights: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """[tokens, heads * width]"""
         shape = self._shape
         width = shape.latent or shape.head
         seen = queries.new_empty(len(batch.tokens), shape.heads, width)

@@ -1,11 +1,6 @@
-"""What stands for vLLM's model runner: a scheduler's output becomes a pass over the blocks, with
-the connector's calls around it.
+"""In place of vLLM's model runner: compute a scheduler's output over the blocks.
 
-    runner = Runner(config, kv_config, model, caches, connector, device="cpu")
-    result = runner.execute(scheduler.schedule())  # a ModelRunnerOutput, for `update_from_output`
-
-`calls.py` makes the connector's calls around it. Requests are followed as vLLM's two runners do it:
-the scheduler tells the second one of a request that comes back from a preemption as of a new one.
+For the second runner (`calls.py`), a resumed request arrives as a new one.
 """
 
 from collections.abc import Sequence
@@ -24,16 +19,14 @@ from kvhold.lab.mini_engine.arithmetic import choose
 from kvhold.lab.mini_engine.calls import calls_of
 from kvhold.lab.mini_engine.models import Batch, Keys, Model, Slots, Span
 
-_QUERIES = 128  # of one span: the memory for attention's weights grows with them
+_QUERIES = 128  # of one span; bounds the memory of attention weights
 
 Array = npt.NDArray[np.int64]
 
 
 @dataclass
 class _Running:
-    """A request as the runner knows it. blocks: of each KV cache group; computed: tokens before the
-    pass.
-    """
+    """A request. blocks: by KV cache group; computed: tokens before the pass."""
 
     tokens: list[int]
     num_prompt: int
@@ -43,19 +36,14 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Table:
-    """How a KV cache group maps tokens to blocks. window: tokens that a query looks at; 0: all."""
-
     block_tokens: int
     window: int
 
     def first_seen(self, position: int) -> int:
-        """The first token that the query of `position` looks at."""
         return max(0, position - self.window + 1) if self.window else 0
 
 
 class Runner:
-    """One engine's passes."""
-
     def __init__(
         self,
         config: VllmConfig,
@@ -66,7 +54,6 @@ class Runner:
         *,
         device: str = "cpu",
     ) -> None:
-        """connector: of a worker's role, which learns of the caches here; None: none."""
         self._calls = calls_of(config, connector, caches)
         self._model = model
         self._caches = caches
@@ -87,7 +74,6 @@ class Runner:
         self._running: dict[str, _Running] = {}
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step's pass."""
         with self._calls.turn():
             self._calls.before_blocks(output)
             self._update(output)
@@ -98,10 +84,9 @@ class Runner:
             )
 
     def read_kv(self, request_id: str) -> dict[str, torch.Tensor]:
-        """Copies of the KV of a request, by layer: `[tokens, heads, elements]`, of what is computed
-        and not out of the window.
+        """Return copies of a request's KV within the window, by layer: `[tokens, heads, elements]`.
 
-        Valid after the pass that ends the request, until the next one.
+        Valid after the request's last pass, until the next one.
         """
         running, found = self._running[request_id], {}
         end = running.computed
@@ -116,13 +101,10 @@ class Runner:
         return found
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """The blocks of a request, of each KV cache group; those that have left a window may be
-        another's by now.
-        """
+        """Return a request's blocks by group; those outside a window may be another's."""
         return [list(ids) for ids in self._running[request_id].blocks]
 
     def _update(self, output: SchedulerOutput) -> None:
-        """Forget what has ended, prepare new blocks, and learn what is scheduled."""
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
         for cache in self._caches.values():
@@ -134,7 +116,7 @@ class Runner:
         for new in output.scheduled_new_reqs:
             tokens = list(
                 new.prefill_token_ids or new.prompt_token_ids
-            )  # the former of the second runner, with the answer so far
+            )  # the former in the second runner, with the answer so far
             self._running[new.req_id] = _Running(
                 tokens,
                 len(new.prompt_token_ids),
@@ -147,7 +129,7 @@ class Runner:
             running.computed = cached.num_computed_tokens[at]
             del running.tokens[
                 running.num_prompt + cached.num_output_tokens[at] :
-            ]  # of a pass whose load had failed
+            ]  # tokens of a pass with a failed load
             if request_id in cached.resumed_req_ids:
                 running.blocks = [list(ids) for ids in added]
             elif added is not None:
@@ -168,9 +150,7 @@ class Runner:
         sampled: list[list[int]] = []
         for running, count, token in zip(requests, counts, chosen, strict=True):
             running.computed += count
-            is_last = running.computed == len(
-                running.tokens
-            )  # else the prompt goes on in the next pass
+            is_last = running.computed == len(running.tokens)
             sampled.append([token] if is_last else [])
             running.tokens += sampled[-1]
         return ModelRunnerOutput(
@@ -189,10 +169,7 @@ class Runner:
             self._connector.save_kv_layer(layer, self._caches[layer], None)
 
     def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> Batch:
-        """The pass's tokens, request after request.
-
-        Requests of one token are computed together, each other one by itself, in pieces.
-        """
+        """Build a pass: one span for all requests of one token, pieces for others."""
         ends = np.cumsum(counts)
         tokens = [
             token
@@ -241,16 +218,14 @@ class Runner:
         )
 
     def _span(self, members: Sequence[_Running], rows: Array, positions: Array) -> Span:
-        """The queries of some rows of the pass. rows: `[members, queries]`; positions: of all
-        tokens of the pass.
-        """
+        """rows: `[members, queries]`; positions: of all tokens."""
         return Span(
             self._tensor(rows),
             [self._keys(members, positions[rows], group) for group in range(len(self._tables))],
         )
 
     def _keys(self, members: Sequence[_Running], positions: Array, group: int) -> Keys:
-        """What queries look at. positions: `[batch, queries]`."""
+        """positions: `[batch, queries]`."""
         table = self._tables[group]
         first = np.array([table.first_seen(position) for position in positions[:, 0]])
         most = int((positions[:, -1] + 1 - first).max())
@@ -258,7 +233,7 @@ class Runner:
         mask = seen[:, None, :] <= positions[:, :, None]
         if table.window:
             mask &= seen[:, None, :] > positions[:, :, None] - table.window
-        at = np.minimum(seen, positions[:, -1:])  # what is beyond the last query's is masked
+        at = np.minimum(seen, positions[:, -1:])
         blocks = np.stack(
             [
                 _blocks_at(one, group, row // table.block_tokens)
@@ -277,5 +252,4 @@ class Runner:
 
 
 def _blocks_at(running: _Running, group: int, at: Array) -> Array:
-    """The blocks at these places of a request's table."""
     return np.array(running.blocks[group], dtype=np.int64)[at]

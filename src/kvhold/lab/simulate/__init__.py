@@ -1,1 +1,1 @@
-"""`kvhold simulate`: what a cache of some size would have found of a trace."""
+"""`kvhold simulate`: the hits of a cache on a trace."""

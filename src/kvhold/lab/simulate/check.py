@@ -1,4 +1,4 @@
-"""The simulation beside a real cache in this process that serves the same requests."""
+"""The simulation beside a real cache."""
 
 from kvhold.kernels.numba_eviction import replay
 from kvhold.lab.simulate.report import Checked
@@ -11,10 +11,7 @@ __all__ = ["SERVED", "serve_too"]
 
 
 def serve_too(cut: Cut, num_tokens: int, setup: Setup) -> Checked:
-    """Both hit rates.
-
-    The tier below is rounded up, for both, to what an arena of one-page chunks can be.
-    """
+    """Return both hit rates. The lower tier is rounded up to an arena of one-page chunks."""
     ram, disk = (
         setup.ram_chunks(cut.tokens_per_chunk),
         as_lower(setup.disk_chunks(cut.tokens_per_chunk)),

@@ -18,7 +18,7 @@ from kvhold.sizing.requests import BLOCK_TOKENS
 from kvhold.sizing.trace import read_trace
 
 _POLICIES = ("lru", "lfu", "fifo", "mru", "s3fifo", "arc", "belady")
-_HALVINGS = 6  # of the default sweep: from a 64th of all different chunks to all of them
+_HALVINGS = 6  # from a 64th of all different chunks to all
 _MOST_APART = 0.02
 
 
@@ -102,11 +102,10 @@ def command(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """What caches of some sizes would have found of the prompts in TRACE, by policy.
+    """Show the hit rates of caches on TRACE, by policy and size.
 
-    A line of TRACE is a JSON object with input_length and hash_ids, as in the traces that Mooncake
-    published. belady knows the future: nothing can find more. Rows are all combinations of what is
-    given.
+    A line of TRACE is a JSON object with input_length and hash_ids, as in Mooncake's traces. belady
+    knows the future and is the upper limit. Rows are all combinations of the options.
     """
     if codecs and not any(disks):
         raise click.UsageError(

@@ -1,6 +1,4 @@
-"""How the rows are shown: a line each, the comparison with a real cache, and hit rate over capacity
-as a picture.
-"""
+"""Rows as text and as a picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ import click
 
 from kvhold.core.sizes import format_size
 
-if TYPE_CHECKING:  # it loads a compiler
+if TYPE_CHECKING:  # its import loads a compiler
     from kvhold.sizing.simulation import Row
 
 HEADING = (
@@ -33,9 +31,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class Checked:
-    """Hit rates, simulated and of a real cache. same: every request found the same in the same
-    place
-    """
+    """Hit rates, simulated and of a real cache. same: equal hits for every request."""
 
     policy: str
     ram_bytes: int
@@ -46,7 +42,6 @@ class Checked:
 
 
 def line(row: "Row") -> str:
-    """One row as text, under HEADING."""
     sizes = [
         format_size(size) if size else "-"
         for size in (row.capacity_bytes, row.disk_bytes, row.bytes_read, row.bytes_written)
@@ -64,7 +59,6 @@ def line(row: "Row") -> str:
 
 
 def render_check(checked: Sequence[Checked]) -> str:
-    """A line for each setup."""
     lines = [
         (
             f"{'policy':8} {'memory':>10} {'below':>10} {'simulated':>10} {'real cache':>11} "
@@ -83,8 +77,7 @@ def render_check(checked: Sequence[Checked]) -> str:
 
 
 def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
-    """Hit rate over memory, a line for each policy; dashed ones have a tier below (PNG, SVG or PDF,
-    by the path's ending).
+    """Draw hit rate over memory as PNG, SVG or PDF; dashed lines have a lower tier.
 
     Raises ClickException without matplotlib.
     """
@@ -126,5 +119,5 @@ def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
     axes.legend(frameon=False)
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "kvhold"}
-    ):  # text as text; the same bytes every time
+    ):  # keeps text as text, and gives the same bytes every time
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,10 +1,7 @@
-"""A whole kvhold in one thread under virtual time: node, clients, tiers and transfers, with faults
-drawn from a seed.
+"""A whole kvhold in one thread under virtual time, with faults drawn from a seed.
 
     from kvhold.lab.simulation.run import simulate
-    simulate(7).findings          # empty, or what went wrong; the same for the same seed
+    simulate(7).findings          # always the same for one seed
 
-The code is the real one: connections, sessions, the cache's state, the mover, guards, frames. What
-is simulated is what lies around it: time, threads, sockets, memory and the tiers' stores
-(`docs/simulation.md`).
+The code is real; time, threads, sockets, memory and stores are not (`docs/simulation.md`).
 """

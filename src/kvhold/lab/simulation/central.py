@@ -1,14 +1,8 @@
-"""A central cache of the simulation: the real server, its logins, shelf and limits, over simulated
-sockets, above a tier that may hang.
+"""A simulated central cache: the real server over simulated sockets and a failing tier.
 
-    store = CentralStore(world, markers)
-    store.start()
-    store.tier(checker, loop, "10.0.0.1")     # the real client of it, for one host's node
-    store.trouble()                           # it dies, or a tier below it fails, or strangers come
-
-Its memory is checked as a node's is: a stream or a tier below may touch only what it was given. No
-value is damaged on purpose here, so each frame that comes damaged to a host is a finding. A
-stranger gets a refusal and nothing else, and costs a bounded number of bytes.
+A stream or a lower tier may touch only the memory that it was given. Every damaged frame is a
+finding, because nothing is damaged on purpose. A stranger gets only a refusal, for a bounded number
+of bytes.
 """
 
 import asyncio
@@ -52,9 +46,9 @@ from kvhold.tiers.stack import Stack
 _HOST, _PORT, _TOKEN = "10.0.0.9", 7710, "the token"
 _ADDRESS = f"{_HOST}:{_PORT}"
 _PAGE_BYTES = 4096
-_STRANGE = b"stranger".ljust(KEY_BYTES, b"-")  # the key of what strangers put
+_STRANGE = b"stranger".ljust(KEY_BYTES, b"-")
 _REST_S = 300.0
-_HARMLESS = ("error", "delay", "hang")  # kinds of faults that damage nothing
+_HARMLESS = ("error", "delay", "hang")
 _MOST_OF_STRANGER = LENGTH_BYTES + c.MAX_HELLO_BYTES
 _greeting: Decoder[Any] = Decoder(c.Greeting)
 
@@ -72,24 +66,21 @@ _USUAL = tuple(getattr(module, name) for module, name, _ in _STEPS)
 
 
 def draw_steps(random: Random) -> None:
-    """Have streams, pools and batches take small steps, until `usual_steps`."""
+    """Draw small step sizes, until `usual_steps`."""
     for module, name, sizes in _STEPS:
         setattr(module, name, random.choice(sizes))
 
 
 def usual_steps() -> None:
-    """Have them as they are."""
     for (module, name, _), size in zip(_STEPS, _USUAL, strict=True):
         setattr(module, name, size)
 
 
 class _Arena(SimArena):
-    """As the shelf uses it."""
-
     regions: ClassVar[tuple[()]] = ()
 
     def close(self) -> None:
-        """It is the garbage collector's."""
+        """The garbage collector frees it."""
 
 
 class _SimShelf(Shelf):
@@ -117,9 +108,7 @@ class _SimCentral(Central):
 
 
 class _Borrowed:
-    """Which memory the calls of one tier have been lent, so that a socket can be asked whose it
-    touches.
-    """
+    """The memory held by a tier's calls."""
 
     def __init__(self, world: World, checker: Checker, who: str) -> None:
         self.world = world
@@ -129,7 +118,6 @@ class _Borrowed:
         self._last = 0
 
     def lend(self, parts: Sequence[Parts]) -> int:
-        """For one call, until `give_back`."""
         self._last += 1
         found = [
             (_address(part), part.nbytes, self._checker.place_of(part))
@@ -143,11 +131,9 @@ class _Borrowed:
         return self._last
 
     def give_back(self, number: int) -> None:
-        """The call has ended: it has let go of its memory."""
         del self._parts[number]
 
     def touch(self, view: memoryview, verb: str) -> None:
-        """A socket reads or writes here."""
         if self._checker.place_of(view).node is None or not view.nbytes:
             return
         at = _address(view)
@@ -160,8 +146,6 @@ class _Borrowed:
 
 
 class _WatchedTier:
-    """A central tier whose calls say which memory they have."""
-
     def __init__(self, tier: CentralTier, borrowed: _Borrowed) -> None:
         self.traits: TierTraits = replace(tier.traits, durable=True)
         self._tier = tier
@@ -206,8 +190,6 @@ class _WatchedTier:
 
 
 class CentralStore:
-    """One central cache, from its first start to the end of the simulation."""
-
     shared = True
     name = "central"
 
@@ -216,7 +198,7 @@ class CentralStore:
         self.world = world
         self.markers = markers
         self.random = random = world.random
-        self.down = False  # nobody asks: it is down when it is dead
+        self.down = False
         self.most_bytes = 0
         self.over = False
         self.lower = Store("below", 1 << 20)
@@ -252,7 +234,6 @@ class CentralStore:
         self._num_starts = 0
 
     def start(self) -> None:
-        """The server starts, with nothing in memory."""
         world = self.world
         self._num_starts += 1
         self._loop = loop = world.new_loop(f"central-{self._num_starts}")
@@ -276,7 +257,6 @@ class CentralStore:
             world.later(self._pressure_s, self._evict, shelf)
 
     def tier(self, checker: Checker, loop: SimLoop, host: str) -> Any:
-        """A host's way to it."""
         borrowed = _Borrowed(self.world, checker, f"{host}'s tier")
 
         async def connect(address: Address, tls: ssl.SSLContext | None) -> Stream:
@@ -294,13 +274,11 @@ class CentralStore:
         return _WatchedTier(CentralTier(config, connect=connect), borrowed)
 
     def host_died(self, loop: SimLoop) -> None:
-        """A host's process has ended: its sockets close."""
         for sock in self._sockets.pop(loop, ()):
             sock.close()
 
     @property
     def values(self) -> list[bytes]:
-        """The keys of all that hosts have in it."""
         here = (
             [entry.key for entry in self._central.shelf.ram.entries()]
             if self._central is not None
@@ -309,13 +287,11 @@ class CentralStore:
         return [key for key in (*here, *self.lower.values) if key != _STRANGE]
 
     def lose(self, key: bytes) -> None:
-        """As if it had evicted a value."""
         self.lower.values.pop(key, None)
         if self._central is not None and (entry := self._central.shelf.ram.find(key)) is not None:
             self._central.shelf.ram.remove(entry)
 
     def _evict(self, shelf: Shelf) -> None:
-        """As if it were full: some of what nobody reads is in the tier below alone."""
         if self.over or self._central is None or self._central.shelf is not shelf:
             return
         ram = shelf.ram
@@ -335,10 +311,7 @@ class CentralStore:
         else:
             self.markers.went(entry.key)
 
-    # Trouble.
-
     def trouble(self) -> None:
-        """Something happens to it."""
         if not self.over:
             random = self.random
             kinds = (
@@ -355,14 +328,13 @@ class CentralStore:
             random.choice(kinds)()
 
     def _die(self) -> None:
-        """As `kill -9` does."""
         if self._loop is None:
             return
         self.world.kill(self._loop)
         self._gone("is killed")
 
     def _stop(self) -> None:
-        """As SIGTERM does: every conversation is cancelled wherever it is."""
+        """Stop as on SIGTERM, which cancels every conversation."""
         central, serving, loop = self._central, self._serving, self._loop
         if central is None or serving is None or loop is None or central._stopped.is_set():
             return
@@ -392,7 +364,6 @@ class CentralStore:
             self.start()
 
     def _fail(self) -> None:
-        """The tier below fails for a while."""
         fault = self._fault
         fault.rules = [rule for rule in draw_rules(self.random) if rule.kind in _HARMLESS]
         self.world.note("below the central cache: %s", fault.rules)
@@ -408,7 +379,6 @@ class CentralStore:
             self._loop.stall(self.random.choice((0.05, 1.0, 5.0)))
 
     def _break(self) -> None:
-        """A connection is lost on its way."""
         living = [
             sock
             for socks in self._sockets.values()
@@ -421,7 +391,6 @@ class CentralStore:
             sock.peer.reset()
 
     def _knock(self) -> None:
-        """Strangers come, few or many."""
         for _ in range(self.random.choice((1, 3, 20))):
             says, may_enter = self._draw_words()
             sock = self._network.knock(_ADDRESS, f"10.9.{self.random.randrange(3)}.1", None)
@@ -434,7 +403,6 @@ class CentralStore:
                 self.world.later(self.random.random() * 8.0, sock.close)
 
     def _draw_words(self) -> tuple[bytes, bool]:
-        """What a stranger says, and whether the token is right."""
         random = self.random
         hello = bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, _TOKEN)))
         outside = (
@@ -469,10 +437,7 @@ class CentralStore:
             (hello + random.choice(inside), True) if may_enter else (random.choice(outside), False)
         )
 
-    # The end.
-
     def end_trouble(self) -> None:
-        """It works from here on."""
         self.over = True
         if self._loop is None:
             self.start()
@@ -481,7 +446,7 @@ class CentralStore:
         self._fault._inner.hangs = 0.0  # type: ignore[attr-defined]
 
     def rest(self) -> None:
-        """Strangers that have not logged in are gone by themselves; nothing moves."""
+        """Wait until nothing moves, and strangers without a login are disconnected."""
 
         def rests() -> bool:
             central = self._central
@@ -510,7 +475,7 @@ class CentralStore:
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:
-        """Memory is as it was at the beginning, but for what is stored."""
+        """Check that only the stored values hold memory."""
         for sock, _ in self._strangers:
             sock.close()
         self.rest()
@@ -540,7 +505,6 @@ class CentralStore:
 
 
 def _say(sock: SimSocket, data: bytes) -> None:
-    """As much as the socket takes at once."""
     try:
         sock.sendmsg([memoryview(data)])
     except OSError:

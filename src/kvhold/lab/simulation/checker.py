@@ -1,11 +1,4 @@
-"""Reads the history as it happens, and knows what must never be (`docs/simulation.md` lists the
-rules).
-
-checker.kv(key, nbytes)  # the bytes that a key stands for: every one of them says whose it is
-checker.granted(...)               # the node's answers, as they leave it
-checker.touches(place, who)  # every read and write of the arena by somebody else than the node
-checker.check_pins(); checker.check_baseline()
-"""
+"""Follow the history, and report violations of the rules in `docs/simulation.md`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,15 +21,12 @@ from kvhold.tiers.ram import Entry
 
 @lru_cache(maxsize=4096)
 def kv(key: bytes, nbytes: int) -> bytes:
-    """What the KV of a key is: a hash of all that may shape it."""
     return shake_128(key + nbytes.to_bytes(4, "little")).digest(nbytes)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A stretch of an arena, as it was allocated when somebody was given it. allocation: its
-    number; None: no arena's memory.
-    """
+    """A part of an arena at one allocation. node: None outside arenas."""
 
     node: "Memory | None"
     offset: int = 0
@@ -45,43 +35,34 @@ class Place:
 
 @dataclass
 class Memory:
-    """One node's arena, and who has which part of it."""
-
     number: int
     data: bytearray
     address: int
     allocations: dict[int, int] = field(
         default_factory=dict
-    )  # offset -> number of the allocation that has it now
+    )  # offset -> number of the current allocation
 
 
 class Checker:
-    """Of one simulation, over all its nodes."""
-
     def __init__(self, world: World, promise: Promise | None = None) -> None:
-        """promise: which clears hold; None: those of one host alone."""
+        """promise: None is `OneHost`."""
         self._world = world
         self.promise = promise if promise is not None else OneHost()
-        self.origins: dict[
-            int, Origin
-        ] = {}  # number of an allocation -> where what is there came from, where that is known
+        self.origins: dict[int, Origin] = {}
         self._memory: Memory | None = None
         self._state: CacheState | None = None
         self._places: dict[tuple[str, int], dict[int, Place]] = {}
         self._lookups: dict[
             int, tuple[int, float]
-        ] = {}  # ticket -> when its lookup came: number and Unix time
+        ] = {}  # ticket -> number and Unix time of its lookup
         self._stored = self.promise.stored
-        self._asked_s: dict[int, float] = {}  # number of a lookup's request -> when it came
-        self._granted: dict[int, int] = {}  # room -> when
-        self.flipped: set[tuple[int, int]] = (
-            set()
-        )  # (node, offset) of bits that were flipped on purpose
-        self.kicked: set[str] = set()  # clients that somebody has asked the node to end
-        self.scrubbing: Callable[[], list[Entry]] = list  # what the scrubber has pinned
+        self._asked_s: dict[int, float] = {}
+        self._granted: dict[int, int] = {}
+        self.flipped: set[tuple[int, int]] = set()  # (node, offset)
+        self.kicked: set[str] = set()
+        self.scrubbing: Callable[[], list[Entry]] = list  # entries pinned by the scrubber
 
     def watch(self, number: int, state: CacheState, data: bytearray) -> Memory:
-        """A node begins. Its memory is followed from here on."""
         memory = Memory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
         self._memory, self._state = memory, state
         slabs: Any = state.ram._slabs
@@ -104,30 +85,24 @@ class Checker:
         return memory
 
     def node_died(self, *, clears_done: bool) -> None:
-        """What it had promised went with it. clears_done: none was under way; what tiers owe is in
-        their journal.
-        """
+        """clears_done: no clear was under way. The tiers' clears are in their journal."""
         self._places.clear()
         self._lookups.clear()
         self._granted.clear()
         self.promise.node_died(clears_done=clears_done)
 
-    # Memory has one owner.
-
     def place_of(self, part: memoryview) -> Place:
-        """Where a caller's memory lies."""
         memory = self._memory
         if memory is None or part.obj is not memory.data:
             return Place(None)
         return self.place_at(int(np.frombuffer(part, np.uint8).ctypes.data) - memory.address)
 
     def place_at(self, offset: int) -> Place:
-        """The allocation that begins there now."""
         assert self._memory is not None
         return Place(self._memory, offset, self._memory.allocations.get(offset, -1))
 
     def touches(self, place: Place | None, who: str) -> None:
-        """Somebody reads or writes there now."""
+        """Record a finding unless the place still has its allocation."""
         if place is None or place.node is None:
             return
         now = place.node.allocations.get(place.offset)
@@ -138,15 +113,12 @@ class Checker:
             )
 
     def place(self, kind: str, node: int, number: int, offset: int) -> Place | None:
-        """A chunk of a loan or a room."""
         if self._memory is None or self._memory.number != node:
-            return None  # of a node that is dead: nobody else will have it
+            return None
         return self._places.get((kind, number), {}).get(offset)
 
-    # What the node says.
-
     def asked(self, request: m.Request) -> tuple[int, float]:
-        """A request begins to be answered. Returns what `answered` needs."""
+        """Return the argument `asked` of `answered`."""
         number = self._world.number()
         if isinstance(request, m.Lookup):
             self._asked_s[number] = self._world.now
@@ -157,7 +129,6 @@ class Checker:
     def answered(
         self, owner: Any, request: m.Request, answer: m.Message, asked: tuple[int, float]
     ) -> None:
-        """An answer leaves the node."""
         match request, answer:
             case m.Lookup(), m.Found() if answer.ticket:
                 self._lookups[answer.ticket] = asked
@@ -172,7 +143,6 @@ class Checker:
                 self._world.note("cleared %s", (request.namespace or b"").hex()[:8])
 
     def committing(self, owner: Any, room: int, chunks: list[int]) -> None:
-        """A commit is about to be done."""
         assert self._state is not None
         held = self._state._holdings.get(owner)
         reserved = held.rooms.get(room) if held is not None else None
@@ -226,10 +196,8 @@ class Checker:
             if born < began:
                 self._world.find(f"{name} was found by a lookup after {why}, and not stored since")
 
-    # Pins have holders, and everything goes back.
-
     def check_pins(self) -> None:
-        """Each entry's pins are those of tickets, loans, searches and writes."""
+        """Check that tickets, loans, searches and writes hold each pin."""
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
@@ -249,7 +217,7 @@ class Checker:
                 return
 
     def num_held(self) -> dict[str, int]:
-        """What clients hold at the node: each that holds something."""
+        """Return the number of holdings of each client that has any."""
         state: Any = self._state
         held = {
             owner.name: len(all_of.tickets) + len(all_of.loans) + len(all_of.rooms)
@@ -258,7 +226,7 @@ class Checker:
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
-        """After the scrubber has seen all of memory, every visible chunk is as it was stored."""
+        """Check every visible chunk, after a full scrub."""
         assert self._state is not None
         ram = self._state.ram
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
@@ -275,9 +243,7 @@ class Checker:
                 return
 
     def check_baseline(self) -> None:
-        """After the last client has gone, all is cleared, and nothing moves: memory is as it was at
-        the beginning.
-        """
+        """Check that memory is empty, after all was cleared."""
         state, memory = self._state, self._memory
         assert state is not None and memory is not None
         ram: Any = state.ram

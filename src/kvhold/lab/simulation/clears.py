@@ -1,13 +1,7 @@
-"""Which clears hold for what a host lends: the rule "no read after clear", for one host and for
-several that share a tier.
+"""The rule "no read after clear": which clears bind a host's lookups.
 
-    promise.cleared(prefix, began, done)         # a host has answered a clear
-    promise.binding(origin, asked, asked_s)  # the clears that hold for a chunk that a lookup found,
-    and why
-
-`OneHost` is the rule for a host alone: what it has answered holds. `HostClears` is that of a host
-among others (`hosts.py`), as decision 0026 promises it (`docs/simulation.md` says it in words). It
-looks at the shared tier's store itself: a marker that lies there is one that a host can hear of.
+`HostClears` is the rule for hosts that share a tier (decision 0026). It reads the markers in the
+shared store itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +13,7 @@ from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard
 
-_GRACE_S = 5.0  # for a journal on a slow disk, and threads
+_GRACE_S = 5.0
 
 
 @dataclass(eq=False)
@@ -27,9 +21,8 @@ class Clear:
     """One clear.
 
     began:  number of its request
-    done:   number of its answer, as long as its host keeps to it; 0: not answered, or the host died
-        before its journal knew
-    number: the generation that it began in the shared tier; 0: none yet
+    done:   number of its answer; 0: none, or its host died before the journal knew
+    number: its generation in the shared tier; 0: none yet
     """
 
     host: int
@@ -40,7 +33,6 @@ class Clear:
 
     @property
     def space(self) -> bytes:
-        """As generations name it."""
         return self.prefix or ALL
 
 
@@ -48,9 +40,8 @@ class Clear:
 class Origin:
     """Where a chunk in memory came from.
 
-    probed: number at which the probe began that found it
-    shared: whether it is from a shared tier
-    born:   when memory was granted to whoever stored it; 0: nobody knows
+    probed: number at the start of the probe that found it
+    born:   number of its first allocation; 0: unknown
     """
 
     probed: int
@@ -59,59 +50,50 @@ class Origin:
 
 
 class Promise(Protocol):
-    """What a checker asks."""
-
     stored: dict[bytes, int]
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
-        """A clear has come."""
+        """Note a request."""
 
     def cleared(self, prefix: bytes, began: int, done: int) -> None:
-        """A clear has been answered."""
+        """Note its answer."""
 
     def node_died(self, *, clears_done: bool) -> None:
-        """The node has died. clears_done: no clear was under way."""
+        """Note a death. clears_done: no clear was under way."""
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """When memory was granted to whoever stored a chunk: not before that. allocation: of the
-        chunk in this host's memory.
-        """
+        """Return the earliest number at which the chunk may have been stored."""
 
     def binding(
         self, key: bytes, origin: Origin | None, asked: int, asked_s: float
     ) -> Iterable[tuple[int, str]]:
-        """When the clears began that hold for a chunk, and why they do."""
+        """Yield the start of each clear that binds a chunk, and the reason."""
 
 
 class OneHost:
-    """A host alone."""
+    """A single host: every answered clear binds."""
 
     def __init__(self) -> None:
-        self.stored: dict[
-            bytes, int
-        ] = {}  # key -> when memory for it was granted last, of what was committed
+        self.stored: dict[bytes, int] = {}  # key -> allocation of its last commit
         self._clears: dict[bytes, tuple[int, int]] = {}
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
-        """See `Promise`."""
+        """Do nothing."""
 
     def cleared(self, prefix: bytes, began: int, done: int) -> None:
-        """See `Promise`."""
         self._clears[prefix] = began, done
 
     def node_died(self, *, clears_done: bool) -> None:
-        """See `Promise`."""
         if not clears_done:
             self._clears.clear()
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """See `Promise`. Whatever of it came from a tier may be of the latest store."""
+        """Return the latest store, as a chunk from a tier may be of that one."""
         return self.stored.get(key, 0)
 
     def binding(
         self, key: bytes, origin: Origin | None, asked: int, asked_s: float
     ) -> Iterator[tuple[int, str]]:
-        """See `Promise`."""
         for prefix in (b"", key[:NAMESPACE_BYTES]):
             began, done = self._clears.get(prefix, (0, 0))
             if done and asked > done:
@@ -119,48 +101,38 @@ class OneHost:
 
 
 class Markers:
-    """Those that lie in the store of a shared tier, as the simulation sees them."""
-
     def __init__(self, world: World) -> None:
         self._world = world
-        self._since: dict[bytes, tuple[int, float]] = {}  # name -> since when
-        self._lost: dict[bytes, int] = {}  # name -> when it was lost last
+        self._since: dict[bytes, tuple[int, float]] = {}
+        self._lost: dict[bytes, int] = {}
 
     def came(self, name: bytes) -> None:
-        """A value is there."""
         if is_marker(name) and name not in self._since:
             self._since[name] = self._world.number(), self._world.now
             self._world.note("marker %d of %s is there", *number_of(name))
 
     def went(self, name: bytes) -> None:
-        """A value is not there any more."""
         if self._since.pop(name, None) is not None:
             self._lost[name] = self._world.number()
             self._world.note("marker %d of %s is lost", *number_of(name))
 
     def all_went(self) -> None:
-        """The store has lost everything."""
         for name in list(self._since):
             self.went(name)
 
     def names(self) -> list[bytes]:
-        """Of those that are there."""
         return list(self._since)
 
     def was_lost(self, space: bytes, number: int, since: int) -> bool:
-        """Whether a marker was lost after that time, though it may be there again."""
         return self._lost.get(marker_key(space, number), 0) > since
 
     def up_to(self, space: bytes, number: int) -> tuple[int, float] | None:
-        """Since when all markers of a namespace up to that number have been there; None: they are
-        not.
-        """
+        """Return since when all markers up to `number` are present, if they are."""
         since = [self._since.get(marker_key(space, one)) for one in range(1, number + 1)]
         return None if None in since else max(one for one in since if one is not None)
 
 
 def number_of(name: bytes) -> tuple[int, str]:
-    """Of a marker: its number, and the beginning of its namespace."""
     return int.from_bytes(
         name[NAMESPACE_BYTES:][len(b"kvhold-clear") : HASH_BYTES], "little"
     ), name[:4].hex()
@@ -168,24 +140,17 @@ def number_of(name: bytes) -> tuple[int, str]:
 
 @dataclass
 class Shared:
-    """What all hosts of a simulation know together."""
-
     world: World
     markers: Markers
     clears: list[Clear] = field(default_factory=list)
     stored: dict[bytes, int] = field(default_factory=dict)
-    highest: dict[bytes, int] = field(
-        default_factory=dict
-    )  # namespace -> the highest number that any host has had
+    highest: dict[bytes, int] = field(default_factory=dict)
     born: dict[tuple[str, bytes], int] = field(
         default_factory=dict
-    )  # store and name there -> when the latest that was put was born
+    )  # (store, name) -> `Origin.born` of its latest value
 
     def forget(self, space: bytes) -> None:
-        """The first weak case of decision 0026: a marker was lost while a host cleared.
-
-        What was cleared so far is not held to.
-        """
+        """Drop a namespace's clears: a marker was lost during a clear (decision 0026)."""
         self.world.note(
             "a clear has a number that was there: what was cleared of %s is not looked at",
             space[:4].hex(),
@@ -194,26 +159,22 @@ class Shared:
 
 
 class HostClears:
-    """Those that hold for one of several hosts."""
-
     def __init__(self, shared: Shared, host: int) -> None:
         self.stored = shared.stored
         self.shared = shared
         self._host = host
         self._heard: dict[
             bytes, list[tuple[int, int]]
-        ] = {}  # namespace -> generations, and since when lookups must know
-        self._began = 0  # the node that runs
+        ] = {}  # namespace -> generations, and since when lookups must know them
+        self._began = 0
         self._began_s = 0.0
-        self._faulty_s = 0.0  # when a call to the shared tier last failed
+        self._faulty_s = 0.0
         self._has_failed = False
         self._guard: Guard | None = None
         self._loops: list[SimLoop] = []
 
     def node_began(self, guard: Guard, reached: dict[bytes, int], loops: list[SimLoop]) -> None:
-        """A node starts. guard: of the shared tier; reached: the generations that its journal
-        knows; loops: its threads.
-        """
+        """reached: the generations in the node's journal."""
         world = self.shared.world
         self._began, self._began_s, self._has_failed = world.number(), world.now, False
         self._heard = {space: [(number, self._began)] for space, number in reached.items()}
@@ -228,7 +189,6 @@ class HostClears:
         self._loops[1].call_soon(self._watch, guard)
 
     def _watch(self, guard: Guard) -> None:
-        """The mover has begun, and its tier has generations: see which it hears of."""
         tier: Any = guard._tier
         tell, advance, begin_next = tier._set, tier.advance, tier._begin_next
 
@@ -237,7 +197,7 @@ class HostClears:
             self.shared.highest[space] = max(number, self.shared.highest.get(space, 0))
             self._loops[0].call_soon(
                 self._hears, space, number
-            )  # behind what the mover has posted to the state because of it
+            )  # after the mover's own post to the state
 
         async def beginning(space: bytes, prefix: bytes) -> bool:
             shared = self.shared
@@ -267,9 +227,7 @@ class HostClears:
 
     @property
     def known(self) -> dict[bytes, int]:
-        """Namespace -> the latest generation that this host knows, memory and all, of those that it
-        uses.
-        """
+        """Return the latest known generation of each namespace in use."""
         tier: Any = self._guard._tier if self._guard is not None else None
         used = tier._used if isinstance(tier, GenerationTier) else ()
         return {
@@ -278,17 +236,14 @@ class HostClears:
         }
 
     def cleared(self, prefix: bytes, began: int, done: int) -> None:
-        """See `Promise`. Until it is answered, its host may die without a trace of it."""
         for clear in self.shared.clears:
             if clear.host == self._host and clear.began == began:
                 clear.done = done
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
-        """See `Promise`."""
         self.shared.clears.append(Clear(self._host, prefix, began))
 
     def node_died(self, *, clears_done: bool) -> None:
-        """See `Promise`."""
         self._heard, self._guard = {}, None
         if not clears_done:
             clears = self.shared.clears
@@ -298,7 +253,6 @@ class HostClears:
                     clear.done = 0
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """See `Promise`."""
         if origin is None:
             return allocation
         return origin.born or self.stored.get(key, 0)
@@ -306,7 +260,6 @@ class HostClears:
     def binding(
         self, key: bytes, origin: Origin | None, asked: int, asked_s: float
     ) -> Iterator[tuple[int, str]]:
-        """See `Promise`."""
         for clear in self.shared.clears:
             if key.startswith(clear.prefix):
                 why = self._why(clear, origin, asked, asked_s)
@@ -314,9 +267,6 @@ class HostClears:
                     yield clear.began, why
 
     def _why(self, clear: Clear, origin: Origin | None, asked: int, asked_s: float) -> str:
-        """Why a clear holds for a chunk that a lookup of this host has found; empty: it
-        need not.
-        """
         if clear.host == self._host:
             return "a clear" if 0 < clear.done < asked else ""
         if not clear.number:
@@ -343,7 +293,7 @@ class HostClears:
             own.host == self._host and own.space == clear.space and not own.number
             for own in self.shared.clears
         ):
-            return ""  # a clear of its own is under way, and will tell
+            return ""  # the host's own clear is under way, and will tell it
         config = self._guard.config
         since_s = max(
             there[1], self._began_s, self._faulty_s, *(loop.stalled_until for loop in self._loops)

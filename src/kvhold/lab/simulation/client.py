@@ -1,11 +1,6 @@
-"""A client of the simulation: `NodeClient` with tasks for threads, and an engine's use of it.
+"""A simulated client: `NodeClient` with tasks for threads, and an engine that uses it.
 
-    client = Client(world, 1, checker, find_node, mailbox)     # joins a node, and joins again
-    await client.load(prompt, ...)
-
-Its decisions are the real ones: its membership, and the conversations and lifetimes of its links.
-It reads and writes the arena slowly, so that anything may happen in between. Several tasks use one
-client, as threads do, and each may be interrupted at any await.
+Arena access is slow, so that other events come between. Any await may be interrupted.
 """
 
 import asyncio
@@ -32,16 +27,13 @@ Kind = TypeVar("Kind", bound=m.Message)
 
 _CONNECT_TIMEOUT_S = 5.0
 _TEND_S = 0.5
-_PATIENCE_S = 5.0  # of an engine whose client has no node
+_PATIENCE_S = 5.0
 _WITH_DEVICE = 0.3
-# in the refusal of a request for a namespace that the node has not been told
 _LAYOUT_IS_UNKNOWN = "was not registered"
 
 
 @dataclass(frozen=True)
 class Share:
-    """A ticket that one process gives to another."""
-
     ticket: int
     prompt: Prompt
     num_tokens: int
@@ -49,7 +41,7 @@ class Share:
 
 
 class Signal:
-    """As `threading.Event`, for one waiting task."""
+    """`threading.Event` for one task."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -57,16 +49,13 @@ class Signal:
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """The waiting task goes on."""
         self._is_set = True
         self._end()
 
     def clear(self) -> None:
-        """The next one waits."""
         self._is_set = False
 
     async def wait(self, seconds: float) -> None:
-        """Until it is set, or so long."""
         if self._is_set:
             return
         self._waiter = self._loop.create_future()
@@ -82,8 +71,6 @@ class Signal:
 
 
 class Client:
-    """One engine's process."""
-
     def __init__(
         self,
         world: World,
@@ -117,20 +104,17 @@ class Client:
         self.membership: Membership[SimLink] = Membership(
             "the node's socket", departures=self._departures
         )
-        self._wake = Signal(self.loop)  # as the keeper's of `NodeClient`
+        self._wake = Signal(self.loop)
         self._joined = asyncio.Event()
         self._with_device: set[SimLink] = set()  # links whose node knows of the device
-        self._told: set[bytes] = set()  # namespaces that a node knows from this client
+        self._told: set[bytes] = set()  # namespaces told to a node
         self.loop.create_task(self._keep(self.membership))
 
     def was_kicked(self) -> bool:
-        """Whether some client has asked the node to end this one."""
         return self.name in self.checker.kicked
 
     def kill(self, forked_s: float) -> None:
-        """The process ends at once. forked_s: a child that it forked keeps its sockets
-        for so long.
-        """
+        """End the process. forked_s: how long a forked child keeps its sockets."""
         self.alive = False
         self.world.kill(self.loop)
         self._die()
@@ -141,24 +125,19 @@ class Client:
             end.close()
 
     def exit(self) -> None:
-        """Its work is done: leave, and end."""
         self.leave()
         self._die()
 
     def _die(self) -> None:
         if self._device is not None:
-            self._device.end(
-                self._end
-            )  # its copies go on for a while, and only then the process has ended
+            self._device.end(self._end)  # the process ends after its copies
         else:
             self._end()
 
     def has_ended(self) -> bool:
-        """Whether its process is dead."""
         return self._ended
 
     def when_ended(self, callback: Callable[[], object]) -> None:
-        """Call that when its process is dead."""
         if self._ended:
             callback()
         else:
@@ -170,20 +149,13 @@ class Client:
             callback()
 
     def leave(self) -> None:
-        """As `NodeClient.close`."""
         link = self.membership.close()
         self._wake.set()
         if link is not None:
             link.retire()
 
-    # As `NodeClient` calls its node.
-
     async def link(self) -> SimLink:
-        """The link in use. Raises NodeError.
-
-        It waits a while for one. An engine would compute meanwhile, and the simulation would do
-        nothing.
-        """
+        """Return the link in use, after a wait if necessary. Raises NodeError."""
         if self.membership.link is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._joined.wait(), _PATIENCE_S)
@@ -192,7 +164,7 @@ class Client:
     async def call(
         self, link: SimLink, request: m.Message, expected: type[Kind], within_s: float | None = None
     ) -> Kind:
-        """The answer. Raises KVHoldError where it does not come in time, or is another."""
+        """Return the answer. Raises KVHoldError when it is late or of another type."""
         answer = await self._ask(link, request, within_s)
         if not isinstance(answer, expected):
             if isinstance(answer, m.Gone):
@@ -227,7 +199,7 @@ class Client:
         return answer
 
     def _check_refusal(self, request: m.Message, answer: m.Refused) -> None:
-        """Each node that this client joins is told every namespace that an earlier one was told."""
+        """Each node must know the namespaces that an earlier one was told."""
         told = isinstance(request, m.Lookup | m.Prefetch) and request.query.namespace in self._told
         told = told or (isinstance(request, m.Reserve) and request.names.namespace in self._told)
         if told and _LAYOUT_IS_UNKNOWN in answer.reason:
@@ -236,7 +208,7 @@ class Client:
     async def give_back(
         self, link: SimLink, request: m.Message | None, *, held: bool = False
     ) -> None:
-        """Never raises, unless it is interrupted."""
+        """Return a hold. Does not raise, unless interrupted."""
         if held:
             link.let_go()
             if link.closed:
@@ -247,7 +219,6 @@ class Client:
                 await self._ask(link, request, within_s, keep=True)
 
     async def register(self, space: Namespace) -> None:
-        """Make its layout known to this node and all later ones."""
         if space.digest not in self._told:
             request = m.Register(space.layout, space.digest, FREE)
             self.membership.register(request)
@@ -263,7 +234,6 @@ class Client:
         link.retire()
 
     async def _keep(self, membership: Membership[SimLink]) -> None:
-        """The keeper's thread."""
         while not membership.closed:
             link = membership.link
             if link is None:
@@ -309,12 +279,10 @@ class Client:
         else:
             link.retire()
 
-    # What it does.
-
     async def store(
         self, prompt: Prompt, *, first: int, shard: int, terms: Terms, leave: float
     ) -> None:
-        """Reserve, write, commit. leave: the chance that a chunk is not committed."""
+        """leave: the chance to leave a chunk uncommitted."""
         await self.register(prompt.namespace)
         link = await self.link()
         names = prompt.chunks(first)
@@ -361,10 +329,7 @@ class Client:
             await self.call(link, request, m.Done)
 
     async def _reached_by_device(self, link: SimLink) -> SimDevice | None:
-        """The device, if it copies into this node's arena and out of it.
-
-        Where the node does not take that, the host copies.
-        """
+        """Return the device, or None when the host must copy."""
         if self._device is None:
             return None
         if link not in self._with_device:
@@ -379,7 +344,6 @@ class Client:
     async def _write(
         self, link: SimLink, offset: int, place: Place | None, key: bytes, value: bytes, layers: int
     ) -> bytes:
-        """One chunk, layer by layer. Returns its checksums."""
         size = len(value) // layers
         for layer in range(layers):
             await self._pause()
@@ -397,7 +361,6 @@ class Client:
     async def load(
         self, prompt: Prompt, *, have_tokens: int, work: Any, wait_s: float, share: bool
     ) -> None:
-        """Look up, wait, claim, read, let go."""
         await self.register(prompt.namespace)
         link = await self.link()
         found = await self.call(link, m.Lookup(prompt.query(), work, have_tokens), m.Found)
@@ -425,7 +388,6 @@ class Client:
             await self.give_back(link, m.Release(ticket) if ticket else None)
 
     async def take_share(self) -> None:
-        """Read a hit that another process looked up."""
         if not self._mailbox:
             return
         shared = self.world.random.choice(self._mailbox)
@@ -504,10 +466,7 @@ class Client:
         value: bytes,
         sums: Sequence[int],
     ) -> bool:
-        """One chunk, each layer of which is compared.
-
-        False where a checksum says that it is damaged.
-        """
+        """Compare a chunk. Return False when a checksum does not fit."""
         place = self.checker.place("loan", link.node.number, loan, offset)
         if device is not None:
             data = await device.load(link.node.data, offset, place, len(value), sums)
@@ -527,7 +486,7 @@ class Client:
     def _is_right(
         self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes
     ) -> bool:
-        """Whether a reader has what is expected. None: a checksum says that it is damaged."""
+        """data: None when a checksum does not fit."""
         if data is None and (link.node.number, offset) not in self.checker.flipped:
             self.world.find(
                 f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, and nobody "
@@ -542,12 +501,10 @@ class Client:
             await asyncio.sleep(self.world.delay(self.slow, slow=0.005, slow_s=3.0))
 
     async def clear(self, namespace: bytes | None) -> None:
-        """Forget a namespace or all, and wait until tiers have, too."""
         await self.call(await self.link(), m.Clear(namespace), m.Done)
         await self.flush(0)
 
     async def flush(self, mark: int | None) -> None:
-        """Wait, some seconds, until what was stored is below."""
         link = await self.link()
         if mark is None:
             mark = (await self.call(link, m.Flushed(0), m.Done)).mark
@@ -557,12 +514,10 @@ class Client:
             await link.pause(0.3)
 
     async def prefetch(self, prompt: Prompt) -> None:
-        """Have tiers' chunks brought to memory."""
         await self.register(prompt.namespace)
         await self.call(await self.link(), m.Prefetch(prompt.query()), m.Done)
 
     async def watch(self, after: int) -> None:
-        """A snapshot, page by page, and events."""
         link = await self.link()
         page = 0
         while (await self.call(link, m.Snapshot(page), m.Happened)).more:
@@ -570,7 +525,6 @@ class Client:
         await self.call(link, m.Events(after), m.Happened)
 
     async def recode(self, tier: str, codec: str, stop_s: float) -> None:
-        """Have a tier re-encoded, for a while."""
         link = await self.link()
         begun = await self.call(link, m.Recode(tier, codec), m.Recoding)
         try:
@@ -579,7 +533,6 @@ class Client:
             await self.give_back(link, m.Release(begun.number))
 
     async def kick(self) -> None:
-        """Have the node end one of its clients, this one or another."""
         link = await self.link()
         victim = self.world.random.choice(
             (await self.call(link, m.Clients(), m.ClientList)).clients
@@ -592,6 +545,5 @@ class Client:
         )
 
     async def hang_up(self) -> None:
-        """Close the client on purpose, whatever its other tasks do; then make another one."""
         self.leave()
         self._begin()

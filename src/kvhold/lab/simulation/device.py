@@ -1,14 +1,8 @@
-"""A client's device: the real copier over a fake device, whose streams run late in virtual time and
-copy on after its process was killed.
+"""A client's device: the real copier over a fake device, late in virtual time.
 
-    device = SimDevice(world, checker, "client-1")
-    sums = await device.store(arena, offset, place, value, layers)
-    data = await device.load(arena, offset, place, nbytes, sums)
-    device.end(then)                    # its process is killed
-
-The engine's kernels are on the device's own stream: they fill the blocks that are stored and
-overwrite them after the fence, and read the blocks that were loaded. So a copy that lacks an event
-moves wrong bytes. Each copy asks the checker whose memory it touches in the arena when it runs.
+Streams copy on after the process was killed. Kernels on the engine's stream fill the stored blocks,
+overwrite them after the fence, and read the loaded blocks. So a copy that lacks an event moves
+wrong bytes.
 """
 
 import asyncio
@@ -36,8 +30,6 @@ _MOST_AFTER_DEATH_S = 0.3
 
 
 class SimDevice(FakeDevice):
-    """One client's."""
-
     def __init__(self, world: World, checker: Any, owner: str) -> None:
         random = world.random
         super().__init__(random.getrandbits(30))
@@ -57,10 +49,7 @@ class SimDevice(FakeDevice):
     async def store(
         self, arena: bytearray, offset: int, place: Place | None, value: bytes, layers: int
     ) -> bytes:
-        """One chunk from blocks that the engine has just written and will write again.
-
-        Returns its checksums.
-        """
+        """Store a chunk from blocks that are overwritten soon. Returns its checksums."""
         view, blocks = _blocks(layers, len(value) // layers)
         memory = np.frombuffer(arena, np.uint8)
         self.compute(lambda: _fill(blocks, value))
@@ -73,10 +62,7 @@ class SimDevice(FakeDevice):
     async def load(
         self, arena: bytearray, offset: int, place: Place | None, nbytes: int, sums: Sequence[int]
     ) -> bytes | None:
-        """One chunk into blocks that the engine has just zeroed.
-
-        Returns what its next kernel reads there; None: it is damaged.
-        """
+        """Return the bytes that the next kernel reads; None: damaged."""
         view, blocks = _blocks(len(sums), nbytes // len(sums))
         memory = np.frombuffer(arena, np.uint8)
         seen: list[bytes] = []
@@ -90,10 +76,7 @@ class SimDevice(FakeDevice):
         return None if damage else seen[0]
 
     def end(self, then: Callable[[], None]) -> None:
-        """Its process is killed: what is on the streams may run on for a while.
-
-        Then the device has let go of the process.
-        """
+        """Kill the process. `then` is called when the streams have stopped."""
         self._is_killed = True
 
         def ended() -> None:
@@ -103,7 +86,7 @@ class SimDevice(FakeDevice):
         self._world.later(self._world.random.random() * _MOST_AFTER_DEATH_S, ended)
 
     def hesitate(self) -> None:
-        """No real time passes."""
+        """Do nothing: no real time passes."""
 
     def _submit(
         self,
@@ -124,7 +107,7 @@ class SimDevice(FakeDevice):
         return transfer
 
     async def _end_of(self, transfer: Transfer) -> bool:
-        """Wait for a copy, also where the caller is interrupted. Returns whether it was damaged."""
+        """Wait, even when interrupted. Returns whether the copy was damaged."""
         try:
             while not transfer.done():  # noqa: ASYNC110 - what it looks at says nothing by itself
                 await asyncio.sleep(self._world.delay(self._slow_s))
@@ -133,7 +116,6 @@ class SimDevice(FakeDevice):
         return damage != [None]
 
     def _keep_running(self) -> None:
-        """Have the streams run in virtual time, as long as there is something on them."""
         if not self._is_running and not self.is_idle:
             self._is_running = True
             self._world.later(self._world.delay(self._slow_s), self._run)
@@ -145,7 +127,7 @@ class SimDevice(FakeDevice):
 
 
 class _Driver(FakeDriver):
-    """Says whose memory each copy touches. place: in the arena, of what is submitted now."""
+    """Checks each copy's access. place: in the arena, of the next copy."""
 
     def __init__(self, device: SimDevice, checker: Any, owner: str) -> None:
         super().__init__(device)
@@ -168,15 +150,13 @@ class _Driver(FakeDriver):
 
 
 class _AllPinned:
-    """Arenas that are pinned at once: the thread that pins them is not simulated."""
-
     refusal = ""
 
     def knows(self, buffer: npt.NDArray[np.uint8]) -> bool:
         return True
 
     def hold(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Nothing is unpinned."""
+        """Do nothing."""
 
     def reaching(self, arena: None, buffer: npt.NDArray[np.uint8], begin: int, end: int) -> Any:
         return _Reaching(Reach(int(buffer.__array_interface__["data"][0]), True, 1 << 40))
@@ -190,11 +170,10 @@ class _Reaching:
         return self._reach
 
     def __exit__(self, *_: object) -> None:
-        """Nothing was held."""
+        """Do nothing."""
 
 
 def _blocks(layers: int, nbytes: int) -> tuple[View, list[npt.NDArray[np.uint8]]]:
-    """A view of one block a layer, and its memory."""
     blocks = [np.full((1, nbytes), 0x55, np.uint8) for _ in range(layers)]
     group = Group(
         layers=layers,

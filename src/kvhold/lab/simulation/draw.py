@@ -1,4 +1,4 @@
-"""What one seed's simulation is made of: nodes, tiers, namespaces, prompts."""
+"""Draw one seed's simulation."""
 
 from dataclasses import dataclass
 from random import Random
@@ -13,7 +13,7 @@ from kvhold.lab.simulation.node import NodeDraw
 from kvhold.tiers.faults import Rule
 from kvhold.tiers.guard import GuardConfig
 
-_CHUNK_BYTES = 4096  # what each chunk takes in the arena; they are all smaller
+_CHUNK_BYTES = 4096
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -36,8 +36,6 @@ _QUIET_FAULTS = (
 
 @dataclass(frozen=True)
 class Draw:
-    """One simulation."""
-
     node: NodeDraw
     num_clients: int
     tasks_a_client: int
@@ -45,13 +43,12 @@ class Draw:
     store_bytes: tuple[int, ...]
     spaces: tuple[Namespace, ...]
     prompts: tuple[Prompt, ...]
-    trouble: float  # how often something goes wrong, a second
-    pressure_s: float  # how often memory is short; 0: only where the arena is full
-    one_turn_keys: int  # a call for more keys takes several turns
+    trouble: float  # faults a second
+    pressure_s: float  # 0: only a full arena evicts
+    one_turn_keys: int  # calls for more keys take several turns
 
 
 def draw(random: Random) -> Draw:
-    """A simulation from its random numbers."""
     num_tiers = random.choice((0, 1, 1, 1, 1, 2, 2, 2, 3))
     turn_units = random.choice((1, 5, 50, TURN))
     spaces = tuple(_namespace(random, number) for number in range(random.choice((1, 1, 2))))
@@ -81,9 +78,8 @@ def draw(random: Random) -> Draw:
 
 
 def draw_rules(random: Random) -> list[Rule]:
-    """What goes wrong in a tier for a while."""
     rules = []
-    quiet = random.random() < 0.4  # it answers, and its answers are wrong
+    quiet = random.random() < 0.4  # wrong answers instead of errors
     for operation, kind in random.sample(
         _QUIET_FAULTS if quiet else _FAULTS, random.choice((1, 2, 4))
     ):
@@ -102,12 +98,10 @@ def draw_rules(random: Random) -> list[Rule]:
 
 
 def draw_terms(random: Random) -> Terms:
-    """How what is stored is stored."""
     return Terms(ttl_s=random.choice((0.5, 3.0, 30.0))) if random.random() < 0.15 else FREE
 
 
 def draw_work(random: Random, prompt: Prompt) -> Any:
-    """What computing costs who looks up; mostly not said."""
     if random.random() < 0.8:
         return None
     return Work(
@@ -120,7 +114,6 @@ def draw_work(random: Random, prompt: Prompt) -> Any:
 
 
 def draw_guard(random: Random, number: int) -> GuardConfig:
-    """How one tier is used."""
     return GuardConfig(
         name=f"tier-{number}",
         read_only=random.random() < 0.05,
@@ -158,7 +151,6 @@ def _namespace(random: Random, number: int) -> Namespace:
 
 
 def _prompts(random: Random, spaces: tuple[Namespace, ...]) -> tuple[Prompt, ...]:
-    """Prompts that share beginnings."""
     texts: list[list[int]] = [[random.randrange(100) for _ in range(random.randrange(1, 24))]]
     for _ in range(random.randrange(1, 4)):
         start = random.choice(texts)

@@ -1,12 +1,7 @@
-"""Several hosts over one shared tier: each has a node, clients and at times a disk of its own; what
-one clears goes on all of them.
+"""Several hosts over one shared tier, where a clear on one host reaches all.
 
-    Hosts(world).run()
-
-Each host is a whole simulation of its own (`run.py`), over one store that all of them share: a
-dictionary, or a real central cache (`central.py`). Generations are on. The promise that the checker
-holds them to is that of decision 0026 (`clears.py`). Beyond the trouble of one host there are hosts
-that are away for long, markers that the store loses, and a central cache that dies.
+Each host is a simulation (`run.py`) over a shared store: a dictionary or a real central cache. The
+checker holds the hosts to decision 0026 (`clears.py`).
 """
 
 import asyncio
@@ -33,22 +28,20 @@ from kvhold.tiers.generations import is_marker
 from kvhold.tiers.guard import GuardConfig
 
 EVERY = 6
-"""Each so many-th seed is one of several hosts."""
+"""One in this many seeds simulates several hosts."""
 _LIES = (
     ("probe", "stale"),
     ("probe", "truncate"),
-)  # a store that does not say what it has loses markers: that is drawn by itself
+)  # would lose markers, which `Hosts` does itself
 _DAMAGES = (
     "corrupt",
     "truncate",
     "swap",
     "stale",
-)  # over a central cache nothing is damaged on purpose, so all that is damaged is found
+)  # never over a central cache: each damaged frame there is a finding
 
 
 class _Values(dict[bytes, tuple[bytes, float]]):
-    """What a store holds; its markers are followed."""
-
     def __init__(self, markers: Markers) -> None:
         super().__init__()
         self._markers = markers
@@ -63,8 +56,6 @@ class _Values(dict[bytes, tuple[bytes, float]]):
 
 
 class HostNode(SimNode):
-    """One host's node, whose shared tier is watched."""
-
     def __init__(self, host: "Host", number: int) -> None:
         self.host = host
         super().__init__(
@@ -86,9 +77,7 @@ class HostNode(SimNode):
         return mover
 
     def _watch_births(self, mover: Any) -> None:
-        """Know of each value in a tier when what it holds was stored, and of each chunk that comes
-        up from there.
-        """
+        """Note when each value in a tier, and each chunk read from there, was stored."""
         frame, frames = mover._frame, {}
         born = self.host.promise.shared.born
 
@@ -135,7 +124,6 @@ class HostNode(SimNode):
                 self.checker.origins[allocation] = replace(origin, born=born)
 
     def _watch_probes(self, mover: Any) -> None:
-        """Note of each chunk that is brought up when the probe began that found it."""
         probe, searches = mover._probe, self.state._searches
         reserve = searches._reserve
         began: dict[int, int] = {}
@@ -156,7 +144,6 @@ class HostNode(SimNode):
         mover._probe, searches._reserve = probing, reserving  # type: ignore[method-assign]
 
     def kill(self) -> None:
-        """As `kill -9` does."""
         super().kill()
         for store in self.host.stores:
             if isinstance(store, CentralStore):
@@ -164,8 +151,6 @@ class HostNode(SimNode):
 
 
 class Host(Simulation):
-    """One of them."""
-
     def __init__(
         self, hosts: "Hosts", number: int, drawn: Draw, shared: Shared, stores: list[Any]
     ) -> None:
@@ -182,7 +167,6 @@ class Host(Simulation):
 
     async def _operation(self, client: Client) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
-        # virtual time, and another thread
         while self.node is None and not self.over:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         if (dice := random.random()) < 0.08:
@@ -203,15 +187,11 @@ class Host(Simulation):
         )
 
     async def _forget_and_load(self, client: Client, prompt: Prompt) -> None:
-        """Not from memory."""
         if self.node is not None:
             self.node.evict(1.0)
         await self._load(client, prompt)
 
     async def _clear(self, client: Client) -> None:
-        """Not waiting for the tiers; what makes a clear hard goes on around it, here and on another
-        host.
-        """
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         prefix = random.choice((None, prompt.namespace.digest, prompt.namespace.digest))
         other = random.choice([host for host in self.hosts.hosts if host is not self])
@@ -236,7 +216,6 @@ class Host(Simulation):
     def soon(
         self, within_s: float, work: Callable[..., Coroutine[Any, Any, None]], *args: Any
     ) -> None:
-        """Have one of its clients do that, some time."""
 
         def start() -> None:
             living = [client for client in self.clients if client.alive and not self.hosts.over]
@@ -249,9 +228,7 @@ class Host(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """One that was away is asked at once; before it has heard of anything, it may be stored to,
-        and another host may clear.
-        """
+        """Use the new node at once, before it has heard of clears."""
         super()._start_node()
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.num_nodes > 1 and random.random() < 0.7:
@@ -264,7 +241,6 @@ class Host(Simulation):
             self.soon(0.5, self._load, prompt)
 
     def _kill_node(self) -> None:
-        """It may be away for long, and meanwhile another host may clear."""
         if self.node is not None:
             self.node.kill()
             self.node = None
@@ -280,9 +256,6 @@ class Host(Simulation):
                 )
 
     def _fail(self) -> None:
-        """A tier fails from now on, or it works again; the shared one is away for one host, or for
-        all.
-        """
         node, random = self.node, self.random
         tier = random.randrange(len(self.stores))
         if random.random() < 0.2:
@@ -303,37 +276,30 @@ class Host(Simulation):
             self.world.later(random.random() * 4.0, works_again)
 
     def _flip(self) -> None:
-        """A bit that flips before a chunk is written reaches other hosts as a damaged frame."""
+        """Flip a bit, unless a damaged frame would reach other hosts."""
         if self.hosts.central is None:
             super()._flip()
 
     def _guards(self) -> list[Any]:
         return self.node.stack.guards if self.node is not None else []
 
-    # The end, in parts: the hosts come to rest together.
-
     def end_trouble(self) -> None:
-        """No more of it."""
         self._end_trouble()
 
     def end_calls(self) -> None:
-        """The clients leave."""
         if self.node is not None and not self.world.findings:
             self._end_calls(self.node)
 
     def rest(self, since: str) -> None:
-        """Wait until nothing moves."""
         assert self.node is not None
         self._rest(self.node, f"host {self.number}: {since}")
 
     def clear_all(self) -> None:
-        """Forget everything, everywhere."""
         assert self.node is not None
         self.node.state.clear(None)
         self.node.move()
 
     def check_end(self) -> None:
-        """Memory and pins are as at the beginning."""
         assert self.node is not None
         self.checker.check_pins()
         self.checker.check_baseline()
@@ -347,7 +313,6 @@ class Host(Simulation):
             self._check_frames()
 
     def end_mover(self) -> None:
-        """Its tasks end."""
         assert self.node is not None
         self._end_mover(self.node)
 
@@ -373,7 +338,6 @@ class Host(Simulation):
 
 
 def _draw_small(random: Random) -> Draw:
-    """As one host's, but with prompts of few chunks: what matters here is where they come from."""
     group = Group(layers=random.choice((1, 2)), planes=1, heads=1, head_dim=4, dtype="bfloat16")
     layout = Layout((group,), tokens_per_chunk=4, tail_tokens=random.choice((0, 1)))
     spaces = tuple(
@@ -393,8 +357,6 @@ def _draw_small(random: Random) -> Draw:
 
 
 class Hosts:
-    """All of them, and what they share."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         self.random = random = world.random
@@ -446,7 +408,6 @@ class Hosts:
         )
 
     def run(self) -> None:
-        """All of it."""
         world = self.world
         if self.central is not None:
             self.central.start()
@@ -471,7 +432,7 @@ class Hosts:
         self.world.later(self.random.expovariate(self.trouble), self._trouble)
 
     def _lose_a_marker(self) -> None:
-        """The store loses one, while a host runs that knows it and may put it again."""
+        """Lose a marker that a running host knows and may put again."""
         names = [name for name in self.shared.markers.names() if self._is_known(name)]
         if names:
             name = self.random.choice(names)
@@ -493,7 +454,6 @@ class Hosts:
         return False
 
     def fail_store(self, store: Any) -> None:
-        """It answers nobody, for a while."""
         if isinstance(store, CentralStore):
             store.trouble()
             return
@@ -527,7 +487,7 @@ class Hosts:
             yield self.central.rest
         for number in range(
             2 if clearing is not None else 0
-        ):  # what came late under a name of the first one is garbage for the second
+        ):  # the second clear removes late values under a name of the first
             assert clearing is not None
             yield clearing.clear_all
             for host in hosts:
@@ -554,9 +514,7 @@ class Hosts:
             yield self.central.check_end
 
     def _all_learn(self) -> None:
-        """Each host hears of each clear that the store tells of, or that a host may put there
-        again, in the namespaces that it uses.
-        """
+        """Wait until each host knows each clear that the store or a writer can tell of."""
 
         def has_learned(host: Host) -> bool:
             known = host.promise.known
@@ -572,7 +530,7 @@ class Hosts:
             )
 
     def _told(self) -> dict[bytes, int]:
-        """Namespace -> its latest generation that all markers lead to."""
+        """Return each namespace's latest generation that a host can still hear of."""
         told: dict[bytes, int] = {}
         spaces = {name[:16] for name in self.shared.markers.names()}
         for space in spaces:

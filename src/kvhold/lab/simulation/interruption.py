@@ -1,6 +1,6 @@
-"""Work of a task that is interrupted at one of its awaits, as a thread is by a signal.
+"""Interrupt work at one of its awaits: `await Interruption(work(), at=7, early=True)`.
 
-await Interruption(work(), at=7, early=True)
+early: at the start of the wait, not at its end
 """
 
 import asyncio
@@ -9,10 +9,6 @@ from typing import Any
 
 
 class Interruption:
-    """Work that is cut short once: as it begins to wait, or just as the end of its waiting has
-    come.
-    """
-
     def __init__(self, work: Coroutine[Any, Any, None], at: int, *, early: bool) -> None:
         self._work = work
         self._at = at

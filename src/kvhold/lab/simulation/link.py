@@ -1,11 +1,6 @@
-"""A link of the simulation: `Link`'s conversation and lifetime, with tasks and a simulated socket.
+"""A simulated link: `Link`'s conversation and lifetime, with tasks and a simulated socket.
 
-    link = await join(process, node, within_s=5.0)
-    answer = await link.call(Ping(), 1.0)
-    link.hold(writable=True) ... link.let_go()
-
-Each method does what `Link`'s method of the same name does. No bytes are read while no caller
-waits.
+Each method does as `Link`'s method of the same name. Bytes are read only while a caller waits.
 """
 
 import asyncio
@@ -23,12 +18,10 @@ from kvhold.node.conversation import Conversation, again
 from kvhold.node.membership import Lifetime
 
 _greeting: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refused)
-_BUFFERS = (150, 1000, 1 << 20, 1 << 20)  # bytes that a socket takes and the node has not read
+_BUFFERS = (150, 1000, 1 << 20, 1 << 20)
 
 
 class Process(Protocol):
-    """Whose link it is."""
-
     world: World
     loop: SimLoop
     name: str
@@ -59,8 +52,6 @@ async def join(process: Process, node: SimNode | None, *, within_s: float) -> "S
 
 
 class SimLink:
-    """One connection, and its share of the arena."""
-
     def __init__(self, process: Process, node: SimNode) -> None:
         self.process = process
         self.node = node
@@ -70,7 +61,7 @@ class SimLink:
         self.welcome = m.Welcome(0, "", 0, 0, False)
         self.uses_device = False
         self._lifetime = Lifetime()
-        self._mapped: set[bool] = set()  # by whether it can be written to
+        self._mapped: set[bool] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self.end, far = connect(self.world)
         self.end.most_bytes = self.world.random.choice(_BUFFERS)
@@ -80,7 +71,7 @@ class SimLink:
         self.world.later(self.world.delay(), node.listening.arrive, far)
 
     async def greet(self, within_s: float) -> None:
-        """Say Hello, and hear Welcome. Raises NodeError."""
+        """Raises NodeError."""
         until, splitter = self.world.now + within_s, Splitter(m.MAX_HELLO_BYTES)
         self.end.send(
             encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, self.process.name, self.process.number))
@@ -103,36 +94,30 @@ class SimLink:
 
     @property
     def retired(self) -> bool:
-        """Whether there are no more calls."""
         return self._lifetime.retired
 
     @property
     def closed(self) -> bool:
-        """Whether nobody reads or writes the arena through it any more."""
         return self.end.closed
 
     @property
     def silent_s(self) -> float:
-        """Of its conversation."""
         return self.conversation.silent_s(self.world.now)
 
     @property
     def last_heard_s(self) -> float:
-        """Of its conversation."""
         return self.conversation.last_heard_s
 
     @property
     def has_loose_ends(self) -> bool:
-        """Of its conversation."""
         return self.conversation.has_loose_ends
 
     @property
     def is_broken(self) -> bool:
-        """Whether the connection has failed."""
         return self.conversation.error is not None
 
     async def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
-        """One request and its answer. Raises DeadlineExceeded, OSError, ProtocolError."""
+        """Raises DeadlineExceeded, OSError, ProtocolError."""
         asked_s = self.world.now
         until = asked_s + deadline_s
         call = self.conversation.prepare(request, keep=keep)
@@ -179,25 +164,23 @@ class SimLink:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> None:
-        """One more reader or writer of the arena. Raises NodeError if it cannot be mapped."""
+        """Add a user of the arena. Raises NodeError if it cannot be mapped."""
         if writable not in self._mapped and self.world.descriptors.are_short:
             raise NodeError("the node's arena could not be mapped")
         self._lifetime.hold()
         self._mapped.add(writable)
 
     def let_go(self) -> None:
-        """One less."""
         self._lifetime.let_go()
         self._close_if_unused()
 
     def retire(self) -> None:
-        """No more calls; close after the last caller and the last holder of the arena."""
+        """Refuse calls, and close after the last caller and user of the arena."""
         self._lifetime.retired = True
         self._wake()
         self._close_if_unused()
 
     def send_garbage(self) -> None:
-        """Send bytes that are no message."""
         self.breaks_the_rules = True
         self.end.send(b"\xff" * 16)
 
@@ -224,7 +207,7 @@ class SimLink:
                 raise
 
     async def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Wait until `is_done()`. Returns False at the deadline. Raises the connection's error."""
+        """Return False at the deadline. Raises the connection's error."""
         while True:
             self._check()
             if is_done():
@@ -235,7 +218,6 @@ class SimLink:
                 await self._until_woken(until)
 
     def _read(self) -> bool:
-        """Read the bytes that have come. False: there are none."""
         try:
             data = self.end.pull()
             if not data:
@@ -251,7 +233,7 @@ class SimLink:
         return True
 
     def _judge(self) -> None:
-        """A node may die, or end a client on purpose. Any other end is a finding."""
+        """Only a dead node, or a kick, may end a conversation."""
         error = self.conversation.error
         if error is None or self.breaks_the_rules:
             return
@@ -270,7 +252,6 @@ class SimLink:
                 waiter.set_result(None)
 
     async def _until_woken(self, until: float) -> None:
-        """Until something has changed, or that time."""
         loop = self.process.loop
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiting.append(waiter)

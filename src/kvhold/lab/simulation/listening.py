@@ -1,9 +1,4 @@
-"""The socket on which a node of the simulation listens; the real `Listener` runs on it.
-
-sock = ListeningSocket(world)
-Listener(sock, make_protocol, refusal).start(ListeningLoop(loop))
-sock.arrive(end)                         # a client has connected
-"""
+"""A simulated node's listening socket, for the real `Listener`. `arrive` connects a client."""
 
 import asyncio
 import os
@@ -17,51 +12,42 @@ from kvhold.lab.simulation.world import SimLoop, World
 
 
 class SimOs:
-    """Of the module `os`, what the listener uses for its spare descriptor."""
-
     devnull, O_RDONLY, O_CLOEXEC = os.devnull, os.O_RDONLY, os.O_CLOEXEC
 
     def __init__(self, descriptors: Descriptors) -> None:
         self._descriptors = descriptors
 
     def open(self, path: str, flags: int) -> int:
-        """Any number. Raises OSError."""
+        """Raises OSError."""
         self._descriptors.take()
         return 0
 
     def close(self, fd: int) -> None:
-        """As os.close."""
         self._descriptors.put_back()
 
 
 class ListeningLoop:
-    """Of a loop, what the listener uses."""
-
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
         self.call_later = loop.call_later
 
     def create_task(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """As asyncio's."""
         return self._loop.create_task(work)
 
     def add_reader(self, sock: "ListeningSocket", callback: Callable[[], None]) -> None:
-        """As asyncio's."""
         sock.watch(self._loop, callback)
 
     def remove_reader(self, sock: "ListeningSocket") -> None:
-        """As asyncio's."""
         sock.watch(None, None)
 
     async def connect_accepted_socket(
         self, make_protocol: Callable[[], Any], sock: "AcceptedSocket"
     ) -> None:
-        """As asyncio's."""
         sock.serve(self._loop, make_protocol())
 
 
 class ListeningSocket:
-    """Clients wait here until the node accepts them. Its watcher is told as long as one waits."""
+    """Holds clients until the node accepts them, and calls its watcher as long as one waits."""
 
     def __init__(self, world: World) -> None:
         self._descriptors = world.descriptors
@@ -71,7 +57,7 @@ class ListeningSocket:
         self._closed = False
 
     def arrive(self, end: End) -> None:
-        """A client has connected. end: the node's of the new connection."""
+        """end: the node's end."""
         if self._closed:
             end.close()
         else:
@@ -79,18 +65,16 @@ class ListeningSocket:
             self._tell()
 
     def watch(self, loop: SimLoop | None, on_readable: Callable[[], None] | None) -> None:
-        """Tell a loop of clients; None: tell nobody."""
         self._loop, self._on_readable = loop, on_readable
         self._tell()
 
     def setblocking(self, flag: bool) -> None:
-        """It never blocks."""
+        """Do nothing."""
 
     def listen(self, backlog: int) -> None:
-        """It listens."""
+        """Do nothing."""
 
     def accept(self) -> tuple["AcceptedSocket", None]:
-        """As socket's."""
         if not self._backlog:
             raise BlockingIOError
         self._descriptors.take()
@@ -99,7 +83,6 @@ class ListeningSocket:
         return AcceptedSocket(end), None
 
     def close(self) -> None:
-        """Who waits is hung up on."""
         self._closed = True
         while self._backlog:
             self._backlog.popleft().close()
@@ -115,20 +98,16 @@ class ListeningSocket:
 
 
 class AcceptedSocket:
-    """The node's end of a connection, before a transport has it."""
-
     def __init__(self, end: End) -> None:
         self._end = end
 
     def setblocking(self, flag: bool) -> None:
-        """It never blocks."""
+        """Do nothing."""
 
     def send(self, data: bytes) -> None:
-        """As socket's."""
         self._end.send(data)
 
     def serve(self, loop: SimLoop, protocol: Any) -> None:
-        """A protocol has it now."""
         SimTransport(self._end, loop, protocol)
 
     def __enter__(self) -> Self:

@@ -1,8 +1,4 @@
-"""A node of the simulation: the real connections, sessions, state, mover and guards, over simulated
-sockets, memory and stores.
-
-What `Node` does beyond that (its arena's pages, its socket, its lock, signals) is left out.
-"""
+"""A simulated node, without the pages, socket, lock and signals of `Node`."""
 
 import asyncio
 import os
@@ -40,8 +36,6 @@ from kvhold.tiers.stack import Stack
 
 @dataclass(frozen=True)
 class NodeDraw:
-    """What one simulation's nodes are like."""
-
     arena_bytes: int
     quota_bytes: int
     policy: str
@@ -56,8 +50,6 @@ class NodeDraw:
 
 
 class SimArena:
-    """The arena, as the state and connections use it."""
-
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
         self.nbytes = nbytes
@@ -70,7 +62,7 @@ class SimArena:
 
 
 class _SimJournal(ClearsJournal):
-    """The journal of owed clears, on a disk that outlives the node."""
+    """The journal of owed clears, in text that outlives the node."""
 
     def __init__(self, disk: list[str]) -> None:
         self._disk = disk
@@ -84,8 +76,6 @@ class _SimJournal(ClearsJournal):
 
 
 class ClientProcess(Protocol):
-    """A client's process, as the kernel knows it."""
-
     def has_ended(self) -> bool: ...
 
     def when_ended(self, callback: Callable[[], object]) -> None: ...
@@ -110,8 +100,6 @@ class _SimProcessEnd(ProcessEnd):
 
 @dataclass(frozen=True)
 class _SimPeer(Peer):
-    """A client's process, as the kernel would tell."""
-
     process: ClientProcess
     node: "SimNode"
 
@@ -128,8 +116,6 @@ class _SimPeer(Peer):
 
 
 class SimNode(server.Node):
-    """One node, from its start to its death."""
-
     def __init__(
         self,
         world: World,
@@ -139,7 +125,7 @@ class SimNode(server.Node):
         journal: list[str],
         number: int,
     ) -> None:
-        """journal: the text of the file in which owed clears are kept."""
+        """journal: shared by all nodes of a host."""
         self.world = world
         self.checker = checker
         self.number = number
@@ -208,7 +194,6 @@ class SimNode(server.Node):
 
     @property
     def data(self) -> bytearray:
-        """The arena's bytes, as clients have them mapped."""
         return self.memory.data
 
     @property
@@ -219,7 +204,6 @@ class SimNode(server.Node):
         self.loop.call_soon(self._happen, event)
 
     def evict(self, share: float) -> None:
-        """As if others needed the memory: of the chunks that nobody holds, some go."""
         ram: Any = self.state.ram
         for entry in list(ram._entries.values()):
             if (
@@ -232,7 +216,6 @@ class SimNode(server.Node):
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is under way."""
         state = self.state
         return (
             not self.connections
@@ -246,9 +229,7 @@ class SimNode(server.Node):
         )
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
-        """As SIGTERM does: connections close, the mover writes what waits, and its tasks are
-        cancelled wherever they are.
-        """
+        """Stop as on SIGTERM: close connections, drain the mover, cancel its tasks anywhere."""
 
         def end(_: Any = None) -> None:
             self.kill()
@@ -265,7 +246,6 @@ class SimNode(server.Node):
         self.loop.call_soon(end_mover)
 
     def kill(self) -> None:
-        """As `kill -9` does: threads stop, sockets close, the arena is the clients' alone."""
         self.checker.node_died(clears_done=not self.state._clears)
         for connection in self.connections:
             if connection._transport is not None:
@@ -279,14 +259,12 @@ class SimNode(server.Node):
 
 
 class _SimConnection(server._Connection):
-    """One client's. Tells the checker what is asked and answered."""
-
     def __init__(self, node: SimNode) -> None:
         super().__init__(node)
         self._sim = node
         self._asked: dict[int, tuple[m.Request, tuple[int, float]]] = {}
 
-    def __hash__(self) -> int:  # not by its address, which differs from run to run
+    def __hash__(self) -> int:  # its address would differ between runs
         return self.number
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -295,7 +273,7 @@ class _SimConnection(server._Connection):
 
     def _welcome(self, welcome: m.Welcome) -> None:
         assert self._transport is not None
-        self._sim.world.descriptors.take()  # as `os.dup` does
+        self._sim.world.descriptors.take()
         self._transport.write(encode(welcome))
         self._sim.world.descriptors.put_back()
 

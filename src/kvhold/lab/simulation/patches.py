@@ -1,11 +1,6 @@
-"""Mutations of the code, kept as patches: one file each in `mutations/`, a unified diff against
-`src/`.
+"""Mutations of the code: a unified diff against `src/` in each file of `mutations/`.
 
-    for path in mutations(): apply(path, copy)      # PatchError where it does not fit any more
-
-A hunk is found by its text, wherever it stands, and has to be there exactly once. So a patch
-outlives changes around it, and no tool is
-needed to apply it. `tools` to write one: `diff -u1 a/kvhold/FILE b/kvhold/FILE`.
+A hunk's text must occur exactly once, anywhere in the file, so a patch outlives changes around it.
 """
 
 from dataclasses import dataclass
@@ -26,7 +21,6 @@ class _Hunk:
 
 
 def mutations() -> list[Path]:
-    """All of them, by name."""
     return sorted(_FOLDER.glob("*.patch"))
 
 

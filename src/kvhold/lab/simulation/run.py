@@ -1,11 +1,7 @@
 """One seed's simulation, from its start to the baseline.
 
-    result = simulate(7)
-    result.findings, result.operations
-
-Clients work, and trouble comes: processes are killed, stopped and forked, calls are cancelled,
-tiers fail, bits flip, clocks jump, the node dies. Then the trouble ends, and everything has to come
-to rest.
+Clients work while faults occur: processes are killed, calls are cancelled, tiers fail, bits flip
+and clocks jump. When the faults end, everything must come to rest.
 """
 
 import asyncio
@@ -40,7 +36,7 @@ _REST_S = 300.0
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one seed. steps: turns of all loops; digest: equal for equal histories."""
+    """One seed's result. steps: turns of all loops; digest: equal for equal histories."""
 
     seed: int
     operations: int
@@ -51,13 +47,13 @@ class Result:
 
 
 def simulate(seed: int, *, trace: bool = False) -> Result:
-    """Run one seed. trace: keep the history."""
+    """trace: keep the history."""
     world = World(seed, keep_notes=trace)
     with _real_code_simulated(world):
         try:
             simulation = _simulation(world)
             simulation.run()
-        except Exception as error:  # a fault of ours, or one that the real code let through to us
+        except Exception as error:
             world.find(f"{type(error).__name__}: {error}")
             if trace:
                 logging.getLogger(__name__).exception("the simulation failed")
@@ -78,18 +74,15 @@ def simulate(seed: int, *, trace: bool = False) -> Result:
 
 
 def _simulation(world: World) -> "Simulation | Hosts":
-    """What a seed is: one host, or several."""
     from kvhold.lab.simulation.hosts import (
         EVERY,
         Hosts,
-    )  # here, since it is made of this module's simulations
+    )  # here, because it imports this module
 
     return Hosts(world) if world.seed % EVERY == 0 else Simulation(world)
 
 
 class _Findings(logging.Handler):
-    """What kvhold logs as an error is a finding."""
-
     def __init__(self, world: World) -> None:
         super().__init__(logging.ERROR)
         self._world = world
@@ -98,7 +91,7 @@ class _Findings(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if (
             "are not those that were stored" not in record.msg
-        ):  # of bits that were flipped on purpose; others the readers find
+        ):  # bits flipped on purpose; readers find other damage
             self._world.find(
                 f"logged: {record.getMessage()[:300]} "
                 f"{type(error).__name__ if error else ''} {error or ''}"
@@ -107,7 +100,7 @@ class _Findings(logging.Handler):
 
 @contextmanager
 def _real_code_simulated(world: World) -> Iterator[None]:
-    """The few places where the real code has constants or chance of its own."""
+    """Replace the real code's own constants and randomness."""
     log = logging.getLogger("kvhold")
     handler, level, propagate = _Findings(world), log.level, log.propagate
     constants: Any = state_module
@@ -120,8 +113,8 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     log.setLevel(logging.ERROR)
     log.propagate = False
     was_collecting, hook = gc.isenabled(), sys.unraisablehook
-    gc.disable()  # what is collected, and when, must not be part of a history
-    sys.unraisablehook = lambda _: None  # of tasks that a kill has cut short
+    gc.disable()  # garbage collection must not be part of a history
+    sys.unraisablehook = lambda _: None  # for killed threads
     try:
         yield
     finally:
@@ -137,8 +130,6 @@ def _real_code_simulated(world: World) -> Iterator[None]:
 
 
 class Simulation:
-    """One."""
-
     def __init__(
         self, world: World, drawn: Draw | None = None, checker: Checker | None = None
     ) -> None:
@@ -162,18 +153,15 @@ class Simulation:
         self.over = False
 
     def run(self) -> None:
-        """All of it."""
         self.begin()
         self.world.run(self.has_ended, most_s=120.0)
         if not self.world.findings:
             self._come_to_rest()
 
     def has_ended(self) -> bool:
-        """Whether clients have done all they were to do."""
         return self.left <= 0 and self._idle()
 
     def begin(self) -> None:
-        """Node, clients and trouble."""
         world = self.world
         world.note("%s", self.draw)
         self._start_node()
@@ -188,12 +176,10 @@ class Simulation:
     def _idle(self) -> bool:
         return all(task.done() or task.get_loop().dead for task in self.tasks)  # type: ignore[attr-defined]
 
-    # Who there is.
-
     def _start_node(self) -> None:
         if self.over and self.node is not None:
             return
-        if self.world.descriptors.are_short:  # it would end at once
+        if self.world.descriptors.are_short:
             self.world.later(0.5, self._start_node)
             return
         self.num_nodes += 1
@@ -215,7 +201,6 @@ class Simulation:
             self.tasks.append(client.loop.create_task(self._work(client)))
 
     async def _work(self, client: Client) -> None:
-        """One thread of an engine."""
         while self.left > 0:
             self.left -= 1
             self.world.operations += 1
@@ -228,7 +213,6 @@ class Simulation:
             await asyncio.sleep(self.world.delay(0.02, slow=0.2, slow_s=1.0))
 
     async def _interrupted(self, client: Client) -> None:
-        """An operation that may be cut short at any of its awaits."""
         random = self.random
         if self.draw.trouble and random.random() < 0.15:
             await Interruption(
@@ -285,8 +269,6 @@ class Simulation:
         else:
             await client.hang_up()
 
-    # Trouble.
-
     def _look(self) -> None:
         if (
             self.node is not None
@@ -329,7 +311,6 @@ class Simulation:
         world.later(random.expovariate(self.draw.trouble), self._trouble)
 
     def _fail(self) -> None:
-        """A tier fails from now on, or it works again."""
         random, node = self.random, self.node
         if not self.stores:
             return
@@ -352,7 +333,6 @@ class Simulation:
         self.world.later(random.random() * 4.0, works_again)
 
     def _evict(self) -> None:
-        """Memory is short: chunks that nobody holds go."""
         if self.over:
             return
         if self.node is not None:
@@ -374,13 +354,11 @@ class Simulation:
             self.world.later(self.random.random() * 2.0, self._start_node)
 
     def _run_out_of_descriptors(self) -> None:
-        """Nobody can join or map the arena for a while, or only some can."""
         self.world.descriptors.run_out(self.random.choice((0, 0, 1, 3)))
         self.world.note("there are no descriptors")
         self.world.later(self.random.random() * 4.0, self.world.descriptors.abound)
 
     def _stop_node(self) -> None:
-        """It is told to stop, and started again."""
         node = self.node
         if node is not None:
             self.node, self.stopping = None, True
@@ -394,7 +372,7 @@ class Simulation:
             node.end_gently(self.draw.node.drain_s, ended)
 
     def _hurry(self) -> None:
-        """For a while a tier's calls have tiny deadlines: they are cancelled wherever they are."""
+        """Give a tier tiny deadlines, which cancel its calls anywhere."""
         if self.node is not None and self.stores:
             guard = self.random.choice(self.node.stack.guards)
             usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
@@ -406,7 +384,6 @@ class Simulation:
             self.world.later(self.random.random() * 2.0, setattr, guard, "config", usual)
 
     def _break_the_rules(self) -> None:
-        """A client sends what is no message; it still has its memory, until it has noticed."""
         links = [
             link
             for client in self.clients
@@ -435,7 +412,6 @@ class Simulation:
             self.random.choice(running).cancel()
 
     def _flip(self) -> None:
-        """One bit of a committed chunk, from outside."""
         if self.node is None:
             return
         entries = [entry for entry in self.node.state.ram._entries.values() if entry.committed]
@@ -448,16 +424,13 @@ class Simulation:
             self.world.note("a bit of %s at %d is flipped", entry.key.hex()[-16:], entry.offset)
 
     def _flip_below(self) -> None:
-        """One bit of a value in a tier."""
         stores = [store for store in self.stores if isinstance(store, Store) and store.values]
         if stores:
             store = self.random.choice(stores)
             key = self.random.choice(list(store.values))
             value, expires_at = store.values[key]
             damaged = bytearray(value)
-            last = (
-                len(damaged) if self.random.random() < 0.5 else 32
-            )  # most of a small frame is its header
+            last = len(damaged) if self.random.random() < 0.5 else 32
             damaged[-1 - self.random.randrange(min(last, len(damaged)))] ^= (
                 1 << self.random.randrange(8)
             )
@@ -465,12 +438,8 @@ class Simulation:
             store.is_damaged = True
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
-    # The end.
-
     def _come_to_rest(self) -> None:
-        """Trouble is over: all calls end, all memory comes back, all that was to be removed is
-        removed.
-        """
+        """Check that calls end, memory is free and clears are done."""
         node = self._end_trouble()
         self._end_calls(node)
         self._rest(node, "the clients have left")
@@ -494,7 +463,7 @@ class Simulation:
             store.most_bytes = 1 << 30
         if not world.run(lambda: not self.stopping, most_s=_REST_S):
             world.find("the node does not stop")
-        self.world.descriptors.abound()  # once more: another host's trouble went on meanwhile
+        self.world.descriptors.abound()  # another host may have used them up
         if self.node is None:
             self._start_node()
         node = self.node
@@ -508,7 +477,6 @@ class Simulation:
         return node
 
     def _end_calls(self, node: SimNode) -> None:
-        """All calls end, and the clients leave."""
         if not self.world.run(self._idle, most_s=_REST_S):
             self.world.find("a client's call does not end")
             return

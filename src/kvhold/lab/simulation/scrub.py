@@ -1,8 +1,4 @@
-"""A node's scrubber in the simulation: the real one's steps, with a loop of its own for its thread.
-
-scrubber = SimScrubber(node, interval_s=20.0)
-scrubber.held                                  # entries that it has pinned
-"""
+"""A simulated scrubber: the real steps on a loop of its own."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,8 +12,6 @@ from kvhold.tiers.ram import Entry
 
 
 class SimScrubber:
-    """Of one node."""
-
     def __init__(
         self,
         world: World,
@@ -27,9 +21,9 @@ class SimScrubber:
         number: int,
         interval_s: float,
     ) -> None:
-        """post, interval_s: see `Scrubber`. number: the node's."""
+        """See `Scrubber`."""
         self.held: list[tuple[Entry, Place]] = []
-        self.passes = 0  # that it has ended, empty ones included
+        self.passes = 0
         self._world = world
         self._checker = checker
         self._post = post
@@ -40,14 +34,12 @@ class SimScrubber:
         self.loop.create_task(self._run())
 
     async def _run(self) -> None:
-        """As the real one's thread."""
         nbytes: int | None = None
         while True:
             await asyncio.sleep(self._scrubber.pause_s(nbytes))
             nbytes = await self._step()
 
     async def _step(self) -> int | None:
-        """As `Scrubber.step`."""
         taken: asyncio.Future[list[Entry] | None] = self.loop.create_future()
         self._post(lambda: self._take(taken))
         entries = await taken
@@ -59,13 +51,12 @@ class SimScrubber:
         return sum(entry.nbytes for entry in entries)
 
     def _take(self, taken: "asyncio.Future[Any]") -> None:
-        """On the node's loop."""
+        """Runs on the node's loop."""
         entries = self._scrubber.take()
         self.held = [(entry, self._checker.place_at(entry.offset)) for entry in entries or ()]
         self.loop.call_soon(taken.set_result, entries)
 
     async def _is_whole(self, entry: Entry, place: Place) -> bool:
-        """As the real one compares: until the first layer that is not what was stored."""
         layers = self._scrubber.compare(entry)
         while True:
             await asyncio.sleep(self._world.delay(self._usual_s, slow=0.01, slow_s=2.0))
@@ -82,6 +73,6 @@ class SimScrubber:
                 return False
 
     def _give_back(self, entries: list[Entry], damaged: list[Entry]) -> None:
-        """On the node's loop."""
+        """Runs on the node's loop."""
         self.held = []
         self._scrubber.give_back(entries, damaged)

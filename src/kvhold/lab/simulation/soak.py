@@ -1,9 +1,6 @@
-"""Many seeds, in as many processes as there are cores; and the mutations, which must each be found.
+"""Run many seeds on all cores, or find each mutation.
 
-    result = run(seeds=2000, first=1)          # result.findings: how many seeds found something
-    rows = run_mutations(most_seeds=20_000)    # one row a mutation: found, by which seed
-
-Each process has PYTHONHASHSEED=0: the order of a set of bytes is part of a history.
+PYTHONHASHSEED is 0, because the order of a set of bytes is part of a history.
 """
 
 import json
@@ -22,19 +19,17 @@ from typing import Any
 from kvhold.core.errors import KVHoldError
 from kvhold.lab.simulation.patches import apply, mutations
 
-_PIECE = 250  # seeds of one process
-_SHOWN = 20  # findings
+_PIECE = 250
+_SHOWN = 20
 
 
 class SimulationError(KVHoldError):
-    """A process of the simulation ended before its seeds did."""
+    """A simulation's process ended before its seeds did."""
 
 
 @dataclass
 class Result:
-    """What all seeds came to. findings: how many seeds found something; found: the first of them,
-    with the command that replays each.
-    """
+    """findings: seeds with a finding; found: the first ones, with replay commands."""
 
     seeds: int = 0
     operations: int = 0
@@ -44,14 +39,11 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Nothing was found."""
         return self.seeds > 0 and not self.findings
 
 
 @dataclass(frozen=True)
 class MutationRow:
-    """Whether the simulation finds one mutation, and by which seed. what: the finding."""
-
     mutation: str
     found: bool
     seed: int | None
@@ -60,18 +52,15 @@ class MutationRow:
 
 @dataclass(frozen=True)
 class MutationsResult:
-    """All of them."""
-
     rows: list[MutationRow]
 
     @property
     def passed(self) -> bool:
-        """Each was found."""
         return bool(self.rows) and all(row.found for row in self.rows)
 
 
 def run(seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None) -> Result:
-    """Run `seeds` seeds from `first` on. tell: is told of each finding. Raises SimulationError."""
+    """tell: called with each finding. Raises SimulationError."""
     began_s, result = time.monotonic(), Result()
     pieces = [(at, min(_PIECE, first + seeds - at)) for at in range(first, first + seeds, _PIECE)]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
@@ -94,7 +83,7 @@ def run(seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None)
 
 
 def trace(seed: int) -> int:
-    """Print the history of one seed. Returns the exit status of its process."""
+    """Return the exit status of the seed's process."""
     command = [
         sys.executable,
         "-W",
@@ -111,7 +100,7 @@ def trace(seed: int) -> int:
 def run_mutations(
     most_seeds: int, *, names: tuple[str, ...] = (), tell: Callable[[str], None] = lambda _: None
 ) -> MutationsResult:
-    """Apply each mutation to a copy of the code, and simulate until it is found.
+    """Apply each mutation to a copy of the code, and simulate until a seed finds it.
 
     Raises PatchError, SimulationError.
     """
@@ -148,7 +137,6 @@ def _find_mutation(patch: Path, most_seeds: int) -> MutationRow:
 def _lines(
     source: Path, first: int, count: int, *, until_found: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """What a process of some seeds says."""
     command = [
         sys.executable,
         "-W",

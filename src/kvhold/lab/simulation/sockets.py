@@ -1,14 +1,8 @@
-"""Sockets of simulated threads, for code that asks its loop about descriptors: bytes come late, are
-cut anywhere, and may never come.
+"""Sockets of simulated threads: bytes come late, are cut anywhere, and may never come.
 
-    network = Network(world)
-    listener = network.listen("10.0.0.9:7710")  # of the server; `loop.sock_accept(listener)` gives
-    connections sock = await network.connect("10.0.0.9:7710", loop, me)   # of a client;
-    `Stream(sock)` is the real stream over it
+    sock = await Network(world).connect("10.0.0.9:7710", loop, host)
 
-A socket takes so many bytes and no more until some have arrived, as the kernel's does. What arrives
-at a closed socket is answered with a reset. `SocketLoop` is the part of a loop that real code asks
-about descriptors.
+As with the kernel, unsent bytes are limited, and a closed socket answers with a reset.
 """
 
 import asyncio
@@ -21,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvhold.lab.simulation.world import World
 
-_FIRST_DESCRIPTOR = 1 << 20  # so that none is ever one of this process
+_FIRST_DESCRIPTOR = 1 << 20  # never a descriptor of this process
 _BACKLOG = 16
 _REFUSED_AFTER_S = 0.3
 
@@ -29,9 +23,7 @@ Touch = Callable[[memoryview, str], None]
 
 
 class SimSocket:
-    """One end of a connection. touch: is told of each write to and read of memory that is not the
-    socket's own.
-    """
+    """One end of a connection. touch: called for each access to the caller's memory."""
 
     def __init__(self, network: "Network", loop: Any, touch: Touch | None = None) -> None:
         self.network = network
@@ -47,21 +39,19 @@ class SimSocket:
         self._in = bytearray()
         self._moving = self._ended = self._reset = self._eof_sent = False
 
-    # As `socket.socket`.
-
     def fileno(self) -> int:
-        """A descriptor that is none of this process."""
         return -1 if self.closed else self._fd
 
     def setblocking(self, _: bool) -> None:
-        """It never blocks."""
+        """Do nothing."""
 
     def setsockopt(self, *_: Any) -> None:
-        """It has no options."""
+        """Do nothing."""
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
-        """Some bytes of these, as far as there is room; BlockingIOError where there is none,
-        OSError where the other end has gone.
+        """Send as many bytes as fit.
+
+        Raises BlockingIOError when none fits, OSError when the other end is closed.
         """
         self._check()
         if self.peer.closed:
@@ -82,9 +72,9 @@ class SimSocket:
         return sent
 
     def recv_into(self, view: memoryview) -> int:
-        """What has arrived; 0 at the end.
+        """Return 0 at the end.
 
-        Raises BlockingIOError where there is nothing, OSError after a reset.
+        Raises BlockingIOError when there are no bytes, OSError after a reset.
         """
         self._check()
         if not self._in:
@@ -102,14 +92,13 @@ class SimSocket:
         return size
 
     def recv(self, nbytes: int, _flags: int) -> bytes:
-        """As with MSG_PEEK."""
         self._check()
         if not self._in and not self._ended:
             raise BlockingIOError
         return bytes(self._in[:nbytes])
 
     def close(self) -> None:
-        """What was sent still arrives, unless something that came was never read. Idempotent."""
+        """Close. Sent bytes still arrive, unless received ones were never read. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -119,20 +108,16 @@ class SimSocket:
         else:
             self._move()
 
-    # The network.
-
     @property
     def readable(self) -> bool:
-        """Whether a read would say something."""
         return bool(self._in) or self._ended or self._reset
 
     @property
     def writable(self) -> bool:
-        """Whether a write would say something."""
         return len(self._out) < self._most_unsent or self._reset or self.peer.closed
 
     def reset(self) -> None:
-        """The other end is gone, and what was on its way, too."""
+        """Drop the connection, with the bytes on their way."""
         if not self.closed:
             self._reset = True
             self._in.clear()
@@ -183,8 +168,6 @@ class SimSocket:
 
 
 class Listener:
-    """A listening socket."""
-
     def __init__(self, network: "Network", address: str) -> None:
         self._network = network
         self._address = address
@@ -193,7 +176,7 @@ class Listener:
         network.listeners[address] = self
 
     def close(self) -> None:
-        """Listen no more; whoever was not accepted is gone. Idempotent."""
+        """Stop listening, and close connections not yet accepted. Idempotent."""
         if self._network.listeners.get(self._address) is self:
             del self._network.listeners[self._address]
         for sock, _ in self.waiting:
@@ -202,15 +185,12 @@ class Listener:
 
 
 class Network:
-    """Who listens where."""
-
     def __init__(self, world: "World") -> None:
         self.world = world
         self.listeners: dict[str, Listener] = {}
         self._sockets = world.sockets
 
     def descriptor(self, sock: SimSocket) -> int:
-        """A number for one more socket."""
         number = _FIRST_DESCRIPTOR + len(self._sockets)
         self._sockets[number] = sock
         return number
@@ -218,7 +198,7 @@ class Network:
     async def connect(
         self, address: str, loop: Any, host: str, touch: Touch | None = None
     ) -> SimSocket:
-        """A connection. Raises OSError where nobody listens."""
+        """Raises OSError when nothing listens."""
         await asyncio.sleep(self.world.delay(0.0005, slow=0.02, slow_s=1.5))
         listener = self.listeners.get(address)
         if listener is None:
@@ -230,9 +210,7 @@ class Network:
         return self._join(listener, host, SimSocket(self, loop, touch))
 
     def knock(self, address: str, host: str, loop: Any) -> SimSocket | None:
-        """A connection at once; None where nobody listens, or too many wait. loop: whose socket it
-        is; None: nobody watches it.
-        """
+        """Connect at once, or return None."""
         listener = self.listeners.get(address)
         return (
             None
@@ -250,8 +228,6 @@ class Network:
 
 
 class SocketLoop:
-    """What a loop knows of sockets."""
-
     world: "World"
     call_soon: Callable[..., events.Handle]
 
@@ -261,25 +237,21 @@ class SocketLoop:
         self._looked_at: set[int] = set()
 
     def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
-        """As asyncio's."""
         self._readers[fd] = callback, args
         self.look_at(fd)
 
     def remove_reader(self, fd: int) -> bool:
-        """As asyncio's."""
         return self._readers.pop(fd, None) is not None
 
     def add_writer(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
-        """As asyncio's."""
         self._writers[fd] = callback, args
         self.look_at(fd)
 
     def remove_writer(self, fd: int) -> bool:
-        """As asyncio's."""
         return self._writers.pop(fd, None) is not None
 
     def look_at(self, fd: int) -> None:
-        """Something may have changed: in the loop's next round whoever watches is told."""
+        """Call the watchers in the loop's next round, if the socket is ready."""
         if fd not in self._looked_at and self._is_due(fd):
             self._looked_at.add(fd)
             self.call_soon(self._tell, fd)
@@ -300,7 +272,7 @@ class SocketLoop:
         self.look_at(fd)
 
     async def sock_accept(self, listener: Listener) -> tuple[SimSocket, tuple[str, int]]:
-        """As asyncio's; at times there is no descriptor left."""
+        """Sometimes raises EMFILE."""
         while not listener.waiting:
             listener.arrived.clear()
             await listener.arrived.wait()
@@ -311,4 +283,4 @@ class SocketLoop:
         return sock, (host, 0)
 
     def add_signal_handler(self, *_: Any) -> None:
-        """Nobody sends signals here."""
+        """Do nothing."""

@@ -1,11 +1,7 @@
-"""A tier whose store is a dictionary, and whose transfers behave as a device's do: late, piece by
-piece, and past a cancellation.
+"""A tier over a dictionary whose transfers are late, in pieces, and outlast a cancellation.
 
-    tier = SimTier(world, store, checker)
-
-It keeps the contract of `tiers/base.py`: a cancelled call lets go of the caller's memory before it
-ends. How long that takes is up to the seed, and until then it goes on reading and writing there.
-`FaultTier` goes around it for what else may fail.
+As `tiers/base.py` demands, a cancelled call ends only after its last access to the caller's memory.
+`FaultTier` adds other faults.
 """
 
 import asyncio
@@ -21,9 +17,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 
 @dataclass
 class Store:
-    """What a tier holds; it outlives nodes. most_bytes: then it is full; is_damaged: bits of values
-    were flipped on purpose.
-    """
+    """A tier's values, which outlive nodes. is_damaged: bits were flipped on purpose."""
 
     name: str
     most_bytes: int
@@ -34,25 +28,22 @@ class Store:
 
     @property
     def used_bytes(self) -> int:
-        """Of all values."""
         return sum(len(value) for value, _ in self.values.values())
 
 
 class SimTier:
-    """One node's way to a store."""
-
     def __init__(self, world: World, store: Store, checker: Checker) -> None:
         self._world = world
         self._store = store
         self._checker = checker
         self.lingers = world.random.choice(
             (0.0, 0.3, 0.8)
-        )  # the chance that a cancelled transfer goes on
-        self.hangs = world.random.choice((0.0, 0.0, 0.03))  # the chance that a transfer takes long
+        )  # chance that a cancelled transfer goes on
+        self.hangs = world.random.choice((0.0, 0.0, 0.03))  # chance of a slow transfer
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
         self.removal_s = (
             world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0
-        )  # until a scan has listed what is to go
+        )  # before a scan lists keys
         self.traits = TierTraits(
             name="sim",
             durable=True,
@@ -63,18 +54,15 @@ class SimTier:
         )
 
     async def check(self) -> None:
-        """Tier contract."""
         await self._round_trip("check")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract."""
         await self._round_trip("probe")
         return [len(value) if (value := self._find(key)) is not None else None for key in keys]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
-        """Tier contract."""
         check_lengths(keys, into, starts)
         await self._round_trip("get")
         got: list[int | TierError | None] = []
@@ -90,7 +78,6 @@ class SimTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract."""
         await self._round_trip("put")
         faults: list[TierError | None] = []
         for key, parts in items:
@@ -101,7 +88,7 @@ class SimTier:
                 faults.append(TierFull(self._store.name, "put", "no room"))
                 continue
             value = await self._transfer(key, parts, None)
-            if self._find(key) is None:  # the first of two writers is the one whose value stays
+            if self._find(key) is None:
                 self._store.values[key] = (
                     value,
                     0.0 if ttl_s is None or ttl_s == inf else self._world.wall() + ttl_s,
@@ -110,7 +97,6 @@ class SimTier:
         return faults
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract."""
         await self._round_trip("replace")
         done: list[bool | TierError] = []
         for key, parts in items:
@@ -123,12 +109,10 @@ class SimTier:
         return done
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract."""
         await self._round_trip("delete")
         return [self._store.values.pop(key, None) is not None for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract."""
         await self._round_trip("scan")
         if self.removal_s:
             await asyncio.sleep(self._world.random.random() * self.removal_s)
@@ -136,7 +120,7 @@ class SimTier:
             yield key
 
     async def close(self) -> None:
-        """Tier contract."""
+        """Do nothing."""
 
     async def _round_trip(self, operation: str) -> None:
         await asyncio.sleep(self._world.delay(self.usual_s, slow=0.02, slow_s=1.0))
@@ -148,10 +132,7 @@ class SimTier:
         return None if value is None or 0 < expires_at <= self._world.wall() else value
 
     async def _transfer(self, key: bytes, parts: Parts, value: bytes | None) -> bytes:
-        """Write `value` into the caller's memory, or read what is there; in pieces.
-
-        Returns the value.
-        """
+        """Write `value` into `parts`, or read them. Returns the value."""
         places = [self._checker.place_of(part) for part in parts]
         pieces: list[bytes] = []
         at, cancelled = 0, False
@@ -176,10 +157,7 @@ class SimTier:
         return b"".join(pieces) if value is None else value
 
     async def _pause(self, cancelled: bool) -> bool:
-        """Until the next piece.
-
-        Returns whether the call was cancelled by now; raises that where the transfer stops at once.
-        """
+        """Return whether the call was cancelled, or raise at once."""
         random = self._world.random
         until = self._world.now + (
             random.random() * 20.0

@@ -1,11 +1,10 @@
 """A socket between two simulated processes: bytes arrive in order, late, and cut anywhere.
 
     near, far = connect(world)
-    near.push(data); near.pull()       # the client's end, as a socket that does not block has it
-    SimTransport(far, loop, protocol)  # the node's end, as asyncio has it
+    near.push(data); near.pull()       # the client's end
+    SimTransport(far, loop, protocol)  # the node's end
 
-An end that closes has its bytes delivered first. An end is closed when every process that has it
-has closed it or died: a forked child has a copy (`copies`).
+An end closes with its last copy, after the sent bytes; a forked child has a copy.
 """
 
 import asyncio
@@ -16,18 +15,16 @@ from kvhold.lab.simulation.world import SimLoop, World
 
 
 class End:
-    """One end of a socket."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         self.peer: End
         self.copies = 1
         self.closed = False
-        self.most_bytes = 1 << 20  # that the other end has not read, and `push` takes
-        self.process: Any = None  # at the other end, of a node's end
+        self.most_bytes = 1 << 20
+        self.process: Any = None
         self.on_closed: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = (
-            None  # of an end without `on_data`: there is something to pull, or room to push
+            None  # without `on_data`: there are bytes to pull, or room to push
         )
         self.on_data: Callable[[bytes], None] | None = None
         self.on_eof: Callable[[], None] | None = None
@@ -36,13 +33,13 @@ class End:
         self._moving = False
         self._eof_sent = False
         self._eof_seen = False
-        self._handed = 0  # bytes that were handed over, and are not read
+        self._handed = 0  # handed over, not yet read
         self._wants_room = False
 
     def push(self, data: memoryview) -> int:
-        """Send as much as there is room for. Returns how much.
+        """Return the number of bytes sent.
 
-        Raises BlockingIOError when there is no room, BrokenPipeError when the other end is closed.
+        Raises BlockingIOError when nothing fits, BrokenPipeError when the other end is closed.
         """
         if self.peer.closed or self.closed:
             raise BrokenPipeError("nobody reads it")
@@ -58,7 +55,7 @@ class End:
         return len(some)
 
     def pull(self) -> bytes:
-        """What has come; empty at the end. Raises BlockingIOError when there is nothing."""
+        """Return received bytes; empty at the end. Raises BlockingIOError when there are none."""
         if not self._in and not self._eof_seen:
             raise BlockingIOError
         data = bytes(self._in)
@@ -66,29 +63,26 @@ class End:
         return data
 
     def was_read(self, nbytes: int) -> None:
-        """So much of what was handed over has been read: there is room for more."""
         self._handed -= nbytes
         if self.peer._wants_room and self.peer.on_change is not None:
             self.peer._wants_room = False
             self.peer.on_change()
 
     def send(self, data: bytes | bytearray) -> None:
-        """Bytes for the other end. After either end has closed they are lost."""
+        """Send bytes, which are lost if either end is closed."""
         if not self.closed and not self.peer.closed:
             self._out += data
             self._move()
 
     @property
     def unsent(self) -> int:
-        """Bytes that the other end has not got."""
         return len(self._out)
 
     def fork(self) -> None:
-        """One more process has it."""
         self.copies += 1
 
     def close(self) -> None:
-        """One process less has it."""
+        """Close one copy."""
         self.copies -= 1
         if self.copies <= 0 and not self.closed:
             self.closed = True
@@ -122,7 +116,6 @@ class End:
             self.peer.hand_over()
 
     def hand_over(self) -> None:
-        """Give what has come to whoever reads, if somebody does."""
         if not self.closed and self.on_change is not None:
             self.on_change()
         if self.closed or self.on_data is None:
@@ -138,15 +131,12 @@ class End:
 
 
 def connect(world: World) -> tuple[End, End]:
-    """Both ends of a new socket."""
     near, far = End(world), End(world)
     near.peer, far.peer = far, near
     return near, far
 
 
 class SimTransport(asyncio.Transport):
-    """The node's end, for a protocol with buffers of its own."""
-
     def __init__(self, end: End, loop: SimLoop, protocol: asyncio.BufferedProtocol) -> None:
         super().__init__()
         self._end = end
@@ -184,29 +174,23 @@ class SimTransport(asyncio.Transport):
             self.close()
 
     def write(self, data: Any) -> None:
-        """As asyncio's."""
         if not self._closing:
             self._end.send(data)
 
     def get_write_buffer_size(self) -> int:
-        """As asyncio's."""
         return self._end.unsent
 
     def pause_reading(self) -> None:
-        """As asyncio's."""
         self._paused = True
 
     def resume_reading(self) -> None:
-        """As asyncio's."""
         self._paused = False
         self._soon(self._read)
 
     def is_closing(self) -> bool:
-        """As asyncio's."""
         return self._closing
 
     def close(self) -> None:
-        """As asyncio's."""
         if not self._closing:
             self._closing = True
             self._end.close()
@@ -215,5 +199,4 @@ class SimTransport(asyncio.Transport):
     abort = close
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """It has no socket."""
         return default

@@ -1,9 +1,6 @@
-"""Runs seeds in a process of its own and prints a line of JSON for each that says something.
+"""Run seeds in a process, and print lines of JSON.
 
-    PYTHONHASHSEED=0 python -m kvhold.lab.simulation.worker FIRST COUNT [--trace]
-
-Lines: `{"finding": {...}}` for a seed that found something; after every some seeds, and at the end,
-    `{"seeds": n, "operations": n}`.
+Usage: PYTHONHASHSEED=0 python -m kvhold.lab.simulation.worker FIRST COUNT [--trace]
 """
 
 import gc
@@ -17,11 +14,8 @@ _COLLECT_EVERY = 25
 
 
 def main(first: int, count: int, *, trace: bool = False) -> None:
-    """Run `count` seeds from `first` on."""
-    sys.unraisablehook = lambda _: (
-        None
-    )  # of tasks that were cut short when their process was killed
-    gc.disable()  # what is collected, and when, must not be part of a history
+    sys.unraisablehook = lambda _: None  # for killed processes
+    gc.disable()  # garbage collection must not be part of a history
     gc.freeze()
     seeds = operations = 0
     for seed in range(first, first + count):

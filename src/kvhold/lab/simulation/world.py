@@ -1,14 +1,11 @@
-"""Virtual time and the order of events: one scheduler for all loops of all simulated threads.
+"""Virtual time and the order of events: one scheduler for all simulated threads.
 
-    world = World(seed)
     loop = world.new_loop("node")
     loop.create_task(work())
     world.run(until=lambda: done, most_s=60)
 
-Each simulated thread has an asyncio loop of its own. A loop keeps asyncio's promise that what was
-scheduled first runs first; between loops there is no order but the seed's, and any loop may stand
-still for a while, as a thread does that gets no processor. Everything that is random comes from
-`world.random`, so that a seed is a whole history.
+Each thread's loop runs handles in order. Between loops the seed decides, and any loop may stall.
+All randomness comes from `world.random`, so a seed is a whole history.
 """
 
 import asyncio
@@ -23,14 +20,12 @@ from typing import Any
 from kvhold.lab.simulation.descriptors import Descriptors
 from kvhold.lab.simulation.sockets import SimSocket, SocketLoop
 
-_STALL = 0.0008  # the chance, before each step of a loop, that its thread stands still
+_STALL = 0.0008  # chance of a stall before each step of a loop
 _MOST_NOTES = 200_000
-_STEPS_A_LOOK = 20  # whether it is over may take longer to say than a step
+_STEPS_A_LOOK = 20
 
 
 class World:
-    """One simulation's clock, its random numbers, its history, and what was found."""
-
     def __init__(self, seed: int, *, keep_notes: bool = False) -> None:
         self.seed = seed
         self.random = Random(seed)
@@ -44,7 +39,7 @@ class World:
         self._loops: list[SimLoop] = []
         self._dead: list[
             SimLoop
-        ] = []  # kept: their tasks' `finally` clauses must not run in the middle of the history
+        ] = []  # kept: their tasks' `finally` clauses must not run during the history
         self._heap: list[tuple[float, int, SimLoop | None, events.Handle]] = []
         self._last = 0
         self.descriptors = Descriptors()
@@ -53,60 +48,55 @@ class World:
         self._outside = SimLoop(self, "outside")  # type: ignore[abstract]
 
     def wall(self) -> float:
-        """Unix time, which may jump."""
+        """Return Unix time, which may jump."""
         return self.wall_offset_s + self.now
 
     def note(self, text: str, *values: Any) -> None:
-        """One line of the history."""
         if self._keep_notes and len(self.notes) < _MOST_NOTES:
             self.notes.append((self.now, text, values))
 
     def find(self, text: str) -> None:
-        """Something that must never be."""
         self.findings.append(f"{self.now:.6f} {text}")
         self.note("FINDING %s", text)
 
     def number(self) -> int:
-        """Numbers that grow with the history: what has a higher one came later."""
+        """Return the next number; later events have higher ones."""
         self._last += 1
         return self._last
 
     def new_loop(self, name: str) -> "SimLoop":
-        """The loop of one more thread."""
         loop = SimLoop(self, name)  # type: ignore[abstract]  # of asyncio, what the real code uses
         self._loops.append(loop)
         return loop
 
     def kill(self, loop: "SimLoop") -> None:
-        """Its thread runs no further, not even what cleans up."""
+        """End a thread without its cleanup."""
         loop.dead = True
         loop.ready.clear()
         self._loops.remove(loop)
         self._dead.append(loop)
 
     def stall_one(self, seconds: float) -> None:
-        """A thread is stopped, and goes on later."""
         if self._loops:
             self.random.choice(self._loops).stall(seconds)
 
     def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> events.Handle:
-        """What happens outside all threads: the network, a disk, a thread of a pool."""
+        """Schedule an event outside all threads: network, disk or pool."""
         handle = events.Handle(callback, args, self._outside, contextvars.Context())
         self.schedule(self.now + delay_s, None, handle)
         return handle
 
     def schedule(self, at: float, loop: "SimLoop | None", handle: events.Handle) -> None:
-        """Have a handle due at a time."""
         heappush(self._heap, (at, self.number(), loop, handle))
 
     def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
-        """A random time: mostly about `usual_s`, with a chance of `slow` up to `slow_s`."""
+        """Return a random time: about `usual_s`, with a chance of `slow` up to `slow_s`."""
         if self.random.random() < slow:
             return self.random.random() * slow_s
         return self.random.expovariate(1 / usual_s)
 
     def run(self, until: Callable[[], bool], *, most_s: float, most_steps: int = 400_000) -> bool:
-        """Go on until that is so. False: it was not after `most_s`, or nothing happens any more."""
+        """Return False after `most_s`, or when nothing is left to run."""
         end = self.now + most_s
         last_step = self.steps + most_steps
         while not until():
@@ -116,7 +106,7 @@ class World:
         return True
 
     def _step(self) -> bool:
-        """One handle of one loop, or on to the next moment. False: nothing will ever happen."""
+        """Return False when nothing is left to run."""
         heap, now = self._heap, self.now
         while heap and heap[0][0] <= now:
             _, _, loop, handle = heappop(heap)
@@ -151,17 +141,13 @@ class World:
         return True
 
     def end(self) -> None:
-        """Let go of everything: what is left of tasks is thrown away, and does nothing."""
         for loop in list(self._loops):
             self.kill(loop)
         self._heap.clear()
 
 
 class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
-    """The loop of one simulated thread.
-
-    It has no selector: sockets are `wire.py` and `sockets.py`.
-    """
+    """A simulated thread's loop."""
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__()
@@ -173,7 +159,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         self.dead = False
 
     def run_one(self) -> None:
-        """The first of what is ready."""
         handle = self.ready.popleft()
         if handle._cancelled:
             return
@@ -184,12 +169,10 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
             events._set_running_loop(None)
 
     def stall(self, seconds: float) -> None:
-        """Its thread stands still."""
         self.stalled_until = max(self.stalled_until, self.world.now + seconds)
         self.world.note("%s stands still for %.3f s", self.name, seconds)
 
     def time(self) -> float:
-        """Virtual and monotonic."""
         return self.world.now
 
     def call_soon(  # type: ignore[override]
@@ -219,11 +202,9 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         return handle
 
     def create_future(self) -> "asyncio.Future[Any]":
-        """As asyncio's."""
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> "asyncio.Task[Any]":  # type: ignore[override]
-        """As asyncio's."""
         task = asyncio.Task(coro, loop=self, **kwargs)
         self.tasks.append(task)
         return task
@@ -259,7 +240,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What nobody caught is a finding, but for what is left of killed threads."""
+        """Record an uncaught exception as a finding, unless the thread was killed."""
         if not self.dead:
             error = context.get("exception")
             self.world.find(
@@ -267,20 +248,16 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
             )
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """As `call_exception_handler`."""
         self.call_exception_handler(context)
 
     def _timer_handle_cancelled(self, handle: events.TimerHandle) -> None:
-        """It stays in the heap until its time, and then does nothing."""
+        """Do nothing: the handle stays in the heap."""
 
     def get_debug(self) -> bool:
-        """Never."""
         return False
 
     def is_running(self) -> bool:
-        """As long as its thread lives."""
         return not self.dead
 
     def is_closed(self) -> bool:
-        """When its thread is dead."""
         return self.dead

@@ -1,4 +1,4 @@
-"""`kvhold verify`: prove on a model that kvhold changes no answer and no bit of its KV."""
+"""`kvhold verify`."""
 
 import json
 import os
@@ -20,17 +20,13 @@ from kvhold.lab.verify.paths import DEFAULT, PATHS
 from kvhold.lab.verify.rows import Row, table
 from kvhold.lab.verify.run import Settings, Subject, Verification
 
-_SMALL: dict[str, Any] = {
-    "block_size": 32
-}  # for the classes: short prompts then meet every boundary
+_SMALL: dict[str, Any] = {"block_size": 32}
 _SMALL_CHUNK = 64
 _SMALL_LENGTH = 2_048
 _SMALL_KV = 64 << 20
 
 
 class _Names(click.ParamType[tuple[str, ...]]):
-    """A list with commas of names out of a set."""
-
     name = "NAMES"
 
     def __init__(self, known: Sequence[str]) -> None:
@@ -55,8 +51,6 @@ class _Names(click.ParamType[tuple[str, ...]]):
 
 
 class _Json(click.ParamType[dict[str, Any]]):
-    """A JSON object."""
-
     name = "JSON"
 
     def convert(
@@ -78,8 +72,6 @@ class _Json(click.ParamType[dict[str, Any]]):
 
 
 class _Classes(_Names):
-    """Names of locally made checkpoints; which there are is looked up when they are asked for."""
-
     def __init__(self) -> None:
         super().__init__(())
 
@@ -166,11 +158,10 @@ def command(
     threads: int | None,
     timeout_s: float,
 ) -> None:
-    """Run MODEL with and without kvhold, and compare every token of every answer and every bit of
-    loaded KV.
+    """Compare MODEL with and without kvhold: every token of the answers, every bit of loaded KV.
 
-    Exits with 1 unless every row passed; what vLLM itself does not run or turns off is named and
-    fails only when nothing else passed, and with --all-classes what kvhold refuses is named, too.
+    Exits with 1 unless every row passed. Paths that vLLM does not run or turns off fail only when
+    nothing else passed. With --all-classes this also holds for what kvhold refuses.
     """
     if (model is None) == (not all_classes and classes is None):
         raise click.UsageError("give a MODEL, or --all-classes, or --classes NAMES")
@@ -199,7 +190,7 @@ def command(
         for row in found:
             rows.append(row)
             click.echo(f"  {row.outcome}{': ' + row.reason.splitlines()[0] if row.reason else ''}")
-            _write(rows, json_file)  # each, for what an interruption leaves
+            _write(rows, json_file)
     click.echo(f"\n{table(rows)}")
     if not _is_good(rows, refusals_count=model is not None):
         click.echo("kvhold verify: FAILED", err=True)

@@ -1,12 +1,4 @@
-"""A real vLLM engine in this process, stepped by hand. Only for `engine_child`, whose parent has
-set the environment.
-
-    driver = Driver(Start(engine={"model": ..., ...}))
-    driver.ask(Ask(questions=[...], max_tokens=8)).token_ids
-
-Engines may follow each other in one process: importing vLLM takes longer than starting a small
-engine. Workers of parallel engines are processes of their own, which vLLM starts.
-"""
+"""A vLLM engine, stepped by hand. Only for `engine_child`, whose parent sets the environment."""
 
 import gc
 from typing import Any
@@ -26,14 +18,12 @@ from kvhold.lab.verify.messages import (
 from kvhold.lab.verify.serving import serve
 
 _collect = gc.collect
-_VOCABULARY_TEXT = 20_000  # characters, from which the ids of text are taken
+_VOCABULARY_TEXT = 20_000
 _IMAGE_SIDE = 112  # pixels
-_BEST = 2  # tokens that a choice is between
+_BEST = 2
 
 
 class Driver:
-    """One started engine."""
-
     def __init__(self, options: Start) -> None:
         gc.collect = _collect_later
         self._adapters = options.adapters
@@ -101,14 +91,13 @@ class Driver:
         return serve(self._engine, operation)
 
     def reset(self) -> None:
-        """Raises RuntimeError when the engine will not forget."""
+        """Clear vLLM's prefix cache. Raises RuntimeError when vLLM refuses."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM did not reset its prefix cache: it still holds blocks of finished requests"
             )
 
     def close(self) -> None:
-        """Shut the engine down, so that another one can be started in this process."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._engine.close()
@@ -146,9 +135,6 @@ class Driver:
         )
 
     def _vocabulary(self) -> list[int]:
-        """The ids that occur in text: marks with a meaning of their own, such as an image's, are
-        not among them.
-        """
         tokenizer = self._engine.engine.get_tokenizer()
         if tokenizer is None:
             return list(range(self._engine.config.model_config.get_vocab_size()))
@@ -157,26 +143,21 @@ class Driver:
 
 
 def _choice(best: dict[int, Any]) -> Choice:
-    """best: by token, what vLLM calls its logprob; it is the logit, as the engine was told."""
-    (chosen, first), *others = best.items()  # three, where as good a token as the two was chosen
+    """Return the chosen token and its best rival; vLLM's `logprob` is a logit here."""
+    (chosen, first), *others = best.items()
     rival, second = max(others, key=lambda item: float(item[1].logprob))
     return Choice(tokens=(chosen, rival), logits=(first.logprob, second.logprob))
 
 
 def _collect_later(generation: int = 2) -> int:
-    """In place of `gc.collect`: an engine's start and end call it nine times, 0.4 s each with all
-    that vLLM has imported; together that was 88 % of a small engine's time. What an engine leaves
-    is collected once, when it is closed.
-    """
+    """Replace `gc.collect`, which took 88 % of a small engine's time."""
     return 0
 
 
 def _keep_kernels() -> None:
-    """Have the next engine in this process use the kernels that this one has registered.
+    """Have the next engine in this process use the kernels registered by this one.
 
-    vLLM registers its CPU kernels anew for each engine and looks for their users in every module
-    there is. There it stumbles over llvmlite,
-    which the connector has loaded by then: "'_lib_fn_wrapper' object has no attribute 'get'".
+    To register again, vLLM searches every module, and fails on llvmlite, which the connector loads.
     """
     from vllm.platforms import current_platform
 
@@ -184,7 +165,6 @@ def _keep_kernels() -> None:
 
 
 def _image(seed: int) -> Any:
-    """A picture of noise, another one for each seed."""
     import numpy as np
     from PIL import Image
 

@@ -1,15 +1,7 @@
-"""Engines in a child process, for `kvhold verify`: start one, ask it, stop it, and start another in
-the same process.
+"""vLLM engines in a child process, one after the other.
 
-    with Engines(timeout_s=600, threads=2) as engines:
-        started = engines.start(Start(engine={"model": ...}))
-        answered = engines.ask(Ask(questions=[...], max_tokens=8))
-        engines.stop()
-
-A process of its own because an engine that hangs or dies must not take the command along. One after
-each other in one process because importing vLLM takes longer than starting a small engine; but
-after a failure the process is ended, since nobody knows what it left behind, and the next engine
-gets a new one. Used from one thread.
+They share the child because importing vLLM takes longer than starting a small engine. After a
+failure the next engine gets a new child. Used from one thread.
 """
 
 import sys
@@ -39,44 +31,30 @@ from kvhold.lab.verify.messages import (
 _R = TypeVar("_R", Started, Answered, Served, Done)
 _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 _REFUSAL = "LayoutError: "
-_SEARCHED_BYTES = (
-    1 << 20
-)  # of the log: vLLM prints a stack for each of its processes after a worker's
+_SEARCHED_BYTES = 1 << 20  # of the log; vLLM prints many stacks after a worker's
 
 
 class EngineRefused(EngineFailed):
-    """The engine said why it did not do what it was asked.
-
-    by_kvhold: the connector does not serve this set-up; log_tail: the end of what the engine has
-        printed
-    """
+    """The engine refused. by_kvhold: the connector does not support this set-up."""
 
     def __init__(self, refused: Refused, log: str, log_tail: str) -> None:
-        """log: all that may name the reason."""
         reason = f"{refused.kind}: {refused.reason}"
         told_in_log = [
             line[line.index(_REFUSAL) :] for line in log.splitlines() if _REFUSAL in line
         ]
         if not refused.by_kvhold and told_in_log:
-            reason = told_in_log[
-                0
-            ]  # a worker's process, whose own reason reaches the engine as "it has died"
+            reason = told_in_log[0]  # the engine itself only says that its worker died
         super().__init__(reason)
         self.by_kvhold = refused.by_kvhold or bool(told_in_log)
         self.log_tail = log_tail
 
 
 class Engines:
-    """A child in which engines run after each other. Every call raises EngineFailed when the
-    process died, was silent for too long or refused (EngineRefused).
-    """
+    """The child. Every call raises EngineFailed when the child died, timed out or refused."""
 
     def __init__(
         self, *, timeout_s: float, threads: int, environment: Mapping[str, str] | None = None
     ) -> None:
-        """timeout_s: of each call; threads: of an engine's arithmetic; environment: variables
-        besides those of this process.
-        """
         self._timeout_s = timeout_s
         self._environment = {**environment_for(threads), **(environment or {})}
         self._process: LoggedProcess | None = None
@@ -96,15 +74,13 @@ class Engines:
         return self._ask(arrivals, Served)
 
     def reset(self) -> None:
-        """Have the engine forget its own KV."""
         self._ask(Reset(), Done)
 
     def stop(self) -> None:
-        """Shut the engine down in order."""
         self._ask(Stop(), Done)
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process at once."""
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -1,9 +1,4 @@
-"""The child's side of `kvhold.lab.verify.engine`: lines of JSON in, vLLM called, lines of JSON out.
-One thread, one operation at a time.
-
-Started by `python -m kvhold.lab.verify.engine_child`. When the parent is gone the input ends, and
-so does this process.
-"""
+"""The child's side of `kvhold.lab.verify.engine`: JSON lines in, JSON lines out. One thread."""
 
 import faulthandler
 import logging
@@ -32,15 +27,13 @@ _log = logging.getLogger(__name__)
 
 def main() -> int:
     operations, replies = take_pipes()
-    faulthandler.register(
-        signal.SIGUSR1
-    )  # where each thread is, for a parent that has waited too long
+    faulthandler.register(signal.SIGUSR1)
     lines = msgspec.json.Decoder(Operation)
     drivers: list[Driver] = []
     for line in operations:
         try:
             reply = _run(drivers, lines.decode(line))
-        # the edge of this process: the parent gets the reason, the log gets all of it
+        # the parent gets the reason, the log the traceback
         except Exception as error:  # noqa: BLE001
             _log.exception("operation failed")
             reply = _refused(error)
@@ -52,7 +45,6 @@ def main() -> int:
 
 
 def _run(drivers: list[Driver], operation: Operation) -> Reply:
-    """drivers: the one that runs, or none."""
     if isinstance(operation, Start):
         assert not drivers, "stop the engine before starting another"
         drivers.append(Driver(operation))
@@ -70,7 +62,7 @@ def _run(drivers: list[Driver], operation: Operation) -> Reply:
 
 
 def _refused(error: BaseException) -> Refused:
-    """The innermost cause says most: engines wrap what happened in general errors."""
+    """Prefer an error of kvhold among the causes."""
     seen = [error]
     while (cause := seen[-1].__cause__ or seen[-1].__context__) is not None and cause not in seen:
         seen.append(cause)
@@ -86,4 +78,4 @@ def _refused(error: BaseException) -> Refused:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # engines leave threads behind that wait for nothing
+    os._exit(code)  # engines leave threads that would block a normal exit

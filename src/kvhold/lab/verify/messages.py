@@ -1,14 +1,4 @@
-"""What the command and an engine's child process say to each other: one JSON object a line, `op`
-from us, `reply` from it.
-
-    {"op": "start", ...} -> {"reply": "started", ...}  {"op": "ask", ...}   -> {"reply": "answered",
-    ...}
-    {"op": "reset"}  -> {"reply": "done"}              {"op": "serve", ...} -> {"reply": "served", ...}
-    {"op": "stop"}       -> {"reply": "done"}
-
-Any of them may be answered by {"reply": "refused", ...}. A stopped engine's process lives on and
-can start another engine.
-"""
+"""Messages between the command and an engine's child process: one JSON object a line."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -22,7 +12,7 @@ STAGES: tuple[Stage, ...] = (
     "prefill",
     "decode",
     "preempted",
-)  # of a request's life, in order
+)
 
 
 class _Operation(
@@ -38,12 +28,7 @@ class _Reply(
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request.
-
-    tokens:  the prompt, or what follows the images in it
-    adapter: number of the LoRA adapter in `Start.adapters`; None is the model itself
-    images:  seeds of images to look at; each seed is another image
-    """
+    """A request. tokens: the prompt, or the text after its images; images: seeds."""
 
     tokens: list[int]
     adapter: int | None = None
@@ -51,18 +36,16 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Start(_Operation, frozen=True, kw_only=True, tag="start"):
-    """Start an engine. engine: vLLM's engine arguments; adapters: folders of LoRA adapters."""
+    """Start an engine. adapters: folders of LoRA adapters."""
 
     engine: dict[str, Any]
     adapters: list[str] = []
 
 
 class Ask(_Operation, frozen=True, kw_only=True, tag="ask"):
-    """Greedy decoding of questions that are handed over at once; an end-of-text token does not end
-    it.
+    """Decode a batch greedily, past any end-of-text token.
 
-    choices: whether to tell between what tokens each was chosen; the engine must have been started
-        with `logprobs_mode` "raw_logits"
+    choices: report the two best logits of each token; needs `logprobs_mode` "raw_logits"
     """
 
     questions: list[Question]
@@ -71,13 +54,11 @@ class Ask(_Operation, frozen=True, kw_only=True, tag="ask"):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request of many that come and go.
+    """A request that arrives at engine step `step`.
 
-    step:        of the engine, counted from the operation's begin, at which it arrives
-    abort:       the stage in which it is aborted, or the next later one that it reaches; None: it is served to its end
-    abort_after: so many steps later
-    salt, rules: its `cache_salt`; what it says to kvhold in `kv_transfer_params`
-    priority:    where the engine schedules by it; small numbers first
+    abort:       abort at this stage, or the next later one reached
+    abort_after: steps to wait after that stage
+    rules:       the request's `kv_transfer_params` for kvhold
     """
 
     tokens: list[int]
@@ -91,16 +72,14 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Serve(_Operation, frozen=True, kw_only=True, tag="serve"):
-    """Greedy decoding of requests that arrive while others run. margins: whether to tell how sure
-    the answers are.
-    """
+    """Decode greedily requests that arrive while others run."""
 
     arrivals: list[Arrival]
     margins: bool = False
 
 
 class Reset(_Operation, frozen=True, kw_only=True, tag="reset"):
-    """Have the engine forget its own cached KV; what a connector stored elsewhere stays."""
+    """Clear the engine's own KV; the connector's stays."""
 
 
 class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
@@ -108,24 +87,17 @@ class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A place in an answer: the token that was chosen there, the best of the others, and the logits
-    of both.
-    """
+    """The chosen and the best other token, with their logits."""
 
     tokens: tuple[int, int]
     logits: tuple[float, float]
 
 
 class Started(_Reply, frozen=True, kw_only=True, tag="started"):
-    """What vLLM made of the arguments.
+    """The settings that vLLM derived from the arguments.
 
-    block_sizes: tokens a block, of each KV cache group (states: of a model's recurrent layers,
-        whose block is no bound of prompts)
-    num_blocks:  in all; all groups take from them
+    block_sizes: tokens a block, by KV cache group; a recurrent group's does not limit prompts
     token_bytes: KV of one token in all layers and workers
-    vocabulary:  token ids that text is made of
-    takes_images: whether questions may have images
-    dtype: of its arithmetic, such as "bfloat16"
     """
 
     block_sizes: list[int]
@@ -141,12 +113,7 @@ class Started(_Reply, frozen=True, kw_only=True, tag="started"):
 
 
 class Answered(_Reply, frozen=True, kw_only=True, tag="answered"):
-    """Each question's output, in their order; how often a request was preempted.
-
-    cached:  prompt tokens that were not computed
-    choices: of each token; empty unless asked for
-    num_passes: steps of the engine that gave a token, or several where drafts were right
-    """
+    """Outputs in order. cached: prompt tokens not computed; num_passes: steps with output."""
 
     token_ids: list[list[int]]
     cached: list[int]
@@ -156,15 +123,12 @@ class Answered(_Reply, frozen=True, kw_only=True, tag="answered"):
 
 
 class Served(_Reply, frozen=True, kw_only=True, tag="served"):
-    """Each arrival's, in their order.
+    """Results in order.
 
-    token_ids:  its output, or what there was of it when it was aborted
-    ends:       vLLM's `finish_reason` ("length" is the good one), or "abort"
-    aborted_in: the stage in which it was aborted; "" otherwise
-    margins:    of each token, by how much its logarithm of probability leads the next best one's;
-        empty unless asked for
-    names:      what the scheduler and its connector call it
-    num_preemptions: of all together
+    ends:       vLLM's `finish_reason` (normally "length"), or "abort"
+    aborted_in: the stage, or ""
+    margins:    each token's lead over the next best, in natural log probability
+    names:      the scheduler's request names
     """
 
     token_ids: list[list[int]]
@@ -176,13 +140,11 @@ class Served(_Reply, frozen=True, kw_only=True, tag="served"):
 
 
 class Done(_Reply, frozen=True, kw_only=True, tag="done"):
-    """It was done."""
+    """Success."""
 
 
 class Refused(_Reply, frozen=True, kw_only=True, tag="refused"):
-    """It was not. kind: the exception's; reason: what it says; by_kvhold: whether the connector
-    refused this set-up.
-    """
+    """Failure. by_kvhold: the connector does not support this set-up."""
 
     kind: str
     reason: str

@@ -1,12 +1,4 @@
-"""What the witness writes down, and what becomes of it. No vLLM: the command reads here what an
-engine's processes wrote.
-
-notes = Notes(folder, worker=0)
-notes.computed(group, content, digest)  # a block of this content was computed, and these were its
-bytes
-notes.is_computed(group, content, digest)       # has it ever been, by any engine?
-read_verdict(folder)
-"""
+"""The witness's notes: engine processes write them, the command reads them without vLLM."""
 
 import json
 import os
@@ -17,7 +9,7 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self
 
-FOLDER = "witness_folder"  # of the connector's settings: where the notes are
+FOLDER = "witness_folder"
 _CONTENT_BYTES, _DIGEST_BYTES = 24, 16
 _NAME_BYTES = 8
 _RECORD_BYTES = _NAME_BYTES + _CONTENT_BYTES + _DIGEST_BYTES
@@ -25,9 +17,12 @@ _RECORD_BYTES = _NAME_BYTES + _CONTENT_BYTES + _DIGEST_BYTES
 
 @dataclass(frozen=True)
 class Verdict:
-    """About all loads so far. compared: blocks found among those computed, or not; wrong: of these,
-    with other bytes; unknown: loaded, though nobody was seen to compute them; in_part: loads that
-    ended within a block, whose rest cannot be told.
+    """The result of all loads.
+
+    compared: blocks whose content was seen computed
+    wrong:    those with other bytes
+    unknown:  blocks whose content was never seen computed
+    in_part:  loads that ended within a block, which cannot be compared
     """
 
     compared: int
@@ -41,17 +36,13 @@ class Verdict:
 
 
 class Notes:
-    """One worker's notes in one engine.
-
-    Other engines' are read when something is missing in these.
-    """
+    """One worker's notes in one engine; a miss reads the other engines' notes."""
 
     def __init__(self, folder: Path, *, worker: int) -> None:
         self._folder = folder
         self._worker = worker
         self._known: dict[bytes, set[bytes]] = {}
         self._read: dict[Path, int] = {}
-        # a process may have several engines after each other
         own = f"{os.getpid()}-{worker}-{token_hex(4)}"
         self._computed = (folder / f"computed-{own}").open("wb", buffering=0)
         self._verdict = (folder / f"verdict-{own}").open("w")
@@ -63,16 +54,13 @@ class Notes:
             self._computed.write(name + digest)
 
     def knows(self, group: int, content: bytes) -> bool:
-        """Whether a block of this content was ever seen computed."""
         name = self._name(group, content)
         if name not in self._known:
             self._read_others()
         return name in self._known
 
     def is_computed(self, group: int, content: bytes, digest: bytes) -> bool:
-        """Whether such a block was computed with just these bytes: one prompt's may differ in the
-        last bit between two computations.
-        """
+        """Return whether these bytes were computed; a repetition may differ."""
         name = self._name(group, content)
         if digest not in self._known.get(name, ()):
             self._read_others()
@@ -114,7 +102,6 @@ class Notes:
 
 
 def read_verdict(folder: Path) -> Verdict:
-    """The sum over all engines and workers that have written to `folder`."""
     loads = list(read_loads(folder))
     return Verdict(
         compared=sum(load["compared"] for load in loads),
@@ -125,6 +112,5 @@ def read_verdict(folder: Path) -> Verdict:
 
 
 def read_loads(folder: Path) -> Iterator[dict[str, Any]]:
-    """Each load's own verdict, as `Notes.verdict` was told it."""
     for path in sorted(folder.glob("verdict-*")):
         yield from (json.loads(line) for line in path.read_text().splitlines())

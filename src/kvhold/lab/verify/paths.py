@@ -1,6 +1,4 @@
-"""The ways in which a model is run: what is set for each, and how one sees that vLLM really went
-that way.
-"""
+"""The ways to run a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,17 +6,18 @@ from typing import Any
 
 from kvhold.lab.verify.messages import Started
 
-ITSELF = "{model}"  # stands for the model's own folder or name
+ITSELF = "{model}"
 
 
 @dataclass(frozen=True)
 class Path:
-    """engine: vLLM's engine arguments; is_on: whether vLLM has taken them; config: settings of
-    kvhold.
+    """One way to run a model.
 
-    in_pieces: prompts are computed in steps of a block and a half
-    crowded:   all at once, in too few blocks
-    restart:   another engine loads what a first one stored
+    is_on:     whether vLLM accepted `engine`
+    config:    kvhold's settings
+    in_pieces: prefill in steps of a block and a half
+    crowded:   all prompts at once, in too few blocks
+    restart:   a second engine loads
     """
 
     about: str

@@ -1,11 +1,4 @@
-"""What a model is asked: prompts that meet every boundary of blocks and chunks, share prefixes, and
-come again.
-
-    batches = make_batches(started.vocabulary, Sizes(block=32, chunk=64), seed=1)
-
-A batch is asked at once, batches one after the other. Token ids are drawn from those of text. The
-same arguments give the same prompts.
-"""
+"""Prompts that meet every boundary of blocks and chunks, share prefixes, and repeat."""
 
 import random
 from collections.abc import Sequence
@@ -19,9 +12,7 @@ _CROWD = 6
 
 @dataclass(frozen=True)
 class Sizes:
-    """In tokens: the engine's largest block, kvhold's chunk, and what a prompt and its output may
-    have together.
-    """
+    """In tokens: the engine's largest block, kvhold's chunk, and the longest prompt."""
 
     block: int
     chunk: int
@@ -36,11 +27,10 @@ def make_batches(
     num_adapters: int = 0,
     images: bool = False,
 ) -> list[list[Question]]:
-    """Batches for one model. With adapters each prompt is asked of the model and of each adapter;
-    with images some have pictures.
+    """Return the batches; the same arguments give the same prompts.
 
-    The model itself has batches of its own: vLLM's CPU build computes what has no adapter with
-        another request's, in a batch with it.
+    Requests without an adapter have their own batches: in a mixed batch vLLM's CPU build applies an
+    adapter anyway.
     """
     rng = random.Random(seed)
     lengths = _lengths(sizes)
@@ -58,7 +48,7 @@ def make_batches(
         )
         prompts.append(prefix + [rng.choice(vocabulary) for _ in range(length - len(prefix))])
     rng.shuffle(prompts)
-    prompts += [prompts[-1], max(prompts, key=len)]  # the same twice in a batch, and again later
+    prompts += [prompts[-1], max(prompts, key=len)]
     questions = [Question(tokens=prompt) for prompt in prompts]
     if images:
         questions += _with_images(shared[: sizes.block + 3], shared[: 2 * sizes.chunk])
@@ -73,9 +63,7 @@ def make_batches(
 def make_crowd(
     vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapters: int = 0
 ) -> list[list[Question]]:
-    """One batch of prompts that all end just before a block does: their outputs want another block
-    each, all at about the same time.
-    """
+    """Return one batch of prompts that all need another block at about the same time."""
     rng = random.Random(seed)
     length = crowd_tokens(sizes)
     shared = [rng.choice(vocabulary) for _ in range(sizes.block)]
@@ -90,7 +78,6 @@ def make_crowd(
 
 
 def crowd_tokens(sizes: Sizes) -> int:
-    """The length of a crowd's prompts."""
     return -(-(sizes.chunk + sizes.block) // sizes.block) * sizes.block - 2
 
 
@@ -117,9 +104,6 @@ def _lengths(sizes: Sizes) -> list[int]:
 
 
 def _with_images(short: list[int], long: list[int]) -> list[Question]:
-    """The same words about other pictures, other words about the same one, two pictures in either
-    order.
-    """
     return [
         Question(tokens=long, images=[1]),
         Question(tokens=long, images=[2]),

@@ -1,4 +1,4 @@
-"""A row of the result, and how rows are shown."""
+"""Results and their table."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,23 +6,18 @@ from typing import Any, Literal
 
 Outcome = Literal["pass", "FAIL", "refused", "unsupported", "off"]
 
-UNSUPPORTED = "unsupported by vLLM"  # the path of a model that vLLM does not run at all
+UNSUPPORTED = "unsupported by vLLM"
 
 
 @dataclass(frozen=True)
 class Row:
     """One model in one path.
 
-    kv_exact:     every block that was loaded held the bytes that were computed for its tokens;
-        None: nothing was to be compared
-    tokens_equal: every token of every request was what vLLM answered without a connector, up to a
-        near tie at least; None: not run
-    requests:     how many were asked with the connector, those that fill the cache included
-    outcome:      "refused": kvhold does not serve this set-up; "unsupported": vLLM does not run it, or not twice alike; "off": vLLM turns
-                  this path off here
-    reason:       what to know about it; mostly empty where it passed
-    blocks:       how many loaded blocks were compared
-    ties:         answers that are not the same after a near tie of vLLM's own
+    kv_exact:     all loaded blocks held the computed bytes; None: none was compared
+    tokens_equal: all tokens equal vLLM's own, near ties excepted; None: not run, or no proof
+    outcome:      "refused": by kvhold; "unsupported": vLLM does not run it, or not reproducibly;
+        "off": vLLM turns the path off
+    ties:         answers that differ after a near tie
     """
 
     model: str
@@ -41,7 +36,6 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, then the reasons of those that did not pass."""
     cells = [
         ("model", "path", "KV exact", "tokens equal", "ties", "requests", "blocks", "seconds", "")
     ]

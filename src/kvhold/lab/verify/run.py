@@ -1,13 +1,9 @@
 """Run a model with and without the connector, path by path, and judge.
 
-    for row in Verification(subject, paths=["plain"], settings=Settings(...)).rows(): ...
-
-Each path has an engine without a connector, whose answers are the standard (it is asked three
-times, to see whether it is one), and then one with it, with a node and notes of its own: all
-questions are asked once, which stores, and again once the engine has forgotten its own KV (or by
-another engine), which loads. A path fails when a token differs, when a loaded block holds other
-bytes than were computed for its tokens, and when nothing was loaded. A token that differs at a near
-tie of the first engine's is counted, and does not fail it (`ties.py`).
+An engine without a connector gives the reference answers, three times, to find unsteady ones. An
+engine with the connector then answers twice: the first round stores, the second loads. A path fails
+when a token differs, when a loaded block has wrong bytes, or when nothing was loaded. A difference
+at a near tie (`ties.py`) does not fail.
 """
 
 import json
@@ -30,7 +26,7 @@ from kvhold.lab.verify.ties import at_near_tie
 from kvhold.node import end_node
 
 _SEED = 20_262
-_CROWD_FITS = 3  # of a crowd's requests, before their outputs grow
+_CROWD_FITS = 3
 _ARENA_SPARE_BYTES = 64 << 20
 _NODE_OUTLIVES_ENGINES_S = 600.0
 _LOGITS = {"logprobs_mode": "raw_logits"}
@@ -39,9 +35,7 @@ _PATIENT_S = 60.0  # busy cores must not turn a hit into a miss
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified. engine: further engine arguments, stronger than a path's; adapters: folders
-    of LoRA adapters.
-    """
+    """A model. engine: arguments that override the path's."""
 
     name: str
     model: str
@@ -51,12 +45,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is verified.
-
-    max_tokens:    of each answer; max_model_len: of a prompt and its answer; kv_memory_bytes: of
-        each of the engine's workers
-    config:        kvhold's own settings, as in `kv_connector_extra_config`
-    """
+    """How to verify. kv_memory_bytes: of each worker; config: kvhold's settings."""
 
     dtype: str = "float32"
     max_tokens: int = 8
@@ -67,11 +56,7 @@ class Settings:
 
 @dataclass
 class Asked:
-    """Answers of one engine, in the questions' order.
-
-    choices:  of each token, if they were asked for
-    unsteady: questions that it does not always answer so
-    """
+    """Answers of one engine. unsteady: questions that it does not always answer alike."""
 
     started: Started
     token_ids: list[list[int]] = field(default_factory=list)
@@ -85,15 +70,12 @@ class Asked:
         self.num_preemptions += answered.num_preemptions
 
     def is_tie(self, number: int, answer: list[int]) -> bool:
-        """Whether another answer to this question is the same up to a near tie of this engine's."""
         return at_near_tie(
             answer, self.token_ids[number], self.choices[number], dtype=self.started.dtype
         )
 
 
 class Verification:
-    """All paths of one model."""
-
     def __init__(
         self,
         engines: Engines,
@@ -103,20 +85,16 @@ class Verification:
         settings: Settings,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """say: is told what is done next."""
         self._engines = engines
         self._subject = subject
         self._paths = paths
         self._settings = settings
         self._say = say
-        self._shape: Started | None = None  # of the model's blocks, in its plain engine
+        self._shape: Started | None = None
         self._references: dict[str, Asked] = {}
 
     def rows(self) -> Iterator[Row]:
-        """One row a path; a single one for a model that vLLM does not run.
-
-        Raises no EngineFailed: what failed is in the row.
-        """
+        """Yield one row a path, or one if vLLM does not run the model. Failures are rows, too."""
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:
@@ -166,15 +144,11 @@ class Verification:
             return judged(row, path, reference, rounds, read_verdict(notes))
 
     def _told(self, error: EngineFailed) -> str:
-        """The error's text; what the engine printed before it is shown at once."""
         if isinstance(error, EngineRefused):
             self._say(f"the end of the engine's log:\n{error.log_tail}")
         return str(error)
 
     def _reference(self, path: Path) -> Asked:
-        """The answers without a connector, of an engine that is started once for all paths that set
-        nothing else in it.
-        """
         engine = self._engine_of(path)
         name = json.dumps([engine, path.crowded], sort_keys=True)
         if name not in self._references:
@@ -188,11 +162,9 @@ class Verification:
         return self._references[name]
 
     def _unsteady(self, asked: Asked, path: Path) -> set[int]:
-        """Questions that vLLM alone answers in another way when it has them in its own prefix
-        cache, or runs them one by one; not those of which it says itself that it may, at a near
-        tie: they are compared up to there.
+        """Return questions that vLLM alone answers differently from its prefix cache or one by one.
 
-        What is computed together decides the last bits, and kvhold changes that, as any hit does.
+        The batch decides the last bits of a sum, and a hit changes the batch.
         """
         again, alone = Asked(asked.started), Asked(asked.started)
         self._ask_all(again, path)
@@ -208,7 +180,6 @@ class Verification:
         }
 
     def _with_kvhold(self, path: Path, reference: Started, transfer: dict[str, Any]) -> list[Asked]:
-        """Both rounds' answers."""
         num_tokens = sum(
             len(question.tokens) for batch in self._batches(path) for question in batch
         )
@@ -300,16 +271,13 @@ class Verification:
         return self._engine(arguments)
 
     def _transfer(self, path: Path, socket: FilePath, notes: FilePath) -> dict[str, Any]:
-        """`kv_transfer_config`: the user's settings for kvhold and the path's, but a node of our
-        own.
-        """
         ours: dict[str, Any] = {
             "client": {"call_timeout_s": _PATIENT_S, "connect_timeout_s": _PATIENT_S}
         }
         ours |= self._settings.config | path.config
         ours["rules"] = {"plan": False} | ours.get(
             "rules", {}
-        )  # what is to be shown right must be loaded, were it faster computed
+        )  # load even where computing is faster
         ours |= {"node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}}
         return {
             "kv_connector": "WitnessedConnector",
@@ -324,11 +292,10 @@ def _since(began: float) -> float:
 
 
 def judged(row: Row, path: Path, reference: Asked, rounds: list[Asked], verdict: Verdict) -> Row:
-    """The row of a path that ran. rounds: answers with kvhold; verdict: of the witness.
+    """Return the row of a path that ran.
 
-    What vLLM alone answers now so, now so is no standard, and after a near tie of its own (`ties`)
-    its answer is none. Where half of the questions and more are unsteady, or all that differs is
-    after near ties and these are so many, tokens prove nothing.
+    Tokens prove nothing when half of the questions are unsteady, or when nothing differs but half
+    are unsteady or tied.
     """
     differ: list[str] = []
     tied: dict[str, int] = {}

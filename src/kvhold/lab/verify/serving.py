@@ -1,11 +1,4 @@
-"""Requests that come and go while others run, as on a server, but by the engine's own steps: a run
-can be repeated.
-
-    served = serve(engine, Serve(arrivals=[Arrival(tokens=[...], max_tokens=8, step=3,
-    abort="loading")])) served.token_ids, served.aborted_in
-
-For a child process that holds a `SteppedEngine`; one thread.
-"""
+"""Serve requests that arrive and end while others run, timed in engine steps to be repeatable."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,14 +7,12 @@ from typing import Any
 from kvhold.lab.engines.stepped import SteppedEngine
 from kvhold.lab.verify.messages import STAGES, Arrival, Serve, Served
 
-_BEST = 2  # the tokens whose distance is an answer's margin
+_BEST = 2
 
 
 @dataclass
 class _Live:
-    """One request. reached: steps since it was first seen in the stage in which it is to be
-    aborted, or after that.
-    """
+    """A request. reached: steps since the stage of its abort."""
 
     arrival: Arrival
     name: str = ""
@@ -34,9 +25,7 @@ class _Live:
 
 
 def serve(engine: SteppedEngine, operation: Serve) -> Served:
-    """Serve all of them; then the engine has nothing left to do, saves of its connector
-    included.
-    """
+    """Serve all requests, and wait for the connector's saves."""
     requests = [_Live(arrival) for arrival in operation.arrivals]
     coming = deque(sorted(requests, key=lambda live: live.arrival.step))
     running: dict[str, _Live] = {}
@@ -83,7 +72,7 @@ def _add(engine: SteppedEngine, arrival: Arrival, *, margins: bool) -> str:
 
 def _take(running: dict[str, _Live], output: Any) -> None:
     live = running.get(output.request_id)
-    if live is None:  # aborted, and its last step's output comes late
+    if live is None:  # aborted: its last step's output comes late
         return
     (answer,) = output.outputs
     live.token_ids = list(answer.token_ids)
@@ -95,13 +84,12 @@ def _take(running: dict[str, _Live], output: Any) -> None:
 
 
 def _margin(best: dict[int, Any]) -> float:
-    """How far the best token leads, in natural logarithms of probability."""
+    """Return the best token's lead, in natural log probability."""
     first, second = sorted((token.logprob for token in best.values()), reverse=True)[:_BEST]
     return float(first - second)
 
 
 def _look(engine: SteppedEngine, running: dict[str, _Live], live: _Live) -> None:
-    """At where it is now; abort it where that is asked."""
     request = engine.request(live.name)
     if request is None:
         return

@@ -1,16 +1,10 @@
-"""KVHoldConnector with a witness that reads the engine's blocks by itself: `"kv_connector":
-"WitnessedConnector"`.
+"""Check the blocks that KVHoldConnector loads, without using the connector's code.
 
-The witness stands where vLLM stands. It learns from vLLM's own calls which tokens a pass computes
-and which blocks hold them, and which blocks a load is to fill, in all KV cache groups; it shares no
-name, no layout and no copying with the connector. What a block ought to hold is told by the
-adapter, the images and every token up to the block's end. After each pass it takes the digest of
-each block that became whole; after each load, of each block that was loaded, and looks for it among
-those that were computed for the same tokens: here, in an engine before this one, or in another
-worker's turn.
+vLLM's own calls tell the witness which blocks a pass computes and a load fills. It takes a digest
+of each block when it becomes whole. After a load it looks for the digest among those computed for
+the same adapter, images and tokens, in this engine or an earlier one.
 
-The setting `witness_folder` says where it keeps its notes (`kvhold.lab.verify.notes`), which the
-engines of one path share. In vLLM's processes only; one thread, the engine's.
+The engines of a path share `witness_folder`. Runs on the engine's thread.
 """
 
 import json
@@ -40,12 +34,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
-_NO_BLOCK = 0  # vLLM's placeholder, in a table, for a block that is not there (any more)
+_NO_BLOCK = 0
 
 
 @dataclass(frozen=True)
 class Held:
-    """Blocks of one request in one group: their ids in the engine, and what each ought to hold."""
+    """Blocks of one request in one group. contents: hashes of the expected contents."""
 
     request_id: str
     group: int
@@ -55,13 +49,10 @@ class Held:
 
 @dataclass
 class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dictates
-    """The connector's own metadata of a step, and what the witness has to look at.
+    """The connector's metadata of a step, and the blocks to check.
 
-    computed: blocks that are whole after this pass
-    loading:  blocks that loads will fill
-    in_pass:  requests whose loads end in this pass; others' ends are told by the connector
-    in_part:  requests of which a part of a last block is loaded besides, which cannot be told by a
-        block's content
+    in_pass: requests whose loads end in this pass; the connector reports other ends
+    in_part: requests that also load a part of a block, which cannot be compared
     """
 
     inner: KVConnectorMetadata
@@ -72,8 +63,6 @@ class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dicta
 
 
 class WitnessedConnector(KVHoldConnector):
-    """The real connector; the witness only reads."""
-
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
@@ -87,8 +76,6 @@ class WitnessedConnector(KVHoldConnector):
             self._reader = _Reader(
                 kv_cache_config, Notes(folder, worker=vllm_config.parallel_config.rank)
             )
-
-    # The scheduler's process.
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
@@ -133,8 +120,6 @@ class WitnessedConnector(KVHoldConnector):
         self._watching.forget(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
-    # A worker's process.
-
     @property
     def _reading(self) -> "_Reader":
         assert self._reader is not None
@@ -171,9 +156,6 @@ class WitnessedConnector(KVHoldConnector):
 
 @contextmanager
 def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
-    """The witness's own setting, hidden from the connector for a moment: the other role's is made
-    from the same config.
-    """
     transfer = vllm_config.kv_transfer_config
     settings = transfer.kv_connector_extra_config
     transfer.kv_connector_extra_config = {
@@ -187,12 +169,11 @@ def _without_folder(vllm_config: "VllmConfig") -> Iterator[Path]:
 
 @dataclass
 class _Followed:
-    """A request from its arrival to its end.
+    """A running request.
 
-    found_at, is_async: computed tokens when the connector was asked last, and whether it loads
-        beside the passes
-    num_read: blocks of each group that were read or need not be, because others computed them
-    hashes:   what its first blocks ought to hold, by block size
+    found_at: computed tokens at the last lookup
+    num_read: by group, blocks read or computed by other requests
+    hashes:   by block size, of the expected contents
     """
 
     request: "Request"
@@ -203,8 +184,6 @@ class _Followed:
 
 
 class _Watcher:
-    """In the scheduler's process: which blocks to look at, and when."""
-
     def __init__(self, groups: "list[KVCacheGroupSpec]") -> None:
         self.requests: dict[str, _Followed] = {}
         self._specs = [_one_of(group.kv_cache_spec) for group in groups]
@@ -217,9 +196,6 @@ class _Watcher:
         followed.found_at, followed.is_async = found_at, is_async
 
     def load(self, request_id: str, tables: tuple[list[int], ...], num_tokens: int) -> None:
-        """`num_tokens` tokens after those that are computed are going to be loaded into blocks of
-        these tables.
-        """
         followed = self.requests[request_id]
         end = followed.found_at + num_tokens
         for group, (table, spec) in enumerate(zip(tables, self._specs, strict=True)):
@@ -238,14 +214,12 @@ class _Watcher:
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if followed is None or tables is None:
                 continue
-            known = min(end, followed.request.num_tokens)  # not what is speculated
+            known = min(end, followed.request.num_tokens)  # without speculated tokens
             for group, (table, spec) in enumerate(zip(tables, self._specs, strict=True)):
                 first = start // spec.block_size if is_first else followed.num_read[group]
                 whole = known // spec.block_size
                 followed.num_read[group] = max(first, whole)
-                if isinstance(
-                    spec, MambaSpec
-                ):  # a state is there where a pass ends, and nowhere before
+                if isinstance(spec, MambaSpec):  # a state exists only where a pass ends
                     first = max(
                         first, whole - 1 if known == end and known % spec.block_size == 0 else whole
                     )
@@ -273,14 +247,13 @@ class _Watcher:
 
 
 def _one_of(spec: Any) -> Any:
-    """A group's layers may have specs of their own, which are alike in what matters here."""
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 def _first_needed(spec: Any, end: int) -> int:
-    """The first token whose KV the token at position `end` looks at."""
+    """Return the first token whose KV is read by the token at `end`."""
     if isinstance(spec, MambaSpec):
-        return end - int(spec.block_size)  # the last state
+        return end - int(spec.block_size)
     if window := getattr(spec, "sliding_window", None):
         return max(0, end - int(window) + 1)
     if chunk := getattr(spec, "attention_chunk_size", None):
@@ -289,9 +262,7 @@ def _first_needed(spec: Any, end: int) -> int:
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
-    """The requests of a step: which of their tokens it computes, and whether they start, for the
-    first time or again.
-    """
+    """Yield (request, start, end, is_first); a resumed request is first, too."""
     for new in output.scheduled_new_reqs:
         start = new.num_computed_tokens
         yield new.req_id, start, start + output.num_scheduled_tokens[new.req_id], True
@@ -306,9 +277,7 @@ def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[bytes]:
-    """What the first `count` blocks of the request's tokens ought to hold: a hash over all that
-    their KV depends on, each.
-    """
+    """Return a hash for each block, over everything that its KV depends on."""
     request = followed.request
     hashes = followed.hashes.setdefault(block_size, [])
     if len(hashes) < count:
@@ -333,8 +302,6 @@ def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[byt
 
 
 class _Reader:
-    """In a worker's process: reads blocks, keeps notes, compares."""
-
     def __init__(self, kv_cache_config: "KVCacheConfig", notes: Notes) -> None:
         self.kv_caches: dict[str, Any] = {}
         self.ended: set[str] = set()
@@ -353,16 +320,14 @@ class _Reader:
         self._in_part |= watched.in_part
 
     def computed(self) -> None:
-        """After the pass, before anybody else may use the blocks."""
+        """Note the digests before another request can use the blocks."""
         for held in self._computed:
             for block, content in zip(held.block_ids, held.contents, strict=True):
                 self.notes.computed(held.group, content, self._digest(held.group, block))
         self._computed = []
 
     def loaded(self, failed: set[int]) -> None:
-        """After loads have ended, before their requests run. failed: blocks that the connector
-        itself reports.
-        """
+        """Compare before the requests run. failed: blocks that the connector reports."""
         for request_id in self.ended:
             for held in self._loading.pop(request_id, []):
                 there = [
@@ -388,7 +353,6 @@ class _Reader:
         self.ended = set()
 
     def _digest(self, group: int, block: int) -> bytes:
-        """Of the block's bytes in all layers of the group."""
         digest = blake2b(digest_size=16)
         for name in self._layers[group]:
             for tensor in _as_list(self.kv_caches[name]):
@@ -401,10 +365,7 @@ def _as_list(tensors: Any) -> "list[torch.Tensor]":
 
 
 def _bytes_of(tensor: "torch.Tensor", block: int, num_blocks: int) -> bytes:
-    """The block's part of one layer's tensor.
-
-    Kernels may divide the engine's blocks; then several rows are one block.
-    """
+    """Return the block's part of a layer's tensor; kernels may split a block into rows."""
     import torch
 
     axes = [

@@ -100,15 +100,13 @@ def command(
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
-    """kvhold in a real vLLM beside vLLM without it, its prefix cache, its own offloading, and
-    LMCache 0.5.6, by tier and working set.
+    """kvhold in a real vLLM beside vLLM alone, its prefix cache and offloading, and LMCache 0.5.6.
 
-    TTFT and throughput by how much of a prompt was seen before. LMCache gets an environment of its
-    own, made the first time (2 GB); root on Debian or Ubuntu gets missing packages (redis-server,
-    libibverbs1), unless KVHOLD_SETUP_SERVERS=0. A system that cannot run is shown with its error.
-    Exits with 1 if kvhold failed, answered otherwise than an engine that computes everything, or
-    reused nothing.
-    Times do not decide that: the goals' verdicts are printed. Ctrl-C shows what there is.
+    TTFT and throughput by tier, working set and reuse. LMCache gets its own environment, made the
+    first time (2 GB). Root on Debian or Ubuntu gets missing packages (redis-server, libibverbs1),
+    unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if kvhold failed, answered differently, or reused
+    nothing. Times do not decide that; the goals' verdicts are printed. Ctrl-C shows the results so
+    far.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")
@@ -186,7 +184,6 @@ def _fitting_tokens(
     rounds: int,
     threads: int,
 ) -> int:
-    """How long prompts are to be here. Asks an engine."""
     prefill_s = longest_s(model, num_threads=threads)
     planned = [visit for workload in workloads for visit in visits(workload, rounds=rounds)]
     tokens, expected_s = fitting(prefill_s, planned, num_asked(tiers))

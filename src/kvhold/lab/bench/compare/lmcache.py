@@ -1,13 +1,6 @@
-"""LMCache 0.5.6 as a vLLM on a CPU can have it: its multi-process server and what an engine is told
-to find it.
+"""LMCache 0.5.6 for vLLM on a CPU: its multi-process server and an engine's settings.
 
-    with LMCacheServer(packages, l1_bytes=..., tier="disk", folder=folder) as server:
-    kv_transfer_config = server.connector()
-
-The server runs in LMCache's own environment (`kvhold.lab.bench.compare_engines.lmcache_env`), the
-connector in the engine's (`lmcache_in_vllm.py`). The transfer is the one that LMCache chooses on a
-CPU: the engine's process copies to and from the server's shared memory. Its usage reports are off.
-Its in-process connector is tried, too.
+The server runs in LMCache's environment, the connector in the engine's (`lmcache_in_vllm.py`).
 """
 
 import os
@@ -24,15 +17,14 @@ from kvhold.lab.engines.engine import Engine
 from kvhold.lab.engines.process import EngineFailed, LoggedProcess
 from kvhold.testing.servers.base import free_port
 
-_TOKENS_PER_CHUNK = 256  # LMCache's default
+_TOKENS_PER_CHUNK = 256
 
-# Its memory is a way in and out of what is below, and keeps nothing: as it is by default it keeps
-# what was stored, evicts from 80 % on, a fifth, once a second, and refuses a prompt of four chunks
-# where less is free, so that with memory for ten it stores nothing more for ever.
+# LMCache's memory then keeps nothing. By default it refuses a prompt of four chunks if less is
+# free: with memory for ten it then never stores again.
 _ONLY_BELOW = ("--l2-store-policy", "skip_l1")
 
 _START_S = 120.0
-_POLL_S = 0.05  # between two tries to reach a server that starts
+_POLL_S = 0.05
 _GIB = 1 << 30
 _QUIET = {
     "LMCACHE_TRACK_USAGE": "false",
@@ -44,12 +36,7 @@ _ERROR = re.compile(r"^\w+(?:Error|Exception): .+$", re.MULTILINE)
 
 
 class LMCacheServer:
-    """One server, started and waited for, gone with its `with`.
-
-    python: of LMCache's environment
-    l1_bytes: of its memory; tier: ram, disk (in `folder`) or redis (on loopback, at `redis_port`)
-    num_tokens: of the prompts
-    """
+    """One server. tier: ram, disk (in `folder`) or redis (at `redis_port` of loopback)."""
 
     def __init__(
         self,
@@ -101,11 +88,9 @@ class LMCacheServer:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
         return self._process.pid
 
     def connector(self) -> dict[str, Any]:
-        """vLLM's `kv_transfer_config` for it."""
         extra = {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": self._port,
@@ -146,32 +131,24 @@ class LMCacheServer:
                 socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
                 return
             except OSError:
-                time.sleep(_POLL_S)  # its server tells nobody that it is ready
+                time.sleep(_POLL_S)
 
     def _end(self) -> None:
         self._process.kill()
-        for left in Path("/dev/shm").glob(
-            f"*{self._shared}*"
-        ):  # a server that was killed leaves its memory behind
+        for left in Path("/dev/shm").glob(f"*{self._shared}*"):
             left.unlink(missing_ok=True)
 
 
 def tokens_per_chunk(num_tokens: int) -> int:
-    """LMCache's default, or a block, where a quarter of a prompt of so many tokens is less."""
+    """Return LMCache's default, or a block for prompts shorter than four chunks."""
     return _TOKENS_PER_CHUNK if num_tokens >= 4 * _TOKENS_PER_CHUNK else TOKENS_PER_BLOCK
 
 
 def in_process_connector() -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` for LMCache in the engine's process."""
     return _connector("LMCacheConnectorV1")
 
 
 def environment(python: Path, held_bytes: int, *, num_tokens: int) -> dict[str, str]:
-    """Variables of an engine with one of LMCache's connectors. held_bytes: of the one in process;
-    the server has its own.
-
-    num_tokens: of the prompts
-    """
     packages = next((python.parent.parent / "lib").glob("python3*/site-packages"))
     of_memory = {
         "LMCACHE_CHUNK_SIZE": str(tokens_per_chunk(num_tokens)),
@@ -181,10 +158,7 @@ def environment(python: Path, held_bytes: int, *, num_tokens: int) -> dict[str, 
 
 
 def prove(engine: Engine, prompt: list[int], log: Path) -> None:
-    """An engine that starts may still reuse nothing.
-
-    Raises EngineFailed with the errors that its log has, if this one does not.
-    """
+    """Check that the engine reuses KV. Raises EngineFailed with its log's errors."""
     for _ in range(2):
         engine.reset_prefix_cache()
         served = engine.generate(prompt, max_tokens=1)

@@ -1,14 +1,11 @@
-"""LMCache's connectors for vLLM, loaded by vLLM in an engine's process, out of an environment that
-is LMCache's own.
+"""LMCache's connectors, loaded by vLLM from LMCache's own environment.
 
     {"kv_connector": "LMCacheMPConnector", "kv_connector_module_path":
-    "kvhold.lab.bench.compare.lmcache_in_vllm", "kv_role": "kv_both"}
+        "kvhold.lab.bench.compare.lmcache_in_vllm", "kv_role": "kv_both"}
 
-with the folder of that environment's packages in the variable `PACKAGES`. They come after the
-engine's own packages, so that only what is missing is taken from there. Importing this also mends
-what keeps the two from starting together: LMCache loads llvmlite before vLLM goes through all names
-of all modules in search of its kernels, and llvmlite's library takes `__dict__` for a function of
-LLVM's.
+The variable `PACKAGES` names its packages, which come after the engine's own. The import also
+repairs a conflict: vLLM looks through all modules' names, and llvmlite's library, which LMCache
+loads, takes `__dict__` for a function of LLVM.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""How the rows are shown: a block for each tier and working set, a line for each system, a column
-for each share of reuse.
-"""
+"""Shows the rows: a block for each tier and working set, a line for each system."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -14,7 +12,6 @@ _LABEL = max(map(len, SYSTEMS)) + len(" to the best")
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The rows as text, and below them why a system is missing."""
     blocks = [
         _block(tier, workload, list(of_block))
         for (tier, workload), of_block in groupby(rows, lambda row: (row.tier, row.workload))
@@ -78,7 +75,6 @@ def _ratio(row: Row | None) -> str:
 
 
 def _errors(rows: Sequence[Row]) -> list[str]:
-    """Each error once."""
     named = [
         (f"{row.system} ({row.tier})" if row.system in WITH_TIERS else row.system, row.error)
         for row in rows

@@ -1,6 +1,4 @@
-"""From cells to rows: a row for each workload, tier, share of reuse and system, with medians and
-ratios within cells. No I/O, no vLLM.
-"""
+"""From cells to rows: medians, and ratios within cells. No I/O."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,24 +23,21 @@ _CONTROLS = (
     AGAIN,
     LEFT_ALONE,
     LEFT_AGAIN,
-)  # copies of others, that say how small a difference means anything
+)  # copies of others, for the noise
 _MOST_COST = 1.02
-_REUSED_WELL = 50  # per cent, from which on kvhold is to be at or below every peer
+_REUSED_WELL = 50
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system in one cell of the comparison. None: not measured, and `error` says why.
+    """One system in one cell. None: not measured, see `error`.
 
-    workload, tier, reuse: the working set, where kvhold and LMCache keep what memory has no room
-        for, and per cent of the prompt
-    throughput: tokens of prompts and outputs a second, two requests together
-    ratio_to_best_peer: its TTFT over that of the best other system, in the same cells; below 1 it
-        is faster; kvhold's own are no peers of each other, and copies of others no peers at all
-    interval: of that ratio, at 95 %
-    requests: those behind the TTFT; cached_tokens: what the shortest hit spared; sources: tokens
-    that kvhold's node found, by where ttft_ratios, throughput_ratios, cpu_ratios: its value over
-    that of each other system; CPU time is of all processes, for whole bursts
+    throughput: tokens of prompts and outputs a second, in bursts
+    ratio_to_best_peer: of TTFT; kvhold's systems and copies are no peers
+    interval: of that ratio, 95 %
+    cached_tokens: of the shortest hit
+    sources: tokens that the node found, by tier
+    ttft_ratios, throughput_ratios, cpu_ratios: to each other system
     """
 
     workload: str
@@ -65,7 +60,6 @@ class Row:
 
 
 def make_rows(measured: Measured, tiers: Sequence[str]) -> list[Row]:
-    """All rows, those of systems that cannot run with their errors."""
     return [
         row
         for tier in tiers
@@ -78,9 +72,7 @@ def make_rows(measured: Measured, tiers: Sequence[str]) -> list[Row]:
 
 
 def goals(measured: Measured, rows: Sequence[Row]) -> list[Goal]:
-    """What kvhold is judged by: what it costs where there is nothing to reuse, over all workloads,
-    and its TTFT from half reuse on.
-    """
+    """Return kvhold's goals: cost without reuse, TTFT from half reuse on."""
     found = []
     unused = [cell for (_, reuse), cells in measured.cells.items() if not reuse for cell in cells]
     alone, bursts = _split(unused)
@@ -183,27 +175,21 @@ def _rows(
 
 
 def _peers(name: str, others: dict[str, Ratio]) -> list[str]:
-    """Those of the others that a system's TTFT is to be compared with."""
     own = OURS if name in OURS else (name,)
     return [other for other in others if other not in own and other not in _CONTROLS]
 
 
 def _split(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Prompts by themselves, and bursts."""
     return [cell for cell in cells if not cell.burst], [cell for cell in cells if cell.burst]
 
 
 def _noise(cells: Sequence[Cell], name: str, other: str) -> float:
-    """How far two that should not differ are apart; infinity where that was not measured, and so
-    nothing is decided.
-    """
+    """Factor between two equal systems; infinity if unknown."""
     return ratio(cells, name, other).apart if shared(cells, name, other) else math.inf
 
 
 def failed(rows: Sequence[Row]) -> list[Row]:
-    """Those that end the command with 1: kvhold failed, answered otherwise, or reused nothing where
-    all was there.
-    """
+    """Return rows where kvhold failed, or reused nothing at full reuse."""
     return [
         row
         for row in rows

@@ -1,10 +1,7 @@
-"""The rounds: every system gets the same prompts, in turn, in an order that changes from cell to
-cell.
+"""The rounds: every system gets the same prompts, in an order that changes from cell to cell.
 
-What is compared are times within a cell, so that a neighbour's load falls on all of them. The
-systems without tiers are asked once for all tiers. All answers to a prompt must be those of the
-engine that computes everything: a system that answers otherwise, or fails, is asked nothing any
-more, and keeps its error.
+Times are compared within a cell, so that noise falls on all. Systems without tiers are asked once
+for all tiers. A system that fails, or answers differently from "recompute", is dropped.
 """
 
 import random
@@ -37,17 +34,12 @@ from kvhold.lab.engines.process import EngineFailed
 
 _WITHIN = (key(KVHOLD, "ram"), LEFT_ALONE, LEFT_AGAIN)
 
-Work = tuple[str, int]  # a workload's title, and the share of reuse in per cent
+Work = tuple[str, int]
 
 
 @dataclass
 class Measured:
-    """What the rounds have found so far.
-
-    cells:   by workload and reuse
-    sources: by workload, reuse and engine: tokens that kvhold's node found, by where they were
-    errors:  by engine, why it is not measured, or no longer
-    """
+    """Values of the rounds. sources: tokens that the node found, by tier."""
 
     cells: dict[Work, list[Cell]] = field(default_factory=dict)
     sources: dict[tuple[Work, str], dict[str, int]] = field(default_factory=dict)
@@ -64,10 +56,9 @@ def measure(
     page_cache: bool,
     say: Callable[[str], None],
 ) -> None:
-    """All visits of all workloads, into `measured`. Raises EngineFailed if the engine that computes
-    everything fails.
+    """Do all visits, into `measured`. Raises EngineFailed if "recompute" fails.
 
-    page_cache: leave files of lower tiers in the kernel's page cache
+    page_cache: leave lower tiers' files in the kernel's page cache
     """
     measured.errors = running.errors
     chance = random.Random(rounds)
@@ -124,7 +115,6 @@ def _visit(
     *,
     page_cache: bool,
 ) -> Cell:
-    """One cell, without those that fail in it."""
     if not page_cache:
         for folder in running.folders:
             drop_pages(folder)
@@ -156,15 +146,14 @@ def _visit(
 
 
 def _asked(running: Running, visit: Visit) -> list[str]:
-    """The systems of a cell."""
     if visit.within:
         return [name for name in _WITHIN if name in running.systems]
     return [name for name in running.systems if name not in (LEFT_ALONE, LEFT_AGAIN)]
 
 
 def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
-    """Who answered otherwise than the engine that computes everything, or than the first, where
-    that was not asked; and how.
+    """Return the systems whose answer differs from that of "recompute", or of the first system, and
+    why.
     """
     if not answers:
         return {}

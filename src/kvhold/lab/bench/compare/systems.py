@@ -1,25 +1,11 @@
-"""The engines that are compared, each a real vLLM in a process of its own, all alive at the same
-time.
+"""The compared systems: each a real vLLM in its own process, all alive together.
 
-| system | what it is |
-|---|---|
-| recompute | no connector, no prefix cache: every prompt is computed |
-| vllm | no connector, vLLM's own prefix cache in KV memory for two prompts: what kvhold's cost is
-measured against |
-| vllm, again | the same once more: how much two processes differ that should not |
-| offloading | vLLM's OffloadingConnector, with the host-memory spec of
-`benchmarks/vllm_host_offload.py` |
-| lmcache | LMCache's multi-process server and its connector |
-| lmcache in-process | LMCache's connector without a server; it refuses CPUs, and its rows have its
-error |
-| kvhold | kvhold's connector and a node |
-| kvhold, no prefix cache | the same with vLLM's own prefix cache turned off |
-| kvhold, left alone; left alone again | kvhold's engine, asked to leave the request alone, at no
-reuse: what following one costs |
+"vllm" has a prefix cache for two prompts and is the baseline; "vllm, again" shows the noise.
+"lmcache" is its multi-process server, "lmcache in-process" refuses CPUs. "kvhold, left alone" has
+store and load off.
 
-kvhold and LMCache have an engine for each tier: in "ram" memory holds the largest working set, in
-"disk" and "redis" it has room for little more than two prompts, and what a set needs comes from
-below. Offloading has as much memory as they have in "ram", always.
+kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", 2.5
+prompts above a lower tier. Offloading always has as much as in "ram".
 """
 
 import math
@@ -74,34 +60,30 @@ SYSTEMS = (
     LEFT_AGAIN,
 )
 OURS = (KVHOLD, ALONE, LEFT_ALONE, LEFT_AGAIN)
-WITH_TIERS = (LMCACHE, KVHOLD, ALONE)  # an engine for each tier
+WITH_TIERS = (LMCACHE, KVHOLD, ALONE)
 TIERS = ("ram", "disk", "redis")
 OUTPUT_TOKENS = 4
 
-_SMALL_PROMPTS = 2.5  # that memory above a lower tier has room for: a burst, and some
-_SPARE_BLOCKS = 4  # of an engine's own KV memory, so that two prompts run together
+_SMALL_PROMPTS = 2.5
+_SPARE_BLOCKS = 4
 _PROOF_SEED = 999_999
-_WINDOW_S = 0.02  # in which a system must have done next to nothing to be at rest
-_RESTING_SHARE = 0.2  # of one core
+_WINDOW_S = 0.02
+_RESTING_SHARE = 0.2
 _REST_S = 3.0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens and bytes of all that is started. prompts: that the large memories hold."""
-
     model: ModelInfo
     num_tokens: int
     prompts: int
 
     @property
     def longest(self) -> int:
-        """Tokens of a request, at most."""
         return self.num_tokens + OUTPUT_TOKENS + ROOM_TOKENS
 
     @property
     def own_bytes(self) -> int:
-        """An engine's own KV memory."""
         blocks = (
             OWN_PROMPTS * math.ceil((self.num_tokens + OUTPUT_TOKENS) / TOKENS_PER_BLOCK)
             + _SPARE_BLOCKS
@@ -110,24 +92,20 @@ class Sizes:
 
     @property
     def prompt_bytes(self) -> int:
-        """KV of a prompt."""
         return self.num_tokens * self.model.kv_bytes_per_token
 
     def memory_bytes(self, tier: str) -> int:
-        """What a cache has for KV in memory."""
         return int((self.prompts if tier == "ram" else _SMALL_PROMPTS) * self.prompt_bytes)
 
     @property
     def below_bytes(self) -> int:
-        """What a lower tier has room for: more than memory has in "ram"."""
+        """Size of a lower tier, more than memory has in "ram"."""
         return 3 * self.prompts * self.prompt_bytes // 2
 
 
 @dataclass
 class Running:
-    """All systems that run, by name or `key`. errors: why others do not, or no longer; sockets: of
-    kvhold's nodes, by key.
-    """
+    """Running systems, by name or `key`. errors: why others do not run."""
 
     systems: dict[str, System] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -135,14 +113,12 @@ class Running:
     folders: list[Path] = field(default_factory=list)
 
     def drop(self, name: str, why: str) -> None:
-        """It failed: it is asked nothing any more."""
         self.errors[name] = why
         of_kvhold = (LEFT_ALONE, LEFT_AGAIN) if name == key(KVHOLD, "ram") else ()
         for gone in (name, *of_kvhold):
             self.systems.pop(gone, None)
 
     def hit_tokens(self, name: str) -> dict[str, int]:
-        """Tokens that a node has found so far, by where they were: ram, or a tier's name."""
         with NodeClient(self.sockets[name], PATIENT, name="kvhold bench") as client:
             counters = client.status()["counters"]
         begin, end = "kvhold_hit_tokens{source=", "}"
@@ -154,31 +130,24 @@ class Running:
 
 
 def key(name: str, tier: str) -> str:
-    """What the system's engine for that tier is called among all engines; most have one for all
-    tiers.
-    """
     return f"{name}, {tier}" if name in WITH_TIERS else name
 
 
 def num_asked(tiers: Sequence[str]) -> int:
-    """How many systems get each prompt, if all run."""
-    without = (IN_PROCESS, LEFT_ALONE, LEFT_AGAIN)  # it refuses CPUs; they are asked little
+    without = (IN_PROCESS, LEFT_ALONE, LEFT_AGAIN)
     return sum(len(tiers) if name in WITH_TIERS else 1 for name in SYSTEMS if name not in without)
 
 
 def is_ours(name: str) -> bool:
-    """Whether an engine, by its key, is one with kvhold."""
     return name.startswith(KVHOLD)
 
 
 def settle(system: System) -> None:
-    """Wait until its processes rest, for what it does in the background is not to disturb the next
-    one; not for long.
-    """
+    """Wait until the processes rest, so they do not disturb the next system."""
     until = time.monotonic() + _REST_S
     before = system.cpu_s()
     while time.monotonic() < until:
-        time.sleep(_WINDOW_S)  # the window in which CPU time is counted
+        time.sleep(_WINDOW_S)
         now = system.cpu_s()
         if now - before < _RESTING_SHARE * _WINDOW_S:
             return
@@ -195,12 +164,13 @@ def started(
     lmcache: Path | str,
     folder: Path | None,
 ) -> Iterator[Running]:
-    """All systems, ready; they end with the block. One that does not start is among the errors,
-    unless it is kvhold: raises EngineFailed.
+    """Start all systems; they end with the block. Failures are in `errors`.
 
-    peer: the file of the host-memory spec for vLLM's offloading
-    lmcache: the interpreter of its environment, or why there is none
-    folder: for the disk tiers, on the file system that is measured
+    peer: the file of the host-memory spec
+    lmcache: the Python of LMCache's environment, or why there is none
+    folder: for disk tiers
+
+    Raises EngineFailed if kvhold or a baseline does not start.
     """
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,
@@ -237,8 +207,6 @@ def started(
 
 @dataclass(frozen=True)
 class _Start:
-    """Starts one system after the other into `running`; `stack` ends them."""
-
     sizes: Sizes
     num_threads: int
     folder: Path
@@ -254,9 +222,9 @@ class _Start:
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> Engine:
-        """One engine. pids: of what else works for it.
+        """Start one engine. pids: its other processes.
 
-        Raises EngineFailed if it is kvhold's or the one that others are compared with.
+        Raises EngineFailed for kvhold and baselines.
         """
         model, given = (
             self.sizes.model,
@@ -278,7 +246,6 @@ class _Start:
         return engine
 
     def kvhold(self, name: str, tier: str, **options: Any) -> None:
-        """An engine with a node of its own."""
         named = key(name, tier)
         settings: dict[str, Any] = {}
         if tier != "ram":
@@ -297,7 +264,6 @@ class _Start:
         self.running.systems[named] = replace(system, pids=(*system.pids, node_pid(socket)))
 
     def lmcache(self, tier: str, python: Path | str) -> None:
-        """A server and an engine."""
         named = key(LMCACHE, tier)
         if isinstance(python, str):
             self.running.errors[named] = python
@@ -326,7 +292,6 @@ class _Start:
         )
 
     def lmcache_in_process(self, python: Path | str) -> None:
-        """An engine, if it reuses anything."""
         if isinstance(python, str):
             self.running.errors[IN_PROCESS] = python
             return
@@ -352,16 +317,11 @@ class _Start:
             engine.stop()
 
     def _below(self, tier: str, named: str) -> str:
-        """The URL of a lower tier of its own. Raises NotInstalled."""
         if tier == "disk":
             return f"disk://{self._new_folder(named)}?max_bytes={self.sizes.below_bytes}"
         return self._redis().url
 
     def _redis(self) -> RedisServer:
-        """One for a system alone, that forgets what was not asked for longest.
-
-        Raises NotInstalled.
-        """
         forgets = {"maxmemory-policy": "allkeys-lru", "maxmemory-samples": "10"}
         return self.stack.enter_context(
             RedisServer(settings={"maxmemory": str(self.sizes.below_bytes), **forgets})

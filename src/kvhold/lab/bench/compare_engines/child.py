@@ -1,25 +1,20 @@
-"""One cache in a process of its own, which plays the engine: lines of JSON in, a driver called,
-lines of JSON out.
+"""One cache in its own process, which plays the engine, over lines of JSON.
 
     python -m kvhold.lab.bench.compare_engines.child kvhold.lab.bench.compare_engines.kvhold_child
-    .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment, where there
-    is no kvhold
+    .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
 
-The first argument is the driver's module, the others are what an engine has imported anyway. Only
-the standard library and numpy are used here, so that both environments can run it. One thread, one
-operation at a time:
+Arguments: the driver's module, and modules that an engine imports anyway. Only the standard library
+and numpy are used, since LMCache's environment has no kvhold. One thread.
 
-    {"op": "start", ...}  -> {"seconds": ...}: from the driver's import to a cache that is ready
-    {"op": "store", "tokens": [...], "seed": 1}   -> {"seconds": ..., "written_s": ..., "checksum":
-    ...}: of what was made from the seed
-    {"op": "retrieve", "tokens": [...]}  -> {"seconds": ..., "num_tokens": ..., "checksum": ...}: of
-    what came back
-    {"op": "lookup", "tokens": [...]}             -> {"seconds": ..., "num_tokens": ...}
-    {"op": "forget"}  -> {}: memory holds nothing of what was stored; a lower tier still does
-    {"op": "memory"}                              -> {"nbytes": ...}
-    {"op": "stop"}                                -> {}
+    {"op": "start", ...}  -> {"seconds": ...}
+    {"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}
+    {"op": "retrieve", "tokens": [...]}  -> {"seconds", "num_tokens", "checksum"}
+    {"op": "lookup", "tokens": [...]}  -> {"seconds", "num_tokens"}
+    {"op": "forget"}  -> {}
+    {"op": "memory"}  -> {"nbytes": ...}
+    {"op": "stop"}    -> {}
 
-Any of them may be answered by {"error": ...}.
+Any answer may be {"error": ...}.
 """
 
 import faulthandler
@@ -46,24 +41,20 @@ _OF_KV = (
     "lmcache_kv_",
     "lmcache_l1_pool_",
     "memfd:kvhold",
-)  # mappings that hold KV: the engine's own, or the cache
+)
 
 Layers = Sequence[npt.NDArray[np.uint16]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to start. Two regions of the engine's pool hold a prompt each: stores read one,
-    retrieves write the other.
+    """The cache to start. Stores read one region of the engine's pool, retrieves write another.
 
-    mode:        which of the driver's caches
-    tier:        ram, disk or redis: where KV is retrieved from
-    num_tokens:  of the longest prompt
-    cache_bytes: how much KV memory holds
-    folder:      for sockets and the disk tier; there and empty
-    redis_port:  of a Redis on loopback; 0: none
-    page_cache:  files of the disk tier stay in the kernel's page cache; if not, reads come from the
-        disk
+    tier:       source of retrieves: ram, disk or redis
+    num_tokens: of the longest prompt
+    folder:     empty, for sockets and the disk tier
+    redis_port: 0: no Redis
+    page_cache: keep the disk tier's files in the page cache
     """
 
     mode: str
@@ -81,60 +72,50 @@ class Options:
 
     @property
     def num_blocks(self) -> int:
-        """Of a prompt."""
         return self.num_tokens // self.tokens_per_block
 
     @property
     def prompt_bytes(self) -> int:
-        """KV of the longest prompt, two bytes an element."""
         return self.num_tokens * self.layers * 2 * self.heads * self.head_dim * 2
 
     @property
     def chunk_bytes(self) -> int:
-        """KV of a chunk."""
         return self.prompt_bytes // self.num_tokens * self.tokens_per_chunk
 
 
 class Driver(Protocol):
-    """One cache, as an engine with blocks in host memory would call it.
-
-    Made by the driver's `start(options, layers)`.
-    """
+    """One cache, called as by an engine with blocks in host memory."""
 
     @property
     def layers(self) -> Layers:
-        """The engine's pool, wherever the cache wants it to lie: [2, num_blocks, tokens_per_block,
-        heads, head_dim] each.
-        """
+        """The engine's pool, [2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
 
     def expect(self, num_tokens: int) -> None:
-        """So many will be stored next: what `settle` must know of before. Not timed."""
+        """Announce the next store to `settle`. Not timed."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Store, until the engine may write to its blocks again."""
+        """Store. Returns when the engine may write to its blocks again."""
 
     def settle(self) -> None:
-        """Wait until what was stored last is where `tier` says."""
+        """Wait until the last store is in `tier`."""
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
-        """How many tokens are there, and what lets go of them."""
+        """Return the number of tokens found, and a function that releases them."""
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Find and load them; how many came."""
+        pass
 
     def forget(self) -> None:
-        """Memory holds nothing of what was stored; a lower tier still does."""
+        """Clear memory, but no lower tier."""
 
     def pids(self) -> list[int]:
-        """Its other processes."""
+        pass
 
     def close(self) -> None:
-        """End all of it."""
+        pass
 
 
 class Engine:
-    """The pool of blocks, and the driver that moves them."""
-
     def __init__(self, driver_name: str, options: Options) -> None:
         self._options = options
         self._layers = _pool(options)
@@ -149,7 +130,6 @@ class Engine:
         self._from, self._to = np.split(ids, 2)
 
     def do(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """One operation but `start`."""
         match asked:
             case {"op": "store", "tokens": tokens, "seed": seed}:
                 return self._store(tokens, seed)
@@ -217,7 +197,6 @@ class Engine:
 
 
 def fill(layers: Layers, block_ids: npt.NDArray[np.int64], seed: int) -> None:
-    """Make the KV of a prompt: any bits, the same from the same seed, different in every block."""
     chance = np.random.default_rng(seed)
     for layer in layers:
         shape = (2, len(block_ids), *layer.shape[2:])
@@ -227,7 +206,6 @@ def fill(layers: Layers, block_ids: npt.NDArray[np.int64], seed: int) -> None:
 
 
 def checksum(layers: Layers, block_ids: npt.NDArray[np.int64]) -> str:
-    """Of blocks in the prompt's order, whatever their places."""
     state = blake2b(digest_size=16)
     for layer in layers:
         state.update(np.ascontiguousarray(layer[:, block_ids]).data)
@@ -235,11 +213,9 @@ def checksum(layers: Layers, block_ids: npt.NDArray[np.int64]) -> str:
 
 
 def drop_pages(folder: Path) -> None:
-    """Have the kernel forget what it keeps in memory of the files there; they are written to the
-    disk before.
-    """
+    """Write files to disk and drop them from the page cache."""
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # it was evicted, or has got its own name
+        with suppress(FileNotFoundError):
             if not path.is_file():
                 continue
             descriptor = os.open(path, os.O_RDONLY)
@@ -249,9 +225,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def own_bytes(pid: int, cache_bytes: int) -> int:
-    """Proportional set size of a process less what holds KV: mappings of such a name, or nameless
-    and as large as the cache.
-    """
+    """Proportional set size without mappings that hold KV, named or as large as the cache."""
     return sum(
         nbytes
         for name, size, nbytes in _mappings(pid)
@@ -260,7 +234,6 @@ def own_bytes(pid: int, cache_bytes: int) -> int:
 
 
 def _mappings(pid: int) -> Iterator[tuple[str, int, int]]:
-    """Name, size and proportional set size in bytes of each, from Linux's smaps."""
     name, size = "", 0
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         words = line.split()
@@ -273,9 +246,6 @@ def _mappings(pid: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _pool(options: Options) -> Layers:
-    """The engine's blocks, of all of a prompt twice and one that is never used, every page of them
-    present.
-    """
     shape = (
         2,
         1 + 2 * options.num_blocks,
@@ -293,11 +263,8 @@ def _pool(options: Options) -> Layers:
 
 
 def main(driver_name: str, *of_the_engine: str) -> int:
-    """Serve until the input ends or `stop` comes."""
     asked, answers = _take_pipes()
-    faulthandler.register(
-        signal.SIGUSR1
-    )  # where each thread is, for a parent that has waited too long
+    faulthandler.register(signal.SIGUSR1)
     for name in of_the_engine:
         importlib.import_module(name)
     engine: Engine | None = None
@@ -326,9 +293,7 @@ def main(driver_name: str, *of_the_engine: str) -> int:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output as files of our own; libraries, and what they start, read nothing
-    and print to the log.
-    """
+    """Keep standard input and output for the protocol; libraries print to the log."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -101,13 +101,11 @@ def command(
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
-    """kvhold beside LMCache 0.5.6 without an engine around them: the same tokens, bytes and tiers,
-    on the CPU.
+    """kvhold beside LMCache 0.5.6 without an engine, on the CPU: the same tokens, bytes and tiers.
 
-    LMCache gets an environment of its own, made the first time (2 GB); root on Debian or Ubuntu
-    gets missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. A system that
-    cannot do it is shown with its error. Exits with 1 if kvhold failed, or if bytes came back that
-    were not stored. Times do not decide that: the goals' verdicts are printed.
+    LMCache gets its own environment, made the first time (2 GB). Root on Debian or Ubuntu gets
+    missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
+    kvhold failed, or loaded wrong bytes. Times do not decide that; the goals' verdicts are printed.
     """
     work = Work(
         num_tokens=tokens,

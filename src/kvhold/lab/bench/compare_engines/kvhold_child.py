@@ -1,8 +1,6 @@
-"""kvhold under measurement: a node of its own, and a client that gathers into its arena and
-scatters out of it.
+"""kvhold under measurement: a node and its client.
 
-Frames in lower tiers are checked as always. A lower tier's KV is retrieved after memory, which then
-has room for little more than one prompt, has been filled with others.
+Before KV is retrieved from a lower tier, memory is filled with other prompts.
 """
 
 import math
@@ -26,20 +24,19 @@ from kvhold.node import connect
 if TYPE_CHECKING:
     from kvhold.lab.bench.compare_engines.child import Layers, Options
 
-_PATIENCE_S = 60.0  # cores may be busy: what is late is slow, not an error
+_PATIENCE_S = 60.0  # cores may be busy: late is slow, not an error
 _IDLE_EXIT_S = 20.0
-_COPY_THREADS = 2  # of an engine's, by default
+_COPY_THREADS = 2
 _SPARE_BYTES = 8 << 20
 _FILLER_TOKEN = 1 << 30  # beyond any vocabulary
 
 
 def start(options: "Options", layers: "Layers") -> "KVHold":
-    """Start a node and join it. Raises KVHoldError."""
     return KVHold(options, layers)
 
 
 class KVHold:
-    """A driver as `child.Driver` says."""
+    """A `child.Driver` around a node."""
 
     def __init__(self, options: "Options", layers: "Layers") -> None:
         folder = Path(options.folder)
@@ -74,23 +71,18 @@ class KVHold:
         self._layout = Layout(groups=(group,), tokens_per_chunk=options.tokens_per_chunk)
         self._namespace = Namespace(model="bench", layout=self._layout)
         self._view = per_layer(group, layers, axes="plane block token head dim")
-        self._threads = min(
-            _COPY_THREADS, int(os.environ.get("OMP_NUM_THREADS", _COPY_THREADS))
-        )  # as many as the others may use
+        self._threads = min(_COPY_THREADS, int(os.environ.get("OMP_NUM_THREADS", _COPY_THREADS)))
         self._client = connect(config, name="kvhold bench")
         self._client.register(self._namespace)
         arena_bytes = int(self._client.status()["arena_bytes"])
-        self._fillers = math.ceil(
-            arena_bytes / options.prompt_bytes
-        )  # prompts that are as much as memory holds
+        self._fillers = math.ceil(arena_bytes / options.prompt_bytes)
         self._mark = 0
         warm_up()
 
     def expect(self, num_tokens: int) -> None:
-        """Nothing: the node's marks say what has been written."""
+        """Do nothing: the node's marks say what is written."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Gather into the node's arena and commit."""
         prompt = self._namespace.prompt(tokens)
         with self._client.reserve(self._layout, prompt.chunks()) as room:
             gather_blocks(
@@ -99,7 +91,6 @@ class KVHold:
             self._mark = room.commit()
 
     def settle(self) -> None:
-        """Wait until it has been written to the lower tier."""
         if self._options.tier != "ram" and not self._client.flush(
             self._mark, deadline_s=_PATIENCE_S
         ):
@@ -108,16 +99,16 @@ class KVHold:
             )
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
-        """Hash, ask, pin."""
         hit = self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=_PATIENCE_S)
         return hit.num_tokens, hit.close
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Look up, scatter what is in memory, and what comes from a lower tier as it comes. Raises
-        KVHoldError if memory had any of what a lower tier is to give.
+        """Scatter from memory, then from a lower tier as chunks arrive.
+
+        Raises KVHoldError if a lower tier's chunk was still in memory.
         """
         size, ids = self._layout.tokens_per_chunk, np.array(block_ids)
-        blocks = size * len(ids) // len(tokens)  # in a chunk
+        blocks = size * len(ids) // len(tokens)
         with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=0) as hit:
             for loan in loans_as_they_come(
                 self._client, hit, size, until_s=time.monotonic() + _PATIENCE_S
@@ -129,7 +120,7 @@ class KVHold:
             return hit.num_tokens
 
     def forget(self) -> None:
-        """Clear memory; above a lower tier, push everything out of it."""
+        """Clear memory; above a lower tier, fill it with other prompts."""
         if self._options.tier == "ram":
             self._client.clear()
             return
@@ -142,10 +133,8 @@ class KVHold:
             self.settle()
 
     def pids(self) -> list[int]:
-        """The node's."""
         return [int(self._client.status()["pid"])]
 
     def close(self) -> None:
-        """End the node."""
         self._client.stop_node()
         self._client.close()

@@ -1,18 +1,11 @@
-"""LMCache 0.5.6 under measurement, in an environment of its own without kvhold, by the calls that
-its own integrations make.
+"""LMCache 0.5.6 under measurement, by the calls of its own integrations.
 
-| mode | what it is |
-|---|---|
-| in-process | the engine in this process. It has no connector for a CPU, so one of ours calls
-LMCache's own copies for host memory |
-| own connector | the same with the connector that it chooses itself |
-| engine-driven | its multi-process server, this process copies to and from the server's shared
-memory: its default on a CPU |
-| lmcache-driven | its multi-process server, which maps this process's blocks and copies itself |
+  in-process      our connector calls its host copies; it has none for CPUs
+  own connector   LMCache's choice
+  engine-driven   server; this process copies through shared memory (default on CPUs)
+  lmcache-driven  server; it maps this process's blocks and copies
 
-Below memory: its disk and Redis backends in process, its `fs_native` and `resp` adapters in the
-server. Blocks are told to be `[plane, block, token, head, dim]`, which LMCache would otherwise
-guess wrongly and copy more slowly.
+LMCache would guess the layout of blocks wrongly and copy more slowly, so it is given.
 """
 
 import itertools
@@ -38,13 +31,12 @@ os.environ |= {
 import torch
 
 _PATIENCE_S = 60.0
-_POLL_S = 0.001  # between two looks whether something is written
+_POLL_S = 0.001
 _LAYOUT = {"kv_layout": "NHD"}
-_REDIS_KEYS = 2  # of a chunk, by the backend in process
+_REDIS_KEYS = 2
 
 
 def start(options: "Options", layers: "Layers") -> "Driver":
-    """Start the cache of that mode. Raises what LMCache raises."""
     tensors = {
         f"layer.{number}": torch.from_numpy(layer.view("int16")).view(torch.bfloat16)
         for number, layer in enumerate(layers)
@@ -55,25 +47,22 @@ def start(options: "Options", layers: "Layers") -> "Driver":
 
 
 class _Pool:
-    """The engine's blocks as torch has them."""
-
     def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
         self._options = options
         self._tensors = tensors
-        # all share one Redis: nobody is to find what another wrote
+        # one Redis: systems must not find each other's chunks
         self._model = f"bench-{options.mode.replace(' ', '-')}"
         self._blocks_per_chunk = options.tokens_per_chunk // options.tokens_per_block
 
     @property
     def layers(self) -> "Layers":
-        """As numpy sees them now: LMCache may have moved them."""
         return [
             tensor.view(torch.int16).numpy().view("uint16") for tensor in self._tensors.values()
         ]
 
 
 class InProcess(_Pool):
-    """A driver as `child.Driver` says, around `LMCacheEngine`."""
+    """A `child.Driver` around `LMCacheEngine`."""
 
     def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
         from lmcache.utils import EngineType
@@ -127,24 +116,19 @@ class InProcess(_Pool):
         self._engine.post_init()
         self._numbers = itertools.count()
         self._stored: list[int] = []
-        self._due = 0  # keys that Redis has when all is written
+        self._due = 0
 
     def expect(self, num_tokens: int) -> None:
-        """How many keys Redis is to have."""
         self._due = (
             redis_size(self._options) + _REDIS_KEYS * num_tokens // self._options.tokens_per_chunk
         )
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Copy out; backends below memory write in the background."""
         self._engine.store(tokens, block_ids=block_ids)
         self._stored = tokens
 
     def settle(self) -> None:
-        """Wait until its backend says that it has it."""
-        if (
-            self._options.tier == "redis"
-        ):  # asked about it while it writes, its client at times never answers
+        if self._options.tier == "redis":  # its client may hang if asked while it writes
             wait_until(lambda: redis_size(self._options) >= self._due, "on redis")
         else:
             wait_until(
@@ -156,14 +140,12 @@ class InProcess(_Pool):
             )
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
-        """Hash, find, pin."""
         name = str(next(self._numbers))
         return self._engine.lookup(
             tokens, lookup_id=name, pin=True
         ), lambda: self._engine.lookup_unpin(name)
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Look up, load, unpin."""
         num_tokens, let_go = self.lookup(tokens)
         if num_tokens:
             num_tokens = int(self._engine.retrieve(tokens, block_ids=block_ids).sum())
@@ -171,22 +153,18 @@ class InProcess(_Pool):
         return num_tokens
 
     def forget(self) -> None:
-        """Clear memory. Above a lower tier it holds nothing anyway: `local_cpu` is off."""
         if self._options.tier == "ram":
             self._engine.clear()
 
     def pids(self) -> list[int]:
-        """There are none."""
         return []
 
     def close(self) -> None:
-        """Nothing: its own way to end can wait for ever, above Redis. The process ends instead."""
+        """Do nothing: LMCache's close can hang above Redis."""
 
 
 class _HostCopies:
-    """What LMCache calls a GPU connector, for blocks in host memory, by the copies of its own that
-    its multi-process client uses.
-    """
+    """A "GPU connector" for host memory, with LMCache's own copies."""
 
     def __init__(self, pool: InProcess) -> None:
         from lmcache.v1.multiprocess.transfer_context import (
@@ -206,7 +184,6 @@ class _HostCopies:
         block_ids: list[int],
         **_: Any,
     ) -> None:
-        """Copy whole chunks out of blocks."""
         pool = self._pool
         chosen = self._blocks(starts, ends, block_ids)
         out = [memory.tensor for memory in memory_objs]
@@ -221,14 +198,12 @@ class _HostCopies:
         block_ids: list[int],
         **_: Any,
     ) -> None:
-        """Copy whole chunks into blocks."""
         pool = self._pool
         chosen = self._blocks(starts, ends, block_ids)
         chunks = [memory.tensor for memory in memory_objs]
         self._scatter(pool._tensors, chosen, chunks, pool._blocks_per_chunk, layout_hints=_LAYOUT)
 
     def get_shape(self, num_tokens: int) -> Any:
-        """Of a chunk in LMCache's memory."""
         options = self._pool._options
         return torch.Size([2, options.layers, num_tokens, options.heads * options.head_dim])
 
@@ -242,9 +217,7 @@ class _HostCopies:
 
 
 class Server(_Pool):
-    """A driver as `child.Driver` says, around `lmcache server` and what its vLLM connector does on
-    both sides.
-    """
+    """A `child.Driver` around `lmcache server`."""
 
     def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
@@ -268,7 +241,7 @@ class Server(_Pool):
         )
         self._numbers = itertools.count()
         self._stored: list[int] = []
-        self._due = 0  # values that the lower tier has when all is written
+        self._due = 0
 
     def _arguments(self, port: int) -> list[str]:
         options = self._options
@@ -294,11 +267,9 @@ class Server(_Pool):
         return ["server", *ports, *mode, *memory, *shared, *tiers[options.tier]]
 
     def expect(self, num_tokens: int) -> None:
-        """How many values the lower tier is to have."""
         self._due = self._written() + num_tokens // self._options.tokens_per_chunk
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Until the server is done with the blocks."""
         name = str(next(self._numbers))
         event = self._transfers.create_recorded_event()
         future = self._transfers.submit_store(
@@ -310,16 +281,12 @@ class Server(_Pool):
         self._stored = tokens
 
     def settle(self) -> None:
-        """Wait until it can be found, or its values are in the lower tier."""
         if self._options.tier == "ram":
             wait_until(lambda: self._found(self._stored), "found")
         else:
             wait_until(lambda: self._written() >= self._due, f"on {self._options.tier}")
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
-        """Hash and find in the server, which reads what is in a lower tier; locks are freed by what
-        is returned.
-        """
         name = str(next(self._numbers))
         num_tokens = self._ask(name, tokens)
 
@@ -333,7 +300,6 @@ class Server(_Pool):
         return num_tokens, let_go
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Look up, then load."""
         name = str(next(self._numbers))
         num_tokens = self._ask(name, tokens)
         if num_tokens:
@@ -348,11 +314,9 @@ class Server(_Pool):
         return num_tokens
 
     def forget(self) -> None:
-        """Clear the server's memory; lower tiers keep theirs."""
         self._client.clear(False).result(timeout=_PATIENCE_S)
 
     def pids(self) -> list[int]:
-        """The server's, and of what it has started."""
         found, rest = [], [self._process.pid]
         while rest:
             pid = rest.pop()
@@ -362,7 +326,6 @@ class Server(_Pool):
         return found
 
     def close(self) -> None:
-        """End the server."""
         self._transfers.unregister()
         self._transfers.close()
         self._client.close()
@@ -393,7 +356,6 @@ class Server(_Pool):
         )
 
     def _ask(self, name: str, tokens: list[int]) -> int:
-        """Tokens found, and locked under that name."""
         self._client.lookup(self._key(name, tokens, worker=None), 1).result(timeout=_PATIENCE_S)
         chunks = None
         while chunks is None:
@@ -408,7 +370,6 @@ class Server(_Pool):
         return num_tokens == len(tokens)
 
     def _written(self) -> int:
-        """Values in the lower tier."""
         if self._options.tier == "disk":
             return sum(
                 1 for entry in os.scandir(self._options.folder) if entry.name.endswith(".data")
@@ -417,16 +378,14 @@ class Server(_Pool):
 
 
 def wait_until(done: Callable[[], bool], what: str) -> None:
-    """Ask again and again. Raises TimeoutError that says what did not come about."""
     until = time.monotonic() + _PATIENCE_S
     while not done():
         if time.monotonic() > until:
             raise TimeoutError(f"not {what} within {_PATIENCE_S:g} s")
-        time.sleep(_POLL_S)  # LMCache tells nobody
+        time.sleep(_POLL_S)
 
 
 def redis_size(options: "Options") -> int:
-    """Keys in the Redis of that tier; 0 where there is none."""
     if not options.redis_port:
         return 0
     with socket.create_connection(("127.0.0.1", options.redis_port)) as redis:
@@ -435,6 +394,5 @@ def redis_size(options: "Options") -> int:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -1,11 +1,8 @@
-"""LMCache's own environment, made once: its requirements (numpy, transformers, a GPU's libraries)
-are not kvhold's.
+"""LMCache's own environment, made once, because its requirements are not kvhold's.
 
     python = lmcache_python(environment_folder())      # 2 GB and some minutes the first time
 
-pip finds packages as it is configured here, and by its PIP_* variables. As in `tools/setup_env.py`
-torch is asked for by the exact version of its CPU build, so that where only CUDA builds are on
-offer nothing of them is downloaded.
+The exact version of torch's CPU build is requested, so that no CUDA build is downloaded.
 """
 
 import os
@@ -18,21 +15,21 @@ from kvhold.core.errors import KVHoldError
 LMCACHE = "0.5.6"
 TORCH = "2.13.0+cpu"
 _STAMP = "kvhold-lmcache.stamp"
-_SHOWN_BYTES = 2_000  # of pip's output: the end says why
+_SHOWN_BYTES = 2_000
 
 
 class NoLMCache(KVHoldError):
-    """LMCache cannot be installed here; the message is what pip says."""
+    pass
 
 
 def environment_folder() -> Path:
-    """Where it is by default: `kvhold/lmcache-VERSION` in `$XDG_CACHE_HOME` (~/.cache)."""
+    """Return `kvhold/lmcache-VERSION` in `$XDG_CACHE_HOME` (~/.cache)."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "kvhold" / f"lmcache-{LMCACHE}"
 
 
 def lmcache_python(folder: Path) -> Path:
-    """Its interpreter; the environment is made, or finished, if need be. Raises NoLMCache."""
+    """Make the environment if needed. Returns its Python. Raises NoLMCache."""
     python, stamp, wanted = (
         folder / "bin" / "python",
         folder / _STAMP,

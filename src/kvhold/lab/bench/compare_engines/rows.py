@@ -1,8 +1,6 @@
-"""From times to rows: medians, and ratios of times that were taken one after the other, with 95 %
-intervals. No I/O.
+"""From times to rows: medians, and ratios within cells. No I/O.
 
-The ratios are those of `kvhold bench vllm`: within a cell, which here is one operation in one tier
-in one round, done by every system.
+A cell is one operation in one tier in one round.
 """
 
 from collections import defaultdict
@@ -20,13 +18,13 @@ DISK, CACHED_DISK, REDIS = (
     "disk",
     "cached-disk",
     "redis",
-)  # the second: the kernel may still have its files in memory
+)
 DISKS = (DISK, CACHED_DISK)
 LOWER_TIERS = (*DISKS, REDIS)
 
 _THEIRS = tuple(name for name in SYSTEMS if name not in OURS)
 _OF_SERVER, _OF_BEST = "the best of its servers", "its best mode"
-_AT_MOST = {  # of LMCache's: (operation, tier) -> what of LMCache's, how much
+_AT_MOST = {  # (operation, tier) -> the peers, the largest ratio
     **{(operation, "ram"): (_OF_SERVER, 0.5) for operation in (STORE, RETRIEVE)},
     **{
         (operation, tier): (_OF_BEST, 0.6)
@@ -43,12 +41,11 @@ _AT_MOST = {  # of LMCache's: (operation, tier) -> what of LMCache's, how much
 
 @dataclass
 class Measured:
-    """What the rounds found, by operation and tier.
+    """Values by operation and tier.
 
-    cells:  values of systems side by side: seconds, or bytes of memory
-    nbytes: KV that one such operation moves; 0: that is not what it does
-    equal:  by system, whether every byte that came back was the one that was stored, in every round
-    errors: by tier and system, why there is no value, or no more of them
+    cells:  seconds, or bytes of memory
+    nbytes: KV that an operation moves
+    equal:  by system, whether all loaded bytes were right
     """
 
     cells: dict[tuple[str, str], list[Cell]] = field(default_factory=lambda: defaultdict(list))
@@ -57,26 +54,20 @@ class Measured:
     errors: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, operation: str, tier: str, values: dict[str, float], nbytes: int = 0) -> None:
-        """One cell. nbytes: KV that the operation moved."""
         self.cells[operation, tier].append(Cell(reuse=0, num_tokens=0, burst=False, seconds=values))
         self.nbytes[operation, tier] = nbytes
 
     def compare(self, operation: str, tier: str, system: str, equal: bool) -> None:
-        """Whether what came back was right; one time that it was not is enough."""
         key = operation, tier, system
         self.equal[key] = self.equal.get(key, True) and equal
 
 
 @dataclass(frozen=True)
 class CompareRow:
-    """One operation of one system in one tier; None: not measured, or not what the operation is
-    about.
+    """One operation of one system in one tier. None: not measured or not applicable.
 
-    median_s: seconds; median_bytes: of memory; mb_s: of KV
-    ratio_to_best_peer: over the best of the others' systems, in the same rounds; below 1 it is
-        faster, or smaller
-    ratios: over each other system, and over each limit
-    error: the system's own words, where it could not do it
+    ratio_to_best_peer: below 1 the system is faster or smaller
+    ratios: to each other system and limit
     """
 
     operation: str
@@ -93,7 +84,6 @@ class CompareRow:
 
 
 def make_rows(measured: Measured) -> list[CompareRow]:
-    """A row for each operation, tier and system, and one for each system that failed in a tier."""
     rows = []
     for (operation, tier), cells in measured.cells.items():
         values = {
@@ -138,9 +128,7 @@ def make_rows(measured: Measured) -> list[CompareRow]:
 
 
 def goals(rows: Sequence[CompareRow]) -> list[Goal]:
-    """What kvhold is judged by, in its best mode, where LMCache has a row to compare with; and the
-    same of what no cache can beat.
-    """
+    """Return the goals of kvhold's best mode, and of the limits."""
     found = []
     for (operation, tier), (of, most) in _AT_MOST.items():
         there = [
@@ -175,7 +163,6 @@ def goals(rows: Sequence[CompareRow]) -> list[Goal]:
 
 
 def render(rows: Sequence[CompareRow]) -> str:
-    """The rows as text, a block for each operation and tier; errors below, whole."""
     width = max(map(len, SYSTEMS))
     lines = [
         (
@@ -218,5 +205,5 @@ def _value(row: CompareRow) -> float:
 
 
 def _are_peers(name: str, other: str) -> bool:
-    """Whether they are worth a comparison: not two ways of ours, and no limit."""
+    """Whether a comparison is useful: not two modes of ours, and no limit."""
     return not (other in LIMITS or (name in OURS and other in OURS))

@@ -1,10 +1,6 @@
-"""The rounds: every system stores and retrieves the same KV of the same tokens, one after the
-other, in an order that changes.
+"""The rounds: every system stores and retrieves the same KV, in a changing order.
 
-In each tier all systems are alive at the same time, and a round's values are compared with each
-other. KV is made from a seed in each child, and checksums of what was stored and of what came back
-must be the same everywhere. A system that fails is out of that tier, and its error is kept; the
-others go on. Start-up and memory are taken from systems alone, one after the other.
+Checksums of stored and loaded KV must be equal everywhere. A failed system leaves the tier.
 """
 
 import random
@@ -49,17 +45,17 @@ from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.redis import RedisServer
 
 TIERS = ("ram", *LOWER_TIERS)
-_CACHED_PROMPTS = 3  # that memory has room for
+_CACHED_PROMPTS = 3
 _SHAPE = ("num_tokens", "tokens_per_chunk", "tokens_per_block", "layers", "heads", "head_dim")
 _VOCABULARY = 128_000
-_ALONE_ROUNDS = 3  # of imports, start-up and memory, at most
+_ALONE_ROUNDS = 3
 
 Launch = Callable[[str], Peer]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What everybody does. Two bytes an element; threads: that copy."""
+    """Sizes of the work. Two bytes an element."""
 
     num_tokens: int = 4096
     lookup_tokens: int = 128_000
@@ -72,7 +68,6 @@ class Work:
     threads: int = 2
 
     def options(self, tier: str) -> Options:
-        """Of a system in that tier, but for its mode and its places."""
         shape = {name: getattr(self, name) for name in _SHAPE}
         kind, page_cache = (DISK, tier == CACHED_DISK) if tier in DISKS else (tier, False)
         options = Options(
@@ -90,9 +85,9 @@ def measure(
     folder: Path | None,
     say: Callable[[str], None],
 ) -> Measured:
-    """All of it but imports; where memory is not asked for, the lower tiers alone.
+    """Measure all but imports. Without "ram" among `tiers`, only lower tiers.
 
-    launch: makes a system's process; folder: for files, on the disk that is measured
+    launch: makes a system's process; folder: for files, on the measured disk
     """
     measured = Measured()
     chance = random.Random(0)
@@ -147,10 +142,6 @@ def measure(
 def measure_imports(
     measured: Measured, work: Work, systems: Sequence[str], python: Path | None
 ) -> None:
-    """Whole interpreters that import a system and end, in turn.
-
-    LMCache has one entry: its modes are one package.
-    """
     for operation, client in ((IMPORT, False), (IMPORT_CLIENT, True)):
         for number in range(1 + _alone_rounds(work)):
             values = {}
@@ -171,7 +162,6 @@ def measure_imports(
 
 
 def _limits(options: Options, folder: Path, *, threads: int) -> Limits | None:
-    """Of the tier's place; None of memory."""
     if options.tier == DISK:
         return DiskLimits(
             options.prompt_bytes,
@@ -199,10 +189,7 @@ def _round(
     count: bool,
     nbytes: int,
 ) -> None:
-    """Store, forget where a lower tier is to answer, retrieve.
-
-    `peers` loses who fails. moved: what the limits took in this round.
-    """
+    """Store, forget above a lower tier, retrieve. Failed systems leave `peers`."""
     stored: dict[str, float] = {}
     written: dict[str, float] = {}
     retrieved: dict[str, float] = {}
@@ -247,7 +234,6 @@ def _lookups(
     measured: Measured,
     chance: random.Random,
 ) -> None:
-    """A long prompt whose KV is all there, and next to nothing."""
     long = replace(work, num_tokens=work.lookup_tokens, layers=1, heads=1, head_dim=8)
     tokens = _tokens(0, work.lookup_tokens)
     there = [
@@ -276,9 +262,7 @@ def _lookups(
 def _alone(
     work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured
 ) -> None:
-    """Start-up, and memory after some work, of one system at a time: what is shared between two
-    would be counted in halves.
-    """
+    """Measure start-up and memory of one system at a time: memory shared by two counts half."""
     options = work.options("ram")
     for _ in range(_alone_rounds(work)):
         started_s: dict[str, float] = {}
@@ -317,10 +301,6 @@ def _started(
     *,
     tier: str,
 ) -> Iterator[dict[str, Peer]]:
-    """Systems that started, by name; those that did not are among the errors.
-
-    At the end all are stopped, at the latest then killed.
-    """
     peers: dict[str, Peer] = {}
     try:
         for name in systems:
@@ -346,7 +326,6 @@ def _drop(peers: dict[str, Peer], name: str, tier: str, why: str, measured: Meas
 
 
 def _tokens(number: int, length: int) -> list[int]:
-    """The prompt of a round."""
     return random.Random(number).choices(range(_VOCABULARY), k=length)
 
 

@@ -1,17 +1,7 @@
-"""The caches that are compared, each in a process of its own: how they are started, asked and
-ended.
+"""The compared caches: each in its own process.
 
-| system | what it is |
-|---|---|
-| kvhold | a node and its client |
-| kvhold, page cache | the same with files that go through the kernel's page cache (`direct=never`);
-of disks alone |
-| lmcache in-process | LMCache's engine in the process of the caller, with host copies of its own
-behind a connector of ours |
-| lmcache in-process, its connector | the same with the connector that LMCache chooses: there is
-none for a CPU, and its row says so |
-| lmcache server | its multi-process server as it works on a CPU by default |
-| lmcache server, lmcache-driven | the same, with the server doing the copies |
+"lmcache in-process" runs behind a connector of ours, because LMCache has none for CPUs. In
+"lmcache-driven" its server does the copies.
 """
 
 import os
@@ -48,22 +38,20 @@ SERVERS = (SERVER, DRIVEN)
 DISK_LIMITS = {
     "limit: O_DIRECT": True,
     "limit: page cache": False,
-}  # no systems, but what none can beat; whether past the page cache
+}
 CHECKED_LIMIT = "limit: page cache, check, copy"
 REDIS_LIMIT = "limit: Redis"
 LIMITS = (*DISK_LIMITS, CHECKED_LIMIT, REDIS_LIMIT)
 
-_ANSWER_S = 90.0  # of one operation; some of LMCache's never come
+_ANSWER_S = 90.0
 _HERE = Path(__file__).parent
 
 
 class PeerFailed(KVHoldError):
-    """A system did not do what it was asked. The message is its own."""
+    """A system failed. The message is its own."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a child says; fields as `child.py` has them."""
-
     seconds: float = 0.0
     written_s: float = 0.0
     num_tokens: int = 0
@@ -73,20 +61,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Peer:
-    """One running system. Ends with its `with`, however that is left."""
-
     def __init__(
         self, name: str, ask: Callable[[bytes, str], bytes], end: Callable[[], None]
     ) -> None:
-        """ask: sends a line, and waits for the one that answers it; raises EngineFailed. end: kills
-        what runs.
-        """
+        """ask: sends a line, returns its answer, raises EngineFailed; end: kills all."""
         self.name = name
         self._ask = ask
         self._end = end
 
     def do(self, operation: str, **arguments: Any) -> Answer:
-        """Have it done. Raises PeerFailed."""
         line = msgspec.json.encode({"op": operation, **arguments})
         try:
             answer = msgspec.json.decode(
@@ -99,14 +82,12 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """End it at once; idempotent. Whoever wants it to end in order asks it to `stop` before."""
+        """Kill it; idempotent. For an orderly end, do `stop` before."""
         self._end()
 
 
 def launch(name: str, *, python: Path | None, threads: int) -> Peer:
-    """A process for a system, which has started nothing yet. python: LMCache's;
-    threads: that copy.
-    """
+    """Make a system's process. python: LMCache's; threads: for copies."""
     if name in OURS:
         command = [
             sys.executable,
@@ -123,28 +104,22 @@ def launch(name: str, *, python: Path | None, threads: int) -> Peer:
 
     def end() -> None:
         process.kill()
-        for left in Path("/dev/shm").glob(
-            f"*kvhold_bench_{process.pid}"
-        ):  # a server that was killed leaves its memory behind
+        for left in Path("/dev/shm").glob(f"*kvhold_bench_{process.pid}"):
             left.unlink(missing_ok=True)
 
     return Peer(name, lambda line, doing: process.ask(line, doing, _ANSWER_S), end)
 
 
 def start(peer: Peer, options: Options) -> float:
-    """Start its cache; seconds until it was ready. Raises PeerFailed."""
     return peer.do("start", **asdict(options)).seconds
 
 
 def new_folder(within: Path) -> str:
-    """For one system's sockets and files."""
     return tempfile.mkdtemp(dir=within)
 
 
 def import_command(name: str, *, client: bool, python: Path | None) -> list[str]:
-    """What imports a system in a fresh interpreter: the package, or what an engine's process needs
-    of it to be a client.
-    """
+    """Return a command that imports a system. client: only a client's part."""
     ours = "kvhold.node, kvhold.memory.copy, kvhold.memory.views" if client else "kvhold"
     theirs = (
         "lmcache.v1.multiprocess.transfer_context, lmcache.v1.multiprocess.transport.factory"
@@ -156,5 +131,4 @@ def import_command(name: str, *, client: bool, python: Path | None) -> list[str]
 
 
 def cores() -> int:
-    """That this process may use."""
     return len(os.sched_getaffinity(0))

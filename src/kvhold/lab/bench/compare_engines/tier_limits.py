@@ -1,16 +1,7 @@
-"""What a lower tier gives the plainest program, in the same rounds: as many values of the same
-sizes, into memory that is there already.
+"""Limits of a lower tier: the plainest program with equal values, in the same rounds.
 
-    limits = DiskLimits(nbytes, chunk_bytes, folder, threads=2, page_cache=False)
-    limits.measure()  # {"limit: O_DIRECT": Moved(write_s, read_s), "limit: page cache": ...}
-    RedisLimit(nbytes, chunk_bytes, port).measure()      # {"limit: Redis": ...}
-
-Of a disk: new files with their space set aside, by as many threads, with O_DIRECT and through the
-page cache. With `page_cache` files are read while the kernel still has them, as far as it keeps
-any; without, they are written out and dropped before. Of Redis: SET and GET over as many blocking
-sockets as kvhold has connections for values. No names to find, no checks, no copy into blocks; but
-for one more way to read through the page cache, where each thread checks the value that it has read
-as kvhold does, and copies it once.
+Disk: new preallocated files. Without `page_cache` pages are dropped before reading. A further read
+checks each value as kvhold does and copies it once. Redis: as many blocking sockets as kvhold's.
 """
 
 import mmap
@@ -34,22 +25,18 @@ from kvhold.tiers.redis.settings import RedisConfig
 
 @dataclass(frozen=True)
 class Moved:
-    """Seconds for all bytes. write_s: None where that says nothing new."""
+    """Seconds for all bytes. write_s: None if another way has measured it."""
 
     write_s: float | None
     read_s: float
 
 
 class Limits(Protocol):
-    """What a tier's place gives."""
-
     def measure(self) -> dict[str, Moved]:
-        """One round of each way to write and read there, by its name."""
+        pass
 
 
 class DiskLimits:
-    """Of the disk that a folder is on. nbytes: whole chunks."""
-
     def __init__(
         self, nbytes: int, chunk_bytes: int, folder: Path, *, threads: int, page_cache: bool
     ) -> None:
@@ -59,7 +46,7 @@ class DiskLimits:
         self._page_cache = page_cache
 
     def measure(self) -> dict[str, Moved]:
-        """Without O_DIRECT where the file system has none."""
+        """Leave O_DIRECT out where the file system lacks it."""
         moved = {}
         for name, direct in DISK_LIMITS.items():
             try:
@@ -90,16 +77,11 @@ class DiskLimits:
 
 
 class RedisLimit:
-    """Of the Redis on a port of loopback. nbytes: whole chunks."""
-
     def __init__(self, nbytes: int, chunk_bytes: int, port: int) -> None:
         self._values, self._into = _memory(nbytes, chunk_bytes, regions=2)
         self._port = port
 
     def measure(self) -> dict[str, Moved]:
-        """The values stay there, under names of their own, until the next round writes over them or
-        somebody flushes.
-        """
         with closing(
             RawRedis(self._port, "", self._values, connections=RedisConfig.connections)
         ) as redis:
@@ -115,9 +97,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _memory(nbytes: int, chunk_bytes: int, *, regions: int) -> list[list[memoryview]]:
-    """The values, random bytes, and room for what comes back: each from a page's beginning on where
-    chunks are whole pages, all present.
-    """
+    """Return regions of random bytes, page-aligned if chunks are whole pages."""
     data = np.random.default_rng(0).bytes(nbytes)
     mapped = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(regions)]
     for region in mapped:

@@ -1,8 +1,6 @@
-"""Copies that encode and decode (`memory_codec`): Llama-3-8B's blocks to chunks of 8 bits an
-element on the same device, and back.
+"""Copies that encode and decode (`memory_codec`), compared bit by bit with the host's.
 
-What the device makes is compared bit by bit with what the host's compiled code makes of the same
-blocks. Each time stands beside a copy of the blocks' bytes within the device.
+The limit is a copy of the blocks in the device.
 """
 
 from collections.abc import Iterator
@@ -19,11 +17,10 @@ from kvhold.memory.coding import coded_view
 from kvhold.memory.views import opaque_blocks
 
 PART = "coding"
-_BLOCK, _LAYERS, _WIDTH = 16, 32, 2 * 8 * 128  # tokens; elements of a token in both planes
+_BLOCK, _LAYERS, _WIDTH = 16, 32, 2 * 8 * 128
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Compare and measure. Takes some seconds."""
     warm_up(target.device.type)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from _of_dtype(target, dtype, measured=dtype is torch.bfloat16)

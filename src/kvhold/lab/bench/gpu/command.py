@@ -1,4 +1,4 @@
-"""The command: `kvhold bench gpu`."""
+"""`kvhold bench gpu`."""
 
 import json
 import platform
@@ -41,11 +41,9 @@ _MARKS = {True: "ok", False: "NOT MET", None: ""}
 def command(
     context: click.Context, kind: str, only: tuple[str, ...], json_file: Path | None
 ) -> None:
-    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding meanwhile, kills, a small
-    engine.
+    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding, kills, a small engine.
 
-    Exits with 1 if a check fails or a goal is not met. `cpu` and `fake` run the same parts where
-    there is no GPU.
+    Exits with 1 if a check fails or a goal is not met. `cpu` and `fake` need no GPU.
     """
     with needing("torch numba"):
         import torch
@@ -72,7 +70,6 @@ def command(
 
 
 def _rows(part: str, target: Any) -> Iterator[GpuRow]:
-    """A part that fails is a row, so that the others still run."""
     try:
         with needing("torch numba"):
             rows: Iterator[GpuRow] = import_module(f"kvhold.lab.bench.gpu.{part}").rows(target)

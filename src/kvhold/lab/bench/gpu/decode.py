@@ -1,5 +1,5 @@
-"""How much copies slow an engine that decodes: products of matrices with the shapes of a small
-batch, alone and while chunks are copied.
+"""How much copies slow a decoding engine: matrix products of a small batch, with and without
+copies.
 """
 
 import threading
@@ -23,7 +23,6 @@ _MOST_SLOWER = 1.02
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Measure. Takes some seconds."""
     width, layers, piece_bytes, blocks = (
         (256, 4, 8 << 10, 64) if target.small else (4096, 32, 64 << 10, 512)
     )
@@ -95,7 +94,7 @@ def _keep_copying(
 
 
 def _seconds(target: Target, decode: Callable[[], None]) -> float:
-    """Median. The thread waits for its own stream alone, as an engine does."""
+    """Return the median. Waits for its own stream only, as an engine does."""
     taken = []
     for _ in range(9):
         began_s = time.perf_counter()

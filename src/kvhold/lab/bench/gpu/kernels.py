@@ -1,9 +1,6 @@
-"""The copy kernels by themselves: Llama-3-8B's KV, NHD and HND, between blocks and chunks on the
-same device, and odd sizes.
+"""The copy kernels: Llama-3-8B's KV, NHD and HND, and odd sizes, against a copy in the device.
 
-Each result is compared byte for byte with plain indexing; each time stands beside a copy of the
-same bytes within the device. On a GPU also with chunks in pinned memory of the host, which the
-kernel then reads and writes across the bus.
+On a GPU also with chunks in pinned host memory.
 """
 
 from collections.abc import Iterator
@@ -27,7 +24,6 @@ ARRANGEMENTS = {"NHD": "plane block token head dim", "HND": "plane block head to
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Compare and measure. Takes some seconds."""
     warm_up(target.device.type)
     for group in (LLAMA, ODD):
         for name, axes in ARRANGEMENTS.items():
@@ -64,9 +60,6 @@ def _one(target: Target, group: Group, name: str, axes: str, place: str) -> Iter
 def _setting(
     target: Target, group: Group, axes: str, place: str
 ) -> tuple[Plan, list[Any], torch.Tensor]:
-    """Random KV on the device, twice as many blocks as are moved, and chunks of random bytes in the
-    given place.
-    """
     num_chunks = 2 if target.small else 16
     blocks = 2 * num_chunks * TOKENS_PER_CHUNK // TOKENS_PER_BLOCK
     sizes = {

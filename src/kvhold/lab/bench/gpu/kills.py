@@ -1,9 +1,7 @@
-"""Processes that are killed in the middle of a store: no byte of theirs may come into memory that
-the node has given to another.
+"""Kills processes while they copy: no byte of theirs may reach memory that is reserved again.
 
-Several children at a time join a node, reserve memory, and copy one byte value into it over and
-over. They are killed at random moments. When the node has their memory back, it is reserved and
-filled with another value; after a while every byte must be of that value.
+Children reserve memory and copy one byte value into it. They are killed at random moments. Their
+memory is then reserved and filled with another value, which must stay.
 
     python -m kvhold.lab.bench.gpu.kills SOCKET KIND NUMBER      # a child; prints "copying"
 """
@@ -32,9 +30,9 @@ from kvhold.node import NodeClient
 
 PART = "kills"
 _THEIRS, _OURS = 0xEE, 0x11
-_CHUNKS, _BLOCK_TOKENS, _LAYERS, _BLOCK_BYTES = 4, 16, 8, 256 << 10  # 8 MiB a child
+_CHUNKS, _BLOCK_TOKENS, _LAYERS, _BLOCK_BYTES = 4, 16, 8, 256 << 10
 _PATIENCE_S = 120.0
-_LINGER_S = 0.1  # for a copy that goes on; one takes less than a millisecond
+_LINGER_S = 0.1  # a copy takes less than a millisecond
 GROUP = Group(
     layers=_LAYERS,
     planes=2,
@@ -51,7 +49,7 @@ SPACE = Namespace(
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Kill. With a GPU: 104 processes, 8 at a time, in some 2 minutes."""
+    """Kill 104 processes with a GPU, 8 at a time, in 2 minutes."""
     at_once, times = (2, 2) if target.small else (8, 13)
     stray = 0
     with running_node(ram_bytes=at_once * _CHUNKS * _LAYERS * _BLOCK_BYTES + (8 << 20)) as client:
@@ -85,7 +83,7 @@ def _kill_some(client: NodeClient, target: Target, *, first: int, count: int) ->
             if said != "copying\n":
                 raise RuntimeError(f"a child said {said!r}, not that it copies")
         for child in children:
-            time.sleep(random.random() * 0.02)  # at another moment of a copy each time
+            time.sleep(random.random() * 0.02)
             child.kill()
     finally:
         for child in children:
@@ -97,11 +95,10 @@ def _kill_some(client: NodeClient, target: Target, *, first: int, count: int) ->
     while client.status()["held"]["rooms"]:
         if time.monotonic() > until_s:
             raise TimeoutError("the node did not get the memory of dead clients back")
-        time.sleep(0.001)  # a node calls nobody
+        time.sleep(0.001)
 
 
 def _stray_bytes(client: NodeClient) -> int:
-    """Take all memory, fill it, and look at it after a while."""
     tokens = np.arange(
         _BLOCK_TOKENS * (client.status()["arena_bytes"] // (_LAYERS * _BLOCK_BYTES)), dtype=np.int32
     )
@@ -110,7 +107,7 @@ def _stray_bytes(client: NodeClient) -> int:
         assert places, "the memory that was given back can be reserved"
         for place in places:
             room.buffer[place : place + _LAYERS * _BLOCK_BYTES] = _OURS
-        time.sleep(_LINGER_S)  # a copy that goes on would write now
+        time.sleep(_LINGER_S)  # a running copy would write now
         return sum(
             int(np.count_nonzero(room.buffer[place : place + _LAYERS * _BLOCK_BYTES] != _OURS))
             for place in places
@@ -118,7 +115,7 @@ def _stray_bytes(client: NodeClient) -> int:
 
 
 def copy_until_killed(socket: Path, kind: Kind, number: int) -> None:
-    """In a child: store the same byte over and over into memory that is never committed."""
+    """Copy over and over into memory that is never committed. A child's entry."""
     target = Target(kind)
     blocks = [
         torch.full((_CHUNKS, _BLOCK_BYTES), _THEIRS, dtype=torch.uint8, device=target.device)

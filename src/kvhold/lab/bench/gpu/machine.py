@@ -1,6 +1,4 @@
-"""The machine's own limits: copies of pinned memory each way and both, within the device, and the
-time to pin memory.
-"""
+"""The machine's limits: copies of pinned memory, within the device, and pinning."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ PART = "machine"
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Measure. Takes seconds."""
     nbytes = (16 if target.small else 512) << 20
     here, there = (
         target.pinned(nbytes),
@@ -52,7 +49,6 @@ def _both_ways(
 
 
 def _pinning(target: Target) -> Iterator[GpuRow]:
-    """Pin an arena as an engine does, and undo it."""
     if target.driver is None:
         return
     nbytes = (64 if target.small else 4096) << 20

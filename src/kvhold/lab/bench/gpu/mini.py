@@ -1,9 +1,6 @@
-"""Real requests end to end: the mini engine on this device, without kvhold, storing, and loading
-what another engine has stored.
+"""Real requests: the mini engine without kvhold, storing, and loading another engine's KV.
 
-Tokens and KV bytes must be those of the engine without kvhold. Times to the first token are of
-models that are far too small to say anything about a real one; they show that a hit takes no longer
-than computing.
+Tokens and KV bytes must be equal. Models are too small for real TTFTs.
 """
 
 import random
@@ -21,7 +18,6 @@ _PROMPTS, _TOKENS, _ANSWER, _VOCAB = 20, 112, 4, 200
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Serve. Takes some 10 seconds a model."""
     if find_spec("vllm") is None:
         yield GpuRow(PART, "not run: vLLM's Python files are not here", 0, "")
         return
@@ -38,7 +34,7 @@ def _of_model(target: Target, model: str) -> Iterator[GpuRow]:
         settings = {
             "tokens_per_chunk": 32,
             "node": {"socket": str(client.path), "autostart": False},
-            "rules": {"plan": False},  # computing so small a model is faster than any load
+            "rules": {"plan": False},
         }
         alone = _serve(target, model, prompts, None)
         stored = _serve(target, model, prompts, settings)
@@ -73,8 +69,6 @@ def _of_model(target: Target, model: str) -> Iterator[GpuRow]:
 
 
 class _Served:
-    """What an engine answered. answers: by request, its tokens and a digest of its KV."""
-
     def __init__(self, engine: Any) -> None:
         self.answers = {
             name: (tokens, engine.kv_digests[name]) for name, tokens in engine.outputs.items()

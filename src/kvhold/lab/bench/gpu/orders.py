@@ -1,6 +1,4 @@
-"""The order of copies and of the engine's own work, with a control for each that must fail:
-`memory/selftest.py`, many times.
-"""
+"""The order of copies and the engine's work, with controls that must fail."""
 
 from collections.abc import Callable, Iterator
 
@@ -23,7 +21,6 @@ _LAYERS, _BLOCKS, _BYTES = 4, 8, 64 << 10
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Check. A host's copier has no order to keep, so nothing is checked there."""
     times = 5 if target.small else 20
     tensors = [
         torch.zeros(_BLOCKS, _BYTES, dtype=torch.uint8, device=target.device)
@@ -62,14 +59,10 @@ def rows(target: Target) -> Iterator[GpuRow]:
 
 
 class _Blocks:
-    """See `selftest.Blocks`. A version is a byte."""
-
     def __init__(self, tensors: list[torch.Tensor], ids: npt.NDArray[np.int64]) -> None:
         self._tensors, self._ids = tensors, ids.tolist()
 
     def write(self, stage: Stage, version: int) -> None:
-        """See `Blocks`."""
-
         def kernel() -> None:
             for tensor in self._tensors:
                 for block in self._ids:
@@ -78,7 +71,6 @@ class _Blocks:
         stage.compute(kernel)
 
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
-        """See `Blocks`."""
         seen: list[torch.Tensor] = []
         stage.compute(
             lambda: seen.append(
@@ -88,5 +80,4 @@ class _Blocks:
         return lambda: np.asarray(seen[0].cpu().numpy())
 
     def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:
-        """See `Blocks`."""
         return np.full(len(self._tensors) * len(self._ids) * _BYTES, version, np.uint8)

@@ -1,8 +1,6 @@
-"""Stores and loads of chunks by the copier that serves, for engines whose blocks have pieces of 8,
-18, 64 KiB and 2 MiB.
+"""Stores and loads with pieces of 8, 18, 64 KiB and 2 MiB, by the serving copier.
 
-Each beside a copy of the same bytes in one piece, of pinned memory. Every load is compared byte for
-byte with what was stored.
+The limit is a copy of pinned memory in one piece.
 """
 
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ _DIRECT, _RING = Settings(direct_bytes=1), Settings(direct_bytes=1 << 40)
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """Measure. Takes seconds for each size."""
     for name, piece_bytes in SIZES.items():
         yield from _of_size(target, name, piece_bytes)
 
@@ -109,9 +106,7 @@ def _is_exact(copier: Copier, piece: Piece, into: Piece, tensors: list[torch.Ten
 
 
 def _holds(piece: Piece, tensors: list[torch.Tensor]) -> bool:
-    """Whether the host has what the device has: a device that writes to other memory would read it
-    back from there, too.
-    """
+    """Compare host and device, since a wrong address would be read back from there, too."""
     sample = 0, piece.places.offsets.size - 1
     for chunk in sample:
         at = int(piece.places.offsets[chunk])

@@ -1,5 +1,3 @@
-"""One line of the table of `kvhold bench gpu`."""
-
 from dataclasses import dataclass
 
 
@@ -7,10 +5,9 @@ from dataclasses import dataclass
 class GpuRow:
     """A measurement, or a check.
 
-    limit: of the same unit, measured in the same run; None: there is none
+    limit: in the same unit and run; None: none
     ratio: value / limit
-    ok:    whether the goal is met, or the check passed; None: there is no goal, or not for this
-        target
+    ok:    goal met, or check passed; None: no goal for this target
     """
 
     part: str
@@ -25,7 +22,7 @@ class GpuRow:
 def rate(
     part: str, name: str, nbytes: int, seconds: float, limit_s: float, goal: float | None
 ) -> GpuRow:
-    """GB/s beside the GB/s of a limit that moves as many bytes. goal: the least ratio."""
+    """A row in GB/s. The limit moves as many bytes; goal: the least ratio."""
     ratio = limit_s / seconds
     ok = None if goal is None else ratio >= goal
     return GpuRow(
@@ -40,5 +37,4 @@ def rate(
 
 
 def check(part: str, name: str, passed: bool, count: int = 1) -> GpuRow:
-    """Something that must be so. count: how often it was tried."""
     return GpuRow(part, name, count, "checks", ok=passed)

@@ -1,5 +1,3 @@
-"""Where the parts run: `Target("cuda")`, `Target("cpu")` or `Target("fake")`."""
-
 import mmap
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +18,10 @@ ROUNDS = 7
 
 
 class Target:
-    """A device, and how kvhold copies to it. small: sizes for a machine without a GPU."""
+    """A device, and its copier. small: use small sizes, without a GPU."""
 
     def __init__(self, kind: Kind) -> None:
-        """Raises DeviceError; ImportError where there is no cuda-bindings."""
+        """Raises DeviceError; ImportError without cuda-bindings."""
         self.kind = kind
         self.small = kind != "cuda"
         self.device = torch.device("cuda:0" if kind == "cuda" else "cpu")
@@ -37,7 +35,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Of the device."""
         return (
             torch.cuda.get_device_name()
             if self.kind == "cuda"
@@ -50,7 +47,7 @@ class Target:
         writable: npt.NDArray[np.uint8],
         settings: Settings | None = None,
     ) -> Copier:
-        """For an arena, by both mappings. It is pinned when this returns."""
+        """Return a copier for an arena's two mappings, pinned."""
         if self.driver is None:
             return HostCopier(threads=2)
         arenas = PinnedArenas(self.driver)
@@ -59,30 +56,25 @@ class Target:
         return DeviceCopier(self.driver, arenas, settings)
 
     def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory as a node's arena is: uint8 [nbytes], in whole pages that are there."""
+        """Memory like a node's arena: uint8 [nbytes], all pages present."""
         buffer = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         buffer[::4096] = 0
         return buffer
 
     def goal(self, ratio: float) -> float | None:
-        """A goal for GPUs."""
         return ratio if self.kind == "cuda" else None
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory: uint8 [nbytes]."""
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.kind == "cuda")
 
     def synchronize(self) -> None:
-        """Until the device has nothing left to do."""
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
     def seconds(
         self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
     ) -> dict[str, float]:
-        """Median seconds of each, in turn, until the device has nothing left to do; after one round
-        that does not count.
-        """
+        """Return each median in seconds, synchronised, without the first round."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + rounds):
             for name, call in calls.items():

@@ -3,11 +3,8 @@
     async with Client(Endpoint(base_url, model)) as client:
         reply = await client.send(request)
 
-Whatever goes wrong with a request is a reply with an error; only a wrong configuration raises. Runs
-in one asyncio loop, with a connection for each request in flight. The kinds of error: "connect",
-"timeout", "disconnected", "http 503" and other statuses, "server error" (told in the stream), "bad
-stream" (not what such servers send), "cut short" (the stream ended before the answer), "no tokens",
-"no token ids".
+A failed request is a reply with an error, such as "timeout", "http 503" or "cut short". Runs in one
+asyncio loop.
 """
 
 import time
@@ -30,23 +27,19 @@ with needing("'kvhold[bench]'"):
 
 Api = Literal["completions", "chat"]
 
-_MOST_OF_AN_ERROR = 2_000  # bytes of an error's body
-_MOST_OF_A_PAGE = 64 << 20  # bytes of a page of metrics or models
+_MOST_OF_AN_ERROR = 2_000
+_MOST_OF_A_PAGE = 64 << 20
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go and how.
+    """The server, and how requests are sent.
 
-    base_url: what OpenAI clients call so, such as http://localhost:8000/v1; without a path, /v1 is
-        meant
-    api_key: sent as a bearer token; None: none is. It is in no message and no repr
-    ignore_eos: ask for answers of full length, with a parameter that vLLM and SGLang know and
-        others may refuse
-    extra_body: goes into every request as it is
-    user_header: name of a header that has the user's number, where a request has a user; for
-        routers that keep users apart
-    timeout_s: for a whole answer; connect_timeout_s: until there is a connection
+    base_url: without a path, /v1 is added
+    api_key: in no message and no repr
+    ignore_eos: ask for full length; others than vLLM and SGLang may refuse it
+    user_header: header for the user's number, for routers
+    timeout_s: for a whole answer
     """
 
     base_url: str
@@ -61,16 +54,12 @@ class Endpoint:
 
     @property
     def root_url(self) -> str:
-        """The server without its API's path, where vLLM has /metrics."""
         parts = urlsplit(self.base_url)
         return f"{parts.scheme}://{parts.netloc}"
 
 
 def checked_url(base_url: str) -> str:
-    """The base URL without a slash at its end, with /v1 where it has no path.
-
-    Raises ConfigError if it is none.
-    """
+    """Return the base URL, with /v1 if it has no path. Raises ConfigError."""
     try:
         parts = urlsplit(base_url)
         port_is_fine = parts.port is None or parts.port > 0
@@ -94,8 +83,6 @@ def checked_url(base_url: str) -> str:
 
 
 class Client:
-    """A started client. `async with` opens and closes it."""
-
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
@@ -103,7 +90,7 @@ class Client:
     async def __aenter__(self) -> Self:
         endpoint = self._endpoint
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),  # the runner decides how many are in flight
+            connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(
                 total=endpoint.timeout_s, sock_connect=endpoint.connect_timeout_s
             ),
@@ -120,7 +107,6 @@ class Client:
         await self._open().close()
 
     async def send(self, request: Request) -> Reply:
-        """The answer, streamed to its end."""
         endpoint = self._endpoint
         as_tokens = isinstance(request.turns[0].content, list)
         body = msgspec.json.encode(_body(endpoint, request, as_tokens=as_tokens))
@@ -142,16 +128,12 @@ class Client:
                     detail = (await response.content.read(_MOST_OF_AN_ERROR)).decode(
                         errors="replace"
                     )
-        except (aiohttp.ClientError, OSError, BadStream) as error:  # TimeoutError is an OSError
+        except (aiohttp.ClientError, OSError, BadStream) as error:
             kind, detail = _kind(error), str(error) or type(error).__name__
         reply = stream.reply(time.perf_counter())
         return replace(reply, error=kind, detail=detail) if kind else reply
 
     async def only_model(self) -> str:
-        """The name of the server's model.
-
-        Raises ConfigError if it cannot be asked or does not have exactly one.
-        """
         url = f"{self._endpoint.base_url}/models"
         try:
             names = [model["id"] for model in msgspec.json.decode(await self._page(url))["data"]]
@@ -175,14 +157,14 @@ class Client:
         return str(names[0])
 
     async def metrics_page(self) -> str | None:
-        """The text of the server's /metrics; None where there is none."""
+        """Return the server's /metrics, or None."""
         try:
             return (await self._page(f"{self._endpoint.root_url}/metrics")).decode(errors="replace")
         except (aiohttp.ClientError, OSError, ValueError):
             return None
 
     async def _page(self, url: str) -> bytes:
-        """Raises aiohttp's errors, OSError, and ValueError for a page that is too large."""
+        """Raises aiohttp's errors, OSError, and ValueError for a page over 64 MiB."""
         async with self._open().get(
             url, timeout=aiohttp.ClientTimeout(total=30), raise_for_status=True
         ) as response:
@@ -199,7 +181,7 @@ class Client:
 
 
 async def _follow(response: "aiohttp.ClientResponse", stream: Stream) -> None:
-    """Read to the end. Raises BadStream, aiohttp's errors and OSError."""
+    """Raises BadStream, aiohttp's errors and OSError."""
     lines = EventLines()
     async for received in response.content.iter_any():
         now = time.perf_counter()
@@ -231,7 +213,7 @@ def _body(endpoint: Endpoint, request: Request, *, as_tokens: bool) -> dict[str,
 
 
 def _merged(turns: tuple[Turn, ...]) -> list[Turn]:
-    """Neighbours of one role as one message: many chat templates want roles to take turns."""
+    """Merge neighbours of one role: many chat templates require this."""
     merged: list[Turn] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:

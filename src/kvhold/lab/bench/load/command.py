@@ -1,5 +1,3 @@
-"""`kvhold bench load WORKLOAD`."""
-
 import asyncio
 import functools
 import json
@@ -81,8 +79,6 @@ def _header(ctx: click.Context, param: click.Parameter, value: str | None) -> st
 
 @dataclass(frozen=True)
 class Common:
-    """Options that every workload has; fields are named as click names them."""
-
     base_url: str | None
     model: str | None
     api: str
@@ -229,7 +225,7 @@ _GAINS = (
 
 
 def _with_common(function: Function) -> Function:
-    """Give the command the options of all workloads, as one `Common`."""
+    """Give a command the options of all workloads, as one `Common`."""
 
     @functools.wraps(function)
     def call(**given: Any) -> None:
@@ -246,11 +242,10 @@ def _with(options: tuple[Callable[[Function], Function], ...]) -> Callable[[Func
 
 @click.group()
 def command() -> None:
-    """A workload against any OpenAI-compatible server: times to first token and between tokens,
-    rates, hits, errors.
+    """A workload against any OpenAI-compatible server: times, rates, hits, errors.
 
-    Ctrl-C ends a run with what there is by then. Exits with 1 if what was expected is not reached,
-    or if no request succeeded.
+    Ctrl-C ends a run with its results so far. Exits with 1 if an expectation is not met, or if no
+    request succeeded.
     """
 
 
@@ -298,7 +293,7 @@ def long_doc_qa(
     expect_latency_gain: float | None,
     **arguments: Any,
 ) -> None:
-    """Long documents: each once, cold; then questions to all of them, warm."""
+    """Long documents: each once, cold; then questions to all, warm."""
     _run(
         "long-doc-qa",
         common,
@@ -359,7 +354,7 @@ def multi_doc_qa(
     expect_latency_gain: float | None,
     **arguments: Any,
 ) -> None:
-    """Documents, each by itself, cold; then several in one prompt, in any order, warm."""
+    """Single documents, cold; then several in one prompt, warm."""
     workload = MultiDocQA(
         separator=_separator(separator, _prompts(common)), seed=common.seed, **arguments
     )
@@ -425,9 +420,9 @@ def multi_doc_qa(
 )
 @_with_common
 def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **arguments: Any) -> None:
-    """Conversations: users ask at a rate, with the answers so far in the prompt.
+    """Conversations: users ask at a rate, with all answers in the prompt.
 
-    A group of figures for each round.
+    One group of figures for each round.
     """
     recorded = read_conversations(sharegpt, rounds=rounds) if sharegpt is not None else ()
     _run(
@@ -502,9 +497,7 @@ def rag(
     kv_bytes_per_token: int | None,
     **arguments: Any,
 ) -> None:
-    """Retrieval: questions at a rate, however long answers take, each with a few documents that may
-    have been prefilled.
-    """
+    """Retrieval: questions at a rate, each with a few documents that may be prefilled."""
     if kv_storage and kv_bytes_per_token is None:
         raise click.UsageError("--kv-storage needs --kv-bytes-per-token, to know what it holds")
     workload = Rag(
@@ -562,7 +555,7 @@ def ttft_sweep(
     expect_latency_gain: float | None,
     **arguments: Any,
 ) -> None:
-    """TTFT over the length of the context, cold and then warm, one request at a time."""
+    """TTFT over the context's length, cold then warm, one request at a time."""
     _run("ttft-sweep", common, TtftSweep(**arguments), Gates(expect_ttft_gain, expect_latency_gain))
 
 
@@ -583,16 +576,15 @@ def ttft_sweep(
 )
 @_with_common
 def replay(common: Common, **arguments: Any) -> None:
-    """A recorded TRACE again: its arrivals, lengths and sharing, with made-up text.
+    """Replay a recorded TRACE, with made-up text.
 
-    A line of it is an object such as {"timestamp": 27000, "input_length": 1300, "output_length":
-    52, "hash_ids": [0, 12, 13]}: milliseconds, tokens, and an id for each 512 tokens of the prompt.
+    A line is an object such as {"timestamp": 27000, "input_length": 1300, "output_length": 52,
+    "hash_ids": [0, 12, 13]}: milliseconds, tokens, and an id for each 512 tokens of the prompt.
     """
     _run("replay", common, Replay(**arguments), Gates())
 
 
 def _run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
-    """Measure, show, write down, judge."""
     from kvhold.lab.bench.load.measure import Measured, measure
 
     if common.plot is not None or common.html is not None:
@@ -635,7 +627,6 @@ def _run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
 
 
 def _judge(summary: Summary, gates: Gates) -> None:
-    """Exits with 1 if something expected is not so."""
     broken = gates.broken(summary)
     if not summary.total.requests:
         broken.append("no request succeeded")
@@ -657,7 +648,6 @@ def _draw(common: Common, summary: Summary, results: list[Result], title: str) -
 
 @contextmanager
 def _server(common: Common) -> "Iterator[Endpoint]":
-    """The server that was named, or one of our own."""
     from kvhold.lab.bench.load.client import Endpoint, checked_url
     from kvhold.lab.bench.load.demo_server import demo_server
     from kvhold.lab.bench.load.measure import model_of
@@ -699,7 +689,6 @@ def _server(common: Common) -> "Iterator[Endpoint]":
 
 @contextmanager
 def _lines(path: Path | None) -> Iterator[Callable[[bytes], Any]]:
-    """Writes to the file, or nowhere."""
     if path is None:
         yield len
         return
@@ -745,7 +734,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _arguments(workload: Workload) -> dict[str, Any]:
-    """Of the workload, as JSON can have them; a data set is told by its size."""
+    """The arguments for JSON; a data set becomes its size."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
     return {
         name: len(value) if name in ("examples", "recorded") else _plain(value)

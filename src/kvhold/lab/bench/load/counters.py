@@ -1,10 +1,8 @@
-"""What the server's engine counted during a run: hit tokens by the tier that they came from, off
-its page of metrics.
+"""The server's counters: hit tokens by tier, from its /metrics (docs/metrics.md).
 
     before = read(page); ...; spent = hits(before, read(page))
 
-kvhold's connector counts in vLLM's own /metrics (docs/metrics.md). Whoever else uses the server
-meanwhile is counted, too.
+Other users of the server are counted, too.
 """
 
 import math
@@ -29,11 +27,11 @@ Counts = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens, between two readings.
+    """Prompt tokens between two readings.
 
-    looked_up: in kvhold. by_tier: found there, `{"ram": ...}`. missed: `{reason: ...}`
-    loaded: that the engine took from its connector; own: that it had in its own prefix cache. None:
-        the engine does not tell
+    looked_up, by_tier, missed: by kvhold
+    loaded: by the engine from its connector, or None
+    own: in the engine's prefix cache, or None
     """
 
     looked_up: int
@@ -44,10 +42,6 @@ class Hits:
 
 
 def read(page: str) -> Counts:
-    """Those of kvhold's and the engine's counters that are on a page of Prometheus' text format.
-
-    Lines in another form are skipped.
-    """
     counts: dict[tuple[str, str], float] = {}
     for line in page.splitlines():
         if (sample := _SAMPLE.fullmatch(line)) is None or (name := sample[1]) not in _LABELS:
@@ -67,9 +61,6 @@ def read(page: str) -> Counts:
 
 
 def hits(before: Counts | None, after: Counts | None) -> Hits | None:
-    """What was counted between two readings. None where kvhold's counters are not there, where a
-    page could not be read (None), and where the server began anew in between.
-    """
     if before is None or after is None or not any(name == LOOKED_UP for name, _ in after):
         return None
     grown = {key: round(value - before.get(key, 0.0)) for key, value in after.items()}

@@ -1,11 +1,6 @@
-"""A server to try the workloads on: vLLM with kvhold's connector and a model that is made here, on
-this host.
+"""A server to try workloads on: vLLM with kvhold and a small model made here.
 
-    with demo_server("tiny", context_tokens=8_192, ram_bytes=1 << 30) as server:
-        server.base_url
-
-The engine's own memory holds one prompt of the longest length, so what a workload meets again comes
-out of kvhold unless it is small.
+The engine's own memory holds one longest prompt, so most repeated text comes from kvhold.
 """
 
 import tempfile
@@ -24,12 +19,11 @@ _NODE_OUTLIVES_ENGINE_S = 120.0
 
 @contextmanager
 def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[OpenAIServer]:
-    """Started and healthy; it and its node end with the block.
+    """Start a server; it and its node end with the block.
 
-    size: of the model (tiny, small, mid); context_tokens: the longest prompt with its output;
-        ram_bytes: kvhold's
+    context_tokens: the longest prompt with its output
 
-    Raises ConfigError where there is no vLLM, EngineFailed if it does not start.
+    Raises ConfigError without vLLM, EngineFailed if it does not start.
     """
     if not is_vllm_available():
         raise ConfigError(
@@ -63,5 +57,4 @@ def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[O
 
 
 def _spare_bytes(kv_bytes_per_token: int) -> int:
-    """Of a few blocks: vLLM keeps one for itself, and the longest prompt's last is not full."""
     return 4 * 128 * kv_bytes_per_token

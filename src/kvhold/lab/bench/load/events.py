@@ -1,12 +1,11 @@
-"""What an OpenAI-compatible server streams: server-sent events whose data is JSON. Bytes in,
-messages out; no I/O.
+"""Parses the server-sent events of OpenAI-compatible servers. No I/O.
 
     lines, stream = EventLines(), Stream(began, content="text")
-    for data in lines.feed(received):  # each event that is whole by now
+    for data in lines.feed(received):
         stream.add(data, now)
     reply = stream.reply(now)
 
-Whatever a server sends ends as a reply; nothing of it is trusted to have the right form or an end.
+The input is not trusted.
 """
 
 from array import array
@@ -18,28 +17,22 @@ import msgspec
 from kvhold.core.errors import UNDECODABLE
 from kvhold.lab.bench.load.work import Reply
 
-_LONGEST_EVENT = 16 << 20  # bytes; vLLM's first event may repeat the ids of the whole prompt
+_LONGEST_EVENT = 16 << 20  # bytes; vLLM's first event may repeat the prompt's ids
 
 
 class BadStream(ValueError):
-    """What came is not what such servers stream. The message says why."""
+    pass
 
 
 class EventLines:
-    """Cuts a stream of bytes into its events' data.
-
-    Left out: data of several lines, which such servers do not send.
-    """
+    """Cuts bytes into events' data. Data of several lines is not supported."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []  # of the line that has not ended yet
+        self._pieces: list[bytes] = []
         self._size = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of the lines that are whole now.
-
-        Raises BadStream if one is longer than 16 MiB.
-        """
+        """Return the data of finished lines. Raises BadStream beyond 16 MiB."""
         *ended, rest = received.split(b"\n")
         if ended:
             ended[0] = b"".join([*self._pieces, ended[0]])
@@ -89,7 +82,7 @@ _DONE = b"[DONE]"
 
 
 class Stream:
-    """One answer as it arrives. Times are a monotonic clock's, in seconds."""
+    """One arriving answer. Times are in seconds of a monotonic clock."""
 
     def __init__(self, began: float, *, content: Literal["text", "tokens"]) -> None:
         self._began = began
@@ -104,7 +97,6 @@ class Stream:
         self._error = ""
 
     def add(self, data: bytes, now: float) -> None:
-        """An event's data. Raises BadStream if it is not what it ought to be."""
         if data == _DONE:
             self._is_whole = True
             return
@@ -119,7 +111,6 @@ class Stream:
             self._take(choice, now)
 
     def reply(self, now: float) -> Reply:
-        """The end has come, in order or not."""
         details = self._usage.prompt_tokens_details
         text = "".join(self._texts)
         reply = Reply(
@@ -148,12 +139,10 @@ class Stream:
         return reply
 
     def _take(self, choice: _Choice, now: float) -> None:
-        """A token may have no text of its own; a last event with neither text nor ids ends the
-        answer and is none.
-        """
+        """A token may have no text. A last event without text and ids is no token."""
         self._is_whole |= choice.finish_reason is not None
         self._token_ids += choice.token_ids or []
-        if choice.delta is not None:  # chat; its first event has a role and nothing else
+        if choice.delta is not None:
             self._texts.append(choice.delta.content or "")
             has_tokens = bool(
                 choice.delta.content
@@ -177,12 +166,10 @@ class Stream:
         self._last = now
 
     def _num_output_tokens(self) -> int:
-        """By the server's account, or else as many as there were ids or events."""
         if self._usage.completion_tokens is not None:
             return self._usage.completion_tokens
         return len(self._token_ids) or len(self._gaps_s) + (self._ttft_s is not None)
 
 
 def failed(reply: Reply, kind: str, detail: str) -> Reply:
-    """The same with an error; what came before it is kept."""
     return replace(reply, error=kind, detail=detail)

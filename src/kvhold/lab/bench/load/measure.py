@@ -1,10 +1,6 @@
-"""One measurement: a few requests that do not count, then a workload's phases, and the server's
-counters around each.
+"""One measurement: warm-up requests, a workload's phases, and the server's counters of each.
 
-    measured = Measured()
-    asyncio.run(measure(endpoint, workload, prompts, measured, ...))
-
-Ctrl-C ends it in order, with what there is by then. Nothing is printed but progress.
+Ctrl-C ends it with the results so far.
 """
 
 import asyncio
@@ -25,21 +21,15 @@ from kvhold.lab.bench.load.work import Phase, Request, Result, Turn, Workload
 
 _PREWARM_TOKENS, _PREWARM_OUTPUT = 64, 8
 _TERMINAL_EVERY_S = 0.5
-_CLEAR = "\x1b[K"  # a terminal's line, from here to its end
+_CLEAR = "\x1b[K"
 
 
 class Unanswered(KVHoldError):
-    """The server answered none of the first requests."""
+    """The server answered no warm-up request."""
 
 
 @dataclass
 class Measured:
-    """What there is so far.
-
-    hits: of each phase by its name, as far as the server counts; interrupted: by Ctrl-C, so it is
-        not all
-    """
-
     results: list[Result] = field(default_factory=list)
     hits: dict[str, counters.Hits] = field(default_factory=dict)
     interrupted: bool = False
@@ -55,7 +45,7 @@ async def measure(
     progress_s: float,
     keep: Callable[[Result], None],
 ) -> None:
-    """Fills `measured`. keep: is given each result, too.
+    """Fill `measured`. keep: gets each result.
 
     Raises ConfigError for a wrong workload, Unanswered.
     """
@@ -74,7 +64,7 @@ async def measure(
             try:
                 await run.phase(phase)
             except asyncio.CancelledError:
-                measured.interrupted = True  # the task goes on from here to its end
+                measured.interrupted = True
             finally:
                 shown.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -89,13 +79,12 @@ async def measure(
 
 
 async def model_of(endpoint: Endpoint) -> str:
-    """The server's only model. Raises ConfigError."""
     async with Client(endpoint) as client:
         return await client.only_model()
 
 
 async def _prewarm(client: Client, prompts: Prompts, count: int) -> None:
-    """The first requests pay for first uses: connections, compilation, the tokenizer."""
+    """First requests pay for connections, compilation and the tokenizer."""
     failures = []
     for number in range(count):
         turns = (Turn("user", prompts.piece("prewarm", number, _PREWARM_TOKENS)),)
@@ -109,15 +98,12 @@ async def _prewarm(client: Client, prompts: Prompts, count: int) -> None:
 
 
 async def _counts(client: Client) -> counters.Counts | None:
-    """None where there is no page, or none now."""
     page = await client.metrics_page()
     return counters.read(page) if page is not None else None
 
 
 async def _show(phase: Phase, run: Run, measured: Measured, first: int, *, every_s: float) -> None:
-    """Progress, until cancelled: a line that is written over on a terminal, a new one each
-    `every_s` seconds elsewhere.
-    """
+    """Show progress until cancelled: a rewritten line on a terminal, else one each `every_s`."""
     is_terminal = sys.stdout.isatty()
     while True:
         await asyncio.sleep(_TERMINAL_EVERY_S if is_terminal else every_s)

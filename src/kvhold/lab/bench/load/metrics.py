@@ -1,8 +1,6 @@
-"""From results to figures: times as mean, p50, p90 and p99, rates, errors by kind, and what a warm
-request gains. No I/O.
+"""From results to figures: times, rates, errors, and the gain of warm requests. No I/O.
 
-Times and rates are of requests that succeeded; errors are counted beside them. A p99 of fewer than
-100 requests is near the slowest.
+Times and rates are of successful requests.
 """
 
 from collections import Counter
@@ -19,8 +17,6 @@ from kvhold.lab.bench.load.work import COLD, WARM, Result
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some values, with linear interpolation between them."""
-
     mean: float
     p50: float
     p90: float
@@ -28,7 +24,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: "Sequence[float] | npt.NDArray[np.float64]") -> "Spread | None":
-        """None without values."""
         if not len(values):
             return None
         array = np.asarray(values)
@@ -39,17 +34,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of some requests.
+    """Figures of some requests.
 
-    duration_s: from the first one's start to the last one's end, failed ones too; rates are per
-        second of it
-    busy_s: how long at least one that succeeded was in flight
-    ttft_s: time to first token; itl_s: between tokens; latency_s: to the last token; late_s: from
-        arrival to sending, of an open loop
-    decode_tokens_s: output tokens a second after the first one, request by request
-    input_tokens: by the server's account; None where it gives none. cached_tokens: those of them
-        that were not computed
-    score: of the answers, 0 to 1, where there are right ones
+    duration_s: from the first start to the last end, failed ones too
+    busy_s: time with a successful request in flight
+    itl_s: between tokens
+    late_s: from arrival to sending
+    decode_tokens_s: output tokens a second after the first
+    input_tokens, cached_tokens: reported by the server
+    score: 0 to 1
     """
 
     requests: int
@@ -72,11 +65,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Gains:
-    """What warm requests gain: 2 is twice as fast.
+    """Gains of warm requests: 2 is twice as fast.
 
-    ttft: mean TTFT of the cold ones over that of the warm ones. latency: the same of the time that
-        requests of a kind were in flight, over
-    their number: where they are sent in rounds, what a round takes for each of its requests
+    latency: ratio of time in flight a request
     """
 
     ttft: float
@@ -84,7 +75,6 @@ class Gains:
 
 
 def figures(results: Sequence[Result]) -> Figures:
-    """Of at least one result."""
     good = [result for result in results if result.reply.error is None]
     replies = [result.reply for result in good]
     duration_s = max(result.started_s + result.reply.latency_s for result in results) - min(
@@ -127,7 +117,6 @@ def figures(results: Sequence[Result]) -> Figures:
 
 
 def by_group(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results of each group, in the order in which groups first appear."""
     groups: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.started_s):
         groups.setdefault(result.group, []).append(result)
@@ -135,7 +124,6 @@ def by_group(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def gains(groups: dict[str, Figures]) -> Gains | None:
-    """None where there are no cold requests or no warm ones that succeeded."""
     cold, warm = groups.get(COLD), groups.get(WARM)
     if cold is None or warm is None or cold.ttft_s is None or warm.ttft_s is None:
         return None
@@ -146,7 +134,6 @@ def gains(groups: dict[str, Figures]) -> Gains | None:
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of spans of time."""
     total = end = 0.0
     for begins, ends in sorted(spans):
         total += max(0.0, ends - max(begins, end))
@@ -155,7 +142,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    """None as soon as one is not known: a sum of the others would look like all of them."""
+    """None if any is unknown: a partial sum would mislead."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

@@ -1,10 +1,6 @@
-"""A measurement as a picture, and as one HTML page that needs nothing else.
+"""A measurement as a picture, or as one HTML page with the picture.
 
-    draw(results, title, Path("load.png"))
-    write_page(summary, results, title, Path("load.html"))
-
-Needs matplotlib (`kvhold[bench]`). The page has the picture in it, loads nothing, runs nothing, and
-escapes every word from outside.
+Needs matplotlib (`kvhold[bench]`). The page loads and runs nothing, and escapes outside text.
 """
 
 import base64
@@ -28,7 +24,7 @@ with needing("'kvhold[bench]'"):
 
 _COLORS = {COLD: "#6c7a89", WARM: "#2a9d8f"}
 _OTHERS = ("#2a9d8f", "#c44536", "#e9a03b", "#4a6fa5", "#7d5ba6", "#8c6d46", "#222222", "#9aa5b1")
-_MOST_POINTS = 200_000  # of a curve; more cannot be seen
+_MOST_POINTS = 200_000
 
 _STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; }
@@ -41,12 +37,10 @@ pre { background: #f4f6f8; padding: 0.8rem; white-space: pre-wrap; overflow-wrap
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
-    """PNG, SVG or PDF, by the path's ending."""
     _figure(results, title).savefig(path, dpi=150)
 
 
 def write_page(summary: Summary, results: Sequence[Result], title: str, path: Path) -> None:
-    """One file of HTML."""
     picture = io.BytesIO()
     _figure(results, title).savefig(picture, format="png", dpi=130)
     encoded = base64.b64encode(picture.getvalue()).decode()
@@ -73,9 +67,6 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _figure(results: Sequence[Result], title: str) -> Figure:
-    """Times to first token over time and over the prompt's length, and how they and the times
-    between tokens are spread.
-    """
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     figure.suptitle(title, parse_math=False)
     over_time, over_length, spread, between = figure.subplots(2, 2).flat
@@ -114,7 +105,6 @@ def _figure(results: Sequence[Result], title: str) -> Figure:
 
 
 def _steps(axes: Any, values: Sequence[float], color: str) -> None:
-    """The share of values up to each one."""
     if len(values):
         shares = np.linspace(0, 1, min(len(values), _MOST_POINTS) + 1)[1:]
         axes.step(

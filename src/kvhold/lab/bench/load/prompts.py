@@ -1,9 +1,8 @@
-"""Prompts made of nothing: the same name gives the same text, another name another text.
+"""Made-up prompts: a name and a number decide the text.
 
     prompts = TokenPrompts(seed=0); prompts.piece("document", 3, 20_000)
 
-As token ids their length is exact and no tokenizer is needed. As text, a word is about a token to
-most tokenizers; what a server made of it is in its account of the prompt's tokens.
+Token ids have an exact length and need no tokenizer. As text, a word is about one token.
 """
 
 import math
@@ -19,11 +18,10 @@ Content: TypeAlias = str | list[int]
 FIRST_ID, VOCAB_SIZE = (
     256,
     8_000,
-)  # most vocabularies begin with special tokens and bytes, and are larger than this
+)  # most vocabularies are larger, and begin with special tokens and bytes
 _FEWEST_IDS = 2
 
-# Common and short, so that nearly every tokenizer has each of them, with a space before it, as one
-# token.
+# Common and short, so that most tokenizers make one token of each with its space.
 _COMMON = """
 the of and to in is that for it was on are as with his they at be this have from or had by hot
 but some what there we can out other were all your when up use word how said each she which do
@@ -35,23 +33,17 @@ _WORDS = _COMMON.split()
 
 
 class Prompts(Protocol):
-    """A source of text. Pieces of one prompt are joined by putting them after each other."""
-
     kind: str
 
     def piece(self, name: str, number: int, num_tokens: int) -> Content:
-        """`num_tokens` tokens (as text: words) that the name and the number decide; a shorter piece
-        is the beginning of a longer one.
+        """Return `num_tokens` tokens or words. A shorter piece is a prefix of a longer one.
 
-        Two numbers of one name, 63 bits each, surely differ within the first tokens: these are the
-        number's digits to the base of the vocabulary, the lowest first (five digits by default;
-        small numbers differ in the first).
+        Two numbers of one name, up to 63 bits, always differ within the first tokens: those are the
+        number's digits to the base of the vocabulary, lowest first.
         """
 
 
 class TokenPrompts:
-    """Token ids from `first_id` up to, not including, `vocab_size`."""
-
     kind = "tokens"
 
     def __init__(
@@ -72,8 +64,6 @@ class TokenPrompts:
 
 
 class TextPrompts:
-    """Words, each after a space."""
-
     kind = "text"
 
     def __init__(self, seed: int = 0) -> None:
@@ -87,14 +77,11 @@ class TextPrompts:
 
 
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
-    """The number's digits, then random ones: [count], each below `base`.
-
-    They never depend on `count`.
-    """
+    """The number's digits, then random ones, [count], each below `base`. Independent of `count`."""
     digits, rest = [], number
     for _ in range(
         math.ceil(63 / math.log2(base))
-    ):  # as many for each number: else one could be the beginning of another
+    ):  # equally many for each number: else one could be another's prefix
         rest, digit = divmod(rest, base)
         digits.append(digit)
     if len(digits) >= count:

@@ -1,6 +1,4 @@
-"""What is said about a measurement: a summary, its tables, the JSON lines, and the gates that it
-passes or not. No server, no clock.
-"""
+"""A measurement's summary, tables, JSON lines and gates. No I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +15,7 @@ NO_COUNTERS = "hit tokens by tier are not known: the server's /metrics has no co
 
 @dataclass(frozen=True)
 class Summary:
-    """One measurement.
-
-    arguments: of the workload, and how it was sent
-    groups, total: figures of each group of requests, and of all
-    hits: by the server's account, phase by phase; None where it has none, and `hits_note` says so
-    first_errors: of each kind, in the words of the first
-    """
+    """One measurement. hits: by phase; None: see `hits_note`."""
 
     workload: str
     arguments: Mapping[str, Any]
@@ -38,14 +30,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Gates:
-    """What a measurement must reach; None: it need not. Gains are factors, 2 is twice as fast."""
+    """Requirements; None: none. Gains are factors: 2 is twice as fast."""
 
     ttft_gain: float | None = None
     latency_gain: float | None = None
     max_errors: int | None = None
 
     def broken(self, summary: Summary) -> list[str]:
-        """A sentence for each one that is not reached."""
         sentences = []
         for name, least in (("ttft", self.ttft_gain), ("latency", self.latency_gain)):
             if least is None:
@@ -74,7 +65,6 @@ def summarise(
     *,
     interrupted: bool,
 ) -> Summary:
-    """Of at least one result."""
     groups = {name: figures(own) for name, own in by_group(results).items()}
     first_errors: dict[str, str] = {}
     for result in results:
@@ -94,7 +84,6 @@ def summarise(
 
 
 def request_line(result: Result) -> bytes:
-    """A request as a line of JSON."""
     reply = result.reply
     itl = Spread.of(reply.gaps_s)
     fields = {
@@ -118,12 +107,11 @@ def request_line(result: Result) -> bytes:
 
 
 def summary_line(summary: Summary) -> bytes:
-    """The last line. What is not known is null."""
     return msgspec.json.encode({"type": "summary", **asdict(summary)}) + b"\n"
 
 
 def tables(summary: Summary) -> list[tuple[str, list[list[str]]]]:
-    """`(title, rows of cells)`, the first row the heading."""
+    """Return `(title, rows of cells)`; the first row is the heading."""
     groups = {**summary.groups, **({"all": summary.total} if len(summary.groups) > 1 else {})}
     heading = [
         "requests",
@@ -193,7 +181,6 @@ def tables(summary: Summary) -> list[tuple[str, list[list[str]]]]:
 
 
 def notes(summary: Summary) -> list[str]:
-    """Sentences below the tables."""
     lines = []
     if summary.gains is not None:
         lines.append(
@@ -217,7 +204,6 @@ def notes(summary: Summary) -> list[str]:
 
 
 def render(summary: Summary) -> str:
-    """Tables and notes as text."""
     return "\n\n".join(
         [*(_text(title, rows) for title, rows in tables(summary)), "\n".join(notes(summary))]
     ).rstrip()

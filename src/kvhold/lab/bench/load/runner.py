@@ -1,11 +1,7 @@
-"""Sends a workload's requests when they are due, and keeps what came of them.
+"""Sends a workload's requests when they are due, and keeps the results.
 
-    run = Run(client.send, keep=results.append)
-    await run.phase(phase)
-
-A request with a time of arrival is sent then, however many others are in flight (open loop); one
-without as soon as there is room (closed loop). Runs in one asyncio loop. Where that is cancelled,
-as by Ctrl-C, the results so far were kept; what was in flight is forgotten.
+A request with an arrival time is sent then (open loop), others when there is room (closed loop).
+Runs in one asyncio loop. Cancelling it drops requests in flight.
 """
 
 import asyncio
@@ -21,18 +17,13 @@ Send = Callable[[Request], Awaitable[Reply]]
 
 @dataclass
 class Run:
-    """One run over all phases.
-
-    keep: is given each result at once
-    """
-
     send: Send
     keep: Callable[[Result], None]
     began: float = field(default_factory=time.perf_counter)
     in_flight: int = 0
 
     async def phase(self, phase: Phase) -> None:
-        """All of its sessions, to their ends. Raises what a workload raises."""
+        """Run all sessions to their ends. Raises the workload's errors."""
         await asyncio.sleep(phase.pause_s)
         began = time.perf_counter()
         room = asyncio.Semaphore(phase.max_in_flight or sys.maxsize)
@@ -46,7 +37,7 @@ class Run:
                     task = tasks.create_task(self._session(session, request, began))
                     task.add_done_callback(lambda _: room.release())
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # a workload's own error; the first is enough
+            raise group.exceptions[0] from None
 
     async def _session(self, session: Session, request: Request, began: float) -> None:
         try:
@@ -80,6 +71,6 @@ class Run:
 
 
 async def _until(request: Request, began: float) -> None:
-    """Returns at once if that is past, but always lets others run."""
+    """Wait for the arrival time; always yields to others."""
     at_s = request.at_s if request.at_s is not None else 0.0
     await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - began)))

@@ -1,16 +1,11 @@
-"""What is sent and what comes back: values only.
+"""Requests and replies of a load test: values only.
 
-A workload is a few phases after each other. A phase is a stream of sessions. A session is a
-generator that yields a request, is sent the reply, and may make its next request of it, as a
-conversation does:
+A workload is a sequence of phases, and a phase a stream of sessions. A session yields requests and
+receives replies:
 
     def session() -> Session:
         reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
-        yield Request("round 2", (Turn("user", question), Turn("assistant", reply.content),
-        Turn("user", more)), max_tokens=100)
-
-Sessions are made when their turn comes, so a workload of any length takes little memory. No clock
-and no I/O is in here.
+        yield Request("round 2", (..., Turn("assistant", reply.content), ...), max_tokens=100)
 """
 
 from array import array
@@ -27,10 +22,7 @@ COLD, WARM = "cold", "warm"
 
 @dataclass(frozen=True)
 class Turn:
-    """A part of a prompt.
-
-    Chat sends it as a message; completions send all parts joined, without the roles.
-    """
+    """A part of a prompt. Completions join all parts without roles."""
 
     role: Literal["system", "user", "assistant"]
     content: Content
@@ -40,11 +32,8 @@ class Turn:
 class Request:
     """One request.
 
-    group: requests of one group are summed up together
-    at_s: when it arrives, in seconds from the phase's start; None: as soon as there is room
-    labels: what tells it from others in its group, for the JSON lines
-    needs_content: whether the session goes on with the answer
-    score: what the answer's text is worth, 0 to 1, where that is known
+    at_s: arrival in seconds from the phase's start; None: when there is room
+    score: rates the answer's text, 0 to 1
     """
 
     group: str
@@ -58,14 +47,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a request; times in seconds from sending it.
+    """The outcome of a request; times in seconds from sending it.
 
-    error: its kind, such as "http 503"; None if all is well. detail: the error in the server's or
-        the library's own words
-    gaps_s: between what arrived with tokens in it; mostly a token at a time
-    input_tokens, cached_tokens: by the server's account; None if it gives none. cached: prompt
-        tokens that were not computed
-    content: the answer, as text or token ids, whichever the prompt was made of
+    gaps_s: between arrivals of tokens
+    input_tokens, cached_tokens: reported by the server, or None
+    content: text or token ids, like the prompt
+    error: a kind such as "http 503"
     """
 
     latency_s: float
@@ -82,11 +69,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Result:
-    """A request with its reply, without the texts.
-
-    started_s: when it was sent, from the run's start; late_s: how much later than it arrived, None
-        where it had no time of arrival
-    """
+    """A request with its reply. late_s: delay after its arrival time."""
 
     group: str
     labels: Mapping[str, int | str]
@@ -101,11 +84,10 @@ Session: TypeAlias = Generator[Request, Reply, None]
 
 @dataclass(frozen=True)
 class Phase:
-    """Sessions that run beside each other.
+    """Concurrent sessions.
 
-    max_in_flight: how many sessions at a time; None: all that have arrived
-    total: how many requests there will be, where it is known
-    pause_s: how long nothing is done before it
+    max_in_flight: None: all that have arrived
+    pause_s: idle time before the phase
     """
 
     name: str
@@ -116,14 +98,9 @@ class Phase:
 
 
 class Workload(Protocol):
-    """Requests to be made, decided by its arguments alone: the same arguments give the same
-    requests.
-    """
-
     def phases(self, prompts: Prompts) -> Iterable[Phase]:
-        """The phases in their order. Raises ConfigError if the arguments contradict each other."""
+        """Return the phases. Raises ConfigError."""
 
 
 def single(request: Request) -> Session:
-    """A session of one request."""
     yield request

@@ -61,11 +61,10 @@ def command(
     threads: int | None,
     json_file: Path | None,
 ) -> None:
-    """Conversations of a trace, scaled down, through a real vLLM over a slow link: always load,
-    always compute, and the planner.
+    """A trace's conversations through a real vLLM over a slow link: load, compute, or plan.
 
-    Exits with an error if any two of them answered differently. Times do not decide that. Root on
-    Debian or Ubuntu gets redis-server, unless KVHOLD_SETUP_SERVERS=0.
+    Exits with an error if two answers differ. Times do not decide that. Root on Debian or Ubuntu
+    gets redis-server, unless KVHOLD_SETUP_SERVERS=0.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")

@@ -1,8 +1,7 @@
-"""From the times of cells to a row: how planning compares with the better of always loading and
-always computing.
+"""From cells to a row: planning against always loading and always computing. No I/O.
 
-Times of an engine are summed over the sample and put over the sum of its own times for computing,
-and those ratios are compared. Intervals are of 95 %, by bootstrap over requests. No I/O.
+An engine's times are summed and divided by its compute times. Intervals: 95 %, by bootstrap over
+requests.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,6 @@ _RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio, and the ends of its 95 % interval."""
-
     value: float
     low: float
     high: float
@@ -29,11 +26,9 @@ class Interval:
 class PlannerRow:
     """One link.
 
-    speed:       of the link, in those of break-even, where it brings KV as fast as the engine computes it
-    *_p50_s:     median time to the first token; those of computing are the planning engine's
-    load, plan:  times of always loading, and of planning, over those of computing, which is 1
-    to_best:     times of planning over the better of both
-    *_loaded:    the share of all tokens that was loaded
+    speed: 1 loads KV as fast as the engine computes it
+    load, plan: times / compute times
+    to_best: planning / the better of both
     """
 
     speed: float
@@ -50,7 +45,6 @@ class PlannerRow:
 
 
 def make_row(cells: Sequence[Cell], *, speed: float, bytes_per_s: float) -> PlannerRow:
-    """All cells of one link."""
     computed = {name: np.array([cell.computed_s[name] for cell in cells]) for name in (LOAD, PLAN)}
     taken = {name: np.array([cell.taken_s[name] for cell in cells]) for name in (LOAD, PLAN)}
     numbers = np.arange(len(cells))
@@ -80,7 +74,7 @@ def _ratios(
     computed: npt.NDArray[np.float64],
     samples: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float64]:
-    """[samples] of which the first is that of all cells."""
+    """[samples]; the first is of all cells."""
     ratios: npt.NDArray[np.float64] = taken[samples].sum(axis=1) / computed[samples].sum(axis=1)
     return ratios
 

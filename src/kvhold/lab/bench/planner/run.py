@@ -1,13 +1,9 @@
-"""The engines, and the rounds: each request of a sample is computed, loaded as far as it is cached,
-and planned.
+"""The engines and rounds: each request is computed, and loaded or planned.
 
-Two real vLLMs, each with a node of its own, over one Redis each behind a throttled link of its own.
-One always loads, the other plans; neither learns from what the other does. Both also compute every
-request whole, and store it as the others do, under names of its own that
-nobody finds: what is compared are times over the same engine's time for that, because two processes
-are never equally fast. Turns alternate in a random order. Between two turns what is to be written
-is written, over a link that is slow in one direction alone, and memory is filled with other things,
-as many other conversations would do: what was seen before is below it.
+Two real vLLMs, each with its own node, and its own Redis behind a throttled link. One always loads,
+the other plans. Both also compute every request, under names that no lookup finds. Times are ratios
+to the same engine's compute time, because processes differ. Between turns all is written, and
+memory is filled with other KV.
 """
 
 import random
@@ -37,20 +33,16 @@ _PATIENT_S = 120.0
 _UNLIMITED = 1e12
 _BLOCK = 32
 _RAM_PROMPTS = 1.25
-_PIECES = 40  # that memory is filled with
+_PIECES = 40
 
 
 class OutputsDiffer(KVHoldError):
-    """The same prompt was answered in two ways: one of them is wrong, and no time means
-    anything.
-    """
+    pass
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One request. In each engine, by its name: seconds to the first token when it was computed,
-    and when its own way was taken; and of the second how many tokens were not computed.
-    """
+    """One request. By engine: seconds to the first token, computed and its own way."""
 
     num_tokens: int
     computed_s: dict[str, float] = field(default_factory=dict)
@@ -60,16 +52,11 @@ class Cell:
 
 @dataclass
 class _System:
-    """An engine, its node, and what fills the node's memory: one of two things in turn, which the
-    tier has after the first time.
-    """
-
     engine: Engine
     client: NodeClient
     others: list[Prompt]
 
     def forget(self) -> None:
-        """Until all that was stored is written, and nothing of it is in memory."""
         flush_engines(self.client, patience_s=_PATIENT_S)
         self.others.reverse()
         with self.client.reserve(self.others[0].namespace.layout, self.others[0].chunks()) as room:
@@ -80,7 +67,7 @@ class _System:
 def break_even_bytes_s(
     model: ModelInfo, prompts: Sequence[list[int]], *, num_threads: int
 ) -> float:
-    """As many bytes of KV a second as an engine without kvhold computes."""
+    """Return the bytes of KV that an engine without kvhold computes a second."""
     with alike(), Engine(options_for(model, **_options(num_threads))) as engine:
         seconds = [engine.generate(prompt, max_tokens=1).ttft_s for prompt in prompts]
     return sum(map(len, prompts)) * model.kv_bytes_per_token / sum(seconds)
@@ -94,8 +81,9 @@ def cells(
     num_threads: int,
     plans: Callable[[dict[str, float]], None] = lambda plans: None,
 ) -> Iterator[Cell]:
-    """Each request as both engines met it. plans: gets the planning node's counters in the end.
-    Raises OutputsDiffer, EngineFailed, NotInstalled (no Redis).
+    """Yield the cells. plans: gets the planning node's counters at the end.
+
+    Raises OutputsDiffer, EngineFailed, and NotInstalled without Redis.
     """
     chance = random.Random(len(prompts))
     with ExitStack() as stack:
@@ -177,9 +165,8 @@ def _started(
 
 
 def _options(num_threads: int) -> dict[str, Any]:
-    """A prompt is one pass. Of several, the first one's KV is written to Redis while the next one
-    computes, on the same cores; but not where a request does not wait for its lookup, as one that
-    is told to compute all. That would be measured instead of planning.
+    """A prompt is one pass. With several passes, a request that waits for its lookup is also slowed
+    by the first pass's write to Redis, which would be measured instead of planning.
     """
     longest = _longest()
     one_pass = {"max_model_len": longest, "max_num_batched_tokens": longest}

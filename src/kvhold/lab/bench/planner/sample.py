@@ -1,13 +1,7 @@
-"""Conversations of a recorded trace, scaled down: which requests there are, and what they have in
-common with those before.
+"""Conversations of a trace, scaled down.
 
-    for prompt in sample(Path("conversation_trace.jsonl"), num_requests=60, seed=0): ...    # token
-    ids
-
-Conversations are drawn whole, with all their turns in the trace's order, so that the share of what
-was seen before stays as it is there. A block of the trace becomes a chunk of `CHUNK` tokens of its
-own. What is longer than `MOST_CHUNKS` is cut there. Equal blocks after equal blocks are equal text,
-as in the trace.
+Whole conversations are drawn, in the trace's order, so that the share of known tokens stays. A
+block becomes a chunk of `CHUNK` tokens, and prompts are cut at `MOST_CHUNKS`.
 """
 
 import random
@@ -19,16 +13,13 @@ import numpy as np
 from kvhold.core.errors import ConfigError
 from kvhold.sizing.requests import TraceRequest, read_requests
 
-CHUNK = 64  # tokens, instead of the trace's 512
+CHUNK = 64  # tokens; the trace has 512
 MOST_CHUNKS = 60
-_TOKENS = (10, 8000)  # ids that the bench's models have
+_TOKENS = (10, 8000)
 
 
 def sample(path: Path, *, num_requests: int, seed: int) -> list[list[int]]:
-    """Prompts, in order.
-
-    Raises ConfigError for a file that is no trace, or has too few requests.
-    """
+    """Return the prompts in order. Raises ConfigError for a bad file or too few requests."""
     requests = list(read_requests(path, TraceRequest))
     conversations: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):
@@ -53,7 +44,7 @@ def _tokens(hash_ids: Sequence[int]) -> Iterator[int]:
 
 
 def seen_before(prompts: Sequence[Sequence[int]]) -> float:
-    """The share of all tokens that a cache of any size would find."""
+    """The share of tokens that an unlimited cache would find."""
     known: set[tuple[int, ...]] = set()
     found = total = 0
     for prompt in prompts:

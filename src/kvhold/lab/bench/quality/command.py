@@ -52,11 +52,10 @@ def command(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """What each codec costs in answers: KV of whole contexts through frames and back, then
-    questions on top.
+    """The cost of each codec in answers: KV through frames and back, then questions.
 
-    Every codec is asked the same as KV that never left the model. A drop is in points of accuracy,
-    with its standard error.
+    Every codec gets the questions of the untouched KV. A drop is in points of accuracy, with its
+    standard error.
     """
     known = codec_names()
     names = tuple(name.strip() for name in only.split(",")) if only is not None else known

@@ -1,10 +1,7 @@
-"""Answers on KV that went through a codec, beside answers on the same KV that never left the model.
+"""Answers on KV that went through a codec, beside answers on the untouched KV.
 
-    rows = measure(subject, batches, [make_codec(name) for name in names])
-
-Every codec and the untouched KV see the same contexts and questions, so differences are of pairs:
-the standard error is of those, with contexts as what was drawn (answers of one context are not
-independent). Contexts are computed once and held one batch at a time.
+Differences are paired. Answers of one context depend on each other, so the standard error is over
+contexts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,26 +16,22 @@ from kvhold.lab.bench.quality.model import Bits, Subject
 from kvhold.lab.bench.quality.passing import Passed, through
 from kvhold.lab.bench.quality.tasks import KINDS, NO_KIND, Exams
 
-LEAST_ACCURACY = 0.5  # of a model that fails more questions than that, a drop says nothing
+LEAST_ACCURACY = 0.5  # below this a drop says nothing
 
 _NAMES = {mark: name for name, mark in KINDS.items()}
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """What one codec costs.
+    """The costs of one codec.
 
-    ratio:            plain bytes / frame bytes, headers and tails counted
-    accuracy:         share of answer tokens that were the model's first guess; None where the text has no answers to be recalled
-    accuracy_drop:    points (hundredths) lost against KV that never left the model; below 0 it
-                      gained. None where accuracy is, and where the model is below `LEAST_ACCURACY`
-                      without any codec
-    accuracy_drop_se: its standard error, in points
-    kl:               mean KL(untouched || codec) of the next token's distribution before each answer token, in nats
-    perplexity_ratio: perplexity of the answer tokens, codec / untouched
-    error:            the largest |decoded - original| in a layer of a chunk over the largest |original| in it
-    answers:          answer tokens behind the numbers; contexts: in how many contexts
-    by_kind:          accuracy by kind of question
+    accuracy:         share of answer tokens that were the first guess; None without recall
+    accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY` without a codec
+    accuracy_drop_se: its standard error
+    kl:               mean KL(untouched || codec) before each answer token, in nats
+    perplexity_ratio: of the answer tokens, codec / untouched
+    error:            largest |decoded - original| / largest |original|, in the worst layer
+    answers:          answer tokens
     """
 
     codec: str
@@ -56,18 +49,16 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class Channels:
-    """How unlike the channels of a model's KV are: in each layer, the largest channel's root mean
-    square over the median channel's.
-    """
+    """In each layer, the largest channel's root mean square over the median channel's."""
 
     keys: list[float]
     values: list[float]
 
     @classmethod
     def of(cls, kv: Bits) -> "Channels":
-        """Of `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16."""
+        """Compute from `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16."""
         numbers = (kv.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        sizes = np.sqrt((numbers**2).mean(axis=(0, 3)))  # [layers, 2, heads, head_dim]
+        sizes = np.sqrt((numbers**2).mean(axis=(0, 3)))
         flat = sizes.reshape(*sizes.shape[:2], -1)
         unlike = flat.max(-1) / np.maximum(np.median(flat, axis=-1), np.finfo(np.float64).tiny)
         return cls(unlike[:, 0].tolist(), unlike[:, 1].tolist())
@@ -76,9 +67,7 @@ class Channels:
 def measure(
     subject: Subject, batches: Iterable[Exams], codecs: Sequence[Codec], *, recall: bool = True
 ) -> list[QualityRow]:
-    """A row for each codec. recall: whether answers can be recalled from the context at all, so
-    that accuracy means something.
-    """
+    """Return a row for each codec. recall: the context contains the answers."""
     tallies = [_Tally(codec.name) for codec in codecs]
     for exams in batches:
         kv = subject.prefill(exams.contexts)
@@ -96,9 +85,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Guesses:
-    """What a model expects before each answer token. log_shares: [answers, vocabulary] float64;
-    right: [answers].
-    """
+    """Predictions. log_shares: [answers, vocabulary]; right: [answers]"""
 
     log_shares: npt.NDArray[np.float64]
     of_answers: npt.NDArray[np.float64]
@@ -119,9 +106,7 @@ class _Guesses:
 
 @dataclass
 class _Tally:
-    """Sums over batches. lost: of each context, answers right before less those right after; asked:
-    its answers.
-    """
+    """Sums over batches. lost, asked: by context."""
 
     codec: str
     plain_bytes: int = 0
@@ -185,9 +170,7 @@ class _Tally:
 
 
 def standard_error(lost: Sequence[int], asked: Sequence[int]) -> float:
-    """Of the share lost, in points: contexts are drawn, and answers of one context go together (the
-    ratio estimator's linearised error).
-    """
+    """Standard error in points: the ratio estimator's, linearised, over contexts."""
     losses, sizes = np.array(lost, float), np.array(asked, float)
     apart = losses - sizes * (losses.sum() / sizes.sum())
     count = len(losses)

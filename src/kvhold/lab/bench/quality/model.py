@@ -1,13 +1,10 @@
-"""A model whose KV can be taken out after the context, and put back before the questions.
+"""A model whose KV can be taken out after the context, and replaced before the questions.
 
     subject = load_subject(find_weights(), tokens_per_chunk=128)
-    kv = subject.prefill(contexts)  # [exams, layers, 2, tokens, heads, head_dim], bfloat16 as
-    uint16
-    logits = subject.answer(kv, questions)              # [exams, question tokens, vocabulary]
+    kv = subject.prefill(contexts)  # [exams, layers, 2, tokens, heads, head_dim]
+    logits = subject.answer(kv, questions)  # [exams, question tokens, vocabulary]
 
-The model computes in float32; what stands in the cache between the two is bfloat16, as engines hold
-it. Which models can be asked is what kvhold's integration with transformers decides: full attention
-in every layer. Needs torch and transformers; torch's own threads.
+The model computes in float32; KV is bfloat16 as uint16. Full attention only.
 """
 
 from dataclasses import dataclass, replace
@@ -26,22 +23,17 @@ Tokens = npt.NDArray[np.int64]
 RECALL_MARK, RECALL_VERSION = (
     "kvhold_recall",
     1,
-)  # in the configuration of a model that was trained on `tasks.py`
-WEIGHTS = (
-    Path(__file__).resolve().parents[5] / "benchmarks" / "quality" / "model"
-)  # there is one in a checkout
+)
+WEIGHTS = Path(__file__).resolve().parents[5] / "benchmarks" / "quality" / "model"
 
 
 def find_weights() -> Path | None:
-    """The folder of the small trained model, if this is a checkout."""
     return WEIGHTS if (WEIGHTS / "model.safetensors").is_file() else None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model. layout: of its KV, in bfloat16. tokenizer: None for the model of `tasks.py`,
-    which has no text.
-    """
+    """A loaded model. layout: of its KV; tokenizer: None for a model of `tasks.py`."""
 
     name: str
     model: Any
@@ -51,9 +43,7 @@ class Subject:
     _config: Any
 
     def prefill(self, contexts: Tokens) -> Bits:
-        """The KV of contexts of one length, `[exams, tokens]`: `[exams, layers, 2, tokens, heads,
-        head_dim]`, bfloat16 as uint16.
-        """
+        """Compute KV `[exams, layers, 2, tokens, heads, head_dim]` of `[exams, tokens]`."""
         import torch
         from transformers import DynamicCache
 
@@ -65,17 +55,13 @@ class Subject:
                 use_cache=True,
                 logits_to_keep=1,
             )
-        layers = [
-            torch.stack([layer.keys, layer.values], dim=1) for layer in cache.layers
-        ]  # [exams, 2, heads, tokens, head_dim]
+        layers = [torch.stack([layer.keys, layer.values], dim=1) for layer in cache.layers]
         stacked = torch.stack(layers, dim=1).transpose(3, 4).to(torch.bfloat16).contiguous()
         bits: Bits = stacked.view(torch.int16).numpy().view(np.uint16)
         return bits
 
     def answer(self, kv: Bits, questions: Tokens) -> Any:
-        """Logits after each token of the questions, on top of that KV: a tensor `[exams, question
-        tokens, vocabulary]`, float32.
-        """
+        """Return float32 logits `[exams, question tokens, vocabulary]`."""
         import torch
         from transformers import DynamicCache
 
@@ -90,11 +76,10 @@ class Subject:
 
 
 def load_subject(model: str | Path, *, tokens_per_chunk: int) -> Subject:
-    """Load a folder, or what transformers finds by that name. Weights are read from safetensors
-    only.
+    """Load a folder or a name. Weights must be safetensors.
 
-    Raises ConfigError for what is not there or no causal language model, LayoutError for one whose
-    KV kvhold does not serve.
+    Raises ConfigError for a missing or unusable model, LayoutError for one whose KV is not
+    supported.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

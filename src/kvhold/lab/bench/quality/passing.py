@@ -1,10 +1,4 @@
-"""KV through a codec, as a tier does it: each whole chunk a frame and back, and the tail.
-
-    passed = through(make_codec("int8"), kv, layout)      # passed.bits is what a reader would get
-
-Chunks begin at multiples of `layout.tokens_per_chunk`. What a codec does not accept stays raw, as
-in a tier. Any thread, no model.
-"""
+"""KV through a codec's frames, as in a tier. Chunks that a codec does not accept stay raw."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +16,10 @@ Bits = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Passed:
-    """What came back.
+    """The decoded KV.
 
-    bits:        as what went in
-    plain_bytes: of all chunks
-    frame_bytes: of all frames, headers too
-    error:       the largest |decoded - original| in a layer of a chunk over the largest |original| in it, in the worst
+    frame_bytes: with headers
+    error:       largest |decoded - original| / largest |original|, in the worst layer
     """
 
     bits: Bits
@@ -37,8 +29,8 @@ class Passed:
 
 
 def through(codec: Codec, kv: Bits, layout: Layout) -> Passed:
-    """Every chunk of `kv`, `[exams, layers, 2, tokens, heads, head_dim]` bfloat16 as uint16, framed
-    and unframed; `kv` is not changed.
+    """Frame and unframe all chunks of `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as
+    uint16.
     """
     used = codec if codec.accepts(layout, 0) else Raw()
     namespace = Namespace(model="bench quality", layout=layout).digest
@@ -66,7 +58,6 @@ def through(codec: Codec, kv: Bits, layout: Layout) -> Passed:
 def _there_and_back(
     codec: Codec, chunk: Bits, back: Bits, *, key: bytes, layout: Layout, first_token: int
 ) -> int:
-    """Size of the frame in bytes."""
     place: dict[str, Any] = {
         "key": key,
         "layout": layout,
@@ -74,9 +65,7 @@ def _there_and_back(
         "first_token": first_token,
     }
     frame = frame_chunk(_view(chunk), codec, **place)
-    written = memoryview(
-        b"".join(frame.parts)
-    )  # as it would lie in a tier: nothing of the chunk's own memory
+    written = memoryview(b"".join(frame.parts))
 
     def find(name: str) -> Codec | None:
         return codec if name == codec.name else find_codec(name)
@@ -86,5 +75,4 @@ def _there_and_back(
 
 
 def _view(array: Bits) -> memoryview:
-    # an array is a buffer
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

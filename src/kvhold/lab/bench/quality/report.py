@@ -1,6 +1,4 @@
-"""How the rows are shown: a table for the terminal, and accuracy (or divergence) over ratio as a
-picture.
-"""
+"""Shows the rows as a table, and as a picture of accuracy over ratio."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,18 +7,17 @@ import click
 
 from kvhold.lab.bench.quality.measure import Channels, QualityRow
 
-_LEAST_SPREAD = 0.02  # of the axis of accuracy: differences smaller than that are not to look large
+_LEAST_SPREAD = 0.02
 
 _LABELS = (
     10,
     -10,
     24,
     -24,
-)  # points from the dot; neighbours differ, so that their names do not meet
+)  # points from the dot; neighbours differ so that names do not overlap
 
 
 def render(rows: Sequence[QualityRow]) -> str:
-    """The rows as text, one a line under a heading."""
     heading = (
         f"{'codec':16} {'ratio':>6} {'accuracy':>9} {'drop, points':>16} {'KL, nats':>10} "
         f"{'perplexity':>11} {'error':>8}"
@@ -29,7 +26,6 @@ def render(rows: Sequence[QualityRow]) -> str:
 
 
 def render_channels(channels: Channels) -> str:
-    """What quantisers by token fear: keys in which one channel is far larger than the others."""
     keys, values = (
         ", ".join(f"{unlike:.1f}" for unlike in plane) for plane in (channels.keys, channels.values)
     )
@@ -37,8 +33,7 @@ def render_channels(channels: Channels) -> str:
 
 
 def draw(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """Accuracy over ratio, a point a codec with the standard error of its drop; KL where there is
-    no accuracy.
+    """Draw accuracy, or KL without it, over ratio.
 
     PNG, SVG or PDF, by the path's ending. Raises ClickException without matplotlib.
     """
@@ -95,9 +90,7 @@ def draw(rows: Sequence[QualityRow], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "kvhold"}
-    ):  # text as text; the same bytes every time
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvhold"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

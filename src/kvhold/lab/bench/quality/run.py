@@ -1,11 +1,4 @@
-"""From names to rows: which model, which questions, and a sentence on what was measured.
-
-    found = evaluate(["raw", "int8"])
-    found.rows, found.what
-
-`kvhold bench quality` and `kvhold bench codecs` both come through here. Raises NotMeasurable where
-there is nothing to measure with.
-"""
+"""From names to rows: which model and which questions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,23 +15,19 @@ from kvhold.lab.bench.quality.writing import QUESTIONS, continued, written_recal
 
 CHUNK_TOKENS = 128
 CONTEXTS, OTHER_CONTEXTS = 256, 32
-SEED = 1_000_003  # training draws from another
+SEED = 1_000_003
 SHORTEST, LONGEST = 260, 500  # tokens of context: two or three chunks and a tail
 ASKED = Asked(lookups=8, hops=2, runs=1)
 
-_BATCH = 8  # contexts of one length
+_BATCH = 8
 
 
 class NotMeasurable(ConfigError):
-    """There are no weights, or no torch; the message says what to do."""
+    pass
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """what: the model, the questions, and what the numbers mean. channels: of the KV of one
-    context, the first.
-    """
-
     rows: list[QualityRow]
     what: str
     channels: Channels
@@ -54,12 +43,11 @@ def evaluate(
 ) -> Evaluation:
     """Ask the model on KV through each codec.
 
-    model: a folder or a name for transformers; None: the small trained one of a checkout
-    text:  how that text goes on is asked, instead of questions
-    num_contexts: by default `CONTEXTS` of the small model, `OTHER_CONTEXTS` of another
+    model: a folder or name for transformers; None: the small trained one
+    text:  ask for its continuation instead of questions
 
-    Raises NotMeasurable, ConfigError for a codec, model or text that cannot be used, LayoutError
-    for a model whose KV is not served.
+    Raises NotMeasurable, ConfigError for an unusable codec, model or text, LayoutError for a model
+    whose KV is not supported.
     """
     used = [make_codec(name) for name in codecs]
     if num_contexts is None:
@@ -99,9 +87,6 @@ def evaluate(
 
 
 def recall_batches(num_contexts: int, seed: int = SEED) -> Iterator[Exams]:
-    """The questions of `tasks.py` that the small model is asked: lengths from the shortest to the
-    longest, the same for the same seed.
-    """
     rng = np.random.default_rng(seed)
     sizes = [min(_BATCH, num_contexts - first) for first in range(0, num_contexts, _BATCH)]
     lengths = np.linspace(SHORTEST, LONGEST, len(sizes)).round().astype(int).tolist()
@@ -110,17 +95,17 @@ def recall_batches(num_contexts: int, seed: int = SEED) -> Iterator[Exams]:
 
 
 def trained_kv(num_contexts: int) -> Bits:
-    """One whole chunk from each of `num_contexts` contexts of the small trained model.
+    """Return a whole chunk from each context: `[contexts, layers, 2, CHUNK_TOKENS, heads,
+    head_dim]`.
 
-    `[contexts, layers, 2, CHUNK_TOKENS, heads, head_dim]`, bfloat16 as uint16. Raises
-    NotMeasurable.
+    bfloat16 as uint16. Raises NotMeasurable.
     """
     subject = _load(None, CHUNK_TOKENS)
     exams = draw(
         np.random.default_rng(SEED), num_exams=num_contexts, num_tokens=LONGEST, asked=ASKED
     )
     kv = subject.prefill(exams.contexts)
-    start = CHUNK_TOKENS  # the second chunk: tokens with others before them
+    start = CHUNK_TOKENS  # the second chunk has tokens before it
     return np.ascontiguousarray(kv[:, :, :, start : start + CHUNK_TOKENS])
 
 

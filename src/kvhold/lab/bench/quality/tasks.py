@@ -1,21 +1,12 @@
-"""Questions whose answers stand in the context and nowhere else: one wrong key or value in the KV,
-and the answer is another one.
+"""Questions whose answers are only in the context, so that wrong KV changes them.
 
-    exams = draw(np.random.default_rng(0), num_exams=16, num_tokens=384, asked=Asked(lookups=6,
-    hops=2, runs=1))
+A context has pairs `key value` and runs `RUN key letter ...`. Some values are keys. Questions:
 
-A context is pairs `key value` and a few runs `RUN key letter ...`, in any order, each key once.
-Some pairs have a key for their value, the first half of two hops, asked for or not. Three kinds of
-questions follow it:
-
-    LOOKUP key -> the token after that key, among as many others as the context has room for
+    LOOKUP key -> the token after that key
     HOP    key -> the value of the key that is this key's value
-    RUN    key -> all letters of that run, one after the other; letters come again elsewhere, so one
-    letter does not say the next
+    RUN    key -> all letters of that run
 
-Tokens are numbers, there is no text. Answers stand in the questions (a model is told the right
-ones, and asked for the next token before each). `benchmarks/quality/train.py` trains on these,
-other numbers of the same generator. Only numpy, no I/O.
+Answers are part of the questions. `benchmarks/quality/train.py` trains on other draws.
 """
 
 from dataclasses import dataclass
@@ -33,15 +24,12 @@ VOCAB_SIZE = _FIRST_LETTER + NUM_LETTERS
 
 RUN_LETTERS = 8
 KINDS = {"lookup": LOOKUP, "hop": HOP, "run": RUN}
-NO_KIND = 0  # of a token that is not an answer
+NO_KIND = 0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How many questions of each kind a context is asked.
-
-    It has as many runs, and twice as many two hops.
-    """
+    """Questions for a context, which has as many runs and twice as many two hops."""
 
     lookups: int
     hops: int
@@ -49,12 +37,10 @@ class Asked:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all questions with their answers."""
         return 3 * self.lookups + 3 * self.hops + (2 + RUN_LETTERS) * self.runs
 
     @property
     def least_context(self) -> int:
-        """The shortest context that has it all."""
         return 1 + 8 * self.hops + (2 + RUN_LETTERS) * self.runs + 2 * self.lookups
 
 
@@ -63,8 +49,8 @@ class Exams:
     """Contexts of one length with their questions.
 
     contexts:  [exams, tokens]
-    questions: [exams, asked.num_tokens], the answers in their places
-    kinds:     [exams, asked.num_tokens] NO_KIND, or of an answer the question's mark
+    questions: [exams, asked.num_tokens], with answers
+    kinds:     [exams, asked.num_tokens], the mark of an answer's question, else NO_KIND
     """
 
     contexts: Tokens
@@ -80,11 +66,9 @@ def draw(
     asked: Asked,
     num_keys: int = NUM_KEYS,
 ) -> Exams:
-    """Exams with contexts of `num_tokens` tokens, the same for the same generator. num_keys: of how
-    many keys (a beginner's are few).
+    """Draw exams. num_keys: different keys; few are easier.
 
-    Raises ValueError if the context is too short for what is asked, or has room for more keys than
-    there are.
+    Raises ValueError if contexts are too short or need more keys.
     """
     longest = longest_context(asked, num_keys)
     if not asked.least_context <= num_tokens <= longest:
@@ -97,7 +81,6 @@ def draw(
 
 
 def longest_context(asked: Asked, num_keys: int = NUM_KEYS) -> int:
-    """How many tokens of context there are different keys for."""
     return 1 + (2 + RUN_LETTERS) * asked.runs + 2 * (num_keys - asked.runs)
 
 
@@ -110,7 +93,7 @@ def _draw_one(
     pair_keys, run_keys = keys[:num_pairs], keys[num_pairs:]
     values = _FIRST_VALUE + rng.integers(0, NUM_VALUES, num_pairs)
     letters = _FIRST_LETTER + rng.integers(0, NUM_LETTERS, (asked.runs, RUN_LETTERS))
-    in_hops = np.arange(4 * asked.hops)  # keys are shuffled, so any are as good
+    in_hops = np.arange(4 * asked.hops)
     starts, middles = in_hops.reshape(2, -1)
     values[starts] = pair_keys[middles]
     asked_starts, asked_middles = starts[: asked.hops], middles[: asked.hops]
@@ -122,7 +105,7 @@ def _draw_one(
 
     free = np.setdiff1d(
         np.arange(num_pairs), [asked_starts, asked_middles]
-    )  # no question says what another asks
+    )  # so that no question gives away another's answer
     looked_up = rng.permutation(free)[: asked.lookups]
     asks = [(LOOKUP, pair_keys[at], [values[at]]) for at in looked_up]
     asks += [

@@ -1,11 +1,4 @@
-"""What any language model with a tokenizer can be asked: numbers written down in the context, or
-how a text goes on.
-
-    batches = written_recall(tokenizer, num_contexts=32, num_tokens=400, seed=0)
-    batches = continued(tokenizer.encode(text), num_contexts=32, num_tokens=512)
-
-The same `Exams` as of `tasks.py`, one context a batch, since texts have unlike lengths. No torch.
-"""
+"""Questions for any language model: numbers in the context, or a text's continuation."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,9 +17,7 @@ _FIRST, _SECOND = "bdfgklmnprstvz", "aeiou"
 def written_recall(
     tokenizer: Any, *, num_contexts: int, num_tokens: int, seed: int
 ) -> Iterator[Exams]:
-    """Lines "The number of Bato is 4821." up to about `num_tokens` tokens, then `QUESTIONS` of them
-    again; the numbers are the answers.
-    """
+    """Lines "The number of Bato is 4821.", about `num_tokens` tokens, then `QUESTIONS` again."""
     rng = np.random.default_rng(seed)
     names = [
         f"{a}{b}{c}{d}".capitalize()
@@ -56,11 +47,9 @@ def written_recall(
 
 
 def continued(tokens: Sequence[int], *, num_contexts: int, num_tokens: int) -> Iterator[Exams]:
-    """Pieces of a text, `num_tokens` of context and `CONTINUED_TOKENS` that follow, all but the
-    first of which are answers.
+    """Cut evenly spread pieces: `num_tokens` of context and `CONTINUED_TOKENS` as answers.
 
-    Pieces lie evenly over the text and do not overlap. Raises ConfigError for a text that has not
-    one.
+    Raises ConfigError for a text that is too short.
     """
     step = num_tokens + CONTINUED_TOKENS
     most = len(tokens) // step

@@ -1,4 +1,4 @@
-"""`kvhold bench soak`: long runs that must find nothing."""
+"""`kvhold bench soak`."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _seed = click.option(
 
 @click.group()
 def command() -> None:
-    """Long runs that must find nothing. Each exits with 1 if it found something."""
+    """Long runs that must find nothing. Each exits with 1 if it finds something."""
 
 
 @command.command()
@@ -50,10 +50,8 @@ def damage(
 ) -> None:
     """Damage on purpose: is each one noticed?
 
-    frames: flips, truncations and swaps of frames on their way up. memory: single bits of stored
-        chunks in the arena of a real node,
-    flipped from outside. tiers: the same over each tier that can be had here, before, during and
-        after the write, and in its own values.
+    frames: flips, truncations and swaps of frames. memory: flipped bits in a real node's arena.
+        tiers: the same over each tier, before, during and after the write, and in its values.
     """
     if where == "frames":
         from kvhold.lab.bench.soak import damage as run
@@ -77,9 +75,7 @@ def damage(
 @_seed
 @_json
 def kills(rounds: int, seed: int, json_file: Path | None) -> None:
-    """`kill -9` of a node that stores and clears: is every acknowledged chunk on disk a hit
-    afterwards, and the accounting exact?
-    """
+    """`kill -9` of a node that stores and clears: are all acknowledged chunks hits afterwards?"""
     with needing("'kvhold[testing]'"):
         from kvhold.lab.bench.soak import kills as run
 
@@ -97,9 +93,7 @@ def kills(rounds: int, seed: int, json_file: Path | None) -> None:
 @_seed
 @_json
 def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> None:
-    """A real vLLM over Redis, which is killed and started again and again: wrong tokens, errors,
-    memory that grows?
-    """
+    """A real vLLM over a Redis that is killed repeatedly: wrong tokens, errors, growing memory?"""
     with needing("'kvhold[testing]'"):
         from kvhold.lab.bench.soak import redis as run
 
@@ -111,9 +105,7 @@ def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> 
 @_seed
 @_json
 def requests(requests: int, seed: int, json_file: Path | None) -> None:
-    """Random requests of two vLLM engines over one node that evicts all the time: is every token
-    that of an engine without kvhold?
-    """
+    """Random requests of two vLLM engines over one evicting node: are all tokens right?"""
     with needing("vLLM and 'kvhold[testing]'"):
         from kvhold.lab.bench.soak import requests as soak
 
@@ -148,9 +140,7 @@ def simulation(
     names: tuple[str, ...],
     json_file: Path | None,
 ) -> None:
-    """Node, clients, transfers and tiers in virtual time, with faults drawn from a seed: does any
-    history break a rule?
-    """
+    """Node, clients and tiers in virtual time with random faults: is a rule broken?"""
     from kvhold.lab.simulation import soak
 
     def tell(text: str) -> None:

@@ -1,9 +1,8 @@
-"""Frames damaged at random, then received as the cache receives them: `run(100_000, seed=1)`.
+"""Randomly damaged frames, received as the cache receives them.
 
-Each is one of a few layouts (GQA, MLA, float8 beside float32, an engine's own packing), damaged in
-one way: some bits flipped, cut short, replaced by another frame, mixed with a part of another one,
-two of its layers exchanged. It lands in the arena as a tier's value does, and is checked by the
-same code. What is accepted although its bytes are others was not noticed.
+Layouts: GQA, MLA, float8 beside float32, an engine's own packing. Damage: flipped bits, truncation,
+another frame, a part of another frame, two exchanged layers. Accepted frames with other bytes count
+as undetected.
 """
 
 import random
@@ -61,7 +60,7 @@ _FRAMES_EACH = 8
 
 @dataclass(frozen=True)
 class Damage:
-    """How it went. undetected must be 0."""
+    """The result. undetected must be 0."""
 
     injected: dict[str, int]
     noticed_by: dict[str, int]
@@ -72,8 +71,6 @@ class Damage:
 
 @dataclass
 class _Frame:
-    """A good one, and where it belongs."""
-
     entry: Entry
     layout: Layout
     whole: bytes
@@ -90,7 +87,6 @@ class _Run:
 
 
 def run(count: int, seed: int) -> Damage:
-    """Damage `count` frames."""
     began = time.monotonic()
     injected: Counter[str] = Counter()
     with Arena.create(4 << 20, huge_pages="never") as arena:
@@ -133,7 +129,6 @@ def _make(ram: RamTier, layout: Layout, chance: random.Random) -> _Frame:
 
 
 def _receive(work: _Run, frame: _Frame, damaged: bytes) -> None:
-    """As a tier reads it: into the parts of a landing, as many bytes as there are."""
     landing = Landing.of(work.ram, Arrival(frame.entry, frame.layout, Place(0, len(frame.whole))))
     at = 0
     for part in landing.parts:
@@ -146,7 +141,7 @@ def _receive(work: _Run, frame: _Frame, damaged: bytes) -> None:
         work.noticed[error.reason] += 1
     else:
         work.undetected += 1
-    work.ram.view(frame.entry)[:] = frame.whole[frame.header_bytes :]  # for the next one
+    work.ram.view(frame.entry)[:] = frame.whole[frame.header_bytes :]
 
 
 def _flipped(work: _Run, frame: _Frame) -> bytes:
@@ -174,7 +169,6 @@ def _mixed(work: _Run, frame: _Frame) -> bytes:
 
 
 def _exchanged(work: _Run, frame: _Frame) -> bytes:
-    """Two layers."""
     layers = frame.layout.groups[0].layers
     size = (len(frame.whole) - frame.header_bytes) // layers
     one, two = sorted(work.chance.sample(range(layers), 2))

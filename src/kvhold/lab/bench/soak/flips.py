@@ -1,19 +1,11 @@
-"""Single bits of stored chunks flipped from outside the cache, then the chunks read as an engine
-reads them.
+"""Flips bits of stored chunks from outside the cache, then reads the chunks.
 
-    in_memory(10_000, seed=1)  # a real node, two clients, a third mapping that flips
-    in_tiers(10_000, seed=1, names=["disk", ...])   # so many in each; a cache in this process over
-    that tier
+    in_memory(10_000, seed=1)  # a real node, two clients
+    in_tiers(10_000, seed=1, names=["disk", ...])  # count in each tier
 
-An engine here is a pool of random blocks. It stores prompts of one chunk from some of its blocks
-and loads them into others, by each of
-the ways that integrations use: all layers at once, a layer at a time, or by reading the buffer and
-verifying after that. A load either says that nothing came, or the blocks are equal. Anything else
-was delivered damaged, and must not happen.
-
-Over a tier, a bit is flipped in memory between the writer's copy and the commit, in memory after
-the commit while the chunk is being written below, or in the tier's own value. Then the chunk is
-dropped from memory and asked for again.
+An engine is a pool of random blocks that stores and loads in each way of the integrations. A load
+must miss or deliver equal blocks. Over a tier, bits are flipped before the commit, during the
+write, or in the tier.
 """
 
 import asyncio
@@ -42,17 +34,17 @@ from kvhold.node import NodeClient
 from kvhold.testing.damage import OpenArena
 from kvhold.testing.servers.base import NotInstalled
 
-PROMPTS = 16  # of one chunk each, that lie in memory at a time
+PROMPTS = 16
 TIERS = ("memory", *PLACES)
-_BLOCK = 4  # tokens
-_BLOCKS = 4  # of a chunk
+_BLOCK = 4
+_BLOCKS = 4
 _PATIENT_S = 60.0
 _LAYOUTS = tuple(
     Layout(
         (Group(layers=3, planes=2, heads=2, head_dim=head_dim, dtype="bfloat16"),),
         tokens_per_chunk=_BLOCK * _BLOCKS,
     )
-    # 32: layers of 4 KiB, which the compiled copies hash. 1: of 128 bytes, which the library hashes.
+    # 32: layers of 4 KiB, hashed by the compiled copies. 1: of 128 bytes, hashed by the library.
     for head_dim in (32, 1)
 )
 _CODECS = ("raw", "lossless")
@@ -60,10 +52,9 @@ _CODECS = ("raw", "lossless")
 
 @dataclass(frozen=True)
 class Flips:
-    """How it went. delivered: chunks that came and were not the stored bytes; must be 0.
+    """The result. delivered: damaged chunks that were loaded; must be 0.
 
-    flipped, exact, missed: by place; `exact` are reads of chunks that came unharmed, from a tier
-        whose copy was good, say
+    exact:    unharmed chunks, such as from a tier's good copy
     """
 
     flipped: dict[str, int]
@@ -100,8 +91,6 @@ class _Tally:
 
 
 class _Engine:
-    """Blocks of random bytes, and the prompts whose KV they are."""
-
     def __init__(self, layout: Layout, chance: random.Random) -> None:
         (group,) = layout.groups
         self.layout, self.chance = layout, chance
@@ -117,7 +106,6 @@ class _Engine:
         self._round = 0
 
     def prompts(self) -> list[Prompt]:
-        """New ones."""
         self._round += 1
         tokens = np.arange(self.layout.tokens_per_chunk, dtype=np.int32)
         return [
@@ -132,7 +120,6 @@ class _Engine:
         prompt: Prompt,
         before_commit: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Copy and commit. before_commit: gets where the chunk lies."""
         blocks = np.arange(number * _BLOCKS, (number + 1) * _BLOCKS)
         with cache.reserve(self.layout, prompt.chunks()) as room:
             if not room.granted:
@@ -147,7 +134,7 @@ class _Engine:
             room.commit()
 
     def load(self, cache: Cache, prompt: Prompt) -> bool:
-        """Whether something came, as the engine is told."""
+        """Load. Returns False for a miss or reported damage."""
         for tensor in self.tensors:
             tensor[:, self.into] = 0
         with cache.lookup(prompt.query()) as hit:
@@ -162,7 +149,6 @@ class _Engine:
         return True
 
     def is_exact(self, number: int) -> bool:
-        """Whether the last load brought what the prompt's blocks hold."""
         blocks = np.arange(number * _BLOCKS, (number + 1) * _BLOCKS)
         return all(
             np.array_equal(tensor[:, blocks], tensor[:, self.into]) for tensor in self.tensors
@@ -184,9 +170,6 @@ class _Engine:
 
 
 def in_memory(count: int, seed: int) -> Flips:
-    """Flip `count` bits of committed chunks of a real node, from this process by a mapping of its
-    own.
-    """
     chance, tally = random.Random(seed), _Tally()
     with (
         _quiet(),
@@ -215,7 +198,7 @@ def in_memory(count: int, seed: int) -> Flips:
 
 
 def in_tiers(count: int, seed: int, names: Sequence[str] = ()) -> Flips:
-    """Flip `count` bits over each of these tiers (all, if none is named) that can be had here."""
+    """Flip `count` bits over each tier. Default: all."""
     tally = _Tally()
     for name in names or TIERS:
         chance = random.Random(seed)
@@ -254,7 +237,7 @@ def _over_one_tier(
                     _flip(engine, arena, offset)
 
             engine.store(cache, number, prompt, before_commit)
-            if when == "after it":  # while the mover frames it, before that or after that
+            if when == "after it":  # before, during or after the mover frames it
                 _flip(engine, arena, places[0])
             below += [prompt] if when == "below" else []
             tally.flipped[name] += when != "never"
@@ -287,7 +270,7 @@ def _flip(engine: _Engine, arena: OpenArena, offset: int) -> None:
 
 
 async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.Random) -> None:
-    """In the mover's loop: write each value again with one bit changed."""
+    """Flip a bit of each value, in the mover's loop."""
     assert cache.mover is not None
     tier = cache.mover._stack.guards[0]._tier
     for key, size in zip(keys, await tier.probe(keys), strict=True):
@@ -302,7 +285,6 @@ async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.R
 
 
 def _drop_from_memory(cache: LocalCache) -> None:
-    """As if all had been evicted."""
     with cache._lock:
         for entry in cache._state.ram.entries():
             cache._state.ram.remove(entry)
@@ -310,7 +292,6 @@ def _drop_from_memory(cache: LocalCache) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A line for each damaged chunk is what a user wants, and not here."""
     log = logging.getLogger("kvhold")
     before = log.level
     log.setLevel(logging.CRITICAL)

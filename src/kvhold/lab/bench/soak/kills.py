@@ -1,10 +1,7 @@
-"""A node over a disk, killed again and again at random moments while it stores and clears:
-`run(1_000, seed=1)`.
+"""A node over a disk, killed at random moments while it stores and clears.
 
-A prompt is acknowledged when `flush` has said that it is written. After each restart every prompt
-acknowledged in the last round, and some of those before, must be a full hit with the right bytes,
-and the tier's idea of the space it takes must be what the file system says. What was cleared is not
-looked for. Now and then everything is cleared, so that a long run needs no large disk.
+A prompt is acknowledged when `flush` has returned. After a restart acknowledged prompts must be
+full hits with the right bytes, and the tier's used bytes must be the file system's.
 """
 
 import logging
@@ -30,7 +27,7 @@ from kvhold.testing.cache import a_prompt, read, store
 
 LAYOUT = Layout(
     groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
-)  # 128 KiB a chunk
+)
 PROMPT_TOKENS = 3 * 64 + 10
 _ROUNDS_A_SPACE = 20
 _REREAD = 6
@@ -38,7 +35,7 @@ _REREAD = 6
 
 @dataclass(frozen=True)
 class Kills:
-    """How it went. lost, wrong and misaccounted must be 0."""
+    """The result. lost, wrong and misaccounted must be 0."""
 
     rounds: int
     acknowledged: int
@@ -66,9 +63,8 @@ class _Run:
 
 
 def run(rounds: int, seed: int) -> Kills:
-    """Kill it `rounds` times."""
     began = time.monotonic()
-    logging.getLogger("kvhold.node").setLevel(logging.ERROR)  # each kill would be told
+    logging.getLogger("kvhold.node").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="kvhold-kills-"))
     work = _Run(folder, random.Random(seed))
     try:
@@ -103,7 +99,7 @@ def _round(work: _Run, number: int, *, last: bool = False) -> None:
                 work.space + 1,
                 [],
                 [],
-            )  # what is cleared now may or may not be there after the kill
+            )  # a clear that is killed may or may not take effect
             threading.Timer(work.chance.uniform(0, 0.05), node.kill).start()
             with suppress(KVHoldError):
                 client.clear()
@@ -125,7 +121,6 @@ def _store_until_dead(work: _Run, client: NodeClient) -> None:
 
 
 def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
-    """At all of the last round, and some of those before."""
     earlier = (
         work.kept if everything else work.chance.sample(work.kept, min(_REREAD, len(work.kept)))
     )
@@ -138,10 +133,9 @@ def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
 
 
 def _account(work: _Run, client: NodeClient) -> None:
-    """The tier's own idea of its space against the file system's."""
     client.lookup(
         _prompt(work, 0).query()
-    ).close()  # what nobody has stored: its answer comes after the disk has been looked over
+    ).close()  # a miss, whose answer comes after the disk's scan
     (tier,) = client.status()["tiers"]
     kv = work.folder / "kv"
     files = [path for path in kv.glob("??/*") if path.is_file()]
@@ -157,8 +151,6 @@ def _prompt(work: _Run, seed: int) -> Prompt:
 
 
 class _Node:
-    """One life of the node."""
-
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "node.sock"
         command = [
@@ -171,7 +163,7 @@ class _Node:
             "--ram-bytes",
             "32MiB",
         ]
-        # a busy machine loses no chunk, it is late
+        # a busy machine must not lose chunks by time-outs
         patient = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"
         command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB&{patient}"]
         environ = {
@@ -186,18 +178,15 @@ class _Node:
             raise RuntimeError(f"the node did not start: {(folder / 'log').read_text()[-2000:]}")
 
     def client(self) -> NodeClient:
-        """Patient, so that a busy machine is not taken for a lost chunk."""
         return NodeClient(
             self._socket, ClientConfig(call_timeout_s=60, arrival_timeout_s=60), name="kills"
         )
 
     def kill(self) -> None:
-        """At once."""
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until it is dead."""
         self._process.wait()
 
     def __enter__(self) -> "_Node":

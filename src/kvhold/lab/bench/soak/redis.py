@@ -1,10 +1,7 @@
-"""A real vLLM whose tier is a Redis that keeps dying: `run(minutes=30, every_s=60, seed=1)`.
+"""A real vLLM whose tier is a Redis that keeps dying.
 
-Redis is small (it evicts) and so is the node's memory, so that most hits come through Redis; it is
-killed with SIGKILL every minute and is away for ten seconds. What the engine answers is compared
-with what vLLM alone answers to the same prompts. Memory is that of the engine's process and of the
-node's, after a fifth of the time and a number of requests (vLLM alone goes on taking memory for the
-first thousands) and at the end.
+Most hits come through Redis, which is killed every minute for ten seconds. Answers are compared
+with those of vLLM alone. Memory must not grow after a fifth of the time.
 """
 
 import os
@@ -27,16 +24,13 @@ _PROMPTS = 40
 _AT_ONCE = 4
 _OUTPUT_TOKENS = 6
 _MAY_GROW_BYTES = 200 << 20
-# by then vLLM has taken what it takes by itself; where there were not as many again, only the node
-# is judged
+# vLLM's own memory grows until then. With fewer than twice as many, only the node is judged.
 _SETTLED_REQUESTS = 3_000
 _VOCABULARY = range(10, 250)
 
 
 @dataclass(frozen=True)
 class RedisSoak:
-    """How it went. wrong and errors must be 0, memory bounded, and Redis must have been of use."""
-
     minutes: float
     requests: int
     wrong: int
@@ -49,10 +43,7 @@ class RedisSoak:
 
 
 def run(minutes: float, every_s: float, seed: int) -> RedisSoak:
-    """Ask, compare, kill, for so long.
-
-    Raises NotInstalled without redis-server, EngineFailed if vLLM does not start.
-    """
+    """Raises NotInstalled without redis-server, EngineFailed if vLLM does not start."""
     model, prompts = make_model("tiny"), _prompts(seed)
     with _engine(model, None, "") as plain:
         expected = plain.generate_many(prompts, max_tokens=_OUTPUT_TOKENS).token_ids
@@ -94,7 +85,6 @@ class _Soak:
         self.requests = self.wrong = self.errors = self.kills = 0
 
     def run(self, minutes: float, every_s: float) -> RedisSoak:
-        """The whole of it."""
         killer = threading.Thread(target=self._kill, args=(every_s,))
         begin_s = time.monotonic()
         try:
@@ -140,7 +130,7 @@ class _Soak:
             answer = self._engine.generate_many(
                 [self._prompts[at] for at in chosen], max_tokens=_OUTPUT_TOKENS
             )
-            self._engine.reset_prefix_cache()  # so that KV comes from kvhold the next time
+            self._engine.reset_prefix_cache()
         except EngineFailed:
             self.errors += 1
             raise
@@ -188,7 +178,6 @@ def _engine(model: ModelInfo, socket: Path | None, redis_url: str) -> Engine:
 
 
 def _prompts(seed: int) -> list[list[int]]:
-    """Half of them share a beginning with an earlier one."""
     chance = random.Random(seed)
     prompts: list[list[int]] = []
     for at in range(_PROMPTS):

@@ -1,20 +1,9 @@
-"""Random requests of two engines that share a node far too small for them: `run(10_000, seed=1)`.
+"""Random requests of two engines that share a node far too small for them.
 
-Every answer must be, token by token, that of a third engine without a connector and without prefix
-caching. Requests share beginnings, come again, go on after answers, arrive in bursts and are
-aborted in every stage of their life; the engines have too little memory for those that run, so that
-some are preempted; one has its own prefix cache, the other schedules by priority. The node holds
-some thirty chunks: what was stored is soon evicted. All arithmetic is float32, and it is done in
-other batches and pieces than the third engine's, so that logits differ
-in their last bits: an answer is asked only as far as its best token leads by `_SURE` (see
-    `near_ties`).
-
-Beside the tokens, every block that is loaded is compared with those that were computed
-(`kvhold.lab.verify.witness`). A token that differs is `unsteady` only if the third engine, asked
-again for that prompt alone, gives the other answer, too; else it is `wrong`.
-
-Three processes, a window of requests at a time: the third engine answers the next window while the
-two serve this one.
+Each answer must equal that of a third engine without a connector and prefix cache. Requests share
+beginnings and are aborted at every stage. Engines preempt, and the node soon evicts. Batches change
+the last bits of float32 logits, so an answer is compared up to its first near tie (`_SURE`). Loaded
+blocks are compared with computed ones (`kvhold.lab.verify.witness`).
 """
 
 import random
@@ -43,31 +32,24 @@ from kvhold.node import NodeClient, end_node
 
 _SHAPE = Shape(block=32, chunk=64, limit=448)
 _LONGEST_ANSWER = 64
-_RAM_BYTES = 4 << 20  # 32 chunks of 128 KiB; a dozen requests that run at once have more
-_BLOCKS = 1 + 20  # of an engine; the longest request has 16
+_RAM_BYTES = 4 << 20
+_BLOCKS = 1 + 20
 _WINDOW = 100
-# the difference of logarithms below which a token is a near tie; batches and pieces make 1e-5 of
-# difference
+# A smaller difference of logarithms is a near tie. Batches cause 1e-5.
 _SURE = 1e-3
-_PATIENT_S = 60.0  # busy cores must not turn hits into misses
+_PATIENT_S = 60.0
 _ENGINE_TIMEOUT_S = 900.0
-_SHOWN = 5  # differences
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Requests:
-    """How it went. wrong, errors, kv_wrong and kv_unknown must be 0; what the run claims to have
-    met must have been met (`missing`).
+    """The result. wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
 
-    aborted_in:    how many, by the stage in which they were
-    hits:          loads from kvhold; loaded_tokens: of these
-    evicted:       chunks
-    kv_compared:   blocks loaded, each compared with what was computed for its tokens; kv_wrong:
-                   held other bytes; kv_unknown: nobody was seen to compute them, or a load ended
-                   within them
-    near_ties:     answers that were asked shorter, or not at all, because vLLM itself might go on
-        either way
-    differences:   the first few answers that were not as they ought to be
+    kv_unknown:  blocks that no engine computed, and loads that ended inside a block
+    unsteady:    differing answers that the third engine gives, too, to a lone prompt
+    near_ties:   answers shortened or dropped at a near tie
+    missing:     events that must occur and did not
     """
 
     requests: int
@@ -92,21 +74,20 @@ class Requests:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the engine without a connector says. near_tie: it would go on, but not surely so."""
+    """An answer of the third engine. near_tie: it was cut there."""
 
     token_ids: list[int]
     near_tie: bool
 
     @classmethod
     def of(cls, token_ids: Sequence[int], margins: Sequence[float]) -> "Answer":
-        """As far as it is sure."""
         sure = next((at for at, margin in enumerate(margins) if margin < _SURE), len(token_ids))
         return cls(list(token_ids[:sure]), sure < len(token_ids))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An answer that is not as it ought to be. name: the connector's, of the request."""
+    """A wrong answer. name: the connector's id of the request."""
 
     engine: int
     arrival: Arrival
@@ -117,8 +98,6 @@ class Difference:
 
 @dataclass
 class Tally:
-    """Over all windows so far."""
-
     requests: int = 0
     aborted_in: Counter[str] = field(default_factory=Counter)
     preemptions: int = 0
@@ -132,7 +111,6 @@ class Tally:
         expected: Sequence[list[int]],
         served: Served,
     ) -> None:
-        """Judge one engine's window. expected: the whole answer of each."""
         self.requests += len(arrivals)
         self.preemptions += served.num_preemptions
         self.ends.update(served.ends)
@@ -146,12 +124,11 @@ class Tally:
 
     @property
     def errors(self) -> int:
-        """Requests that ended in another way than they ought to."""
         return sum(count for end, count in self.ends.items() if end not in ("abort", "length"))
 
 
 def run(requests: int, seed: int) -> Requests:
-    """Serve so many requests. Raises EngineFailed if an engine does not start."""
+    """Serve requests. Raises EngineFailed if an engine does not start."""
     began = time.monotonic()
     model = make_checkpoint("llama").path
     with tempfile.TemporaryDirectory(prefix="kvhold-requests-") as folder, ExitStack() as stack:
@@ -174,8 +151,6 @@ def run(requests: int, seed: int) -> Requests:
 
 
 class _Engine:
-    """An engine in a process of its own, with a thread of its own to wait for it."""
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._engines = Engines(timeout_s=_ENGINE_TIMEOUT_S, threads=1)
         self._thread = ThreadPoolExecutor(1)
@@ -196,17 +171,13 @@ class _Engine:
 
 @dataclass
 class _Window:
-    """Requests for each of the two engines, and their answers, as far as these were not known,
-    which are being asked for.
-    """
-
     batches: tuple[list[Arrival], list[Arrival]]
     asked: list[Arrival]
     answers: "Future[Served]"
 
 
 class _Soak:
-    """The whole run. crew: the engine without a connector, and the two with it."""
+    """The whole run. crew: the third engine, then the two."""
 
     def __init__(
         self, crew: Sequence[_Engine], vocabulary: Sequence[int], chance: random.Random
@@ -222,7 +193,6 @@ class _Soak:
         self.failed: list[str] = []
 
     def run(self, requests: int) -> None:
-        """All of them, or up to the first engine that fails."""
         try:
             left, window = requests, self._draw(min(_WINDOW, requests))
             while left:
@@ -241,7 +211,6 @@ class _Soak:
             self.failed.append(str(error))
 
     def _draw(self, count: int) -> _Window:
-        """Random requests, and have those asked for whose answers are not known."""
         batches: tuple[list[Arrival], list[Arrival]] = [], []
         steps = [0, 0]
         asked: dict[tuple[int, ...], Arrival] = {}
@@ -263,7 +232,6 @@ class _Soak:
         return _Window(batches, arrivals, self._alone.serve(arrivals, margins=True))
 
     def _learn(self, window: _Window) -> list[list[Arrival]]:
-        """Take the answers, and shorten requests to what is sure of them."""
         served = window.answers.result()
         assert set(served.ends) <= {"length"}, (
             f"the engine without a connector ended requests by {set(served.ends)}"
@@ -290,7 +258,6 @@ class _Soak:
         return self._answers[tuple(arrival.tokens)].token_ids[: arrival.max_tokens]
 
     def _judge(self) -> None:
-        """Of new differences: does the engine without a connector, too, give the other answer?"""
         differences, self.tally.differences = self.tally.differences, []
         for difference in differences:
             arrival = Arrival(
@@ -318,9 +285,7 @@ def _random_arrival(
                 {"ttl_s": 0.5},
             )
         )
-    abort = (
-        chance.choice((*STAGES, "loading")) if chance.random() < 0.25 else None
-    )  # few can be caught while they load
+    abort = chance.choice((*STAGES, "loading")) if chance.random() < 0.25 else None
     return Arrival(
         tokens=tokens,
         max_tokens=chance.choice(
@@ -342,9 +307,6 @@ def _random_arrival(
 
 
 def _alone(model: Path) -> dict[str, Any]:
-    """Arguments of the engine without a connector: it computes everything, and has
-    memory for all.
-    """
     return _engine(model) | {
         "enable_prefix_caching": False,
         "max_num_seqs": 16,
@@ -354,13 +316,12 @@ def _alone(model: Path) -> dict[str, Any]:
 
 
 def _sharing(model: Path, socket: Path, notes: Path) -> list[dict[str, Any]]:
-    """Arguments of the two engines with it."""
     cramped = {
         "num_gpu_blocks_override": _BLOCKS,
         "kv_cache_memory_bytes": 128 << 20,
         "max_num_seqs": 8,
         "enable_chunked_prefill": True,
-        # begin prompts that do not fit: preempted while their KV is still being computed
+        # begin prompts that do not fit, so they are preempted while being computed
         "scheduler_reserve_full_isl": False,
     }
     one = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
@@ -393,7 +354,7 @@ def _transfer(socket: Path, notes: Path, *, save_decode: bool) -> dict[str, Any]
         "tokens_per_chunk": _SHAPE.chunk,
         "ram_bytes": _RAM_BYTES,
         "save_decode": save_decode,
-        "rules": {"plan": False},  # the model is so small that computing would be faster
+        "rules": {"plan": False},
         "node": {"socket": str(socket), "idle_exit_s": 600},
         "client": {"connect_timeout_s": _PATIENT_S, "call_timeout_s": _PATIENT_S},
     }
@@ -450,7 +411,6 @@ def _report(
 
 
 def _told(difference: Difference, loads: Sequence[dict[str, Any]]) -> str:
-    """Which request it was, and whether the KV that it had from kvhold was right."""
     own = [load for load in loads if load["request"] == difference.name]
     bad = sum(len(load["wrong"]) + len(load["unknown"]) for load in own)
     kv = (

@@ -1,12 +1,7 @@
-"""Prompts as they come in over a day: begun like earlier ones, gone on with after an answer, asked
-again, or new.
+"""Prompts of a day: they branch off earlier ones, continue an answer, repeat, or are new.
 
-    texts = Texts(random.Random(1), vocabulary, Shape(block=32, chunk=64, limit=600))
-    prompt = texts.prompt(); texts.answered(prompt, answer)
-
-Only the latest are remembered, so that what is shared may still be cached. Prompts that branched
-off are remembered, too: what is shared has several levels. Branches are cut and lengths are chosen
-anywhere, and often just at, before or behind an edge of blocks and chunks.
+Only the latest are remembered, so that shared parts may still be cached. Lengths are often at or
+next to an edge of blocks and chunks.
 """
 
 import random
@@ -21,7 +16,7 @@ _KINDS, _OF_TEN = (_NEW, _AGAIN, _GO_ON, _BRANCH), (2, 2, 2, 4)
 
 @dataclass(frozen=True)
 class Shape:
-    """In tokens: the engine's block, kvhold's chunk, and the longest prompt."""
+    """In tokens; limit: the longest prompt."""
 
     block: int
     chunk: int
@@ -29,8 +24,6 @@ class Shape:
 
 
 class Texts:
-    """One stream of prompts. The same chance, vocabulary and answers give the same ones."""
-
     def __init__(self, chance: random.Random, vocabulary: Sequence[int], shape: Shape) -> None:
         self._chance = chance
         self._vocabulary = vocabulary
@@ -39,7 +32,6 @@ class Texts:
         self._answered: deque[list[int]] = deque(maxlen=_REMEMBERED)
 
     def prompt(self) -> list[int]:
-        """The next one: 1 to `limit` tokens."""
         kind = self._chance.choices(_KINDS, _OF_TEN)[0]
         if kind == _AGAIN and self._prompts:
             return self._chance.choice(self._prompts)
@@ -55,14 +47,13 @@ class Texts:
         return prompt
 
     def answered(self, prompt: list[int], answer: list[int]) -> None:
-        """A later prompt may go on after this answer."""
         self._answered.append(prompt + answer)
 
     def _words(self, count: int) -> list[int]:
         return self._chance.choices(self._vocabulary, k=count)
 
     def _length(self, most: int) -> int:
-        """From 1 to `most`; every other one at an edge or beside it, where there is one."""
+        """1 to `most`; half are at or next to an edge."""
         edge = self._chance.choice((self._shape.block, self._shape.chunk))
         if most < edge or self._chance.random() < 0.5:
             return self._chance.randint(1, most)

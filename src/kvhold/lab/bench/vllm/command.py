@@ -86,13 +86,11 @@ def command(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """A real vLLM with kvhold beside vLLM without, vLLM's own offloading, and a prefix cache that
-    holds everything.
+    """A real vLLM with kvhold beside vLLM alone, its offloading, and an unlimited prefix cache.
 
-    TTFT and throughput by how much of a prompt was seen before, in a working set that vLLM's own
-    memory does not hold. Exits with 1 if two systems answered differently, or if kvhold reused
-    nothing. Times do not decide that: the goals' verdicts are printed. Ctrl-C ends it after one
-    round or more with what it has.
+    TTFT and throughput by reuse, in a working set larger than vLLM's own memory. Exits with 1 if
+    two systems answered differently, or if kvhold reused nothing. Times do not decide that; the
+    goals' verdicts are printed. Ctrl-C ends it after the first round with the results so far.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")

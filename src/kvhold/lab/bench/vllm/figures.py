@@ -1,7 +1,4 @@
-"""From the times of cells to rows: medians, and ratios within cells (`kvhold.lab.bench.ratios`).
-
-No I/O, no vLLM.
-"""
+"""From cells to rows: medians, and ratios within cells. No I/O, no vLLM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +25,10 @@ from kvhold.lab.bench.vllm.systems import (
 class VllmRow:
     """One system at one share of reuse.
 
-    reuse: per cent of the prompt; throughput: tokens of prompts and outputs a second, two requests
-        together; None: not measured
-    ratio_to_best_peer: its TTFT over that of the best other system, the limit aside, in the same
-        cells; below 1 it is faster
-    cached_tokens: what the shortest hit spared; requests: those behind the TTFT
-    ttft_ratios, throughput_ratios, cpu_ratios: its value over that of each other system; CPU time
-    is of all processes, for whole requests
+    throughput: tokens of prompts and outputs a second, in bursts
+    ratio_to_best_peer: of TTFT; the limit is no peer
+    cached_tokens: of the shortest hit
+    ttft_ratios, throughput_ratios, cpu_ratios: to each other system
     """
 
     reuse: int
@@ -52,7 +46,6 @@ class VllmRow:
 
 
 def make_rows(cells: Sequence[Cell]) -> list[VllmRow]:
-    """A row for each system and each share of reuse."""
     rows = []
     for reuse in sorted({cell.reuse for cell in cells}):
         alone = [cell for cell in cells if cell.reuse == reuse and not cell.burst]
@@ -103,7 +96,6 @@ def make_rows(cells: Sequence[Cell]) -> list[VllmRow]:
 
 
 def goals(rows: Sequence[VllmRow]) -> list[Goal]:
-    """What kvhold's rows are judged by."""
     found = []
     control = next((row for row in rows if row.system == AGAIN), None)
     of_ttft = control.ttft_ratios[PLAIN].apart if control is not None else 1.0

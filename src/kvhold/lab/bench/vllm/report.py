@@ -1,4 +1,4 @@
-"""How the rows are shown: a table for the terminal, and the curve as a picture."""
+"""Shows the rows as a table, and the curve as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,6 @@ _COLORS = {
 
 
 def render(rows: Sequence[VllmRow]) -> str:
-    """The rows as text, a block for each share of reuse."""
     width = max(len(name) for name in SYSTEMS)
     lines = [
         (
@@ -49,7 +48,7 @@ def render(rows: Sequence[VllmRow]) -> str:
 
 
 def draw(rows: Sequence[VllmRow], path: Path, title: str) -> None:
-    """TTFT over reuse, a line for each system (PNG, SVG or PDF, by the path's ending).
+    """Draw TTFT over reuse (PNG, SVG or PDF, by the path's ending).
 
     Raises ClickException without matplotlib.
     """
@@ -64,7 +63,7 @@ def draw(rows: Sequence[VllmRow], path: Path, title: str) -> None:
     for name in SYSTEMS:
         own = [row for row in rows if row.system == name]
         if name not in _COLORS or name in (PLAIN, AGAIN) or not own:
-            continue  # measured at both ends only, where it is as slow as computing
+            continue
         reuse, times = [row.reuse for row in own], [row.ttft_p50_s for row in own]
         axes.plot(
             reuse,

@@ -1,17 +1,9 @@
-"""The rounds: every system gets the same prompts, in turn, and all their answers must be the same.
+"""The rounds: every system gets the same prompts, and all answers must be equal.
 
-A cell is one request by itself (its time to first token) or two handed over together (throughput),
-put to one system after the other, in an order that changes from cell to cell, so that a neighbour's
-load falls on all of them; what is compared are ratios within a cell. A cell's prompts begin with
-texts of its own, which the systems met in the round before, and go on with what nobody has met. In
-a round every engine computes several times what its own small KV memory holds, so it has forgotten
-them.
-
-Without cells of no reuse a round computes too little for that: then every engine but the limit
-forgets its KV before each request.
-
-Where systems differ by few per cent, at no reuse and at a full hit, a round has more cells, for
-those systems alone; and cells within one engine, which forgets its own KV before each request.
+A cell is one request or a burst, put to the systems in random order. Ratios are taken within a
+cell. A prompt begins with a text of the previous round. A round computes several times an engine's
+small KV memory, so that memory has forgotten the text. Without cells of no reuse, all engines but
+the limit forget before each request.
 """
 
 import random
@@ -38,17 +30,15 @@ from kvhold.lab.bench.vllm.systems import (
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.lab.engines.prompts import make_prompt
 
-_FIRST_KNOWN = 1_000_000  # seeds
+_FIRST_KNOWN = 1_000_000
 REUSE_PERCENT = (0, 25, 50, 75, 100)
-BURST = 2  # prompts handed over together
-HELD_PROMPTS = 48  # whose KV the large memories hold: a round makes 32, and 40 with `unchecked`
-_UNCHECKED_CELLS = 8  # of full hits, which differ by few per cent
+BURST = 2
+HELD_PROMPTS = 48  # a round makes 32, and 40 with `unchecked`
+_UNCHECKED_CELLS = 8
 
 
 class OutputsDiffer(KVHoldError):
-    """Two systems answered the same prompt differently: one of them is wrong, and no time means
-    anything.
-    """
+    """Answers differ, so no time is valid."""
 
 
 def rounds(
@@ -60,10 +50,9 @@ def rounds(
     say: Callable[[str], None],
     shares: Sequence[int] = REUSE_PERCENT,
 ) -> Iterator[list[Cell]]:
-    """Run all cells, and give out each round's; but the first round's, in which texts are met for
-    the first time, are not given out.
+    """Run all cells. Yields the rounds, without the first.
 
-    shares: of reuse, per cent. Raises OutputsDiffer, and EngineFailed.
+    shares: of reuse, per cent. Raises OutputsDiffer and EngineFailed.
     """
     chance = random.Random(num_tokens)
     prompts = _Prompts(model, num_tokens)
@@ -92,7 +81,7 @@ def rounds(
 
 
 def _cells(reuse: int) -> list[tuple[tuple[str, ...], bool]]:
-    """A round's cells for this share of reuse: which systems, and whether it is a burst."""
+    """Return a round's cells for this share: systems, and whether it is a burst."""
     everyone = (RECOMPUTE, LIMIT, OFFLOADING, KVHOLD)
     if reuse == 0:
         few, within = (PLAIN, AGAIN, KVHOLD), (KVHOLD, LEFT_ALONE, LEFT_AGAIN)
@@ -102,7 +91,7 @@ def _cells(reuse: int) -> list[tuple[tuple[str, ...], bool]]:
             *[(few, burst) for burst in (False, True)] * 2,
             *[(within, burst) for burst in (False, False, True)] * 2,
         ]
-    if reuse == 100:  # PLAIN shows that its memory is too small
+    if reuse == 100:
         return [((PLAIN, *everyone), False), (everyone, True), *[((LIMIT, KVHOLD), False)] * 3]
     return [(everyone, False), (everyone, True)]
 
@@ -144,8 +133,6 @@ def _compare(outputs: dict[str, list[list[int]]], reuse: int) -> None:
 
 
 class _Prompts:
-    """Prompts of one length that begin with known texts."""
-
     def __init__(self, model: ModelInfo, num_tokens: int) -> None:
         self._path = model.path
         self._num_tokens = num_tokens
@@ -153,9 +140,6 @@ class _Prompts:
         self._made = 0
 
     def next(self, reuse: int, text: str) -> list[int]:
-        """A prompt whose first `reuse` per cent are the known text of this name; the
-        rest is new.
-        """
         self._made += 1
         num_known = self._num_tokens * reuse // 100
         if (reuse, text) not in self._known:

@@ -1,31 +1,10 @@
-"""The engines that are compared, each a real vLLM in a process of its own, all alive at the same
-time.
+"""The compared systems: each a real vLLM in its own process, all alive together.
 
-| system | what it is |
-|---|---|
-| recompute | no connector, no prefix cache: every prompt is computed |
-| vllm | no connector, vLLM's own prefix cache in memory that is too small for the working set: what
-kvhold's cost is measured against |
-| vllm, again | the same once more: how much two processes differ that should not |
-| vllm, all in memory | no connector, the prefix cache in memory that holds everything: the limit,
-where a hit copies nothing |
-| offloading | vLLM's OffloadingConnector, with the host-memory spec of
-`benchmarks/vllm_host_offload.py` |
-| kvhold | kvhold's connector and a node |
-| kvhold, left alone | the same engine, asked to leave the request alone: what a request costs that
-is followed, stored and not found |
-| kvhold, left alone again | the same once more |
-| kvhold, layer by layer | with `layerwise`, which wants no prefix cache; where it is asked for |
-| kvhold, unchecked | kvhold with `client.check_memory` off, where it is asked for: what comparing
-checksums costs a hit |
-| kvhold, beside the passes | as by default, but without a prefix cache, to compare that with |
-
-Offloading and kvhold have the prefix cache too, KV memory as small as "vllm" has, and the same
-number of bytes to keep KV in.
-
-Identical vLLM processes differ: what differs without randomised addresses
-(`kvhold.lab.bench.engines`) is measured by "vllm, again". What is small is measured within one
-engine.
+"vllm" has a prefix cache too small for the working set and is the baseline; "vllm, again" shows the
+noise. In "vllm, all in memory", the limit, a hit copies nothing. "kvhold, left alone" has store and
+load off, "kvhold, beside the passes" has no prefix cache, as `layerwise`, and "kvhold, unchecked"
+has `client.check_memory` off. Small effects are measured within one engine, because processes
+differ.
 """
 
 import tempfile
@@ -86,15 +65,12 @@ def started(
     layerwise: bool = False,
     unchecked: bool = False,
 ) -> Iterator[dict[str, System]]:
-    """All systems by name, ready; they end with the block. Raises EngineFailed when one does not
-    start.
+    """Start all systems; they end with the block. Raises EngineFailed.
 
-    num_tokens: of the longest prompt; small KV memory holds two of them
-    held_tokens: how many tokens' KV the limit's memory and both connectors' memory hold
-    num_threads: of each engine
-    peer: the file of the host-memory spec; None: vLLM's offloading is left out
-    layerwise: also the two that say what it gains
-    unchecked: also the one that compares no checksums
+    num_tokens: of the longest prompt; small KV memory holds two
+    held_tokens: KV that the limit and the connectors hold
+    peer: the host-memory spec; None: no offloading
+    layerwise: also start LAYERWISE and BESIDE
     """
     longest = num_tokens + OUTPUT_TOKENS + ROOM_TOKENS
     held_bytes = held_tokens * model.kv_bytes_per_token

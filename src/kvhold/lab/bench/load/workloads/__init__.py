@@ -1,9 +1,4 @@
-"""One workload a file: generators of requests, without a clock and without I/O but for the files
-that they read.
-
-A workload is a frozen dataclass whose fields are its arguments, and meets
-`kvhold.lab.bench.load.work.Workload`.
-"""
+"""One workload a file: a frozen dataclass that implements `kvhold.lab.bench.load.work.Workload`."""
 
 from kvhold.lab.bench.load.workloads.long_doc_qa import LongDocQA
 from kvhold.lab.bench.load.workloads.multi_doc_qa import MultiDocQA

@@ -1,9 +1,7 @@
-"""Data sets, as JSON lists.
+"""Data sets as JSON lists, and scores of answers.
 
-Questions with documents and right answers, `{"question": ..., "ctxs": [...], "answers": [...]}`: a
-context is a text, or an object with `text` and perhaps a `title`, as data sets for retrieval have
-them. How an answer is scored. And recorded conversations, in the form of
-ShareGPT: `{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}`.
+{"question": ..., "ctxs": [...], "answers": [...]}  # contexts: texts or {"text", "title"}
+{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}  # ShareGPT
 """
 
 import re
@@ -18,7 +16,7 @@ import msgspec
 from kvhold.core.errors import UNDECODABLE, ConfigError
 
 _LARGEST_BYTES = 1 << 30
-_USERS, _MODELS = ("human", "user"), ("gpt", "chatgpt", "assistant")  # as they are called there
+_USERS, _MODELS = ("human", "user"), ("gpt", "chatgpt", "assistant")
 
 _Entries = TypeVar("_Entries")
 
@@ -35,8 +33,6 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Example(msgspec.Struct, frozen=True):
-    """A question, the documents found for it, and its right answers (perhaps none)."""
-
     question: str
     contexts: tuple[str, ...]
     answers: tuple[str, ...]
@@ -52,17 +48,12 @@ class _Recorded(msgspec.Struct, frozen=True):
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A question, and what was answered; empty if nothing was."""
-
     question: str
     answer: str
 
 
 def read_dataset(path: Path) -> list[Example]:
-    """All examples of a file of at most 1 GiB.
-
-    Raises ConfigError that says what is wrong with it, and where.
-    """
+    """Read a file of at most 1 GiB. Raises ConfigError that says what is wrong."""
     entries = _read(path, list[_Entry], '{"question": ..., "ctxs": [...], "answers": [...]}')
     if not entries:
         raise ConfigError(f"{path}: there is no question in it")
@@ -73,9 +64,9 @@ def read_dataset(path: Path) -> list[Example]:
 
 
 def read_conversations(path: Path, *, rounds: int) -> list[list[Exchange]]:
-    """The first `rounds` exchanges of each conversation that has so many.
+    """Read the first `rounds` exchanges of each conversation that has as many.
 
-    Raises ConfigError that says what is wrong, or that none has.
+    Raises ConfigError for a bad file, or if none is long enough.
     """
     recorded = _read(
         path,
@@ -96,16 +87,12 @@ def read_conversations(path: Path, *, rounds: int) -> list[list[Exchange]]:
 
 
 def f1(answer: str, answers: Sequence[str]) -> float:
-    """The best F1 of words between an answer and a right one, 0 to 1: of question answering (SQuAD;
-    Rajpurkar et al., 2016).
-    """
+    """Best F1 of words, 0 to 1, for question answering (SQuAD; Rajpurkar et al., 2016)."""
     return _best(lambda own, right: sum((Counter(own) & Counter(right)).values()), answer, answers)
 
 
 def rouge_l(answer: str, answers: Sequence[str]) -> float:
-    """The best F-measure of the longest common subsequence of words, 0 to 1: of summaries (ROUGE-L;
-    Lin, 2004).
-    """
+    """Best F-measure of the longest common subsequence of words, 0 to 1 (ROUGE-L; Lin, 2004)."""
     return _best(_longest_common, answer, answers)
 
 
@@ -133,7 +120,6 @@ def _longest_common(one: list[str], other: list[str]) -> int:
 
 
 def _words(text: str) -> list[str]:
-    """Lower case, without punctuation and articles."""
     plain = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
@@ -150,9 +136,7 @@ def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
 
 
 def _exchanges(messages: Sequence[_Message]) -> list[Exchange]:
-    """Each of the user's messages, with all that was answered before the next one; what others said
-    is left out.
-    """
+    """Pair each user's message with all answers before the next."""
     exchanges: list[Exchange] = []
     for message in messages:
         if message.speaker in _USERS and message.value:

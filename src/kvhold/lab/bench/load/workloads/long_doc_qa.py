@@ -1,6 +1,4 @@
-"""Long documents, asked about again and again: what is a document worth that was
-prefilled before?
-"""
+"""Long documents: the gain of a prefilled document."""
 
 import random
 from collections.abc import Iterator
@@ -15,13 +13,10 @@ Order = Literal["random", "tile", "interleave"]
 
 @dataclass(frozen=True)
 class LongDocQA:
-    """A cold round with each document once, then a warm one with each document `repeats` times.
+    """A cold round with each document, then a warm one with each `repeats` times.
 
-    document_tokens, question_tokens, output_tokens: of each; a question of 0 tokens repeats the
-    prompt itself, without a question
-    order: of the warm round; "tile": all documents, then all again; "interleave": each one's
-        repeats after each other; "random": shuffled
-    max_in_flight: requests at a time; pause_s: between the rounds
+    question_tokens: 0 repeats the prompt without a question
+    order: "tile": all documents, then all again; "interleave": each one's repeats together
     """
 
     documents: int = 8
@@ -50,7 +45,6 @@ class LongDocQA:
             )
 
     def _again(self) -> list[tuple[int, int]]:
-        """Document and repeat, in the warm round's order."""
         documents, repeats = range(self.documents), range(1, self.repeats + 1)
         if self.order == "interleave":
             return [(document, repeat) for document in documents for repeat in repeats]

@@ -1,9 +1,7 @@
-"""Several documents in each prompt, in an order of their own: what are documents worth that were
-prefilled apart from each other?
+"""Several documents in each prompt: the gain of KV that is reused at another place.
 
-What comes first in a prompt can be reused by any prefix cache; what comes after another document
-than before only where reuse is not bound to prefixes. The separator between documents is what such
-a cache recognises them by.
+Any prefix cache reuses a prompt's beginning. The rest needs reuse beyond prefixes, which recognises
+documents by the separator.
 """
 
 import random
@@ -20,13 +18,10 @@ Sampling = Literal["random", "zipf"]
 
 @dataclass(frozen=True)
 class MultiDocQA:
-    """A cold round with each document by itself, then a warm one whose requests have
-    `documents_per_request` of them, drawn at random.
+    """A cold round with single documents, then a warm one with several random ones.
 
-    Each prompt: system prompt, separator, documents with a separator after each, question.
-    sampling: "random": each document is as likely as the other; "zipf": the n-th with weight 1 / n.
-        None is twice in one prompt
-    separator: of the prompts' kind, text or token ids
+    sampling: without repeats; "zipf": the n-th has weight 1 / n
+    separator: around documents; text or token ids, like the prompts
     """
 
     separator: Content
@@ -60,7 +55,7 @@ class MultiDocQA:
     def _draw(self, chance: random.Random) -> list[int]:
         if self.sampling == "random":
             return chance.sample(range(self.documents), self.documents_per_request)
-        # The largest of u ** (1 / weight) are a weighted sample without repeats (Efraimidis and
+        # The largest u ** (1 / weight) are a weighted sample without repeats (Efraimidis and
         # Spirakis, 2006).
         keys = {number: chance.random() ** (number + 1) for number in range(self.documents)}
         return sorted(keys, key=keys.__getitem__, reverse=True)[: self.documents_per_request]

@@ -1,6 +1,4 @@
-"""Conversations: users who ask, read the answer and ask on, each with the whole history in the
-prompt.
-"""
+"""Conversations: users ask, read the answer and ask again, with the whole history in the prompt."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,20 +11,14 @@ from kvhold.lab.bench.load.workloads.dataset import Exchange
 
 @dataclass(frozen=True)
 class MultiRoundQA:
-    """`users` at a time, who ask `qps` questions a second together, each every users / qps seconds.
+    """`users` concurrent users, who together ask `qps` questions a second.
 
-    A user has a system prompt that all share, a history of its own (a first message) and asks
-    `rounds` questions; answers are fed back.
-    ramp_up_s: over how long the first users come; None: one after another within users / qps, so
-        that requests are spread evenly
-    staggered: the first users are in the midst of their conversations, as if they had come earlier,
-    each at another round; what they have said so far is in their prompts, the answers made up. A
-    user who is through is followed by a new one.
-    duration_s: nobody asks after that; None: each of the first users finishes its conversation, and
-        nobody follows
-    first_user: number of the first user; runs with other numbers have other histories
-    recorded: conversations of at least `rounds` exchanges, whose questions users ask, each those of
-        one; empty: made up
+    A user has the shared system prompt, its own first message and `rounds` questions.
+    ramp_up_s: over which the first users come; None: users / qps, evenly spread
+    staggered: the first users begin at different rounds, with made-up earlier answers
+    duration_s: no question after it, new users follow; None: each first user finishes, none follows
+    first_user: runs with different numbers have different histories
+    recorded: conversations to take questions from; empty: made up
     """
 
     users: int = 10
@@ -57,7 +49,6 @@ class MultiRoundQA:
         return place * self.rounds // self.users if self.staggered else 0
 
     def _place(self, prompts: Prompts, place: int) -> Session:
-        """One user after another."""
         gap_s = self.users / self.qps
         at_s = place / self.users * (gap_s if self.ramp_up_s is None else self.ramp_up_s)
         user, first = self.first_user + place, self._first_round(place)
@@ -71,9 +62,7 @@ class MultiRoundQA:
     def _conversation(
         self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float
     ) -> Session:
-        """Ends early after a request that failed: without its answer there is nothing to go on
-        from.
-        """
+        """Ends after a failed request, which leaves no answer to continue from."""
         turns = [
             Turn("system", prompts.piece("system", 0, self.system_tokens)),
             Turn("user", prompts.piece("history", user, self.history_tokens)),
@@ -101,7 +90,6 @@ class MultiRoundQA:
             turns.append(Turn("assistant", reply.content))
 
     def _exchange(self, prompts: Prompts, user: int, number: int) -> tuple[Content, Content]:
-        """A user's question of that round, and the answer of one that came earlier."""
         if self.recorded:
             exchange = self.recorded[user % len(self.recorded)][number]
             return f"\n\n{exchange.question}", f"\n\n{exchange.answer}"

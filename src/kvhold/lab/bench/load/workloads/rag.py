@@ -1,6 +1,4 @@
-"""Retrieval: questions that come at a rate, each with a few documents that were found for it, some
-of which were prefilled before.
-"""
+"""Retrieval: questions at a rate, each with a few documents, some prefilled before."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +14,12 @@ PRECOMPUTE, QUERY = "precompute", "query"
 
 @dataclass(frozen=True)
 class Rag:
-    """First the documents that fit the cache, one after another; then the questions, open loop.
+    """First the documents that fit the cache, then the questions, open loop.
 
-    qps: questions a second. poisson: arrivals are random, of that mean rate; else evenly spaced
-    storage_tokens: documents are prefilled until their prompts, by the server's account, have so
-        many tokens; 0: none are
-    examples: a data set with its answers; empty: made up, `requests` questions with
-        `documents_per_request` of `documents` each
-    score: of an answer to the right ones, 0 to 1
-    requests: at most so many
+    poisson: random arrivals of mean rate `qps`; else evenly spaced
+    storage_tokens: prefill up to so many tokens by the server's count; 0: none
+    examples: a data set; empty: made up
+    score: of an answer against the right ones, 0 to 1
     """
 
     qps: float = 1.0
@@ -56,10 +51,7 @@ class Rag:
         yield Phase(QUERY, questions, None, total)
 
     def _precompute(self, prompts: Prompts) -> Session:
-        """Documents in their order until there is no more room.
-
-        Where the server gives no account, made-up ones have their own.
-        """
+        """Send documents until the storage is full. Made-up ones need no count by the server."""
         system = Turn("system", prompts.piece("system", 0, self.system_tokens))
         used = 0
         for number, document in enumerate(self._documents(prompts)):
@@ -136,7 +128,6 @@ class Rag:
         return None if score is None else lambda answer: score(answer, example.answers)
 
     def _arrivals(self) -> Iterator[float]:
-        """Seconds from the start, without end."""
         chance, at_s = random.Random(f"arrivals {self.seed}"), 0.0
         while True:
             yield at_s

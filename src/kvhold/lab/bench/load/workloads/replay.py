@@ -1,8 +1,6 @@
-"""A recorded trace, sent again: the same arrivals, lengths and sharing, with made-up text.
+"""A recorded trace with made-up text: the same arrivals, lengths and sharing.
 
-A block of the trace becomes `BLOCK_TOKENS` tokens that its hash id decides: equal ids are equal
-tokens, and different ids differ within the first five (the last block of a prompt may be shorter
-than that).
+A block's hash id decides its `BLOCK_TOKENS` tokens. Different ids differ within the first five.
 """
 
 from collections.abc import Iterator
@@ -17,14 +15,9 @@ from kvhold.sizing.requests import BLOCK_TOKENS, TimedRequest, read_requests
 
 @dataclass(frozen=True)
 class Replay:
-    """Open loop: requests are sent when the trace says, however long others take.
+    """Open loop: requests are sent when the trace says.
 
-    time_scale: seconds of the trace in a second; 2 is twice as fast, infinity is all at once (then
-        bound it with max_in_flight)
-    max_requests: of the trace's beginning; None: all
-    max_input_tokens, max_output_tokens: longer prompts are cut at their end, longer answers asked
-        shorter; None: not
-    max_in_flight: what arrives beyond it waits, and is late
+    time_scale: 2 is twice as fast; infinity: all at once, to be bounded by max_in_flight
     """
 
     trace: Path
@@ -35,9 +28,7 @@ class Replay:
     max_in_flight: int | None = None
 
     def phases(self, prompts: Prompts) -> Iterator[Phase]:
-        total = sum(
-            1 for _ in self._requests()
-        )  # also so that a bad line is found now, and not after an hour
+        total = sum(1 for _ in self._requests())
         sessions = (
             self._session(prompts, number, request)
             for number, request in enumerate(self._requests())
@@ -54,7 +45,7 @@ class Replay:
         ]
         blocks = zip(
             request.hash_ids, lengths, strict=False
-        )  # a prompt that is cut has fewer lengths than ids
+        )  # a cut prompt has fewer lengths than ids
         turns = tuple(
             Turn("user", prompts.piece("block", hash_id, length)) for hash_id, length in blocks
         )

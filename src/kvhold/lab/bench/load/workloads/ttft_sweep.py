@@ -12,13 +12,10 @@ LENGTHS = (64, 256, 1_024, 4_096, 16_384, 32_768)
 
 @dataclass(frozen=True)
 class TtftSweep:
-    """For each length, one request after another: a new text, then the same text `following` times;
-    all of it `runs` times.
+    """For each length, a new text, then the same text `following` times; all `runs` times.
 
-    lengths: tokens of a context; question_tokens: of the question after it, another one each time
-    flush_tokens: how many tokens of other text are sent before each warm request, in prompts of at
-    most the longest length, so that an engine's own prefix cache forgets what was cold, and what is
-    measured is the cache below; 0: none
+    lengths: tokens of a context
+    flush_tokens: other text before each warm request, so that the engine's own prefix cache forgets
     """
 
     lengths: tuple[int, ...] = LENGTHS
@@ -40,7 +37,6 @@ class TtftSweep:
         yield Phase("sweep", sessions, 1, total, self.pause_s)
 
     def _fillers(self) -> list[int]:
-        """Tokens of each filler."""
         longest = max(self.lengths)
         whole, rest = divmod(self.flush_tokens, longest)
         return [longest] * whole + [rest] * bool(rest)
