@@ -1,19 +1,13 @@
-"""Conformance suites for whoever writes a tier, codec, policy or cache: each kind has one pytest
-class that every one must pass.
+"""Conformance suites: one pytest class for tiers, codecs, policies and caches each.
 
     from kvhold.testing import TierContract
 
-    class TestMyTier(TierContract):
-        @pytest.fixture
-        async def tier(self): ...
-
-Needs pytest, pytest-asyncio and hypothesis. Nothing else of kvhold imports this package.
+Needs pytest, pytest-asyncio and hypothesis.
 """
 
 import pytest
 
-# Failing asserts then show their values, in a plugin's own repository too. Goes before the suites
-# are imported.
+# Shows values in failed asserts, also for plugins. Must come before the imports.
 pytest.register_assert_rewrite(
     "kvhold.testing.cache", "kvhold.testing.codec", "kvhold.testing.policy", "kvhold.testing.tier"
 )

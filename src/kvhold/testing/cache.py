@@ -1,15 +1,12 @@
-"""What every cache promises, as one suite: `LocalCache` and `NodeClient` pass it, and so must
-whatever else meets `core.api.Cache`.
+"""The contract of `core.api.Cache` as one test suite.
 
     class TestMyCache(CacheContract):
         @pytest.fixture
-        def make_cache(self): ...  # a function; each call joins, or makes, a cache of 16 MiB that
-        nothing else uses
-        lower_tiers = True                 # where it has some
+        def make_cache(self): ...          # a function that joins or makes a cache of 16 MiB
+        lower_tiers = True                 # if there are tiers below memory
 
-Each chunk is filled with bytes that its key alone decides (`demanded_bytes`), so a byte read from
-anywhere tells whether it is right. After each test nothing is held, and a clear brings the arena
-back to its baseline.
+Each chunk's bytes are derived from its key. After each test nothing is held, and a clear empties
+the arena.
 """
 
 import random
@@ -81,7 +78,7 @@ _PATIENT_S = 60.0
 
 _Partial = tuple[
     int, list[list[bool]]
-]  # how much of a prompt, and which groups of which of its chunks are stored
+]  # tokens of a prompt, and a mask [group][chunk] of stored chunks
 _partial_stores = st.lists(
     st.integers(1, 6).flatmap(
         lambda chunks: st.tuples(
@@ -96,21 +93,20 @@ _partial_stores = st.lists(
 
 
 def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
-    """[nbytes] what a chunk of this key holds in these tests."""
+    """Return [nbytes], the content of a chunk."""
     return np.random.default_rng(int.from_bytes(key, "little")).integers(
         0, 256, nbytes, dtype=np.uint8
     )
 
 
 def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
-    """A prompt of random tokens. Two lengths of one seed share their beginning."""
+    """Return random tokens. Prompts of one seed share their beginning."""
     return namespace.prompt(
         np.random.default_rng(seed).integers(0, 50_000, 4096, dtype=np.int32)[:num_tokens]
     )
 
 
 def fill(room: Room, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
-    """Write what the keys demand into all that was granted."""
     for group in range(len(layout.groups)):
         places = room.chunks(group)
         for chunk in map(int, np.flatnonzero(places.offsets != ABSENT)):
@@ -134,10 +130,7 @@ def store(
     tail: bool = True,
     groups: npt.ArrayLike | None = None,
 ) -> list[int]:
-    """Reserve, fill and commit a prompt's chunks from number `first` on.
-
-    Returns which were granted.
-    """
+    """Reserve, fill and commit chunks from `first` on. Returns the granted ones."""
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
     with cache.reserve(layout, names, shard, groups=groups) as room:
         fill(room, layout, names, shard)
@@ -146,9 +139,7 @@ def store(
 
 
 def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
-    """Assert that the loan of a hit of `num_tokens` has what each group needs, nothing else, and
-    that every byte of it is right.
-    """
+    """Assert that the loan has exactly what each group needs, with the right bytes."""
     layout, size = prompt.namespace.layout, prompt.namespace.layout.tokens_per_chunk
     lengths = [size] * (num_tokens // size) + ([num_tokens % size] if num_tokens % size else [])
     assert loan.num_tokens.tolist() == lengths[loan.first_chunk :]
@@ -173,10 +164,7 @@ def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
-    """Look a prompt up, and assert that every byte found is right.
-
-    Returns how many tokens were found.
-    """
+    """Look up a prompt, and check every byte. Returns the number of tokens found."""
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
             loan = cache.claim(hit.ticket, shard)
@@ -187,7 +175,7 @@ def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
 
 
 def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
-    """Store twice what the arena holds, in prompts of their own."""
+    """Store twice the arena's size."""
     layout = namespace.layout
     a_chunk = sum(
         layout.chunk_bytes(group, layout.tokens_per_chunk) for group in range(len(layout.groups))
@@ -197,19 +185,15 @@ def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
 
 
 class CacheContract:
-    """Give it a `make_cache` fixture: `() -> Cache`.
-
-    Every cache it hands out in one test is the same, or as good as.
-    """
+    """The suite. Needs a fixture `make_cache`; in one test, all its caches are the same."""
 
     lower_tiers = False
-    """Whether what memory evicts comes back from a tier below.
+    """Whether evicted chunks come back from a lower tier.
 
-    What is still being written there stays in memory until it is.
+    Chunks stay in memory until they are written.
     """
 
     def settle(self, cache: Cache) -> None:
-        """Wait until nothing is on its way between memory and tiers below."""
         until = time.monotonic() + _PATIENT_S
         while self.lower_tiers and (
             (status := cache.status())["arriving_chunks"] or status["write_behind"]["chunks"]
@@ -217,11 +201,10 @@ class CacheContract:
             assert time.monotonic() < until, (
                 f"something is on its way for more than {_PATIENT_S:g} s"
             )
-            time.sleep(0.002)  # whoever only looks is told nothing
+            time.sleep(0.002)
 
     @pytest.fixture
     def cache(self, make_cache: MakeCache) -> Iterator[Cache]:
-        """The cache under test, empty; checked for leavings afterwards."""
         cache = make_cache()
         cache.clear()
         assert cache.status()["used_bytes"] == 0
@@ -236,15 +219,13 @@ class CacheContract:
 
     @pytest.fixture
     def space(self, cache: Cache) -> Namespace:
-        """A namespace with one group of full attention, known to the cache."""
         return _registered(cache, Namespace(model="model", layout=PLAIN))
 
     @pytest.fixture
     def hybrid(self, cache: Cache) -> Namespace:
-        """A namespace with full and sliding attention and a state, known to the cache."""
         return _registered(cache, Namespace(model="model", layout=HYBRID))
 
-    # What comes back
+    # Loading
 
     def test_a_prompt_that_was_never_stored_is_a_miss(self, cache: Cache, space: Namespace) -> None:
         with cache.lookup(a_prompt(space, 100).query()) as hit:
@@ -348,7 +329,7 @@ class CacheContract:
     def test_a_hit_says_where_it_came_from_and_why_it_ends(self, cache: Cache) -> None:
         hybrid = _registered(
             cache, Namespace(model="model", layout=HYBRID, cache_salt=token_hex(8))
-        )  # whose keys never were here
+        )  # keys that were never here
         prompt = a_prompt(hybrid, 48)
 
         def answer(num_tokens: int) -> tuple[int, dict[str, int], str]:
@@ -489,9 +470,6 @@ class CacheContract:
             }
 
         def goes_on(end: int) -> bool:
-            """Whether from `end` on a model could go on: for each group, by the tokens that it
-            looks back at.
-            """
             looks_at = {
                 0: range(end),
                 1: range(max(0, end - _SLIDING.window), end),
@@ -672,7 +650,7 @@ class CacheContract:
         def pinned() -> int:
             assert cache.flush(
                 deadline_s=_PATIENT_S
-            )  # what is still being written below is pinned, too
+            )  # a chunk is pinned while it is being written below, too
             return int(cache.status()["pinned_chunks"])
 
         hit = cache.lookup(prompt.query())
@@ -768,7 +746,7 @@ class CacheContract:
             holding.close()
         cache.close()
 
-    # Layouts, and requests that make no sense
+    # Layouts and invalid requests
 
     def test_recoding_a_tier_that_is_not_there_is_an_error_that_says_so_and_ends_nothing(
         self, cache: Cache, space: Namespace
@@ -849,7 +827,7 @@ class CacheContract:
             calls[nonsense]()
         assert cache.status()["used_bytes"] == 0
 
-    # All at once
+    # Concurrency
 
     def test_threads_that_store_and_read_at_once_see_only_what_the_keys_demand(
         self, cache: Cache, hybrid: Namespace
@@ -863,10 +841,6 @@ class CacheContract:
 
 
 def _live(cache: Cache, space: Namespace, seed: int) -> int:
-    """One engine's life: random prompts of a few families, stored and read.
-
-    Returns how many tokens were found.
-    """
     luck = random.Random(seed)
     found = 0
     for _ in range(60):
@@ -874,9 +848,7 @@ def _live(cache: Cache, space: Namespace, seed: int) -> int:
         found += read(cache, prompt)
         if luck.random() < 0.1:
             names = prompt.chunks()
-            with cache.reserve(
-                space.layout, names
-            ) as room:  # never committed, and never what the keys demand
+            with cache.reserve(space.layout, names) as room:
                 for group in range(len(space.layout.groups)):
                     _scribble(room, room.chunks(group).offsets[room.granted])
         else:

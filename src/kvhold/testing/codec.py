@@ -1,15 +1,11 @@
-"""What every codec must do: subclass CodecContract and give it the codec.
-
-    from kvhold.testing.codec import CodecContract
+"""The contract of codecs as one test suite.
 
     class TestDeflate(CodecContract):
         @pytest.fixture
         def codec(self):
             return Deflate()
 
-The layers are small and cover every dtype, one plane and two, several groups, opaque blocks, whole
-chunks and tails. A case that the codec does not accept passes by being refused. Speed is not
-tested.
+A codec may refuse a case.
 """
 
 import random
@@ -37,13 +33,13 @@ from kvhold.core.keys import make_key
 from kvhold.core.layout import DTYPE_BYTES, Group, Layout
 from kvhold.testing.values import Floats, as_float64, from_float64
 
-_GUARD = 64  # bytes around what a codec may write
+_GUARD = 64
 _CONTENTS = ("normal", "zeros", "constant", "outliers", "huge", "tiny", "positive")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One group of a layout, and how many tokens of it."""
+    """Some tokens of one group of a layout."""
 
     layout: Layout
     group: int
@@ -51,35 +47,30 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Layers of the group."""
         return self.layout.groups[self.group].layers
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer."""
         return self.layout.groups[self.group].layer_bytes(self.num_tokens)
 
     @property
     def dtype(self) -> str:
-        """Of the elements; bytes for an opaque packing."""
+        """The elements' dtype; uint8 for an opaque packing."""
         return layer_shape(self.layout, self.group, self.num_tokens)[0]
 
     @property
     def key(self) -> bytes:
-        """Some key of this group."""
         return make_key(bytes(range(16)), bytes(range(20)), self.group, 0)
 
     def chunk(self, content: str) -> memoryview:
-        """A chunk of it, read only."""
         count = self.layers * self.layer_bytes // DTYPE_BYTES[self.dtype]
         return memoryview(from_float64(_values(content, count), self.dtype))
 
     def any_bytes(self) -> memoryview:
-        """A chunk of random bytes: infinities, NaN and all."""
+        """A chunk of random bytes, with infinities and NaN."""
         return memoryview(random.Random(1).randbytes(self.layers * self.layer_bytes))
 
     def layer_of(self, chunk: memoryview, layer: int) -> memoryview:
-        """One layer of `chunk`."""
         return chunk[layer * self.layer_bytes : (layer + 1) * self.layer_bytes]
 
 
@@ -125,7 +116,6 @@ CASES = dict(_cases())
 
 
 def _values(content: str, count: int) -> Floats:
-    """[count] as KV may look."""
     rng = np.random.default_rng(3)
     normal = rng.standard_normal(count)
     if content == "zeros":
@@ -142,16 +132,14 @@ def _values(content: str, count: int) -> Floats:
 
 
 class CodecContract:
-    """Every codec passes all of this. Give the fixture `codec`."""
+    """The suite. Override the fixture `codec`."""
 
     @pytest.fixture
     def codec(self) -> Codec:
-        """The codec to be tested."""
         raise NotImplementedError("a subclass gives the codec")
 
     @pytest.fixture(params=CASES)
     def case(self, request: pytest.FixtureRequest) -> Case:
-        """Each of the cases in turn."""
         return CASES[request.param]
 
     def test_it_has_a_name_that_fits_a_frame_and_states_its_error(self, codec: Codec) -> None:
@@ -304,7 +292,6 @@ class CodecContract:
 
 
 def encode(codec: Codec, case: Case, chunk: memoryview) -> list[bytes]:
-    """[layers] the encoded layers."""
     return [
         encode_layer(codec, case, layer, case.layer_of(chunk, layer))
         for layer in range(case.layers)
@@ -312,7 +299,7 @@ def encode(codec: Codec, case: Case, chunk: memoryview) -> list[bytes]:
 
 
 def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> bytes:
-    """One encoded layer, after checks that the codec kept to its buffers and to `max_size`."""
+    """Encode a layer. Check the buffers and `max_size`."""
     before = bytes(plain)
     most = codec.max_size(case.layout, case.group, case.num_tokens)
     assert type(most) is int
@@ -332,9 +319,7 @@ def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> byt
 
 
 def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
-    """One decoded layer, after checks that the codec wrote all of it and nothing else, and that
-    stale memory does not show through.
-    """
+    """Decode a layer. Check that the codec wrote all its output and nothing else."""
     results = []
     for fill in (0x55, 0xAA):
         room, out = _guarded(case.layer_bytes, fill=fill)
@@ -357,7 +342,6 @@ def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
 def framed(
     codec: Codec, case: Case, chunk: memoryview, *, in_one_piece: bool
 ) -> tuple[bytes, FrameHeader]:
-    """A whole frame of `chunk`, and its header as a reader sees it."""
     out = None
     if in_one_piece:
         out = memoryview(
@@ -381,7 +365,6 @@ def framed(
 
 
 def _guarded(size: int, *, fill: int) -> tuple[bytearray, memoryview]:
-    """`size` bytes of `fill` within a guard on either side."""
     room = bytearray(b"\xc3" * _GUARD + bytes([fill]) * size + b"\xc3" * _GUARD)
     return room, memoryview(room)[_GUARD : _GUARD + size]
 
@@ -392,9 +375,7 @@ def _assert_guarded(room: bytearray) -> None:
 
 
 def _damaged(good: bytes, dice: random.Random) -> Iterator[bytes]:
-    """`good` cut short, made longer, with flipped bits, and what was never good; never `good`
-    itself.
-    """
+    """Yield cut, extended, flipped and random bytes, never `good` itself."""
     for keep in {0, 1, len(good) // 2, len(good) - 1} - {len(good)}:
         yield good[: max(keep, 0)]
     yield good + b"\0"

@@ -1,8 +1,9 @@
-"""Damage to the arena of a running cache, from outside of it: what a stray write of some process
-would do.
+"""Damage a running cache's arena from outside, as a stray write would.
 
-with OpenArena(pid) as arena:                 # a node's
-    arena.flip(offset, bit=3)
+    with OpenArena(pid) as arena:
+        arena.flip(offset, bit=3)
+
+Needs the same user.
 """
 
 import os
@@ -14,28 +15,18 @@ _NAME = "/memfd:kvhold-arena"
 
 
 class OpenArena:
-    """The arena of a process, opened beside all that the process itself does.
-
-    Needs the same user.
-    """
-
     def __init__(self, pid: int, fd: int | None = None) -> None:
-        """fd: the process's own descriptor of it; None: it has one arena.
-
-        Raises LookupError if it has none, or several.
-        """
+        """fd: None is the process's only arena. Raises LookupError without exactly one."""
         found = [Path(f"/proc/{pid}/fd/{fd}")] if fd is not None else _arenas(pid)
         if len(found) != 1:
             raise LookupError(f"process {pid} has {len(found)} arenas")
         self.fd = os.open(found[0], os.O_RDWR | os.O_CLOEXEC)
 
     def flip(self, offset: int, bit: int = 0) -> None:
-        """Invert one bit of one byte."""
         (byte,) = os.pread(self.fd, 1, offset)
         os.pwrite(self.fd, bytes([byte ^ 1 << bit]), offset)
 
     def close(self) -> None:
-        """Let go of it."""
         os.close(self.fd)
 
     def __enter__(self) -> Self:
@@ -46,9 +37,9 @@ class OpenArena:
 
 
 def _arenas(pid: int) -> list[Path]:
-    found: dict[int, Path] = {}  # by inode: a descriptor may be there twice
+    found: dict[int, Path] = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # the listing's own
+        with suppress(FileNotFoundError):
             if str(link.readlink()).startswith(_NAME):
                 found[link.stat().st_ino] = link
     return list(found.values())

@@ -1,15 +1,10 @@
-"""A device whose streams run late, in an order that a seed draws: what lacks an event or a wait
-gives wrong bytes.
+"""A device whose streams run late, in a seeded order: a missing event or wait gives wrong bytes.
 
     device = FakeDevice(seed=7)
-    device.compute(lambda: tensor.fill_(1))             # on the engine's stream, as a kernel is
-    copier = fake_copier(device)  # `DeviceCopier` over it, for `WorkerSide` and other users
-    device.synchronize()  # all streams are empty, as after cudaDeviceSynchronize
+    device.compute(lambda: tensor.fill_(1))             # on the engine's stream
 
-Its memory is the host's. A stream is a queue: its operations run one after another, and between two
-streams there is no order but that of events. Nothing runs by itself. Whoever waits has the device
-run: a random operation of a random stream each time, until what is waited for has ended. So an
-operation runs as late as it may, or as early. Any thread may call.
+Its memory is the host's. Only events order streams. Nothing runs by itself: a waiting caller runs
+random streams until its event has fired. Thread-safe.
 """
 
 import ctypes
@@ -30,36 +25,29 @@ _HESITATION_S = 0.005
 
 
 class Event:
-    """Something that a stream of a device gets to."""
-
     def __init__(self, device: "FakeDevice") -> None:
         self.has_fired = False
         self._device = device
 
     def fired(self) -> bool:
-        """Whether it has. Now and then the device has run meanwhile."""
+        """Return whether it has fired. Sometimes runs the device first."""
         self._device.run_seldom()
         return self.has_fired
 
     def wait(self) -> None:
-        """Have the device run until it has. Others may give the device work before."""
+        """Run the device until it has fired. Other threads may add work before."""
         self._device.hesitate()
         self._device.wait(self)
 
 
 class Stream:
-    """Operations in their order."""
-
     def __init__(self, name: str) -> None:
         self.name = name
-        self.operations: deque[Callable[[], None] | Event] = deque()  # an Event: wait for it
+        self.operations: deque[Callable[[], None] | Event] = deque()  # an Event is a wait
 
 
 class FakeDevice:
-    """Streams and their order."""
-
     def __init__(self, seed: int) -> None:
-        """seed: of the order in which streams run"""
         self.engine = Stream("engine")
         self._streams = [self.engine]
         self._gates: deque[Event] = deque()
@@ -67,24 +55,22 @@ class FakeDevice:
         self._lock = threading.RLock()
 
     def new_stream(self, name: str) -> Stream:
-        """One more."""
         with self._lock:
             self._streams.append(Stream(name))
             return self._streams[-1]
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Put work on the engine's stream."""
         self.put(self.engine, work)
 
     def put(self, stream: Stream, *operations: "Callable[[], None] | Event") -> Event:
-        """Put operations on a stream, and an event behind them, which is returned."""
+        """Append operations and an event, which is returned."""
         event = Event(self)
         with self._lock:
             stream.operations += [*operations, lambda: setattr(event, "has_fired", True)]
         return event
 
     def delay(self, stream: Stream) -> None:
-        """Have a stream stand still until somebody waits and nothing else can run."""
+        """Stop a stream until a caller waits and nothing else can run."""
         gate = Event(self)
         with self._lock:
             self._gates.append(gate)
@@ -92,42 +78,36 @@ class FakeDevice:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its streams."""
         with self._lock:
             return not any(stream.operations for stream in self._streams)
 
     def stop(self) -> None:
-        """Run nothing of what is on its streams, as where the process has ended."""
         with self._lock:
             for stream in self._streams:
                 stream.operations.clear()
 
     def run_some(self) -> None:
-        """Run as many operations as it likes to: none, some or all."""
         with self._lock:
             while self._random.random() < 0.7 and self._step(somebody_waits=False):
                 pass
 
     def run_seldom(self) -> None:
-        """Nearly always nothing: who asks often must not make the device prompt."""
+        """Mostly do nothing, so that polling does not make the device fast."""
         with self._lock:
             if self._random.random() < 0.02:
                 self.run_some()
 
     def hesitate(self) -> None:
-        """Let other threads go first, mostly."""
         with self._lock:
             pause_s = self._random.random() * _HESITATION_S
         time.sleep(pause_s)
 
     def wait(self, event: Event) -> None:
-        """Run until an event has fired."""
         with self._lock:
             while not event.has_fired:
                 assert self._step(), "the event that is waited for never fires"
 
     def synchronize(self) -> None:
-        """Run until nothing is left."""
         with self._lock:
             while self._step():
                 pass
@@ -155,55 +135,45 @@ def _is_ready(operation: Callable[[], None] | Event) -> bool:
 
 
 class FakeDriver:
-    """The device as a `Driver` (`memory/device/driver.py`).
-
-    Its memory is the host's, so views are of host memory.
-    """
+    """A `Driver` (`memory/device/driver.py`) with views of host memory."""
 
     def __init__(
         self, device: FakeDevice, *, has_direct_copies: bool = True, refuses_pinning: bool = False
     ) -> None:
         self.has_direct_copies = has_direct_copies
-        self.pinned: dict[int, int] = {}  # bytes from each address on
+        self.pinned: dict[int, int] = {}  # address -> bytes
         self._device = device
         self._refuses_pinning = refuses_pinning
         self._streams = {lane: device.new_stream(lane.value) for lane in Lane}
 
     def delay(self, seconds: float) -> None:
-        """See `Stage`."""
         self._device.delay(self._device.engine)
 
     def late_mark(self, seconds: float) -> Event:
-        """See `Stage`."""
         late = self._device.new_stream("late")
         self._device.delay(late)
         return self._device.put(late)
 
     def drain(self) -> None:
-        """See `Stage`."""
         self._device.wait(self.record())
 
     def compute(self, work: Callable[[], None]) -> None:
-        """See `Stage`."""
         self._device.compute(work)
 
     def record(self) -> Event:
-        """See `Driver`."""
         return self._device.put(self._device.engine)
 
     def hold(self, event: DriverEvent) -> None:
-        """See `Driver`."""
         assert isinstance(event, Event)
         self._device.put(self._device.engine, event)
 
     def launch(self, lane: Lane, after: Sequence[DriverEvent], work: Callable[[], None]) -> Event:
-        """See `Driver`."""
         event = self._device.put(self._streams[lane], *_own(after), work)
         self._device.run_some()
         return event
 
     def copy(self, lane: Lane, after: Sequence[DriverEvent], copies: Copies) -> Event:
-        """See `Driver`. What is not pinned is copied when the call returns, as a driver may do."""
+        """See `Driver`. Unpinned copies are done on return, as a driver may do."""
 
         def work() -> None:
             for host, device, nbytes in zip(
@@ -220,11 +190,9 @@ class FakeDriver:
         return event
 
     def new_ring(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """See `Driver`."""
         return np.full(nbytes, 0xA5, np.uint8)
 
     def pin(self, address: int, nbytes: int) -> None:
-        """See `Driver`."""
         if self._refuses_pinning:
             raise DeviceRefused("this device does not register host memory")
         assert not any(
@@ -234,11 +202,10 @@ class FakeDriver:
         self.pinned[address] = nbytes
 
     def unpin(self, address: int) -> None:
-        """See `Driver`."""
         del self.pinned[address]
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
-        """A real device takes what lies in one registration, or in none."""
+        """Real devices take ranges within one registration, or outside all."""
         touched = [
             start
             for start, size in self.pinned.items()
@@ -258,9 +225,7 @@ class FakeDriver:
 def fake_copier(
     device: FakeDevice, *, seed: int = 0, driver: FakeDriver | None = None
 ) -> DeviceCopier:
-    """The copier that a real device has, over this one. seed: draws its sizes, so that rings are
-    full and chunks are many batches.
-    """
+    """Return a real copier over this device. seed: draws sizes that fill rings and split chunks."""
     random = Random(seed)
     sizes = Settings(
         store_ring_bytes=random.choice([1 << 14, 1 << 16, 1 << 20]),

@@ -1,15 +1,10 @@
-"""What every eviction policy must do.
+"""The contract of eviction policies as one test suite.
 
     class TestMyPolicy(PolicyContract):
         def make_policy(self) -> Policy:
             return MyPolicy()
 
-        def rank(self, known: Known) -> int:  # only if it orders by one number; the lowest goes
-            first return known.touched_at
-
-Which chunk goes first is the policy's own affair; where it says how, by `rank`, the order is
-checked against a slow model that tries every chunk each time. Its further habits are tested beside
-it.
+With `rank`, the order is checked against a slow model.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -34,18 +29,18 @@ from kvhold.tiers.policies.base import Policy
 
 @dataclass
 class Known:
-    """One chunk, as the model knows it. Times count the steps; an insert is a step and no use."""
+    """One chunk in the model. Times are step numbers; an insert is a step, but no use."""
 
     key: bytes
     nbytes: int
     parent: bytes | None
     inserted_at: int
-    touched_at: int  # or inserted, if it never was
+    touched_at: int
     uses: int = 0
 
 
 def make_chunk(number: int, space: str = "a") -> bytes:
-    """A key that no other number or namespace gives."""
+    """Return a key unique to the number and the namespace."""
     return space.encode() * NAMESPACE_BYTES + number.to_bytes(KEY_BYTES - NAMESPACE_BYTES, "big")
 
 
@@ -54,17 +49,14 @@ _A, _B = _KEYS[0][:NAMESPACE_BYTES], make_chunk(0, "b")[:NAMESPACE_BYTES]
 
 
 class PolicyContract:
-    """Subclass it, name the subclass `Test...`, and say how a policy is made."""
+    """The suite. Override `make_policy`."""
 
     def make_policy(self) -> Policy:
-        """A new policy that knows no key."""
+        """Return a policy without keys."""
         raise NotImplementedError("say how your policy is made")
 
     def rank(self, known: Known) -> Any:
-        """Of the chunks that may go, the lowest goes first, and none are equal.
-
-        None: the policy's order is not checked here.
-        """
+        """Return the order of eviction, the lowest first and none equal. None: not checked."""
         return None
 
     def test_a_new_policy_knows_nothing_and_has_no_victims(self) -> None:
@@ -256,7 +248,7 @@ class PolicyContract:
             policy = self.make_policy()
             for i in range(length):
                 policy.insert(_KEYS[i], 10, _KEYS[(i + 1) % length])
-            if gone is not None:  # and comes back, to close the ring elsewhere
+            if gone is not None:  # to close the ring elsewhere
                 policy.remove(_KEYS[gone])
                 policy.insert(_KEYS[gone], 10, _KEYS[(gone + 1) % length])
             policy.insert(_KEYS[length - 1], 10, _KEYS[0])
@@ -313,20 +305,20 @@ class PolicyContract:
     def test_no_history_breaks_the_law(self) -> None:
         machine = cast(
             "type[RuleBasedStateMachine]", lambda: _History(self.make_policy(), self.rank)
-        )  # called without arguments
+        )
         run_state_machine_as_test(
             machine, settings=settings(deadline=None, max_examples=100, stateful_step_count=40)
         )
 
     def filled(self, count: int) -> Policy:
-        """A policy that knows `count` keys of 10 bytes each, none continued."""
+        """Return a policy with `count` keys of 10 bytes."""
         policy = self.make_policy()
         for key in _KEYS[:count]:
             policy.insert(key, 10)
         return policy
 
     def chain(self, count: int, order: Collection[int] = ()) -> Policy:
-        """A policy that knows one prompt of `count` chunks of 10 bytes, inserted in `order`."""
+        """Return a policy with one prompt of `count` chunks of 10 bytes, inserted in `order`."""
         policy = self.make_policy()
         for i in order or range(count):
             policy.insert(_KEYS[i], 10, _KEYS[i - 1] if i else None)
@@ -334,11 +326,10 @@ class PolicyContract:
 
 
 def unpinned(key: bytes) -> bool:
-    """Nobody reads anything."""
     return False
 
 
-# The prompts of the model: chunk i continues chunk _BEFORE[i], in each of two namespaces.
+# Chunk i continues chunk _BEFORE[i], in each of two namespaces.
 _BEFORE = (None, 0, 1, 2, 1, 4, 0, None, 7, 8)
 _PARENTS = {
     make_chunk(number, space): None if before is None else make_chunk(before, space)
@@ -353,8 +344,6 @@ _pins = st.one_of(st.just(frozenset[bytes]()), st.frozensets(_keys, max_size=8))
 
 @dataclass
 class _Model:
-    """The plainest account of what a policy must know."""
-
     known: dict[bytes, Known] = field(default_factory=dict)
     steps: int = 0
 
@@ -372,7 +361,6 @@ class _Model:
     def leaves(
         self, gone: Collection[bytes], pinned: Collection[bytes], namespace: bytes | None
     ) -> Iterator[Known]:
-        """Who may go next, when `gone` have gone."""
         left = [known for key, known in self.known.items() if key not in gone]
         continued = {known.parent for known in left}
         for known in left:
@@ -391,8 +379,6 @@ class _Model:
 
 
 class _History(RuleBasedStateMachine):
-    """A policy and the model beside it."""
-
     def __init__(self, policy: Policy, rank: Callable[[Known], Any]) -> None:
         super().__init__()
         self.policy = policy
@@ -439,7 +425,6 @@ class _History(RuleBasedStateMachine):
     def victims(
         self, nbytes: int, pinned: frozenset[bytes], namespace: bytes | None
     ) -> list[bytes]:
-        """What the policy answers, found to be lawful."""
         known = self.model.known
         victims = self.policy.victims(nbytes, self._asks_for_known_keys(pinned), namespace)
         assert set(victims) <= set(known), "only what is here is evicted"

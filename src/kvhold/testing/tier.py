@@ -1,4 +1,4 @@
-"""What every tier must do.
+"""The contract of tiers as one test suite.
 
     class TestMyTier(TierContract):
         @pytest.fixture
@@ -7,8 +7,7 @@
             yield tier
             await tier.close()
 
-The tier is empty at the start of each test and has room for 16 MiB. Nothing here waits, measures
-time or looks inside.
+Each test starts with an empty tier with room for 16 MiB.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from kvhold.core.errors import TierError, TierFull
 from kvhold.core.keys import HASH_BYTES, KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.base import Tier, replace
 
-_UNTOUCHED = 0xA5  # what a buffer is filled with before a tier writes to it
+_UNTOUCHED = 0xA5
 
 SIZES = (
     1,
@@ -45,8 +44,7 @@ SIZES = (
     3_000_001,
 )
 
-# As parts of names these mean something to shells, paths, URLs, globs, regular expressions or
-# protocols; in keys they are bytes.
+# In names these mean something to shells, URLs, patterns or protocols; in keys they are bytes.
 AWKWARD = (
     b"\x00",
     b"\xff",
@@ -71,18 +69,15 @@ AWKWARD = (
 
 
 class TierContract:
-    """Subclass it, name the subclass `Test...`, and override the fixture `tier`."""
+    """The suite. Override the fixture `tier`."""
 
     pytestmark = pytest.mark.asyncio
 
     too_large_bytes: int | None = None
-    """The size of a value that this tier must refuse for lack of room; None if it has no such
-    limit.
-    """
+    """The size of a value that the tier must refuse for lack of room; None: there is no limit."""
 
     @pytest.fixture
     def tier(self) -> Any:
-        """An empty tier, closed after the test."""
         raise NotImplementedError("override the fixture `tier`")
 
     async def test_it_has_a_name(self, tier: Tier) -> None:
@@ -480,7 +475,6 @@ class TierContract:
 
     @pytest.fixture
     def replacing(self, tier: Any) -> Any:
-        """The tier, if it can replace values."""
         if not tier.traits.replaces:
             pytest.skip("this tier cannot put a value in the place of another")
         return tier
@@ -643,7 +637,6 @@ class TierContract:
             await replacing.put([(make_key(number), [memoryview(b"old")])], ttl_s=ttl_s)
         values = {make_key(number): b"new" for number in range(3)}
         assert (await overwrite(replacing, values))[1:] == [True, True]
-        # the tier tells nobody
         while await replacing.probe([make_key(0)]) != [None]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert await fetch(replacing, list(values), [3] * 3) == [None, b"new", b"new"]
@@ -658,7 +651,6 @@ class TierContract:
 
 
 def make_key(number: int, namespace: bytes = b"n" * NAMESPACE_BYTES) -> bytes:
-    """KEY_BYTES that look like a key: namespace, a hash, group and shard 0."""
     return (
         namespace
         + random.Random(number).randbytes(HASH_BYTES)
@@ -667,26 +659,26 @@ def make_key(number: int, namespace: bytes = b"n" * NAMESPACE_BYTES) -> bytes:
 
 
 def make_value(seed: int, nbytes: int) -> bytes:
-    """`nbytes` that no other seed gives."""
+    """Return `nbytes` unique to `seed`."""
     return random.Random(seed + 1_000_000).randbytes(nbytes)
 
 
 async def store(tier: Tier, values: dict[bytes, bytes]) -> list[bool]:
-    """Put all of `values` in one call. True for each that is there now."""
+    """Put all values. True: the key is present now."""
     faults = await tier.put([(key, [memoryview(value)]) for key, value in values.items()])
     assert len(faults) == len(values)
     return [fault is None for fault in faults]
 
 
 async def overwrite(tier: Tier, values: dict[bytes, bytes]) -> list[bool]:
-    """Replace all of `values` in one call. True for each that was there."""
+    """Replace all values. True: the key was present."""
     done = await replace(tier, [(key, [memoryview(value)]) for key, value in values.items()])
     assert not any(isinstance(answer, TierError) for answer in done), done
     return [answer is True for answer in done]
 
 
 async def fetch(tier: Tier, keys: Sequence[bytes], sizes: Sequence[int]) -> list[bytes | None]:
-    """Get `keys` into buffers of `sizes` in one call: what arrived in each, None for a miss."""
+    """Get `keys` into buffers of `sizes`; None is a miss."""
     buffers = [bytearray([_UNTOUCHED]) * nbytes for nbytes in sizes]
     got = await tier.get(keys, [[memoryview(buffer)] for buffer in buffers])
     assert len(got) == len(keys)
@@ -697,5 +689,5 @@ async def fetch(tier: Tier, keys: Sequence[bytes], sizes: Sequence[int]) -> list
 
 
 async def scanned(tier: Tier, prefix: bytes = b"") -> list[bytes]:
-    """All that a scan yields, in order of the keys, repetitions included."""
+    """Return a scan's keys, sorted, with repetitions."""
     return sorted([key async for key in tier.scan(prefix)])

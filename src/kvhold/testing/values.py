@@ -1,9 +1,4 @@
-"""Numbers to bytes and back in every dtype a layout knows, with numpy alone. For tests: exact,
-clear, and slow.
-
-as_float64(memoryview(layer), "bfloat16")        # [n] float64
-from_float64(values, "float8_e4m3fn")            # bytes of the nearest finite values
-"""
+"""Convert numbers to bytes and back in every dtype of a layout, exactly and slowly, for tests."""
 
 from functools import cache
 
@@ -14,22 +9,19 @@ Floats = npt.NDArray[np.float64]
 
 
 def as_float64(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
-    """[n] the elements of `data`, which every dtype but float64 itself holds exactly.
-
-    Infinities and NaN stay what they are.
-    """
+    """Return [n] elements; exact, with infinities and NaN kept."""
     if dtype.startswith("float8"):
         return _float8_values(dtype)[np.frombuffer(data, np.uint8)]
     if dtype == "bfloat16":
         narrow = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     else:
         narrow = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
-    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes quiet
         return narrow.astype(np.float64)
 
 
 def from_float64(values: Floats, dtype: str) -> bytes:
-    """Each finite value as the nearest finite one of `dtype`, end to end."""
+    """Return the nearest finite value of `dtype` for each finite value."""
     if dtype == "bfloat16":
         bits = np.clip(values, -_BFLOAT16_MAX, _BFLOAT16_MAX).astype("<f4").view("<u4")
         return bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
@@ -47,9 +39,10 @@ _BFLOAT16_MAX = 2.0**127 * (2 - 2**-7)
 
 @cache
 def _float8_values(dtype: str) -> Floats:
-    """[256] what each byte stands for: e4m3fn and e5m2 as the OCP 8-bit floating point
-    specification has them; fnuz has a bias of 8, no infinity, and one NaN where minus zero would
-    be.
+    """Return [256], the value of each byte.
+
+    e4m3fn and e5m2: OCP 8-bit floating point specification. fnuz: bias 8, no infinity, one NaN at
+        minus zero.
     """
     codes = np.arange(256)
     if dtype == "float8_e5m2":  # the upper half of a float16

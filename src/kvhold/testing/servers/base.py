@@ -1,10 +1,9 @@
-"""A server's process: started, waited for, hurt on purpose, and gone when its `with` ends.
+"""A server process that ends with its `with`, and can be disturbed.
 
-    with RedisServer() as server:  # a subclass names the command and how to tell that it answers
+    with RedisServer() as server:
         server.port; server.kill(); server.start(); server.pause(); server.resume()
 
-Where the program is not installed, starting raises NotInstalled, which names the package: a test
-turns it into a visible skip.
+Starting raises NotInstalled if the program is missing.
 """
 
 import os
@@ -22,21 +21,18 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-_START_S = 400.0  # moto took 187 s on two cores with sixteen who want them
+_START_S = 400.0  # moto took 187 s on two cores under heavy load
 _STOP_S = 20.0
-_POLL_S = 0.02  # between two tries to reach a server that starts
+_POLL_S = 0.02
 _LOWEST_PORT = 10_240
 
 
 class NotInstalled(Exception):
-    """The program is not on this machine; the message says what to install."""
+    """The program is missing; the message names the package."""
 
 
 class ServerProcess:
-    """One server in a folder of its own, which goes with it.
-
-    Not started before `start`, or `with`.
-    """
+    """One server with its own folder, which `close` removes."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -45,20 +41,19 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> Sequence[str]:
-        """What to run; `program` finds it."""
+        """Return the command line."""
         raise NotImplementedError
 
     def environ(self) -> dict[str, str]:
-        """Its environment."""
         return dict(os.environ)
 
     def answers(self) -> bool:
-        """Whether it is ready for clients; asked until it is. May raise OSError for no."""
+        """Return whether it is ready. OSError also means no."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
 
     def start(self) -> Self:
-        """Run it, on the same port and in the same folder as before, and wait until it answers."""
+        """Run with the same port and folder as before, and wait until it answers."""
         assert self._process is None or self._process.poll() is not None, "it runs already"
         with self.log.open("ab") as log:
             _Process(
@@ -85,36 +80,30 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """`kill -9`, of it and of the processes it has started.
-
-        Harmless when it is dead already.
-        """
+        """Send SIGKILL to the process group. Idempotent."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that takes too long."""
+        """Send SIGTERM, then SIGKILL."""
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """It accepts connections (its kernel does) and says nothing, until `resume`."""
+        """Stop answering until `resume`; the kernel still accepts connections."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """It goes on."""
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop it and remove its folder. Idempotent."""
+        """Stop, and remove the folder. Idempotent."""
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -152,8 +141,7 @@ class ServerProcess:
 class _Process(subprocess.Popen[bytes]):
     """A process that its server knows from the fork on.
 
-    A signal may end the command while `Popen` still waits for the child's exec. The child then
-    runs already, and only its server can end it.
+    A signal may interrupt `Popen` after the fork. Only the server can then end the child.
     """
 
     def __init__(self, server: ServerProcess, command: Sequence[str], **options: Any) -> None:
@@ -162,7 +150,7 @@ class _Process(subprocess.Popen[bytes]):
 
 
 def program(name: str, package: str) -> str:
-    """The path of a program. Raises NotInstalled, naming the package."""
+    """Return a program's path. Raises NotInstalled, naming the package."""
     found = shutil.which(name)
     if found is None:
         raise NotInstalled(f"{name} is not installed here: {package}")
@@ -170,11 +158,9 @@ def program(name: str, package: str) -> str:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now, and that the kernel gives to nobody unasked: so a
-    server finds it free when it starts a little later, and when it starts again.
-    """
+    """Return a free loopback port outside the kernel's automatic range, so that it stays free."""
     while True:
-        with _one_at_a_time:  # a generator has one caller
+        with _one_at_a_time:  # generators are not thread-safe
             port_wanted = next(_ports)
         with socket.socket() as probe:
             try:
@@ -186,9 +172,7 @@ def free_port() -> int:
 
 
 def _own_ports() -> Iterator[int]:
-    """Below those that the kernel hands out, one after the other from a place of this process's
-    own; 0, for any, where that cannot be.
-    """
+    """Yield ports below the kernel's range from a random start, or 0 (any)."""
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

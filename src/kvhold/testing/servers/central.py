@@ -1,4 +1,4 @@
-"""A real central cache: `kvhold serve --listen`, on a free loopback port."""
+"""A real central cache: `kvhold serve --listen`."""
 
 import os
 import sys
@@ -8,9 +8,7 @@ from kvhold.testing.servers.base import ServerProcess
 
 
 class CentralServer(ServerProcess):
-    """`arguments` go to `kvhold serve`, beside the address and the size; `environ` is added to its
-    environment.
-    """
+    """`arguments`: for `kvhold serve`; `environ`: more variables."""
 
     def __init__(
         self, *arguments: str, ram_bytes: str = "64MiB", environ: Mapping[str, str] | None = None
@@ -21,11 +19,9 @@ class CentralServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Where it listens, as a tier."""
         return f"kvhold://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
-        """`kvhold serve`."""
         return (
             sys.executable,
             "-m",
@@ -37,7 +33,7 @@ class CentralServer(ServerProcess):
         )
 
     def environ(self) -> dict[str, str]:
-        """Without settings of the user's."""
+        """Return the environment without the user's settings."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
         } | self._environ

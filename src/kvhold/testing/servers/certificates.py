@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS: an authority, and what it signs, made with the openssl command."""
+"""Certificates for tests of TLS."""
 
 import subprocess
 from dataclasses import dataclass
@@ -9,9 +9,7 @@ from kvhold.testing.servers.base import program
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: the authority's certificate; certificate and key of a server (127.0.0.1,
-    localhost) and of a client.
-    """
+    """PEM files. The server is 127.0.0.1 and localhost."""
 
     ca: Path
     server: Path
@@ -21,7 +19,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """Make them in `folder`. Raises NotInstalled where there is no openssl."""
+    """Make them with openssl. Raises NotInstalled."""
     openssl = program("openssl", "apt-get install openssl")
     made = Certificates(
         *(

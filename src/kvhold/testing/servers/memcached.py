@@ -1,8 +1,4 @@
-"""A real memcached on loopback.
-
-with MemcachedServer(item_bytes=4 << 20) as server:
-    server.url
-"""
+"""A real memcached on loopback."""
 
 from collections.abc import Sequence
 
@@ -10,9 +6,7 @@ from kvhold.testing.servers.base import ServerProcess, program
 
 
 class MemcachedServer(ServerProcess):
-    """item_bytes: the largest item it takes. memory_bytes: for all of them. evict: make room, or
-    refuse.
-    """
+    """item_bytes: the largest item; evict: when full, or refuse."""
 
     def __init__(
         self, *, item_bytes: int = 1 << 20, memory_bytes: int = 128 << 20, evict: bool = True
@@ -24,14 +18,11 @@ class MemcachedServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Where a tier finds it."""
         return f"memcached://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
-        """memcached, for TCP alone."""
         own = ["-p", str(self.port), "-U", "0", "-l", "127.0.0.1", "-u", "nobody", "-t", "2"]
-        # It moves memory between sizes in the background otherwise, and drops what lies there:
-        # right for a cache, not for a test.
+        # Otherwise moving memory between sizes drops items in the background.
         own += ["-o", "slab_automove=0"]
         limits = [
             "-I",

@@ -1,10 +1,7 @@
 """The master of a Mooncake Store.
 
-    with MooncakeMaster() as master:
-        tier = MooncakeTier.from_url(parse_url(master.url(segment_bytes="64MiB")))
-
-It listens on loopback alone; its clients do not (`kvhold.tiers.mooncake` says more). The memory is
-lent by clients.
+It listens on loopback, but its clients do not (see `kvhold.tiers.mooncake`). Clients lend the
+memory.
 """
 
 import importlib.util
@@ -14,18 +11,15 @@ from urllib.parse import urlencode
 
 from kvhold.testing.servers.base import NotInstalled, ServerProcess, free_port
 
-LEASE_MS = 200  # how long a value that was read cannot be removed; the default is 5000
+LEASE_MS = 200  # no removal for so long after a read
 
 
 class MooncakeMaster(ServerProcess):
-    """The program that comes in the client's package."""
-
     def __init__(self) -> None:
         super().__init__()
         self.admin_port = free_port()
 
     def command(self) -> Sequence[str]:
-        """By this interpreter."""
         if importlib.util.find_spec("mooncake") is None:
             raise NotInstalled(
                 "mooncake is not installed here: pip install "
@@ -47,6 +41,5 @@ class MooncakeMaster(ServerProcess):
         ]
 
     def url(self, **options: object) -> str:
-        """A tier's URL."""
         settings = {"admin": f"127.0.0.1:{self.admin_port}", "allow_all_interfaces": "true"}
         return f"mooncake://127.0.0.1:{self.port}?{urlencode(settings | options)}"

@@ -1,12 +1,6 @@
-"""Looks for the real servers that tests and benchmarks start, and installs those that are missing
-where it may.
+"""Find the servers for tests and benchmarks, and install missing ones if possible.
 
-    python -m kvhold.testing.servers.programs    # what `make test` runs first
-    provide(["redis-server"], say=click.echo)    # what a benchmark calls
-
-As root on Debian or Ubuntu the missing ones are installed by apt; elsewhere it says which are
-missing and how they come. KVHOLD_SETUP_SERVERS=0 installs nothing. No service is started: tests and
-benchmarks start their own, on free loopback ports.
+Installs with apt, as root only, unless KVHOLD_SETUP_SERVERS=0. Starts no service.
 """
 
 import ctypes
@@ -18,8 +12,8 @@ from pathlib import Path
 
 import click
 
-VERBS = "libibverbs.so.1"  # Mooncake's client and LMCache load it, without any RDMA device
-PACKAGES = {  # program or library -> Debian's package
+VERBS = "libibverbs.so.1"  # needed by Mooncake's client and LMCache, even without RDMA
+PACKAGES = {  # program or library -> Debian package
     "redis-server": "redis-server",
     "redis-sentinel": "redis-sentinel",
     "redis-cli": "redis-tools",
@@ -27,20 +21,17 @@ PACKAGES = {  # program or library -> Debian's package
     "openssl": "openssl",
     VERBS: "libibverbs1",
 }
-_POLICY = Path("/usr/sbin/policy-rc.d")  # where it exists and says 101, packages start no service
+_POLICY = Path("/usr/sbin/policy-rc.d")  # exit status 101 keeps services off
 
 
 def main() -> None:
-    """All of them, for tests."""
     if not missing(PACKAGES):
         click.echo("servers for tests: all there")
     provide(PACKAGES, click.echo)
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
-    """Install what is missing of these programs and libraries, where that may be; `say` is told
-    what is done, and what is missing still.
-    """
+    """Install missing programs and libraries if allowed, and report the rest with `say`."""
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")
@@ -55,12 +46,10 @@ def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
 
 
 def missing(wanted: Iterable[str]) -> list[str]:
-    """Those of these programs and libraries that are not on this machine."""
     return [name for name in wanted if not (_loads(name) if ".so" in name else shutil.which(name))]
 
 
 def may_install(environ: Mapping[str, str]) -> bool:
-    """Whether packages may be installed here: by root, with apt, and not switched off."""
     return (
         environ.get("KVHOLD_SETUP_SERVERS", "") != "0"
         and os.geteuid() == 0
@@ -81,7 +70,7 @@ def _packages(names: Iterable[str]) -> str:
 
 
 def _install(packages: list[str]) -> str:
-    """What went wrong, if something did. Their services stay off."""
+    """Return the failure, or ""."""
     made = not _POLICY.exists()
     if made:
         _POLICY.write_text("#!/bin/sh\nexit 101\n")

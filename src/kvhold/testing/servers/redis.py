@@ -1,10 +1,9 @@
-"""Real Redis servers: one, a cluster of three primaries, or a primary with a replica and three
-sentinels.
+"""Real Redis servers: one, a cluster, or a primary, a replica and sentinels.
 
     with RedisServer(password="secret") as server:
         server.url; server.call("DBSIZE")
 
-Nothing is written to disk. Needs redis-server (and redis-sentinel; openssl for TLS).
+Writes nothing to disk. Needs redis-server, redis-sentinel, and openssl for TLS.
 """
 
 import secrets
@@ -21,7 +20,7 @@ from typing import Any, Self
 from kvhold.testing.servers.base import ServerProcess, free_port, program
 
 _FORM_S = 120.0
-_POLL_S = 0.02  # a server does not call when it has done something on its own
+_POLL_S = 0.02
 _CALL_S = 60.0
 _CALM_MS, _QUICK_MS = 60_000, 500
 
@@ -33,11 +32,10 @@ class ReplyError(Exception):
 class RedisServer(ServerProcess):
     """One server on loopback.
 
-    unix:     listen on a Unix socket, too: `unix_path`
-    password: what AUTH wants
+    unix:     also listen on `unix_path`
     users:    ACL users, such as "ann on >secret ~kvhold:* +@all"
-    tls:      talk TLS only, with a certificate for 127.0.0.1 that `ca_file` vouches for; clients need one, too: `client_file`
-    settings: more of redis.conf, such as {"maxmemory": "10mb"}
+    tls:      TLS only, with client certificates: `ca_file`, `client_file`
+    settings: for redis.conf
     """
 
     def __init__(
@@ -58,29 +56,25 @@ class RedisServer(ServerProcess):
 
     @property
     def unix_path(self) -> Path:
-        """The Unix socket."""
         return self.folder / "redis.sock"
 
     @property
     def ca_file(self) -> Path:
-        """The authority that has signed the server's certificate and the client's."""
         return self.folder / "ca.pem"
 
     @property
     def client_file(self) -> Path:
-        """A client's certificate and its key."""
         return self.folder / "client.pem"
 
     @property
     def url(self) -> str:
-        """Where a tier finds it."""
         credentials = f":{self._password}@" if self._password else ""
         if self._tls:
             return f"rediss://{credentials}127.0.0.1:{self.port}/0?ca_file={self.ca_file}&cert_file={self.client_file}"
         return f"redis://{credentials}127.0.0.1:{self.port}/0"
 
     def call(self, *words: str | bytes | int) -> Any:
-        """The reply to one command, over a connection of its own. Raises ReplyError."""
+        """Return the reply to one command. Raises ReplyError."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=_CALL_S) as plain:
             if not self._tls:
                 return self._call_over(plain, words)
@@ -90,11 +84,9 @@ class RedisServer(ServerProcess):
                 return self._call_over(secured, words)
 
     def answers(self) -> bool:
-        """Ready once it answers a PING."""
         return bool(self.call("PING") == b"PONG")
 
     def command(self) -> Sequence[str]:
-        """redis-server with a file of settings, written anew."""
         executable = program("redis-server", "apt-get install redis-server")
         listen = (
             {"tls-port": str(self.port), "port": "0"} if self._tls else {"port": str(self.port)}
@@ -134,7 +126,7 @@ class RedisServer(ServerProcess):
 class RedisCluster:
     """Three primaries that share the slots.
 
-    When one dies the others go on serving theirs: only a minute of silence counts as a failure.
+    Only a minute of silence counts as a failure, so the others go on if one dies.
     """
 
     def __init__(self) -> None:
@@ -144,24 +136,21 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        """Where a tier finds it."""
         return "redis-cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     def owner(self, slot: int) -> RedisServer:
-        """The node that serves a slot."""
         for first, last, (_, port, *_), *_ in self.nodes[0].call("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == port)
         raise LookupError(f"nobody serves slot {slot}")
 
     def assign(self, slot: int, to: RedisServer) -> None:
-        """Give a slot, without its keys, to another node, as every node then knows."""
+        """Move a slot, without its keys, to another node."""
         name = to.call("CLUSTER", "MYID")
         for node in (to, *(node for node in self.nodes if node is not to)):
             node.call("CLUSTER", "SETSLOT", slot, "NODE", name)
 
     def close(self) -> None:
-        """Stop all."""
         self._stack.close()
         for node in self.nodes:
             node.close()
@@ -191,10 +180,10 @@ class RedisCluster:
 
 
 class RedisSentinels:
-    """One primary, one replica, and three sentinels that watch them as `service`.
+    """A primary, a replica, and three sentinels that watch them as `service`.
 
-    They fail over after a minute of silence, so that a busy machine is not taken for a death; after
-    half a second since `be_quick`.
+    Failover takes a minute of silence, so that a busy machine causes none; half a second after
+    `be_quick`.
     """
 
     service = "held"
@@ -216,7 +205,6 @@ class RedisSentinels:
 
     @property
     def url(self) -> str:
-        """Where a tier finds it."""
         return (
             "redis-sentinel://"
             + ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels)
@@ -224,12 +212,11 @@ class RedisSentinels:
         )
 
     def be_quick(self) -> None:
-        """A death is about to be noticed."""
         for sentinel in self.sentinels:
             sentinel.call("SENTINEL", "SET", self.service, "down-after-milliseconds", _QUICK_MS)
 
     def wait_until_primary(self, server: RedisServer) -> None:
-        """Until every sentinel names `server`, and it is writable."""
+        """Wait until every sentinel names `server`, and it is writable."""
         for sentinel in self.sentinels:
             if sentinel.running:
                 wait_for(partial(self._names, sentinel, server))
@@ -242,7 +229,6 @@ class RedisSentinels:
         )
 
     def _is_set(self, sentinel: RedisServer) -> bool:
-        """It knows all, and would fail over."""
         facts = _facts(sentinel.call("SENTINEL", "MASTER", self.service))
         (replica,) = [_facts(each) for each in sentinel.call("SENTINEL", "REPLICAS", self.service)]
         return (
@@ -253,7 +239,6 @@ class RedisSentinels:
         )
 
     def close(self) -> None:
-        """Stop all."""
         self._stack.close()
         for server in (self.primary, self.replica, *self.sentinels):
             server.close()
@@ -277,10 +262,7 @@ class RedisSentinels:
 
 
 class _Sentinel(RedisServer):
-    """In a folder of its own, for it rewrites its file.
-
-    It is told of the others at once: finding them takes seconds.
-    """
+    """A sentinel that rewrites its own file, and knows the others: discovery takes seconds."""
 
     def __init__(self, service: str, primary: int, replica: int) -> None:
         super().__init__()
@@ -295,7 +277,6 @@ class _Sentinel(RedisServer):
         ]
 
     def introduce(self, sentinels: Sequence["_Sentinel"]) -> None:
-        """Before it starts."""
         others = [sentinel for sentinel in sentinels if sentinel is not self]
         self._lines += [
             f"sentinel known-sentinel {self._service} 127.0.0.1 {other.port} {other.name}"
@@ -303,7 +284,6 @@ class _Sentinel(RedisServer):
         ]
 
     def command(self) -> Sequence[str]:
-        """redis-sentinel with a file of settings."""
         executable = program("redis-sentinel", "apt-get install redis-sentinel")
         file = self.folder / "sentinel.conf"
         file.write_text(
@@ -315,7 +295,6 @@ class _Sentinel(RedisServer):
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it holds; for the things that a server does on its own."""
     until = time.monotonic() + _FORM_S
     while not condition():
         if time.monotonic() > until:
@@ -324,9 +303,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """`ca.pem`, and `server.pem` and `client.pem` (each a certificate and its key) that it has
-    signed, for 127.0.0.1.
-    """
+    """Make `ca.pem`, and `server.pem` and `client.pem` (certificate and key) for 127.0.0.1."""
     openssl = program("openssl", "apt-get install openssl")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
     authority = ("-CA", "ca.pem", "-CAkey", "ca.key")

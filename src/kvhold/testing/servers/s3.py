@@ -1,14 +1,11 @@
-"""Servers that speak S3: moto, which starts in a second, and a real Ceph gateway.
+"""S3 servers: moto, which starts in a second, and a real Ceph gateway.
 
     with MotoServer() as server:
         server.create_bucket("kv")
         tier = S3Tier.from_url(parse_url(server.url("kv/prefix")))
 
-moto is a Python program that keeps objects in its memory and takes any credentials until
-`demand_credentials`. `CephGateway` is a monitor, an OSD that stores in memory and the gateway
-itself, all on loopback: 16 s to start on idle cores, 200 MB and the objects. What either
-holds ends with its process: after a restart the bucket must be made again. Buckets are made by
-    boto3, which comes with moto.
+Buckets end with the process, and need boto3. `CephGateway` takes 16 s to start on idle cores, and
+200 MB.
 """
 
 import importlib.util
@@ -31,15 +28,13 @@ _ALL_RIGHTS = (
 
 
 class S3Server(Protocol):
-    """What both have."""
-
     port: int
     access_key_id: str
     secret_access_key: str
 
 
 class MotoServer(ServerProcess):
-    """moto's own server."""
+    """moto's server. It accepts any credentials until `demand_credentials`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +42,6 @@ class MotoServer(ServerProcess):
         self.secret_access_key = "kvhold-test-key"
 
     def command(self) -> Sequence[str]:
-        """By this interpreter, so that no PATH is needed."""
         for module in ("moto", "flask", "boto3"):
             if importlib.util.find_spec(module) is None:
                 raise NotInstalled(f"{module} is not installed here: {_MOTO}")
@@ -64,17 +58,13 @@ class MotoServer(ServerProcess):
         ]
 
     def create_bucket(self, name: str) -> None:
-        """It lives as long as the process."""
         boto_client(self, "s3").create_bucket(Bucket=name)
 
     def url(self, place: str, **options: object) -> str:
-        """A tier's URL of `bucket/prefix`."""
         return tier_url(self, place, options)
 
     def demand_credentials(self) -> None:
-        """From now on only a user who is made here, and whose keys `url` then has, may
-        do anything.
-        """
+        """Make a user, and refuse all others. `url` then has the user's keys."""
         iam = boto_client(self, "iam")
         iam.create_user(UserName="kvhold")
         iam.put_user_policy(UserName="kvhold", PolicyName="all", PolicyDocument=_ALL_RIGHTS)
@@ -93,7 +83,7 @@ class MotoServer(ServerProcess):
 
 
 class CephGateway(ServerProcess):
-    """Ceph's RADOS gateway over a cluster of one, which is new at each start."""
+    """Ceph's gateway over a cluster of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,9 +91,6 @@ class CephGateway(ServerProcess):
         self.secret_access_key = "kvhold-test-key"
 
     def command(self) -> Sequence[str]:
-        """A script that makes the cluster and becomes the gateway; the others are in its process
-        group.
-        """
         for name in ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph"):
             program(name, _CEPH)
         if importlib.util.find_spec("boto3") is None:
@@ -122,27 +109,22 @@ class CephGateway(ServerProcess):
         return ["/bin/bash", "-c", script]
 
     def stop(self) -> None:
-        """At once: there is nothing to save, and the monitor and the OSD must not outlive the
-        gateway.
-        """
+        """Kill: the monitor and the OSD must not outlive the gateway."""
         self.kill()
 
     def create_bucket(self, name: str) -> None:
-        """It lives until the next start."""
         boto_client(self, "s3").create_bucket(Bucket=name)
 
     def url(self, place: str, **options: object) -> str:
-        """A tier's URL of `bucket/prefix`."""
         return tier_url(self, place, options)
 
 
 def endpoint_url(server: S3Server) -> str:
-    """Where it listens."""
     return f"http://127.0.0.1:{server.port}"
 
 
 def tier_url(server: S3Server, place: str, options: dict[str, object]) -> str:
-    """`s3://place?...` with the server's endpoint and keys, and `options` over them."""
+    """Return `s3://place?...` with endpoint, keys and `options`."""
     settings = {
         "endpoint": endpoint_url(server),
         "region": _REGION,
@@ -153,7 +135,6 @@ def tier_url(server: S3Server, place: str, options: dict[str, object]) -> str:
 
 
 def boto_client(server: S3Server, service: str) -> Any:
-    """Another client than ours, with the server's keys."""
     return import_module("boto3").client(
         service,
         endpoint_url=endpoint_url(server),
