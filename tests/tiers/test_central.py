@@ -348,7 +348,9 @@ class TestHostileClients:
     def test_a_client_of_another_version_is_told_which_one_speaks(
         self, server: CentralServer
     ) -> None:
-        answer = self.ask(server, bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, ""))))
+        answer = self.ask(
+            server, bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, "")))
+        )
         greeting = Decoder[c.Greeting](c.Greeting).decode(
             answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)]
         )
