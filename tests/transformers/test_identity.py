@@ -5,7 +5,9 @@ not.
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvhold.cache import LocalCache
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import Namespace
-from kvhold.integrations.transformers import Reuse, identity
+from kvhold.integrations.machine import device_facts
+from kvhold.integrations.transformers import Reuse, identity, reuse
 from kvhold.integrations.transformers.geometry import geometry_of
 from kvhold.integrations.transformers.identity import Identity
 from kvhold.integrations.transformers.weights import Weights
@@ -373,3 +376,42 @@ class TestWhatIsNamed:
         assert namespace_of(model).digest == before
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
         assert namespace_of(model).digest != before
+
+
+def test_each_kind_of_gpu_has_a_name_of_its_own(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = set()
+    for name, capability in (("A100", (8, 0)), ("L40S", (8, 9)), ("H100", (9, 0))):
+        gpu = SimpleNamespace(
+            get_device_name=lambda place, name=name: name,
+            get_device_capability=lambda place, capability=capability: capability,
+        )
+        monkeypatch.setattr(torch, "get_device_module", lambda place, gpu=gpu: gpu)
+        facts = device_facts("cuda:1")
+        assert facts["device.name"] == repr(name)
+        monkeypatch.setattr(identity, "device_facts", lambda device, facts=facts: facts)
+        digests.add(namespace_of(model).digest)
+    assert len(digests) == 3
+    assert device_facts("cpu") == {}
+
+
+def test_a_model_that_moved_to_a_refused_device_is_never_served_with_the_old_geometry(
+    model: Any, cache: LocalCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Reuse(model, cache, config=small_chunks())
+    one.forward(prompt_of(40))
+    assert one.last.num_stored
+    monkeypatch.setattr(
+        reuse,
+        "geometry_of",
+        lambda *args, **kwargs: replace(
+            geometry_of(*args, **kwargs), device=torch.device("cuda:0")
+        ),
+    )
+    monkeypatch.setattr(reuse, "warm_up", lambda device: None)
+    one._looked_at = (torch.device("cuda:0"), torch.float16)  # as after `model.to("cuda")`
+    for _ in range(3):
+        one.forward(prompt_of(40))
+        assert (one.last.num_loaded, one.last.num_stored) == (0, 0), one.last
+        assert "cuda:0" in one.last.reason

@@ -93,6 +93,24 @@ def version_facts(*names: str) -> Mapping[str, str]:
     return found
 
 
+def device_facts(device: str) -> dict[str, str]:
+    """Return the model and software of a GPU or the like. Empty for a CPU.
+
+    device: as torch names it, such as "cuda:1"
+    """
+    place = torch.device(device)
+    if place.type in ("cpu", "meta"):
+        return {}
+    module = torch.get_device_module(place)
+    capability = getattr(module, "get_device_capability", lambda place: None)
+    return {
+        "device.name": repr(str(module.get_device_name(place))),
+        "device.capability": repr(str(capability(place))),
+        "versions.cuda": repr(str(torch.version.cuda)),
+        "versions.hip": repr(str(torch.version.hip)),
+    }
+
+
 def library_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     environ = os.environ if environ is None else environ
     return {

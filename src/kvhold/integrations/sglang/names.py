@@ -22,7 +22,12 @@ from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import NO_FACTS, Facts, Rules, walk
-from kvhold.integrations.machine import library_facts, processor_facts, version_facts
+from kvhold.integrations.machine import (
+    device_facts,
+    library_facts,
+    processor_facts,
+    version_facts,
+)
 from kvhold.integrations.sglang.settings import KV_DTYPES, Settings
 from kvhold.integrations.sglang.tables import SERVER_ARGS, VARIABLES
 from kvhold.integrations.weights import adapter_identity, model_identity
@@ -44,6 +49,7 @@ _LIBRARIES = (
 SHARES = {
     "versions": ("versions.",),
     "cpu": ("cpu.",),
+    "device": ("device.",),
     "tensor_parallel": ("sglang.tp_size",),
     "data_parallel": ("sglang.dp_size", "sglang.attn_dp_size"),
     "expert_parallel": ("sglang.ep_size",),
@@ -123,6 +129,7 @@ def _server_facts(args: Any, settings: Settings) -> dict[str, str]:
     facts |= {
         **version_facts(*_LIBRARIES),
         **processor_facts(),
+        **device_facts(str(args.device or "cpu")),
         **library_facts(),
         **_environment(),
     }

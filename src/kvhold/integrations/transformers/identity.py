@@ -16,7 +16,12 @@ from kvhold.core.errors import LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Layout
 from kvhold.core.naming import Facts, Rules, Table, text_of, walk
-from kvhold.integrations.machine import library_facts, processor_facts, version_facts
+from kvhold.integrations.machine import (
+    device_facts,
+    library_facts,
+    processor_facts,
+    version_facts,
+)
 from kvhold.integrations.transformers.weights import Weights
 
 _PLACES = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
@@ -80,6 +85,7 @@ class Identity:
         facts["class"] = repr(f"{kind.__module__}.{kind.__qualname__}")
         facts["attention"] = repr(str(getattr(config, "_attn_implementation", None)))
         facts["device"] = repr(str(model.device.type))
+        facts |= device_facts(str(model.device))
         facts["products"] = repr(torch.get_float32_matmul_precision())
         facts["versions.transformers"] = repr(transformers.__version__)
         return Namespace(

@@ -117,6 +117,7 @@ class Reuse:
         self._registered = b""
         self._noted = ""
         self._copies_on = ""
+        self._refused: tuple[Any, str] | None = None  # the device and dtype that failed, and why
         self._copier: Copier
         self._geometry = self._look()
         self._identity.namespace(self._geometry.layout)
@@ -301,16 +302,24 @@ class Reuse:
 
     def _look(self) -> Geometry:
         geometry = geometry_of(self.model, tokens_per_chunk=self._tokens_per_chunk)
-        self._looked_at = self.model.device, self.model.dtype
-        warm_up(str(geometry.device))
-        if str(geometry.device) != self._copies_on:
-            self._copies_on = str(geometry.device)
-            self._copier = proven_copier_for(
-                self._copies_on,
-                threads=self._threads,
-                cache=self.cache,
-                allow_unproven=self._allow_unproven,
-            )
+        looks = self.model.device, self.model.dtype
+        if self._refused is not None and self._refused[0] == looks:
+            raise LayoutError(self._refused[1])
+        device = str(geometry.device)
+        warm_up(device)
+        if device != self._copies_on:
+            try:
+                self._copier = proven_copier_for(
+                    device,
+                    threads=self._threads,
+                    cache=self.cache,
+                    allow_unproven=self._allow_unproven,
+                )
+            except KVHoldError as error:
+                self._refused = looks, str(error)
+                raise
+            self._copies_on = device
+        self._looked_at = looks  # last: a refused device must not look like the one in use
         return geometry
 
     def _failed(self, work: _Work, what: str, error: Exception) -> None:
