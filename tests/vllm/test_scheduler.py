@@ -40,7 +40,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm import register, scheduler, space
 from kvhold.integrations.vllm.connector import KVHoldConnector
-from kvhold.integrations.vllm.drafts import Undrafted
+from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
 from kvhold.integrations.vllm.naming import adapters
 from kvhold.integrations.vllm.steps import Load, Steps, Store
@@ -2152,6 +2152,22 @@ class TestRules:
         assert (forbidden.stores, forbidden.loads) == ([], [])
 
 
+def part_of(block_tokens: int) -> Any:
+    return SimpleNamespace(group=SimpleNamespace(block_tokens=block_tokens), table=0)
+
+
+def planned(spans: dict[str, tuple[int, int]], tables: dict[str, tuple[list[int], ...]]) -> Any:
+    """A step that computes (first token, number of tokens) of each request."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        num_scheduled_tokens={name: num for name, (_, num) in spans.items()},
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(spans), num_computed_tokens=[start for start, _ in spans.values()]
+        ),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+    )
+
+
 class TestDrafts:
     """A pass with a request near the drafter's limit has no drafter: what it computes is not
     stored.
@@ -2161,7 +2177,7 @@ class TestDrafts:
     def one(self, engine: MakeEngine) -> Engine:
         one = engine(budget=600)
         side = one.connector.scheduler
-        side._undrafted = Undrafted(side._geometry.parts, 250)
+        side._undrafted = Undrafted(side._geometry.parts, DraftLimit(250, late=0))
         return one
 
     def test_what_is_computed_beside_a_long_request_is_not_stored_nor_what_others_share_of_it(
@@ -2177,11 +2193,27 @@ class TestDrafts:
         )  # the engine's own prefix cache has its beginning
         one.run()
         assert one.tokens_computed["again"] < 128
-        stored = [store for store in one.stores if store.request_id == "again"]
-        assert all(store.names.first_token >= 128 for store in stored)
+        assert not [store for store in one.stores if store.request_id == "again"]
         one.add("alone", make_prompt("drafts alone", 128))
         one.run()
         assert [store for store in one.stores if store.request_id == "alone"]
+
+    def test_blocks_computed_after_those_without_a_drafter_are_not_stored(self) -> None:
+        undrafted = Undrafted([part_of(16)], DraftLimit(1000, late=0))
+        tables = {"a": ([1, 2, 3, 4],), "b": (list(range(100, 170)),)}
+        undrafted.planned(planned({"a": (0, 32), "b": (998, 4)}, tables))
+        undrafted.planned(planned({"a": (32, 32)}, tables))
+        assert undrafted.are_among([[3, 4]]), "the drafter has read what is missing in 1 and 2"
+        undrafted.planned(planned({"a": (0, 32)}, tables))
+        undrafted.planned(planned({"a": (32, 32)}, tables))
+        assert not undrafted.are_among([[1, 2, 3, 4]])
+
+    def test_a_pass_may_begin_earlier_than_planned_when_drafts_were_rejected(self) -> None:
+        undrafted = Undrafted([part_of(16)], DraftLimit(1000, late=6))
+        tables = {"a": ([10, 11],), "b": (list(range(100, 170)),)}
+        undrafted.planned(planned({"a": (12, 4)}, tables))
+        undrafted.planned(planned({"a": (16, 4), "b": (998, 4)}, tables))
+        assert undrafted.are_among([[10]]) and undrafted.are_among([[11]])
 
     def test_blocks_that_another_pass_fills_are_good_again(self, one: Engine) -> None:
         undrafted = one.connector.scheduler._undrafted

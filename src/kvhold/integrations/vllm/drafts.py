@@ -2,11 +2,12 @@
 
 vLLM runs a pass without the drafter if one request comes near the drafter's longest text. vLLM's
 prefix cache may give such blocks to other requests, so they are tracked until they are filled
-again. Scheduler's thread only.
+again. Blocks that are computed after them are tracked, too: a drafter of several layers has read
+the missing KV. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvhold.integrations.vllm.geometry import Part, drafts
 
@@ -15,8 +16,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-def draft_limit(config: "VllmConfig") -> int | None:
-    """Return the request length above which a pass may have no drafter; None: no drafter.
+class DraftLimit(NamedTuple):
+    """When a pass may have no drafter.
+
+    num_tokens: the request length above which it may have none
+    late:       with asynchronous scheduling a pass may begin this many tokens earlier than planned,
+                because drafts of earlier passes were rejected
+    """
+
+    num_tokens: int
+    late: int
+
+
+def draft_limit(config: "VllmConfig") -> DraftLimit | None:
+    """Return None without a drafter.
 
     One pass's drafts are subtracted, because vLLM counts them.
     """
@@ -24,30 +37,43 @@ def draft_limit(config: "VllmConfig") -> int | None:
         return None
     speculation = config.speculative_config
     longest = speculation.draft_model_config.max_model_len or config.model_config.max_model_len
-    return int(longest - 2 * speculation.num_speculative_tokens - 1)
+    drafts_a_pass = int(speculation.num_speculative_tokens)
+    return DraftLimit(
+        num_tokens=int(longest) - 2 * drafts_a_pass - 1,
+        late=2 * drafts_a_pass if config.scheduler_config.async_scheduling else 0,
+    )
 
 
 class Undrafted:
-    def __init__(self, parts: Sequence[Part], limit: int) -> None:
+    def __init__(self, parts: Sequence[Part], limit: DraftLimit) -> None:
         self._parts = parts
         self._limit = limit
         self._blocks: list[set[int]] = [set() for _ in parts]
 
     def planned(self, output: "SchedulerOutput") -> None:
         spans = list(_spans(output))
-        has_drafter = all(end <= self._limit for _, _, end in spans)
+        has_drafter = all(end <= self._limit.num_tokens for _, _, end in spans)
         if has_drafter and not any(self._blocks):
             return
         for request_id, start, end in spans:
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if tables is None:
                 continue
+            is_exact = has_drafter and not self._lacks_before(start, tables)
+            begin = start if is_exact else max(0, start - self._limit.late)
             for part, known in zip(self._parts, self._blocks, strict=True):
                 size = part.group.block_tokens
                 # a partly filled block still lacks the drafter's first KV
-                first = -(-start // size) if has_drafter else start // size
+                first = -(-begin // size) if is_exact else begin // size
                 filled = tables[part.table][first : -(-end // size)]
-                known.difference_update(filled) if has_drafter else known.update(filled)
+                known.difference_update(filled) if is_exact else known.update(filled)
+
+    def _lacks_before(self, start: int, tables: Sequence[Sequence[int]]) -> bool:
+        """Whether the drafter reads missing KV in a pass that begins at this token."""
+        return any(
+            not known.isdisjoint(tables[part.table][: -(-start // part.group.block_tokens)])
+            for part, known in zip(self._parts, self._blocks, strict=True)
+        )
 
     def loaded(self, block_ids: Sequence[Sequence[int]]) -> None:
         for ids, known in zip(block_ids, self._blocks, strict=True):

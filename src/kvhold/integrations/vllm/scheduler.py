@@ -32,7 +32,7 @@ from kvhold.core.planning import MOST_NAME
 from kvhold.core.reasons import SLOWER, WHOLE
 from kvhold.core.rules import Rules
 from kvhold.integrations.vllm.costs import Costs, Took
-from kvhold.integrations.vllm.drafts import Undrafted
+from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.media import Media
@@ -114,7 +114,7 @@ class SchedulerSide:
         layerwise: bool = False,
         step_tokens: int = 1 << 40,
         media: Media | None = None,
-        draft_limit: int | None = None,
+        draft_limit: DraftLimit | None = None,
     ) -> None:
         """Join the node and start the lookup thread.
 
