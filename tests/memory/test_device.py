@@ -500,6 +500,57 @@ class TestPinning:
         arenas.release(held)
         arenas.close()
 
+    def test_chunks_on_both_sides_of_what_is_pinned_so_far_are_not_waited_for_till_all_is_pinned(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhold.memory.device.pinning._MOST_WAIT_S", 0.05)
+        go = threading.Semaphore(1)
+
+        class Slow(FakeDriver):
+            def pin(self, address: int, nbytes: int) -> None:
+                assert go.acquire(timeout=20)
+                super().pin(address, nbytes)
+
+        arena, arenas = Arena(300), PinnedArenas(Slow(FakeDevice(1)), slice_bytes=100)
+        arenas.add(arena.read_only, arena.writable)
+        held = arenas.hold(arena.writable)
+        assert held is not None
+        eventually(lambda: arenas.pinned_bytes == 100)
+        with pytest.raises(CapacityError, match="both sides of the end"):
+            reach(arenas, held, arena.writable, 0, 300)
+        go.release(2)
+        arenas.wait()
+        assert reach(arenas, held, arena.writable, 0, 300).pinned
+        arenas.release(held)
+        arenas.close()
+
+    def test_an_arena_that_is_being_unpinned_is_not_handed_out_as_pinned(self) -> None:
+        go, unpinning = threading.Event(), threading.Event()
+
+        class Slow(FakeDriver):
+            def unpin(self, address: int) -> None:
+                super().unpin(address)
+                unpinning.set()
+                assert go.wait(20)
+
+        arenas, old, new = PinnedArenas(Slow(FakeDevice(1)), slice_bytes=300), Arena(300), Arena(10)
+        arenas.add(old.read_only, old.writable)
+        arenas.wait()
+        held = arenas.hold(old.writable)
+        assert held is not None
+        arenas.add(new.read_only, new.writable)
+        with held.changed:  # as `release` does, before it takes the arena off the list
+            held.users -= 1
+            held.changed.notify_all()
+        assert unpinning.wait(20)
+        again = arenas.hold(old.writable)
+        assert again is held
+        with pytest.raises(CapacityError, match="being unpinned"):
+            reach(arenas, again, old.writable, 0, 10)
+        go.set()
+        arenas.release(again)
+        arenas.close()
+
     def test_a_refusal_is_told_once_and_what_lies_over_its_edge_is_a_miss(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -5,8 +5,10 @@ on, and nothing wrong is kept.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,12 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvhold.core.api import Loan, Room
 from kvhold.core.config import ClientConfig, Config, NodeConfig
-from kvhold.core.errors import LayoutError
+from kvhold.core.errors import DeviceError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load, Steps, Store
-from kvhold.integrations.vllm.worker import WorkerSide
+from kvhold.integrations.vllm.worker import WorkerSide, _Reserving, _settle
 from kvhold.memory.coding import ERROR_BOUND, coded_group
 from kvhold.memory.copy import Planned
 from kvhold.testing.damage import OpenArena
@@ -414,3 +416,45 @@ def test_tensors_that_are_not_as_the_scheduler_was_told_are_refused(
         return
     with pytest.raises(LayoutError, match=field):
         side.register(caches)
+
+
+class SettledRoom:
+    """A reservation that records how it ends."""
+
+    granted = (0,)
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def __enter__(self) -> "SettledRoom":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ends.append("closed")
+
+    def keep(self) -> None:
+        self.ends.append("kept")
+
+
+def reserving(room: SettledRoom, *layers: "Future[Any]") -> _Reserving:
+    granted: Future[Any] = Future()
+    granted.set_result(room)
+    store: Any = SimpleNamespace(request_id="r")
+    return _Reserving(store, 0, granted, [], list(layers))
+
+
+def test_memory_is_kept_when_the_device_failed_in_a_layer_s_copy() -> None:
+    room, layer = SettledRoom(), Future[Any]()
+    layer.set_exception(DeviceError("a part of it was submitted"))
+    _settle(reserving(room, layer), None)
+    assert room.ends == ["kept"]
+
+
+def test_memory_goes_back_when_a_copy_is_cancelled_while_its_end_is_waited_for() -> None:
+    room, read = SettledRoom(), Future[Any]()
+    with ThreadPoolExecutor(1) as settler:
+        settling = settler.submit(_settle, reserving(room), read)
+        eventually(lambda: read._condition._waiters)  # type: ignore[attr-defined]
+        assert read.cancel()
+        settling.result(timeout=20)
+    assert room.ends == ["closed"]

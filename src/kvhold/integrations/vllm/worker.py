@@ -10,7 +10,7 @@ vLLM computes failed loads, and KV from the first damaged chunk on. A failed sto
 import logging
 import queue
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
@@ -68,6 +68,10 @@ class _Reserving:
     def layer_copies(self) -> list[Transfer]:
         """Return the submitted layer copies. Call it after the pass."""
         return [layer.result() for layer in self.layers if layer.exception() is None]
+
+    def has_lost_copies(self) -> bool:
+        """Whether the device failed in a layer's copy, parts of which may still run."""
+        return any(isinstance(layer.exception(), DeviceError) for layer in self.layers)
 
 
 @dataclass
@@ -320,6 +324,8 @@ class WorkerSide:
             self._count_stored(one.shard, room)
         except DeviceError:
             reading.is_lost = True
+        except KVHoldError as error:
+            log.warning("kvhold: chunks were not stored: %s", error)
         except Exception:  # the future's exception is never read
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
         return reading
@@ -544,7 +550,11 @@ def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
     room = None if one.room.cancelled() else one.room.result()
     if room is None:
         return
-    reading = _Reading(one.layer_copies()) if read is None or read.cancelled() else read.result()
+    try:
+        reading = read.result() if read is not None else _Reading(one.layer_copies())
+    except CancelledError:  # `end_reading` waits no longer
+        reading = _Reading(one.layer_copies())
+    reading.is_lost = reading.is_lost or one.has_lost_copies()
     try:
         wait_for(reading.transfers)
     except DeviceError:

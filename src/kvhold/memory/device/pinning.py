@@ -28,6 +28,7 @@ from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import Driver
 
 SLICE_BYTES = 256 << 20  # 25 ms a call
+_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held meanwhile, and the engine waits for it
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -55,6 +56,7 @@ class Arena:
     is_pinning:      a slice is being pinned, or will be next
     is_settled:      no more slices will be pinned
     users:           running transfers
+    is_leaving:      it is being unpinned
     thread:          None for scratch memory
     """
 
@@ -68,6 +70,7 @@ class Arena:
     fault: str = ""
     users: int = 0
     is_ending: bool = False
+    is_leaving: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     thread: threading.Thread | None = None
 
@@ -170,15 +173,24 @@ class PinnedArenas:
         Waits for a slice that is being pinned. If the bytes are not pinned, no slice is pinned in
         the block: the device would refuse the copy.
 
-        Raises DeviceError if nothing may be copied, CapacityError if only a part can be pinned.
+        Raises DeviceError if nothing may be copied. Raises CapacityError if only a part is pinned,
+        for good or for longer than the engine should wait, or if the arena is being unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)
             return
         with arena.changed:
-            arena.changed.wait_for(lambda: arena.is_steady(begin, end))
+            is_steady = arena.changed.wait_for(
+                lambda: arena.is_leaving or arena.is_steady(begin, end), _MOST_WAIT_S
+            )
             if arena.fault:
                 raise DeviceError(arena.fault)
+            if arena.is_leaving or not is_steady:
+                raise CapacityError(
+                    "chunks of an arena that is being unpinned"
+                    if arena.is_leaving
+                    else "chunks on both sides of the end of what is pinned so far"
+                )
             is_pinned = end <= arena.pinned_bytes
             if not is_pinned and begin < arena.pinned_bytes:
                 raise CapacityError(
@@ -243,6 +255,8 @@ def _live(
     _pin(driver, arena, slice_bytes, owner)
     with arena.changed:
         arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
+        arena.is_leaving = True  # a transfer that begins now is refused
+        arena.changed.notify_all()
     _unpin(driver, arena, slice_bytes)
 
 
