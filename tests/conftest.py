@@ -7,10 +7,17 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvhold.testing.servers.programs import PACKAGES
+
+# Files whose tests are long and share nothing.
+SPREAD_FILES = ("tests/memory/test_device_mutations.py",)
 
 # Inherited by every server a test starts: nothing asks a hub, nothing reports home.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -64,3 +71,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.skip(reason="no vLLM in this environment"))
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, but the tests of `SPREAD_FILES` go to any worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return nodeid if file in SPREAD_FILES else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say in one line which programs were missing, and how many tests were skipped for that."""
+    for program, count in sorted(_missing_programs(terminalreporter).items()):
+        terminalreporter.write_line(f"NOT INSTALLED: {program}: {count} tests were skipped")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a program that CI installs may not be missing, but before it installs them."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    has_servers = "not server" not in session.config.option.markexpr
+    if os.environ.get("CI") and has_servers and reporter is not None:
+        lacking = _missing_programs(reporter).keys() & PACKAGES.keys()
+        if lacking and session.exitstatus == pytest.ExitCode.OK:
+            reporter.write_line(f"CI installs {', '.join(sorted(lacking))}, and it is missing")
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
+def _missing_programs(reporter: Any) -> Counter[str]:
+    reasons = (
+        str(report.longrepr[2])
+        for report in reporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple)
+    )
+    found = (re.search(r"(\S+) is not installed here", reason) for reason in reasons)
+    return Counter(match[1] for match in found if match is not None)

@@ -254,6 +254,7 @@ async def test_a_connection_that_fails_is_unavailable(blocks: Blocks, tier: Bloc
     assert isinstance(got[0], TierUnavailable)
 
 
+@pytest.mark.server
 class TestRealClient:
     """Where it is installed: its server is not, so nothing goes over a wire."""
 

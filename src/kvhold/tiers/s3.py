@@ -243,6 +243,7 @@ class S3Tier:
     async def _replace(self, key: bytes, parts: Parts) -> bool | TierError:
         name = self._name(key)
         async with self._transfers, _lent(parts, None) as views:
+            refused: str | None = ""
             for _ in range(_REPLACE_ROUNDS):
                 try:
                     tag = (await obstore.head_async(self._client(), name))["e_tag"]
@@ -252,12 +253,15 @@ class S3Tier:
                             "replace",
                             f"{self._place}: the store names no version of an object (ETag)",
                         )
+                    # Ceph 16 refuses an object's own tag and takes it without its quotes
+                    version = tag.strip('"') if tag == refused else tag
                     await obstore.put_async(
-                        self._client(), name, views, mode={"e_tag": tag}, use_multipart=False
+                        self._client(), name, views, mode={"e_tag": version}, use_multipart=False
                     )
                 except OBSTORE_FAULTS as error:
                     fault = self._fault(error, "replace")
                     if isinstance(error, PreconditionError):
+                        refused = tag
                         continue
                     return False if is_missing_object(error) else fault
                 return True

@@ -20,6 +20,11 @@ PACKAGES = {  # program or library -> Debian package
     "memcached": "memcached",
     "openssl": "openssl",
     VERBS: "libibverbs1",
+    "ceph-mon": "ceph-mon",
+    "ceph-osd": "ceph-osd",
+    "radosgw": "radosgw",
+    "radosgw-admin": "radosgw",
+    "ceph": "ceph-common",
 }
 _POLICY = Path("/usr/sbin/policy-rc.d")  # exit status 101 keeps services off
 
