@@ -57,9 +57,10 @@ class HostMemoryWorker(OffloadingWorker):
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         self._blocks: list[Rows] = [cache.tensor.numpy() for cache in kv_caches.tensors]
+        # ones: every page is there
         self._chunks: list[Rows] = [
             np.ones((num_chunks, blocks.shape[1]), np.int8) for blocks in self._blocks
-        ]  # ones: every page is there
+        ]
         self._loads = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="peer-load")
         self._stores = ThreadPoolExecutor(_STORE_THREADS, thread_name_prefix="peer-store")
         self._running: dict[int, _Transfer] = {}

@@ -153,9 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     options = parser.parse_args(arguments)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that the worktree goes
+    # so that the worktree goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     findings = [finding for finding in read_page(PAGE.read_text()) if finding.id in options.finding]
     wanted = {
         test
@@ -281,9 +280,8 @@ class Runner:
             lines, ending = self._run_pytest(left)
             for line in lines:
                 before = items.get(line["item"])
-                if "result" in line and (
-                    before is None or before.result in (PASSED, SKIPPED)
-                ):  # a teardown may fail after the test
+                # a teardown may fail after the test
+                if "result" in line and (before is None or before.result in (PASSED, SKIPPED)):
                     items[line["item"]] = Result(line["result"], line["reason"])
             unfinished = next((line["item"] for line in lines if line["item"] not in items), None)
             if unfinished is None:
@@ -470,9 +468,8 @@ def why_failed(caught: "pytest.ExceptionInfo[BaseException]", text: str, when: s
     account.
     """
     error = caught.value
-    said = "\n".join(
-        line for line in str(error).splitlines() if not line.startswith(" ")
-    )  # without pytest's explanation of an assert
+    # without pytest's explanation of an assert
+    said = "\n".join(line for line in str(error).splitlines() if not line.startswith(" "))
     shown = _line(f"{'' if when == 'call' else f'in {when}: '}{type(error).__name__}: {said}")
     if timeout := re.search(r"Timeout \(>([\d.]+)s\)", str(error)):
         return Result(FAILED, f"no answer within {float(timeout[1]):g} s")

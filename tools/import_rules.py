@@ -67,9 +67,8 @@ class HouseContract(Contract):
         self, graph: ImportGraph, root: str, importer: str, imported: str
     ) -> list[str]:
         package, other = _package_of(importer, root), _package_of(imported, root)
-        row = self.may_import.get(
-            package, {ANYTHING}
-        )  # no row is reported once, not once an import
+        # no row is reported once, not once an import
+        row = self.may_import.get(package, {ANYTHING})
         if package == other or other in row or ANYTHING in row:
             return []
         lines = graph.get_import_details(importer=importer, imported=imported)

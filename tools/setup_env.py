@@ -60,12 +60,8 @@ EXTRAS = "bench,demo,dev,docs,infinistore,mooncake,numba,s3,transformers,yaml"
 NUM_STEPS = 6
 STAMP = "kvhold-setup.stamp"
 WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
-IMPORTED_BY_SGLANG = (
-    "gguf",
-    "ipython",
-    "orjson",
-    "traitlets",
-)  # as it is imported, and not there for vLLM anyway
+# as it is imported, and not there for vLLM anyway
+IMPORTED_BY_SGLANG = ("gguf", "ipython", "orjson", "traitlets")
 TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it, and a constraint keeps it
 
 NO_CPU_TORCH = f"""\
@@ -223,9 +219,8 @@ def set_up(root: Path, settings: Settings) -> None:
 def stamp_of(env: Environment, settings: Settings) -> str:
     """Changes whenever a finished environment may no longer be the one we would make now."""
     pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    package = {
-        table: pyproject[table] for table in ("build-system", "project")
-    }  # a linter's settings ask for no new environment
+    # a linter's settings ask for no new environment
+    package = {table: pyproject[table] for table in ("build-system", "project")}
     known_by = (
         package,
         Path(__file__).read_text(),
@@ -292,9 +287,8 @@ def bring_torch(env: Environment, settings: Settings, *, with_vllm: bool) -> str
     Raises SetupError where only a CUDA build is on offer and nobody agreed to it.
     """
     cpu_build = f"{TORCH}+cpu"
-    any_build = (
-        not with_vllm or settings.allow_cuda_torch or settings.host.startswith("Darwin")
-    )  # macOS has no CUDA, and no +cpu
+    # macOS has no CUDA, and no +cpu
+    any_build = not with_vllm or settings.allow_cuda_torch or settings.host.startswith("Darwin")
     present = env.version("torch")
     if present == cpu_build or (present and (any_build or env.version("vllm"))):
         return present

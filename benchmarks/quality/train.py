@@ -107,14 +107,12 @@ def start_recalling(model: Any) -> None:
     angles = config.rope_parameters["rope_theta"] ** (-torch.arange(rotary) / rotary)
     near = torch.zeros(2, rotary)
     near[0, :STEEP_PAIRS] = STEEP
-    before = torch.stack(
-        [near[0] * angles.cos(), -near[0] * angles.sin()]
-    )  # rotated back by one token
+    # rotated back by one token
+    before = torch.stack([near[0] * angles.cos(), -near[0] * angles.sin()])
     with torch.no_grad():
         shared = torch.randn(config.hidden_size)
-        model.model.embed_tokens.weight.add_(
-            shared * config.initializer_range
-        )  # a direction that says only "here is a token"
+        # a direction that says only "here is a token"
+        model.model.embed_tokens.weight.add_(shared * config.initializer_range)
         direction = shared / shared.norm() / (config.hidden_size / 2) ** 0.5
         reads, writes = (
             torch.nn.init.orthogonal_(torch.empty(size, config.hidden_size)) for _ in range(2)

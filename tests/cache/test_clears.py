@@ -127,9 +127,8 @@ class TestRestarts:
         journal = ClearsJournal(path)
         journal.begin(["disk", "redis"])
         assert (journal.owed("disk"), journal.owed("redis")) == ([b""], [b""])
-        await journal.remove(
-            "disk", b""
-        )  # one has paid, and the other still owes, after a restart too
+        # one has paid, and the other still owes, after a restart too
+        await journal.remove("disk", b"")
         assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == ([], [b""])
         path.unlink()
         path.symlink_to(tmp_path / "elsewhere")
@@ -304,10 +303,8 @@ class TestRestarts:
         guard = Guard(memory.MemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())
         guard.resume_clears(Watched(tmp_path / "clears"))
         await guard.clear(NAMESPACE)
-        assert (seen, guard.status()["clears_owed"]) == (
-            [1],
-            0,
-        )  # whoever sees that nothing is owed finds that in the journal
+        # whoever sees that nothing is owed finds that in the journal
+        assert (seen, guard.status()["clears_owed"]) == ([1], 0)
 
     @pytest.mark.parametrize("shared", [False, True])
     async def test_very_many_debts_are_paid_and_none_of_a_shared_tier_becomes_a_clear_of_everything(
@@ -412,9 +409,8 @@ class TestOtherHosts:
             assert read(other, PROMPT) == 64
             one.clear()
             assert chunks(place) == 0
-            longer = a_prompt(
-                SPACE, 128
-            )  # the other has its beginning in memory, and stores the rest
+            # the other has its beginning in memory, and stores the rest
+            longer = a_prompt(SPACE, 128)
             store(other, longer)
             settle(other)
             forget(one)
@@ -489,9 +485,8 @@ class TestDisksBesideASharedTier:
             if remembers:
                 eventually(lambda: "\t1\n" in (tmp_path / "clears").read_text())
         with cache_over(disk, url, **options) as other:
-            assert (
-                read(other, PROMPT) == 64 or not remembers
-            )  # whoever does not remember drops it once more
+            # whoever does not remember drops it once more
+            assert read(other, PROMPT) == 64 or not remembers
 
     def test_a_clear_during_which_the_shared_tier_was_away_is_learned_when_it_is_back(
         self, place: Place, tmp_path: Path
@@ -637,10 +632,8 @@ class TestGenerations:
         await stored.wait()
         await one.probe([key])
         await one.refresh()
-        assert (told, one.name_of(key)) == (
-            [],
-            key,
-        )  # what memory holds may be older than the other clear
+        # what memory holds may be older than the other clear
+        assert (told, one.name_of(key)) == ([], key)
         go_on.set()
         await clear
         assert told == [key[:NAMESPACE_BYTES]]

@@ -157,9 +157,8 @@ def test_a_chunk_that_a_query_names_twice_is_let_go_as_often_as_it_was_pinned() 
     bench = Bench(LAYOUTS["full"], num_tiers=1)
     bench.store()
     query = bench.prompt(0).query()
-    hashes = query.hashes[:HASH_BYTES] * 2 + bytes(
-        HASH_BYTES
-    )  # and one that is nowhere, so that tiers are asked
+    # and one that is nowhere, so that tiers are asked
+    hashes = query.hashes[:HASH_BYTES] * 2 + bytes(HASH_BYTES)
     twice = msgspec.structs.replace(query, hashes=hashes, tail_hashes=b"", tail_lengths=())
     reader = bench.state.lookup("b", bench.prompt(0).query())
     found = bench.state.lookup("a", twice)

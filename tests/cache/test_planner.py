@@ -230,10 +230,8 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
 
 def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
     world = World(chunk_s=0.3)  # all of it in 2.4 s
-    began_s, found = (
-        world.now,
-        world.ask(work=Work("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0)),
-    )  # or computed in 1.6 s
+    # or computed in 1.6 s
+    began_s, found = (world.now, world.ask(work=Work("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0)))
     read = 0
     while world.state.refresh(found.ticket).arriving:
         orders = world.orders()

@@ -90,9 +90,8 @@ def test_who_waits_for_a_silent_tier_is_told_that_it_stays_silent() -> None:
 
 def test_what_comes_more_slowly_than_thought_is_thought_to_go_on_so() -> None:
     speed = TierSpeed()
-    now_s = (
-        read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
-    )  # one read: a slow answer, as far as anybody knows
+    # one read: a slow answer, as far as anybody knows
+    now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
     speed.ordered(8 * MB, now_s)
     speed.ended(MB, now_s + 0.3)
     assert speed.left_s(speed.ordered_bytes, now_s + 0.3, more_bytes=40 * MB) == 0, (

@@ -339,9 +339,8 @@ class Life(RuleBasedStateMachine):
         for chunk in chosen & room.chunks.keys():
             for piece in room.chunks.pop(chunk):
                 entry = self.state.ram.find(piece.key)
-                if (
-                    entry is not None and entry.offset == piece.offset
-                ):  # not cleared while it was written
+                # not cleared while it was written
+                if entry is not None and entry.offset == piece.offset:
                     self.committed[piece.write] = piece.key
         if not room.chunks:
             self.live_rooms.discard(room)

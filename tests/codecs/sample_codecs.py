@@ -69,9 +69,8 @@ class Int8:
 
     name: ClassVar[str] = "test-int8"
     lossless: ClassVar[bool] = False
-    error_bound: ClassVar[float] = (
-        0.5 / 127 + 2**-3
-    )  # half a step, and half a step of the coarsest dtype, with room
+    # half a step, and half a step of the coarsest dtype, with room
+    error_bound: ClassVar[float] = 0.5 / 127 + 2**-3
 
     def accepts(self, layout: Layout, group: int) -> bool:
         return layout.groups[group].packing == CANONICAL

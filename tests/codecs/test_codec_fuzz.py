@@ -166,13 +166,8 @@ def test_numbers_of_words_that_lie_are_refused(name: str) -> None:
     ):
         assert not attack(name, good[:at] + struct.pack("<I", wrong) + good[at + 4 :])
     if segments == 2:
-        for by in (
-            1,
-            -1,
-            32,
-            counts[0] - 64,
-            64 - counts[1],
-        ):  # moved from one to the other: the sum is right
+        # moved from one to the other: the sum is right
+        for by in (1, -1, 32, counts[0] - 64, 64 - counts[1]):
             assert not attack(
                 name,
                 good[:at] + struct.pack("<II", counts[0] - by, counts[1] + by) + good[at + 8 :],

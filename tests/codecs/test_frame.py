@@ -391,9 +391,10 @@ def test_nothing_of_numpy_leaks_from_a_header() -> None:
 
 
 def test_other_threads_run_while_a_large_chunk_is_framed_and_unframed() -> None:
+    # 8 MiB a layer
     layout = Layout(
         (Group(layers=2, planes=2, heads=64, head_dim=64, dtype="float32"),), tokens_per_chunk=256
-    )  # 8 MiB a layer
+    )
     chunk = np.ones(layout.chunk_bytes(0, 256), np.uint8)
     out, into = np.zeros(max_frame_bytes(Raw(), layout, 0, 256), np.uint8), np.zeros_like(chunk)
     place = {"key": KEY, "layout": layout, "num_tokens": 256}

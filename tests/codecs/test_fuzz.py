@@ -84,9 +84,10 @@ def test_every_other_length_is_detected(name: str) -> None:
     frame, layout, num_tokens = SMALL[name]
     for keep in range(len(frame)):
         assert is_refused(frame[:keep], layout, num_tokens)
+        # a hole to the end
         assert is_refused(frame[:keep] + bytes(len(frame) - keep), layout, num_tokens) or not any(
             frame[keep:]
-        )  # a hole to the end
+        )
     for more in (b"\0", b"\xff" * 8, frame):
         assert is_refused(frame + more, layout, num_tokens)
         assert is_refused(more + frame, layout, num_tokens)
@@ -96,9 +97,8 @@ def test_parts_of_two_frames_make_no_frame() -> None:
     other = content(512)[256:]
     assert is_refused(GOOD[:START] + other)
     assert is_refused(OTHER_KEY)  # whole and valid, but not what was asked for
-    assert is_refused(
-        OTHER_KEY[:START] + GOOD[START:]
-    )  # its payload happens to be the same: the key still is not
+    # its payload happens to be the same: the key still is not
+    assert is_refused(OTHER_KEY[:START] + GOOD[START:])
     for cut in range(1, START):
         assert is_refused(GOOD[:cut] + OTHER_KEY[cut:]) or OTHER_KEY[cut:] == GOOD[cut:]
     for cut in range(START, len(GOOD)):
@@ -172,9 +172,8 @@ def test_a_header_with_a_right_checksum_is_refused_or_says_exactly_what_its_byte
         accepted += 1
         assert encode_header(header) == frame[: header.header_bytes]
         assert sum(header.lengths) == len(frame) - header.header_bytes
-    assert (
-        accepted > 100
-    )  # another key, another position: such headers are fine, or this would test nothing
+    # another key, another position: such headers are fine, or this would test nothing
+    assert accepted > 100
 
 
 def test_whatever_is_read_costs_no_more_memory_than_a_header() -> None:

@@ -56,9 +56,8 @@ def encoded(place: Case, plain: memoryview) -> bytes:
 @pytest.mark.parametrize("outliers", [False, True], ids=["even", "outliers"])
 def test_numbers_become_smaller(dtype: str, least: float, outliers: bool) -> None:
     place = case(dtype, tokens=256, heads=8, head_dim=64)
-    scale_down = (
-        dtype == "float8_e4m3fn" and outliers
-    )  # 13 octaves do not fit into four bits of exponent
+    # 13 octaves do not fit into four bits of exponent
+    scale_down = dtype == "float8_e4m3fn" and outliers
     plain = normal(place, outliers=outliers and not scale_down)
     assert len(plain) / len(encoded(place, plain)) > least
 
@@ -68,9 +67,8 @@ def test_channels_of_unlike_sizes_cost_little_more_than_like_ones() -> None:
     even, uneven = (
         len(encoded(place, normal(place, outliers=outliers))) for outliers in (False, True)
     )
-    assert (
-        uneven < even + 2 * 128 + 200
-    )  # a bias for each channel of K and V; without it, thousands more
+    # a bias for each channel of K and V; without it, thousands more
+    assert uneven < even + 2 * 128 + 200
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

@@ -95,9 +95,8 @@ def test_a_chunk_comes_back_in_its_own_order(codec: str, num_tokens: int) -> Non
     assert (header.codec, header.packing) == (codec, "vllm-0.32-cpu_attn-vec")
     error = np.abs(as_float64(bytes(into), "bfloat16") - as_float64(bytes(chunk), "bfloat16"))
     assert error.max() <= (0 if codec in ("raw", "lossless") else 0.04 * np.abs(values).max())
-    if (
-        codec == "int8"
-    ):  # runs of a token's channels have a scale each: elsewhere the bytes would be others
+    # runs of a token's channels have a scale each: elsewhere the bytes would be others
+    if codec == "int8":
         size = of.groups[0].layer_bytes(num_tokens)
         canonical = b"".join(
             bytes(to_canonical(chunk[at : at + size], of.groups[0]))

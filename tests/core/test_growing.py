@@ -133,9 +133,8 @@ def test_each_token_is_hashed_once_and_copied_a_few_times_however_long_the_promp
     counting = _Counting()
     monkeypatch.setattr(keys, "blake2b", counting)
     growing = BLOCKS.prompt(np.arange(num_tokens)).growing()
-    growing.append(
-        range(16)
-    )  # the list of hashes gets room for more, a part of its length each time
+    # the list of hashes gets room for more, a part of its length each time
+    growing.append(range(16))
     counting.num_bytes = counting.num_digests = 0
     first = growing.num_whole
     tracemalloc.start()

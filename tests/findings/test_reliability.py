@@ -193,9 +193,8 @@ class TestC5:
             before = node.num_fds()
             for _ in range(20):
                 engines.enter_context(NodeClient(socket, PATIENT))
-            assert eventually(
-                lambda: node.num_fds() <= before + 20
-            )  # it opens other files for a moment
+            # it opens other files for a moment
+            assert eventually(lambda: node.num_fds() <= before + 20)
             soft, hard = node.rlimit(psutil.RLIMIT_NOFILE)
             assert soft == hard
 

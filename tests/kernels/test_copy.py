@@ -189,9 +189,8 @@ class TestEveryWorker:
     def test_nan_payloads_and_signalling_bits_survive(self, worker: Worker) -> None:
         engine = make("NHD", dtype="float32", head_dim=4)
         for raw in engine.memory:
-            raw[:] = np.resize(
-                np.array([1, 0, 0xA0, 0x7F], np.uint8), raw.size
-            )  # signalling NaNs with a payload
+            # signalling NaNs with a payload
+            raw[:] = np.resize(np.array([1, 0, 0xA0, 0x7F], np.uint8), raw.size)
         chunks = arena_for(engine.view, [4])
         gather(plan_blocks(engine.view, np.array([1]), chunks), worker=worker)
         size = engine.view.layers * engine.view.planes * 4 * engine.view.row_bytes

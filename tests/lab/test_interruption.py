@@ -71,9 +71,8 @@ def test_a_server_is_ended_though_a_signal_interrupts_its_start(
     def interrupted(process: subprocess.Popen[bytes], *args: object, **options: object) -> None:
         start(process, *args, **options)
         started.append(process.pid)
-        raise SystemExit(
-            128 + signal.SIGTERM
-        )  # as a signal's handler does while `Popen` waits for the exec
+        # as a signal's handler does while `Popen` waits for the exec
+        raise SystemExit(128 + signal.SIGTERM)
 
     start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     monkeypatch.setattr(subprocess.Popen, "_execute_child", interrupted)

@@ -320,9 +320,8 @@ class TestHugePages:
     @pytest.mark.usefixtures("huge_pages")
     def test_pages_promised_to_another_arena_are_not_counted_on(self) -> None:
         ready = free_huge_pages()
-        with Arena.create(
-            ready * HUGE_PAGE_BYTES, huge_pages="always"
-        ):  # untouched: promised, not yet taken
+        # untouched: promised, not yet taken
+        with Arena.create(ready * HUGE_PAGE_BYTES, huge_pages="always"):
             with Arena.create(1) as next_one:
                 assert not next_one.huge
             with pytest.raises(CapacityError, match="and 0 are free"):

@@ -114,7 +114,6 @@ def test_an_arena_that_is_spread_says_so_in_every_process_that_maps_it() -> None
         arena.buffer[0] = other.buffer[1] = 1
         starts = {region.address for mapped in (arena, other) for region in mapped.regions}
         lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
-        policies = [
-            policy for address, policy, *_ in lines if int(address, 16) in starts
-        ]  # other tests' arenas may still be mapped
+        # other tests' arenas may still be mapped
+        policies = [policy for address, policy, *_ in lines if int(address, 16) in starts]
         assert policies == [f"interleave:{placement.format_list(nodes)}"] * 2

@@ -144,9 +144,8 @@ class RawClient:
         self.number = 0  # of the last request
         if greet:
             self.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "raw", os.getpid()))
-            assert isinstance(
-                self.hear(), m.Welcome
-            )  # the arena's descriptor, not asked for, is dropped by the kernel
+            # the arena's descriptor, not asked for, is dropped by the kernel
+            assert isinstance(self.hear(), m.Welcome)
             self.greeted = True
 
     def say(self, message: m.Message) -> None:
@@ -217,10 +216,8 @@ class FakeNode:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with (
-                connection,
-                suppress(ConnectionError),
-            ):  # the client may hang up at any time, even with something unread
+            # the client may hang up at any time, even with something unread
+            with connection, suppress(ConnectionError):
                 connection.settimeout(PATIENT_S)
                 for said in conversation:
                     connection.recv(65536)

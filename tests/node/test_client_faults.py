@@ -327,9 +327,8 @@ def test_a_fork_made_while_a_thread_has_the_clients_lock_can_close_the_client(
 
 def _fork(work: Callable[[], bool]) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # forking a process with threads: what the test is about
+        # forking a process with threads: what the test is about
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if not pid:
         status = 2

@@ -114,9 +114,8 @@ def test_memory_that_a_device_may_write_goes_back_when_its_process_has_ended(
             eventually(lambda: held_by(client) == NOTHING)
         with child(shared_node, CLOSES.format(first="client.map_for_device()")) as process:
             pid = process.pid
-            eventually(
-                lambda: [one.rooms for one in client.clients() if one.pid == pid] == [1, 0]
-            )  # it has joined again
+            # it has joined again
+            eventually(lambda: [one.rooms for one in client.clients() if one.pid == pid] == [1, 0])
             assert client._link is not None
             for one in client.clients():  # nobody departs for another process
                 client._call(m.Departed(client._link.welcome.run, one.number), m.Done, None)

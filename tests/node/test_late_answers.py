@@ -77,9 +77,8 @@ def test_what_a_late_answer_granted_is_given_back(node: RunningNode) -> None:
                 client.claim(hit.ticket, deadline_s=0.05)
             with pytest.raises(DeadlineExceeded):
                 client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks(), deadline_s=0.05)
-        eventually(
-            lambda: not client._link.has_loose_ends
-        )  # all three are answered, and what they granted is back
+        # all three are answered, and what they granted is back
+        eventually(lambda: not client._link.has_loose_ends)
         assert held_by(other) == {"tickets": 1, "loans": 0, "rooms": 0}
     assert store(other, a_prompt(SPACE, 64, 2)) == [0, 1, 2, 3], "nobody writes it"
 

@@ -306,9 +306,8 @@ class TestLinker:
         node.process.send_signal(signal.SIGKILL)
         node.process.wait()
         _, failed = tree.run(requests[0])
-        assert failed == [
-            requests[0]
-        ]  # SGLang aborts it; it never continues on KV that did not come
+        # SGLang aborts it; it never continues on KV that did not come
+        assert failed == [requests[0]]
 
     def test_a_load_whose_pages_have_gone_is_computed_instead(self, trees: list[Tree]) -> None:
         tree = Tree(mha_device(), EMBEDDED)
@@ -328,10 +327,11 @@ class TestLinker:
         """A cache of four pages' room: what was found is pinned, so what comes meanwhile does not
         push it out.
         """
+        # 128 KiB a page
         tree = Tree(
             mha_device(layers=64, heads=16),
             {"embedded": True, "ram_bytes": "2MiB", "model_id": "m"},
-        )  # 128 KiB a page
+        )
         trees.append(tree)
         randomize(tree.device)
         wanted = tree.kv(tree.insert(TOKENS))

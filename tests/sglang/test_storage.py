@@ -58,9 +58,8 @@ POOLS: dict[str, Callable[[], Any]] = {
     "mla page_first_direct": lambda: mla_host("page_first_direct"),
     "mla page_unified": lambda: mla_host("page_unified"),
 }
-FLAT = [
-    name for name in POOLS if "unified" not in name and "widths" not in name
-]  # of the others SGLang makes no flat pages
+# of the others SGLang makes no flat pages
+FLAT = [name for name in POOLS if "unified" not in name and "widths" not in name]
 
 
 @pytest.fixture
@@ -475,9 +474,8 @@ def test_a_hit_is_as_long_as_every_pool_allows(open_storage: Any) -> None:
     assert found.extra_pool_hit_pages == {PoolName.KV: 5, PoolName.MAMBA: 4, PoolName.INDEXER: 4}
     assert storage.batch_exists_v2(KEYS[:3], [mamba, index]).kv_hit_pages == 2
     assert storage.batch_exists_v2(KEYS[:7], [window]).restorable_prefix_pages == [1, 2, 3, 4]
-    assert (
-        storage.batch_exists_v2(KEYS[:5], [PoolTransfer(PoolName.SWA)]).kv_hit_pages == 0
-    )  # never registered
+    # never registered
+    assert storage.batch_exists_v2(KEYS[:5], [PoolTransfer(PoolName.SWA)]).kv_hit_pages == 0
 
 
 def test_a_pool_of_another_class_is_moved_as_sglang_flattens_it_or_refused() -> None:

@@ -240,9 +240,8 @@ class TestFaults:
             async with tier_of(server) as tier:
                 values = {make_key(i): make_value(i, 8 * MIB) for i in range(16)}
                 call = asyncio.ensure_future(store(tier, values))
-                await asyncio.sleep(
-                    0.005
-                )  # this loop does the sending: it has begun, and is far from its end
+                # this loop does the sending: it has begun, and is far from its end
+                await asyncio.sleep(0.005)
                 server.kill()
                 try:
                     stored = await call

@@ -986,9 +986,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ):
         pytest.skip("mounting a small file system takes root")
     yield folder
-    subprocess.run(
-        ["umount", "--lazy", folder], check=True
-    )  # a test that fails may have left a file open
+    # a test that fails may have left a file open
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @contextmanager

@@ -120,9 +120,8 @@ class TestCalls:
         assert not hanging.done()
         tier.release()
         assert await hanging == ANSWERS[operation]
-        again = asyncio.ensure_future(
-            call(tier, operation)
-        )  # a release is for those that hang then
+        # a release is for those that hang then
+        again = asyncio.ensure_future(call(tier, operation))
         while tier.injected[f"{operation}:hang"] < 2:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
         for _ in range(10):

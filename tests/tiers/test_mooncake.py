@@ -24,10 +24,8 @@ from mooncake.store import MooncakeDistributedStore
 
 from kvhold.tiers.mooncake import MooncakeConfig, MooncakeTier
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("nothing_stays_open"),
-]  # a client takes a second to close
+# a client takes a second to close
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_open")]
 
 MIB = 1 << 20
 LENT_BYTES = 256 * MIB
@@ -99,9 +97,8 @@ async def test_a_delete_waits_for_the_lease_of_a_reader_and_says_so_when_it_does
     hasty = at(master.url(prefix=tier._config.prefix, delete_wait_s=0))
     await hasty.check()
     refused = ""
-    while (
-        not refused
-    ):  # a lease lasts for 200 ms, in which a busy machine may not come to the delete
+    # a lease lasts for 200 ms, in which a busy machine may not come to the delete
+    while not refused:
         await store(tier, {make_key(1): b"x"})
         assert await fetch(tier, [make_key(1)], [1]) == [b"x"]
         try:

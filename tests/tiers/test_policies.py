@@ -293,9 +293,8 @@ class TestMemory:
     @pytest.mark.parametrize("name", POLICIES)
     def test_of_keys_that_have_gone_nothing_is_left(self, name: str) -> None:
         policy = make_policy(name)
-        for number in range(
-            1, 50
-        ):  # each in a namespace of its own, and the one that it continues there
+        # each in a namespace of its own, and the one that it continues there
+        for number in range(1, 50):
             space = bytes([number]) * 16
             policy.insert(space + bytes(24), 1, space + b"parent".ljust(24))
             policy.remove(space + bytes(24))
@@ -336,9 +335,8 @@ class TestRamKeepsPrefixes:
     def test_what_a_chunk_continues_is_not_evicted_for_it(self, ram: RamTier) -> None:
         for number in range(16):
             self.add(ram, number, number - 1 if number else None)
-        for _ in range(
-            3
-        ):  # the last chunk's place is the only one, and it is what the new one continues
+        # the last chunk's place is the only one, and it is what the new one continues
+        for _ in range(3):
             assert self.reserve(ram, 16, 15) is None
         self.add(ram, 100)
         assert 15 not in self.held(ram)
@@ -532,10 +530,8 @@ class TestS3FifoOrder:
         for number in range(9):
             readmit(policy, number)
         insert(policy, range(100, 120))
-        assert victims(policy, 20) == [
-            *range(100, 119),
-            0,
-        ]  # one of ten is left in the small queue: its share
+        # one of ten is left in the small queue: its share
+        assert victims(policy, 20) == [*range(100, 119), 0]
         assert evict(policy, 18) == [*range(100, 118)]
         assert evict(policy, 11) == [118, 0, 119, *range(1, 9)]
 

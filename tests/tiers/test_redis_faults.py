@@ -80,9 +80,8 @@ class TestServerThatDies:
             await scanned(tier)
 
     async def test_a_restart_needs_no_new_tier(self, server: RedisServer, tier: RedisTier) -> None:
-        await store(
-            tier, {make_key(i): make_value(i, 3 * MIB) for i in range(8)}
-        )  # every connection has been used
+        # every connection has been used
+        await store(tier, {make_key(i): make_value(i, 3 * MIB) for i in range(8)})
         server.kill()
         server.start()
         assert await tier.probe([KEY]) == [None]
@@ -335,9 +334,8 @@ class TestOneBadItem:
     ) -> None:
         server.call("CONFIG", "SET", "proto-max-bulk-len", MIB)
         try:
-            with suppress(
-                TierUnavailable
-            ):  # the server may cut the connection before it has said why
+            # the server may cut the connection before it has said why
+            with suppress(TierUnavailable):
                 faults = await tier.put([(KEY, [memoryview(bytes(2 * MIB))])])
                 assert isinstance(faults[0], TierError)
             assert await store(tier, {make_key(2): bytes(MIB)}) == [True]

@@ -31,9 +31,10 @@ from kvhold.node import NodeClient, connect
 from tests.transformers.models import prompt_of, small_chunks
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+# a busy machine waits
 PATIENT = ClientConfig(
     connect_timeout_s=60, call_timeout_s=60, heartbeat_interval_s=60, reconnect_interval_s=0.02
-)  # a busy machine waits
+)
 REPOSITORY = Path(__file__).parent.parent.parent
 
 STORE = """

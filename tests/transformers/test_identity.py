@@ -46,9 +46,8 @@ class TestEqual:
     def test_for_a_copy_loaded_from_a_folder(self, model: Any, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "here")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "here")
-        assert (
-            loaded.config.to_dict() != model.config.to_dict()
-        )  # its folder, its architectures, its dtype
+        # its folder, its architectures, its dtype
+        assert loaded.config.to_dict() != model.config.to_dict()
         assert namespace_of(loaded).digest == namespace_of(model).digest
 
     def test_after_changes_that_leave_kv_as_it_is(self, model: Any) -> None:

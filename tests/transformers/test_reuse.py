@@ -60,9 +60,8 @@ class TestOnePrompt:
     ) -> None:
         reuse, prompt = reuse_of(any_model, cache), prompt_of(length)
         expected = any_model.generate(prompt, **GREEDY)
-        worth_storing = length - (
-            length % TOKENS_PER_CHUNK == 1
-        )  # a tail of one token would never be read
+        # a tail of one token would never be read
+        worth_storing = length - (length % TOKENS_PER_CHUNK == 1)
         assert torch.equal(reuse.generate(prompt, **GREEDY), expected)
         assert reuse.last == Outcome(num_tokens=length, num_loaded=0, num_stored=worth_storing)
         assert torch.equal(reuse.generate(prompt, **GREEDY), expected)
@@ -201,9 +200,8 @@ class TestBatches:
         batch = torch.cat([prompt_of(50, seed=0), prompt_of(50, seed=1), prompt_of(50, seed=0)])
         expected = any_model.generate(batch, **GREEDY)
         assert torch.equal(reuse.generate(batch, **GREEDY), expected)
-        assert reuse.last == Outcome(
-            num_tokens=150, num_loaded=3 * 32, num_stored=18
-        )  # row 1: its third chunk and its tail
+        # row 1: its third chunk and its tail
+        assert reuse.last == Outcome(num_tokens=150, num_loaded=3 * 32, num_stored=18)
         assert torch.equal(reuse.generate(batch, **GREEDY), expected)
         assert reuse.last == Outcome(num_tokens=150, num_loaded=3 * 49, num_stored=0)
 
@@ -397,9 +395,8 @@ class TestGeneratedText:
         reuse = reuse_of(llama, cache, store_generated=True)
         options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
         answer = reuse.generate(prompt_of(40), **options)
-        assert reuse.last == Outcome(
-            num_tokens=40, num_loaded=0, num_stored=40 + 32
-        )  # chunks 2 and 3 end in the 69 tokens that have KV
+        # chunks 2 and 3 end in the 69 tokens that have KV
+        assert reuse.last == Outcome(num_tokens=40, num_loaded=0, num_stored=40 + 32)
         turn = torch.cat([answer, prompt_of(10, seed=1)], dim=1)
         output = reuse.generate(turn, **GREEDY)
         assert reuse.last.num_loaded == 64
@@ -460,9 +457,10 @@ class TestSmallArena:
                 assert reuse.last.reason == ""
                 loaded.append(reuse.last.num_loaded)
                 stored.append(reuse.last.num_stored)
+            # both happened, and often
             assert max(loaded) >= 71 and sum(stored) > 2 * sum(
                 prompt.shape[1] for prompt in prompts
-            )  # both happened, and often
+            )
             status = cache.status()
             assert (
                 status["held"] == {"tickets": 0, "loans": 0, "rooms": 0}

@@ -114,9 +114,8 @@ def make_config(options: Options, socket: Path) -> VllmConfig:
     }
     settings["client"] = {"call_timeout_s": WITHIN_S}  # a busy machine is no lost node
     settings |= options.settings
-    settings["rules"] = {"plan": False} | settings.get(
-        "rules", {}
-    )  # passes that only pretend are faster than any load
+    # passes that only pretend are faster than any load
+    settings["rules"] = {"plan": False} | settings.get("rules", {})
     model = ModelConfig(
         model=str(options.folder),
         dtype="float32",
@@ -269,9 +268,8 @@ class Engine:
         }
         assert self.tensors[LAYERS[0]][0].nbytes == spec.page_size_bytes
         rows = self.tensors[LAYERS[0]].numpy().reshape(options.num_blocks, -1).view(np.int64)
-        self.slots: npt.NDArray[np.int64] = rows[
-            :, : options.block
-        ]  # [block, token]: what stands for a token's KV
+        # [block, token]: what stands for a token's KV
+        self.slots: npt.NDArray[np.int64] = rows[:, : options.block]
         side = self.connector.scheduler
         self.hands = Hands(side._namespace.layout, self.slots, socket, side._config.client)
         self.worker: Worker = (
@@ -280,9 +278,8 @@ class Engine:
         self.stores: list[Store] = []
         self.loads: list[Load] = []
         self.preempted: set[str] = set()
-        self.excused: set[str] = (
-            set()
-        )  # requests that may read anything, if nobody hears what they answer then
+        # requests that may read anything, if nobody hears what they answer then
+        self.excused: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
         self.tokens_computed: dict[str, int] = {}
         self._passes: deque[SchedulerOutput] = deque()
@@ -594,9 +591,8 @@ def damage(engine: Engine, prompt: Sequence[int], *, chunk: int) -> None:
     """Invert one bit of a chunk of this prompt in the node's memory."""
     side = engine.connector.scheduler
     query = side._namespace.prompt(np.array(prompt, dtype=np.int32)).query()
-    from kvhold.testing.damage import (
-        OpenArena,
-    )  # here: tests/findings/test_vllm.py runs on a commit that does not have it
+    # here: tests/findings/test_vllm.py runs on a commit that does not have it
+    from kvhold.testing.damage import OpenArena
 
     with engine.hands.client.lookup(query) as hit:
         loan = engine.hands.client.claim(hit.ticket)

@@ -111,9 +111,10 @@ class Followed:
                 lora=lora, cache_salt=changes.get("cache_salt", "")
             )
             names = space.prompt(prompt).chunks()
+            # for its hashes alone
             request = self.engine.add(
                 f"named-{number}-{len(self.engine.outputs)}", prompt, **changes
-            )  # for its hashes alone
+            )
             self.engine.abort(request.request_id)
             end = 0
             for chunk, num_tokens in enumerate(names.num_tokens(space.layout).tolist()):
@@ -177,9 +178,8 @@ def test_ours_say_of_a_block_what_vllm_says(
 
     The router fails for a block that is told in two ways.
     """
-    monkeypatch.setattr(
-        adapters, "MARGIN_NS", -(10**18)
-    )  # the adapter counts as older than the engine
+    # the adapter counts as older than the engine
+    monkeypatch.setattr(adapters, "MARGIN_NS", -(10**18))
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
     followed = follow(start_node(), settings={"save_decode": True})
@@ -243,9 +243,8 @@ def test_with_the_node_all_goes_and_comes_again_as_it_is_used(
         )
     )
     clients = [followed.side._cache, followed.engine.hands.client]
-    eventually(
-        lambda: not any(client.connected for client in clients)
-    )  # both have noticed: a store on a dead connection is dropped
+    # both have noticed: a store on a dead connection is dropped
+    eventually(lambda: not any(client.connected for client in clients))
     followed.node = start_node()
     eventually(lambda: all(client.connected for client in clients))
     assert followed.engine.scheduler.reset_prefix_cache()

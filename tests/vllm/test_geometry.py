@@ -212,9 +212,8 @@ class TestParts:
     def test_kv_of_another_type_is_another_namespace(
         self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(
-            torch.cpu, "_is_avx512_supported", lambda: True
-        )  # without it vLLM has no fp8 KV
+        # without it vLLM has no fp8 KV
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
         digests = set()
         for kind in ("auto", "fp8", "fp8_e5m2"):
             config.cache_config.cache_dtype = kind

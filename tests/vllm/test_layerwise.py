@@ -262,9 +262,8 @@ def ask(engine: Engine, name: str, prompt: list[int]) -> None:
     engine.add(name, prompt, max_tokens=3)
     engine.run()
     assert engine.outputs[name] == answer_to(prompt, 3)
-    eventually(
-        lambda: not engine.hands.client.status()["held"]["rooms"]
-    )  # what was stored is committed beside the passes
+    # what was stored is committed beside the passes
+    eventually(lambda: not engine.hands.client.status()["held"]["rooms"])
 
 
 @pytest.mark.parametrize("handed_over", [1, len(LAYERS)])
@@ -299,9 +298,8 @@ def test_every_layer_is_stored_whatever_the_pass_hands_over(
     prompt = namespace.prompt(make_prompt("handed over", 128))
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(8))])]))
     for one in side._reserved:
-        one.room.result(
-            timeout=20
-        )  # there before the first layer: what is handed over is copied inside the pass
+        # there before the first layer: what is handed over is copied inside the pass
+        one.room.result(timeout=20)
     for name in LAYERS[:handed_over]:
         side.save_layer(name)
     assert all(one.pieces for one in side._reserved)
@@ -369,9 +367,8 @@ class TestEngine:
         prompt = make_prompt("damaged", 640)
         ask(engine, "first", prompt)
         damage(engine, prompt, chunk=6)
-        engine.excused = {
-            "second"
-        }  # one pass has read the damaged chunk; nobody hears what it answered
+        # one pass has read the damaged chunk; nobody hears what it answered
+        engine.excused = {"second"}
         ask(engine, "second", prompt)
         assert engine.tokens_computed["second"] == 16 + (640 - 6 * 64) + 2
         engine.excused = set()

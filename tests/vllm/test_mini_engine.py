@@ -329,10 +329,8 @@ def test_blocks_that_are_stored_are_read_before_the_next_pass_zeroes_them(
         engine.connector.handle_preemptions,
         engine.connector.wait_for_save,
     )
-    begun, steps = (
-        itertools.count(1),
-        [0, 0],
-    )  # the last step that has begun, and the last whose pass is over
+    # the last step that has begun, and the last whose pass is over
+    begun, steps = (itertools.count(1), [0, 0])
 
     def gather_late(*arguments: Any, **options: Any) -> Any:
         until_s = time.monotonic() + 0.5

@@ -38,9 +38,8 @@ def test_what_the_kernel_writes_is_put_in_the_canonical_order(
     cache = torch.zeros(4, 3, block, 2 * head_dim, dtype=dtype)
     keys, values = cache.view(4, 3, 2 * block, head_dim).chunk(2, dim=2)
     k, v = (torch.randn(2 * block, 3, head_dim).to(dtype) for _ in "kv")
-    slots = torch.cat(
-        [torch.arange(block) + 2 * block, torch.arange(block)]
-    )  # the first tokens in block 2, the others in block 0
+    # the first tokens in block 2, the others in block 0
+    slots = torch.cat([torch.arange(block) + 2 * block, torch.arange(block)])
     ops.cpu_attn_reshape_and_cache(
         k, v, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
     )

@@ -157,9 +157,8 @@ def test_200_random_prompts_in_two_engines_give_the_tokens_of_vllm_alone_and_the
         engine(model, socket, ledger, prefix_caching=False, max_num_batched_tokens=512) as first,
         engine(model, socket, ledger, prefix_caching=True) as second,
     ):
-        for number, engines in enumerate(
-            ((first, second), (second, first))
-        ):  # the second round finds everything
+        # the second round finds everything
+        for number, engines in enumerate(((first, second), (second, first))):
             for at, batch in enumerate(batches(prompts)):
                 answer = engines[at % 2].generate_many(batch, max_tokens=OUTPUT_TOKENS)
                 assert answer.token_ids == expected[8 * at : 8 * at + len(batch)], (

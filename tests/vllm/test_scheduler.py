@@ -361,9 +361,8 @@ class TestLoads:
     def test_a_longer_prompt_loads_what_it_shares_in_whole_chunks(self, engine: MakeEngine) -> None:
         warm = engine()
         prompt = make_prompt("shared", 300)
-        store(
-            warm, prompt
-        )  # 4 chunks, and a tail of 2 blocks that the longer prompt has no use for
+        # 4 chunks, and a tail of 2 blocks that the longer prompt has no use for
+        store(warm, prompt)
         longer = prompt + make_prompt("own", 100)
         warm.add("a", longer)
         warm.run(until=lambda: warm.tokens_computed.get("a"))
@@ -389,9 +388,8 @@ class TestLoads:
         prompt = make_prompt(f"overlap {local}", 300)
         store(warm, prompt)
         warm.hands.client.clear()
-        warm.add(
-            "short", prompt[:local], max_tokens=1
-        )  # now the first blocks are in vLLM's own cache
+        # now the first blocks are in vLLM's own cache
+        warm.add("short", prompt[:local], max_tokens=1)
         warm.run()
         other = engine()
         other.add("whole", prompt, max_tokens=1)  # and all of them in the node
@@ -473,9 +471,8 @@ class TestWork:
         """Counted, not timed: the instructions that kvhold's own code runs on the scheduler's
         thread.
         """
-        monkeypatch.setattr(
-            scheduler, "_PATIENCE_S", 20.0
-        )  # an answer that is late leaves a part of the work to the next step
+        # an answer that is late leaves a part of the work to the next step
+        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)
         counts = {}
         for num_chunks in (2, 60):
             warm = engine(num_blocks=600, budget=8192)
@@ -530,9 +527,8 @@ class TestQueues:
     def test_what_waits_in_the_queue_pins_nothing_and_finds_what_was_stored_meanwhile(
         self, engine: MakeEngine, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(
-            scheduler, "_PATIENCE_S", 20.0
-        )  # else vLLM asks about the second while the first is looked up
+        # else vLLM asks about the second while the first is looked up
+        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)
         one = engine(max_running=1, caching=False)
         prompt = make_prompt("twins", 300)
         one.add("first", prompt, max_tokens=2)
@@ -1400,9 +1396,8 @@ class TestSaveDecode:
         known = request.num_tokens
         before = tight.tokens_computed[name]
         assert known > 3 * CHUNK, "most of it is generated"
-        eventually(
-            lambda: tokens_held(tight, list(request.all_token_ids)) >= 3 * CHUNK
-        )  # a worker stores beside its passes
+        # a worker stores beside its passes
+        eventually(lambda: tokens_held(tight, list(request.all_token_ids)) >= 3 * CHUNK)
         tight.run(until=lambda: len(tight.outputs[name]) > known - 40 + 1)
         loaded = [load for load in tight.loads if load.request_id == name]
         assert len(loaded) == 1
@@ -2188,9 +2183,8 @@ class TestDrafts:
         one.add("short", short)
         one.run()
         assert one.stores == []
-        one.add(
-            "again", [*short, *make_prompt("drafts more", 64)]
-        )  # the engine's own prefix cache has its beginning
+        # the engine's own prefix cache has its beginning
+        one.add("again", [*short, *make_prompt("drafts more", 64)])
         one.run()
         assert one.tokens_computed["again"] < 128
         assert not [store for store in one.stores if store.request_id == "again"]

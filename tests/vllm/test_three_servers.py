@@ -175,9 +175,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     )
     environment = {"XDG_RUNTIME_DIR": str(folder), "KVHOLD_RAM_BYTES": RAM}
     with ExitStack() as stack:
-        stack.callback(
-            end_node, folder / "kvhold" / "node.sock"
-        )  # when no engine is left that would start another
+        # when no engine is left that would start another
+        stack.callback(end_node, folder / "kvhold" / "node.sock")
         servers = [
             OpenAIServer(with_cache, environment=environment, log_path=folder / f"server{n}.log")
             for n in range(SERVERS)

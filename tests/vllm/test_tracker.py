@@ -193,9 +193,8 @@ class TestDecode:
             tracker.advance(scheduled)
             sums.append(tracker.num_scheduled_tokens)
             taken.append(take(tracker, known))
-            known += [7] * (
-                tracker.num_scheduled_tokens >= 1000
-            )  # each pass from the prompt's last on samples a token
+            # each pass from the prompt's last on samples a token
+            known += [7] * (tracker.num_scheduled_tokens >= 1000)
         assert sums == [400, 800, 1000, 1001, 1002]
         assert taken == [range(20), range(20, 50), range(50, 62), None, None]
 

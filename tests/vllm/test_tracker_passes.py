@@ -65,9 +65,8 @@ class LittleEngine:
 
     def __init__(self, setting: Setting, random: Random) -> None:
         self.setting, self.random = setting, random
-        self.known = [
-            random.randrange(2) for _ in range(setting.prompt)
-        ]  # vLLM: request.all_token_ids
+        # vLLM: request.all_token_ids
+        self.known = [random.randrange(2) for _ in range(setting.prompt)]
         self.computed = 0  # vLLM: request.num_computed_tokens
         self.placeholders = self.draft_tokens = 0
         self.stale = 0  # passes under way of a life that is over
@@ -131,9 +130,8 @@ class LittleEngine:
         )
         step.taken = self.tracker.take(self.known)
         self.draft_tokens = 0
-        if (
-            self.setting.depth > 1 and self.computed >= len(self.known) + self.placeholders
-        ):  # it samples something
+        # it samples something
+        if self.setting.depth > 1 and self.computed >= len(self.known) + self.placeholders:
             self.placeholders += 1 + drafts
             self.draft_tokens = self.setting.drafts
         self.passes.append(step)

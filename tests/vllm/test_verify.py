@@ -41,9 +41,8 @@ UNSTEADY = {"lfm2"}  # answers by what else is in the batch
 PASSING = sorted(RECIPES.keys() - REFUSED.keys() - UNSUPPORTED.keys() - UNSTEADY)
 # what is computed together decides near ties, and busy cores decide what is: it runs by itself
 IN_BFLOAT16 = "qwen3-next"
-REFUSED_PATHS = {
-    ("qwen3-next", "no-prefix-caching"): "mamba_cache_mode is none"
-}  # then vLLM keeps its states at no block's end
+# then vLLM keeps its states at no block's end
+REFUSED_PATHS = {("qwen3-next", "no-prefix-caching"): "mamba_cache_mode is none"}
 
 # The fewest blocks that a path loads. How many exactly, busy cores decide: a request of a batch
 # finds in the engine what one before it has just loaded, or asks before that and loads it again.
@@ -129,12 +128,8 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> Verified:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Verified:
     """The others, in the plain path."""
-    names = [
-        *REFUSED,
-        *UNSUPPORTED,
-        *UNSTEADY,
-        "llama",
-    ]  # one that passes: nothing but refusals is no success
+    # one that passes: nothing but refusals is no success
+    names = [*REFUSED, *UNSUPPORTED, *UNSTEADY, "llama"]
     return verify(
         tmp_path_factory.mktemp("verify"), "--classes", ",".join(names), "--paths", "plain"
     )

@@ -374,9 +374,8 @@ def test_a_pass_that_fails_leaves_nothing_in_the_cache(node: NodeProcess, tmp_pa
             def fail() -> None:
                 raise RuntimeError("out of memory, say")
 
-            computes = (
-                output.total_num_scheduled_tokens > 0
-            )  # while the lookup is under way a pass has nothing to fail with
+            # while the lookup is under way a pass has nothing to fail with
+            computes = output.total_num_scheduled_tokens > 0
             return super().run(output, fail if computes else compute)
 
     engine = Engine(Options(make_folder(tmp_path / "model")), node.socket)

@@ -107,9 +107,8 @@ class MiniEngine:
         )
         self.blocks: Blocks = {name: torch.zeros(BLOCKS, 1, BLOCK, 64) for name in LAYERS}
         self.side.register(self.blocks)
-        self.side._copier = copier = make_copier(
-            self
-        )  # what it leaves out, it leaves out after the proof
+        # what it leaves out, it leaves out after the proof
+        self.side._copier = copier = make_copier(self)
         if self.side._layerwise is not None:
             self.side._layerwise.use(copier)
         copier.wait_until_pinned()
@@ -143,9 +142,8 @@ class MiniEngine:
         prompt = self.namespace.prompt(make_prompt(f"device {number}", len(ids) * BLOCK))
         self.side.begin(Steps(stores=[Store(f"s{number}", prompt.chunks(), [list(ids)])]))
         if self.inside:
-            wait(
-                [one.room for one in self.side._reserved], timeout=20
-            )  # else it is copied after the pass
+            # else it is copied after the pass
+            wait([one.room for one in self.side._reserved], timeout=20)
         for name in self.blocks:
             self.fill(ids, value, name)
             self.side.save_layer(name)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from kvhold.cache.chores import Turns, finish
 from kvhold.core.layout import Group, Layout
 
-Present = Callable[
-    [int, int], bool
-]  # (group, number of the chunk or of the tail) -> every shard has it
+# (group, number of the chunk or of the tail) -> every shard has it
+Present = Callable[[int, int], bool]
 
 
 def longest_hit(

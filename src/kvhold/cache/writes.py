@@ -30,9 +30,8 @@ class Writes:
         self._metrics = metrics
         self._give_order = give_order
         self._limit_bytes = limit_bytes
-        self._held: OrderedDict[int, Entry] = (
-            OrderedDict()
-        )  # oldest first; finding the first of a plain dict is slow
+        # oldest first; finding the first of a plain dict is slow
+        self._held: OrderedDict[int, Entry] = OrderedDict()
         self._last = 0
         self._dropping = False
         self.queued_bytes = 0

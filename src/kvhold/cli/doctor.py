@@ -39,10 +39,11 @@ from kvhold.tiers.url import parse_url
 
 Result = TypeVar("Result")
 
+# 1 MiB
 _LAYOUT = Layout(
     groups=(Group(layers=4, planes=2, heads=4, head_dim=128, dtype="bfloat16"),),
     tokens_per_chunk=128,
-)  # 1 MiB
+)
 
 
 @dataclass

@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 _public: set[str] = set()  # files for which a warning was logged
 _MOST_BYTES = 64 << 10  # of a file that holds a secret
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
-_NO_SECRET = re.compile(
-    r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE
-)  # paths, and tokens of text
+# paths, and tokens of text
+_NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:

@@ -5,9 +5,8 @@ from decimal import Decimal
 
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
-    _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = (
-        1024**_power
-    )  # redis and docker users write "4g" for GiB
+    # redis and docker users write "4g" for GiB
+    _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = 1024**_power
     _FACTORS[f"{_letter}b"] = 1000**_power
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)

@@ -46,12 +46,8 @@ _KINDS: dict[str, Kind] = {
     ),
     **dict.fromkeys(("mlp", "moe"), "none"),  # layers without attention
 }
-_BY_LETTER: dict[str, Kind] = {
-    "*": "full",
-    "M": "state",
-    "-": "none",
-    "E": "none",
-}  # Nemotron-H
+# Nemotron-H
+_BY_LETTER: dict[str, Kind] = {"*": "full", "M": "state", "-": "none", "E": "none"}
 
 _LEFT_OUT: dict[str, dict[str, Any]] = {  # transformers' defaults, by model_type
     "gemma": {"head_dim": 256},

@@ -76,9 +76,8 @@ LAYOUTS = {
 
 _PATIENT_S = 60.0
 
-_Partial = tuple[
-    int, list[list[bool]]
-]  # tokens of a prompt, and a mask [group][chunk] of stored chunks
+# tokens of a prompt, and a mask [group][chunk] of stored chunks
+_Partial = tuple[int, list[list[bool]]]
 _partial_stores = st.lists(
     st.integers(1, 6).flatmap(
         lambda chunks: st.tuples(
@@ -327,9 +326,10 @@ class CacheContract:
                     check(loan, prompt, 90)
 
     def test_a_hit_says_where_it_came_from_and_why_it_ends(self, cache: Cache) -> None:
+        # keys that were never here
         hybrid = _registered(
             cache, Namespace(model="model", layout=HYBRID, cache_salt=token_hex(8))
-        )  # keys that were never here
+        )
         prompt = a_prompt(hybrid, 48)
 
         def answer(num_tokens: int) -> tuple[int, dict[str, int], str]:
@@ -648,9 +648,8 @@ class CacheContract:
         store(cache, prompt)
 
         def pinned() -> int:
-            assert cache.flush(
-                deadline_s=_PATIENT_S
-            )  # a chunk is pinned while it is being written below, too
+            # a chunk is pinned while it is being written below, too
+            assert cache.flush(deadline_s=_PATIENT_S)
             return int(cache.status()["pinned_chunks"])
 
         hit = cache.lookup(prompt.query())

@@ -193,9 +193,8 @@ class S3Tier:
                     return 0 if start <= there else None
             except OBSTORE_FAULTS as error:
                 fault = self._fault(error, "get")
-                return (
-                    None if is_missing_object(error) or status_of(error) == 416 else fault
-                )  # 416: the range begins beyond the end
+                # 416: the range begins beyond the end
+                return None if is_missing_object(error) or status_of(error) == 416 else fault
             if data is None or (start is not None and len(data) < wanted):
                 return None
             await self._copy(memoryview(data), parts)

@@ -12,11 +12,8 @@ from obstore.exceptions import BaseError, InvalidPathError
 
 from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 
-OBSTORE_FAULTS: Final = (
-    BaseError,
-    OSError,
-    ValueError,
-)  # OSError: a missing object; ValueError: a bad argument
+# OSError: a missing object; ValueError: a bad argument
+OBSTORE_FAULTS: Final = (BaseError, OSError, ValueError)
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,80})</Code>")

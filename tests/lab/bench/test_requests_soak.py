@@ -46,9 +46,8 @@ class TestTexts:
     def test_prompts_come_again_go_on_after_answers_and_branch_anywhere(self) -> None:
         prompts = self.drawn(1, 1000)
         assert len(set(map(tuple, prompts))) < 0.9 * len(prompts), "some come again"
-        answered = {
-            (*prompt, 1, 2, 3) for prompt in prompts
-        }  # 1, 2 and 3 are not in the vocabulary
+        # 1, 2 and 3 are not in the vocabulary
+        answered = {(*prompt, 1, 2, 3) for prompt in prompts}
         assert (
             sum(
                 any(tuple(prompt[:n]) in answered for n in range(4, len(prompt)))

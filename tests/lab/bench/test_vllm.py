@@ -51,9 +51,8 @@ def test_systems_agree_and_rows_have_what_others_read(tmp_path: Path) -> None:
     for (reuse, name), row in rows.items():
         assert {"ttft_p50_s", "ttft_p99_s", "throughput", "ratio_to_best_peer"} <= row.keys()
         assert row["ttft_p99_s"] >= row["ttft_p50_s"] > 0
-        if (
-            name in (RECOMPUTE, PLAIN) or not reuse
-        ):  # of which PLAIN shows that the working set exceeds the engine's memory
+        # of which PLAIN shows that the working set exceeds the engine's memory
+        if name in (RECOMPUTE, PLAIN) or not reuse:
             assert row["cached_tokens"] == 0, (reuse, name)
         elif name == KVHOLD:  # of a text that goes on otherwise, its whole chunks
             assert row["cached_tokens"] == {25: 256, 50: 512, 75: 768, 100: 1_024}[reuse]

@@ -27,9 +27,8 @@ def test_without_vllm_it_runs_on_transformers_and_says_so(
     for module in ("command", "run"):
         monkeypatch.setattr(f"kvhold.lab.demo.{module}.is_vllm_available", lambda: False)
     for name in ("CONNECT", "CALL"):
-        monkeypatch.setenv(
-            f"KVHOLD_CLIENT_{name}_TIMEOUT_S", "60"
-        )  # a busy machine is no reason to compute
+        # a busy machine is no reason to compute
+        monkeypatch.setenv(f"KVHOLD_CLIENT_{name}_TIMEOUT_S", "60")
     figures, picture = tmp_path / "demo.json", tmp_path / "demo.png"
     arguments = [
         "demo",

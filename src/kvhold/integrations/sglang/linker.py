@@ -294,9 +294,8 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             self._offloaded.put(stored)
 
     def _gather(self, ids: Int64s, buffer: Any, places: Any) -> None:
-        wait_for(
-            [self._copier.gather(self._pages.pieces(ids, buffer, places), after=None)]
-        )  # the engine has finished writing
+        # the engine has finished writing
+        wait_for([self._copier.gather(self._pages.pieces(ids, buffer, places), after=None)])
 
     def _forget(self, rid: str) -> None:
         found = self._found.pop(rid, None)

@@ -31,12 +31,8 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Places: TypeAlias = Sequence[ChunkBytes]
 
-_FIELD_OF = {
-    1: "uint8",
-    2: "int16",
-    4: "int32",
-    8: "int64",
-}  # integers by element size
+# integers by element size
+_FIELD_OF = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Pages(Protocol):

@@ -23,10 +23,8 @@ _OF_SGLANG = (
     "class_name",
     "interface_v1",
 )
-KV_DTYPES = {
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}  # SGLang's spelling: kvhold's
+# SGLang's spelling: kvhold's
+KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)

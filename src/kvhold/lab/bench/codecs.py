@@ -22,12 +22,8 @@ from kvhold.core.layout import Group, Layout
 Bits = npt.NDArray[np.uint16]
 
 ROUNDS = 7
-LAYERS, TOKENS, HEADS, HEAD_DIM = (
-    16,
-    256,
-    8,
-    128,
-)  # 16 MiB, more than a core's cache
+# 16 MiB, more than a core's cache
+LAYERS, TOKENS, HEADS, HEAD_DIM = (16, 256, 8, 128)
 TRAINED_CHUNKS = 16
 
 

@@ -23,16 +23,8 @@ from kvhold.lab.bench.vllm.command import command as vllm
 from kvhold.lab.interruption import ending_in_order
 from kvhold.lab.options import Number, OutputFile
 
-_PARTS = (
-    "hashing",
-    "index",
-    "lookup",
-    "frames",
-    "gather",
-    "memory",
-    "wire",
-    "startup",
-)  # of `micro`
+# of `micro`
+_PARTS = ("hashing", "index", "lookup", "frames", "gather", "memory", "wire", "startup")
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 

@@ -19,18 +19,15 @@ from kvhold.node import NodeClient
 
 PEER_SPEC = Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"
 ROOM_TOKENS = 128
-PATIENT = ClientConfig(
-    connect_timeout_s=60.0, call_timeout_s=60.0
-)  # a busy node must not spoil a measurement
+# a busy node must not spoil a measurement
+PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 
 _NODE_OUTLIVES_ENGINES_S = 600.0
 _MOMENT_S = 0.05
 _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 _ASK_PERSONALITY = 0xFFFFFFFF
-_KEEPS_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-}  # glibc: map no block by itself, return none
+# glibc: map no block by itself, return none
+_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,8 @@ class Trial:
             "--ram-bytes",
             "64MiB",
         ]
-        environ = os.environ | {
-            "KVHOLD_TIERS": with_guard(url)
-        }  # the URL may have a password in it
+        # the URL may have a password in it
+        environ = os.environ | {"KVHOLD_TIERS": with_guard(url)}
         self._log = (Path(self._folder.name) / "log").open("wb")
         self._node = subprocess.Popen(
             command, env=environ, stdout=subprocess.PIPE, stderr=self._log

@@ -20,9 +20,8 @@ class Cell:
     reuse: int
     num_tokens: int
     burst: bool
-    seconds: dict[str, float] = field(
-        default_factory=dict
-    )  # to the first token; of a burst: to the end
+    # to the first token; of a burst: to the end
+    seconds: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)  # of the shortest hit
 

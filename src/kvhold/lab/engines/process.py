@@ -102,9 +102,8 @@ class LoggedProcess:
         Closes the pipes and the log. Must be called even after the process has ended.
         """
         if self._process.returncode is None:
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # not reaped yet, so the group is still this child's
+            # not reaped yet, so the group is still this child's
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -118,9 +117,8 @@ class LoggedProcess:
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
-        tail = os.pread(
-            self._log.fileno(), nbytes, max(0, size - nbytes)
-        )  # the child writes at the shared offset
+        # the child writes at the shared offset
+        tail = os.pread(self._log.fileno(), nbytes, max(0, size - nbytes))
         return tail.decode(errors="replace")
 
     def failure(self, doing: str, what: str | None = None) -> EngineFailed:

@@ -81,10 +81,8 @@ def attend(
     """
     batch, num_queries, kv_heads, of_one, width = queries.shape
     seen = mask.any(1)[:, :, None, None]
-    keys, values = (
-        torch.where(seen, keys, 0.0),
-        torch.where(seen, values, 0.0),
-    )  # unseen slots may hold NaN
+    # unseen slots may hold NaN
+    keys, values = (torch.where(seen, keys, 0.0), torch.where(seen, values, 0.0))
     rows = queries.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, of_one * num_queries, width)
     scores = (rows @ keys.permute(0, 2, 3, 1)).view(batch, kv_heads, of_one, num_queries, -1)
     hidden = ~mask[:, None, None]

@@ -165,9 +165,8 @@ def vllm_config_of(
                 f"here, not of {options.block_tokens}"
             )
     config.cache_config.kv_cache_layout = options.kv_layout
-    if (
-        options.second_runner is not None
-    ):  # vLLM refuses the second without Triton, which is not used here
+    # vLLM refuses the second without Triton, which is not used here
+    if options.second_runner is not None:
         _override(config, use_v2_model_runner=options.second_runner)
     return config
 

@@ -114,9 +114,8 @@ class Runner:
                 sources, targets = self._tensor(output.kv_cache_block_copies).T
                 cache[targets] = cache[sources]
         for new in output.scheduled_new_reqs:
-            tokens = list(
-                new.prefill_token_ids or new.prompt_token_ids
-            )  # the former in the second runner, with the answer so far
+            # the former in the second runner, with the answer so far
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             self._running[new.req_id] = _Running(
                 tokens,
                 len(new.prompt_token_ids),
@@ -127,9 +126,8 @@ class Runner:
         for at, request_id in enumerate(cached.req_ids):
             running, added = self._running[request_id], cached.new_block_ids[at]
             running.computed = cached.num_computed_tokens[at]
-            del running.tokens[
-                running.num_prompt + cached.num_output_tokens[at] :
-            ]  # tokens of a pass with a failed load
+            # tokens of a pass with a failed load
+            del running.tokens[running.num_prompt + cached.num_output_tokens[at] :]
             if request_id in cached.resumed_req_ids:
                 running.blocks = [list(ids) for ids in added]
             elif added is not None:

@@ -117,7 +117,6 @@ def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    with matplotlib.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "kvhold"}
-    ):  # keeps text as text, and gives the same bytes every time
+    # keeps text as text, and gives the same bytes every time
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvhold"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -38,9 +38,8 @@ class Memory:
     number: int
     data: bytearray
     address: int
-    allocations: dict[int, int] = field(
-        default_factory=dict
-    )  # offset -> number of the current allocation
+    # offset -> number of the current allocation
+    allocations: dict[int, int] = field(default_factory=dict)
 
 
 class Checker:

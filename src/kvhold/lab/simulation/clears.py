@@ -145,9 +145,8 @@ class Shared:
     clears: list[Clear] = field(default_factory=list)
     stored: dict[bytes, int] = field(default_factory=dict)
     highest: dict[bytes, int] = field(default_factory=dict)
-    born: dict[tuple[str, bytes], int] = field(
-        default_factory=dict
-    )  # (store, name) -> `Origin.born` of its latest value
+    # (store, name) -> `Origin.born` of its latest value
+    born: dict[tuple[str, bytes], int] = field(default_factory=dict)
 
     def forget(self, space: bytes) -> None:
         """Drop a namespace's clears: a marker was lost during a clear (decision 0026)."""
@@ -195,9 +194,8 @@ class HostClears:
         def known(space: bytes, number: int) -> None:
             tell(space, number)
             self.shared.highest[space] = max(number, self.shared.highest.get(space, 0))
-            self._loops[0].call_soon(
-                self._hears, space, number
-            )  # after the mover's own post to the state
+            # after the mover's own post to the state
+            self._loops[0].call_soon(self._hears, space, number)
 
         async def beginning(space: bytes, prefix: bytes) -> bool:
             shared = self.shared

@@ -29,16 +29,10 @@ from kvhold.tiers.guard import GuardConfig
 
 EVERY = 6
 """One in this many seeds simulates several hosts."""
-_LIES = (
-    ("probe", "stale"),
-    ("probe", "truncate"),
-)  # would lose markers, which `Hosts` does itself
-_DAMAGES = (
-    "corrupt",
-    "truncate",
-    "swap",
-    "stale",
-)  # never over a central cache: each damaged frame there is a finding
+# would lose markers, which `Hosts` does itself
+_LIES = (("probe", "stale"), ("probe", "truncate"))
+# never over a central cache: each damaged frame there is a finding
+_DAMAGES = ("corrupt", "truncate", "swap", "stale")
 
 
 class _Values(dict[bytes, tuple[bytes, float]]):
@@ -485,9 +479,8 @@ class Hosts:
         clearing = next((host for host in hosts if self._may_put(host)), None)
         if self.central is not None:
             yield self.central.rest
-        for number in range(
-            2 if clearing is not None else 0
-        ):  # the second clear removes late values under a name of the first
+        # the second clear removes late values under a name of the first
+        for number in range(2 if clearing is not None else 0):
             assert clearing is not None
             yield clearing.clear_all
             for host in hosts:

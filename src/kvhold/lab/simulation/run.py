@@ -74,10 +74,8 @@ def simulate(seed: int, *, trace: bool = False) -> Result:
 
 
 def _simulation(world: World) -> "Simulation | Hosts":
-    from kvhold.lab.simulation.hosts import (
-        EVERY,
-        Hosts,
-    )  # here, because it imports this module
+    # here, because it imports this module
+    from kvhold.lab.simulation.hosts import EVERY, Hosts
 
     return Hosts(world) if world.seed % EVERY == 0 else Simulation(world)
 
@@ -89,9 +87,8 @@ class _Findings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if (
-            "are not those that were stored" not in record.msg
-        ):  # bits flipped on purpose; readers find other damage
+        # bits flipped on purpose; readers find other damage
+        if "are not those that were stored" not in record.msg:
             self._world.find(
                 f"logged: {record.getMessage()[:300]} "
                 f"{type(error).__name__ if error else ''} {error or ''}"

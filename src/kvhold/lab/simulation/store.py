@@ -36,14 +36,12 @@ class SimTier:
         self._world = world
         self._store = store
         self._checker = checker
-        self.lingers = world.random.choice(
-            (0.0, 0.3, 0.8)
-        )  # chance that a cancelled transfer goes on
+        # chance that a cancelled transfer goes on
+        self.lingers = world.random.choice((0.0, 0.3, 0.8))
         self.hangs = world.random.choice((0.0, 0.0, 0.03))  # chance of a slow transfer
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
-        self.removal_s = (
-            world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0
-        )  # before a scan lists keys
+        # before a scan lists keys
+        self.removal_s = world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0
         self.traits = TierTraits(
             name="sim",
             durable=True,

@@ -275,9 +275,8 @@ class Verification:
             "client": {"call_timeout_s": _PATIENT_S, "connect_timeout_s": _PATIENT_S}
         }
         ours |= self._settings.config | path.config
-        ours["rules"] = {"plan": False} | ours.get(
-            "rules", {}
-        )  # load even where computing is faster
+        # load even where computing is faster
+        ours["rules"] = {"plan": False} | ours.get("rules", {})
         ours |= {"node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}}
         return {
             "kv_connector": "WitnessedConnector",

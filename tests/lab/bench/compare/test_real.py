@@ -66,10 +66,8 @@ def test_systems_agree_and_hits_come_from_the_tier(tmp_path: Path) -> None:
         "--lmcache-env",
         str(no_environment),
     ]
-    patient = {
-        "KVHOLD_CLIENT_CALL_TIMEOUT_S": "60",
-        "KVHOLD_CLIENT_ARRIVAL_TIMEOUT_S": "60",
-    }  # a late answer would be a shorter hit
+    # a late answer would be a shorter hit
+    patient = {"KVHOLD_CLIENT_CALL_TIMEOUT_S": "60", "KVHOLD_CLIENT_ARRIVAL_TIMEOUT_S": "60"}
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | patient, timeout=580, check=False
     )

@@ -31,9 +31,8 @@ def test_every_document_is_visited_first_and_then_as_often_as_any_other(name: st
         (number,) for number in range(workload.num_documents)
     ]
     asked = [number for visit in planned if not visit.within for number in visit.documents]
-    assert asked == [
-        at % workload.num_documents for at in range(len(asked))
-    ]  # so between two visits of one are all the others
+    # so between two visits of one are all the others
+    assert asked == [at % workload.num_documents for at in range(len(asked))]
     counted = [
         (visit.reuse, visit.is_burst) for visit in planned if visit.counts and not visit.within
     ]

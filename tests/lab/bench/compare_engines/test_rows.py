@@ -113,9 +113,8 @@ def test_one_wrong_byte_in_any_round_is_told() -> None:
 def test_goals_are_about_the_fastest_of_lmcache_that_they_name() -> None:
     measured = Measured()
     for _ in range(3):
-        measured.add(
-            RETRIEVE, "ram", {KVHOLD: 0.3, IN_PROCESS: 0.1, SERVER: 1.2, DRIVEN: 1.0}
-        )  # judged by the servers
+        # judged by the servers
+        measured.add(RETRIEVE, "ram", {KVHOLD: 0.3, IN_PROCESS: 0.1, SERVER: 1.2, DRIVEN: 1.0})
         measured.add(WRITTEN, "disk", {KVHOLD: 0.3, IN_PROCESS: 0.5, SERVER: 1.0})  # judged by all
         measured.add(LOOKUP, "ram", {KVHOLD: 0.3, IN_PROCESS: 1.0})
         measured.add(IMPORT, NO_TIER, {KVHOLD: 0.1, SERVER: 1.0})

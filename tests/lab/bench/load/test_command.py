@@ -336,11 +336,12 @@ def test_a_router_is_told_the_user(server: TestServer) -> None:
         "--together",
     )
     assert result.exit_code == 0, result.output
+    # None: those that do not count
     assert {seen.headers.get("x-user-id") for seen in server.seen if seen.method == "POST"} == {
         None,
         "0",
         "1",
-    }  # None: those that do not count
+    }
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,8 @@ def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) 
         for name, text in found.items()
         if name.startswith("vllm.model_config.hf")
     ):
-        found["vllm.model_config.max_model_len"] = text_of(
-            model.max_model_len, "max_model_len"
-        )  # chooses long or short factors
+        # chooses long or short factors
+        found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")
     if str(config.load_config.load_format) == "dummy":
         found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # makes the weights
     if drafts(config):

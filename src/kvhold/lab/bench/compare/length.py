@@ -13,10 +13,8 @@ from kvhold.lab.engines.engine import Engine, binding, options_for
 from kvhold.lab.engines.models import ModelInfo
 from kvhold.lab.engines.prompts import make_prompt
 
-LENGTHS = (
-    1_100,
-    600,
-)  # a quarter is a little more than a multiple of 128, vLLM's block
+# a quarter is a little more than a multiple of 128, vLLM's block
+LENGTHS = (1_100, 600)
 
 _MOST_S = 45 * 60
 _AROUND = 1.3  # a visit's time / computing its prompts

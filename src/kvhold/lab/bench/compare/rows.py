@@ -19,11 +19,8 @@ from kvhold.lab.bench.compare.systems import (
 )
 from kvhold.lab.bench.ratios import Cell, Goal, Ratio, rates_of, ratio, seconds_of, shared
 
-_CONTROLS = (
-    AGAIN,
-    LEFT_ALONE,
-    LEFT_AGAIN,
-)  # copies of others, for the noise
+# copies of others, for the noise
+_CONTROLS = (AGAIN, LEFT_ALONE, LEFT_AGAIN)
 _MOST_COST = 1.02
 _REUSED_WELL = 50
 

@@ -124,9 +124,8 @@ class Engine:
         self._driver: Driver = importlib.import_module(driver_name).start(options, self._layers)
         self.started_s = time.perf_counter() - began
         del self._layers  # the driver may have moved them
-        ids = 1 + np.random.default_rng(0).permutation(
-            2 * options.num_blocks
-        )  # block 0 means "none" to some engines
+        # block 0 means "none" to some engines
+        ids = 1 + np.random.default_rng(0).permutation(2 * options.num_blocks)
         self._from, self._to = np.split(ids, 2)
 
     def do(self, asked: dict[str, Any]) -> dict[str, Any]:

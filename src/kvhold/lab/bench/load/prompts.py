@@ -15,10 +15,8 @@ from kvhold.core.errors import ConfigError
 
 Content: TypeAlias = str | list[int]
 
-FIRST_ID, VOCAB_SIZE = (
-    256,
-    8_000,
-)  # most vocabularies are larger, and begin with special tokens and bytes
+# most vocabularies are larger, and begin with special tokens and bytes
+FIRST_ID, VOCAB_SIZE = (256, 8_000)
 _FEWEST_IDS = 2
 
 # Common and short, so that most tokenizers make one token of each with its space.
@@ -79,9 +77,8 @@ class TextPrompts:
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
     """The number's digits, then random ones, [count], each below `base`. Independent of `count`."""
     digits, rest = [], number
-    for _ in range(
-        math.ceil(63 / math.log2(base))
-    ):  # equally many for each number: else one could be another's prefix
+    # equally many for each number: else one could be another's prefix
+    for _ in range(math.ceil(63 / math.log2(base))):
         rest, digit = divmod(rest, base)
         digits.append(digit)
     if len(digits) >= count:

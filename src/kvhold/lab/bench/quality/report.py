@@ -9,12 +9,8 @@ from kvhold.lab.bench.quality.measure import Channels, QualityRow
 
 _LEAST_SPREAD = 0.02
 
-_LABELS = (
-    10,
-    -10,
-    24,
-    -24,
-)  # points from the dot; neighbours differ so that names do not overlap
+# points from the dot; neighbours differ so that names do not overlap
+_LABELS = (10, -10, 24, -24)
 
 
 def render(rows: Sequence[QualityRow]) -> str:

@@ -95,11 +95,8 @@ def _round(work: _Run, number: int, *, last: bool = False) -> None:
         if last:
             return
         if number % _ROUNDS_A_SPACE == _ROUNDS_A_SPACE - 1:
-            work.space, work.kept, work.fresh = (
-                work.space + 1,
-                [],
-                [],
-            )  # a clear that is killed may or may not take effect
+            # a clear that is killed may or may not take effect
+            work.space, work.kept, work.fresh = (work.space + 1, [], [])
             threading.Timer(work.chance.uniform(0, 0.05), node.kill).start()
             with suppress(KVHoldError):
                 client.clear()

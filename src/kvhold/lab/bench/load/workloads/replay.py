@@ -43,9 +43,8 @@ class Replay:
         lengths = [
             min(BLOCK_TOKENS, num_tokens - start) for start in range(0, num_tokens, BLOCK_TOKENS)
         ]
-        blocks = zip(
-            request.hash_ids, lengths, strict=False
-        )  # a cut prompt has fewer lengths than ids
+        # a cut prompt has fewer lengths than ids
+        blocks = zip(request.hash_ids, lengths, strict=False)
         turns = tuple(
             Turn("user", prompts.piece("block", hash_id, length)) for hash_id, length in blocks
         )
