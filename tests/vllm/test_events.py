@@ -428,6 +428,30 @@ class TestAnnounced:
             )
         assert [event.block_hashes[0][0] for event in announced.changes()] == [0, 1, 2, 3]
 
+    def test_a_chunk_that_is_stored_again_before_its_eviction_was_read_is_told(self) -> None:
+        announced, router, name = Announced(TABLES, 1), Router(), self.NAMES[1]
+        happened = {
+            kind: [
+                Event(0, kind, name + place_suffix(group, 0), "ram", 64, 0, b"")
+                for group in range(len(TABLES))
+            ]
+            for kind in ("admitted", "evicted")
+        }
+        announced.describe(name, self.described(1))
+        announced.happened(happened["admitted"])
+        router.read(announced.changes())
+        held = set(router.held)
+        assert held and not announced.wants(name) and announced.lacks(name)
+        announced.describe(name, self.described(1))  # a request is about to store it
+        router.read(announced.changes())
+        announced.happened(happened["evicted"])
+        router.read(announced.changes())
+        assert not router.held
+        announced.happened(happened["admitted"])
+        router.read(announced.changes())
+        assert router.held == held
+        assert announced.lacks(name), "it is kept no longer than it is needed"
+
     def test_what_is_described_and_never_comes_is_forgotten(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -182,8 +182,11 @@ class Announced:
         self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
         self._touched: set[bytes] = set()
 
+    def lacks(self, name: bytes) -> bool:
+        return name not in self._described
+
     def wants(self, name: bytes) -> bool:
-        return name not in self._described and len(self._told.get(name, ())) < len(self._tables)
+        return self.lacks(name) and len(self._told.get(name, ())) < len(self._tables)
 
     def describe(self, name: bytes, described: Described) -> None:
         self._described[name] = described
@@ -247,6 +250,7 @@ class Announced:
 
     def _tell(self, name: bytes, described: Described) -> Iterator[BlockStored]:
         told = self._told.get(name, {})
+        known_before = len(told)
         for group, stored in enumerate(described.stored):
             if stored is None or group in told or not self._is_present(name, group):
                 continue
@@ -258,7 +262,9 @@ class Announced:
             self._blocks.update(keys)
             if known < len(keys):
                 yield _without_first(stored, known) if known else stored
-        if len(told) == sum(stored is not None for stored in described.stored):
+        # A chunk that was announced before is being stored again: its eviction has yet to be read.
+        total = sum(stored is not None for stored in described.stored)
+        if not total or known_before < len(told) == total:
             del self._described[name]
 
     def _take_back(self, name: bytes, group: int) -> "Iterator[ExternalBlockHash]":
@@ -295,11 +301,16 @@ class Announcer:
         self._due_s = 0.0
 
     def stored(self, request: "Request", names: ChunkNames) -> None:
-        self._thread.submit(self._describe, request, lambda: names)
+        self._thread.submit(self._describe, request, lambda: names, self._announced.lacks)
 
     def found(self, request: "Request", prompt: Prompt, num_tokens: int) -> None:
         if num_tokens:
-            self._thread.submit(self._describe, request, lambda: _first_chunks(prompt, num_tokens))
+            self._thread.submit(
+                self._describe,
+                request,
+                lambda: _first_chunks(prompt, num_tokens),
+                self._announced.wants,
+            )
 
     def reset(self) -> None:
         self._thread.submit(self._announced.withdraw)
@@ -314,11 +325,14 @@ class Announcer:
             self._asked = self._thread.submit(self._ask)
         return events
 
-    def _describe(self, request: "Request", names: Callable[[], ChunkNames]) -> None:
+    def _describe(
+        self,
+        request: "Request",
+        names: Callable[[], ChunkNames],
+        wanted: Callable[[bytes], bool],
+    ) -> None:
         try:
-            for name, described in self._describer.describe(
-                request, names(), self._announced.wants
-            ):
+            for name, described in self._describer.describe(request, names(), wanted):
                 self._announced.describe(name, described)
         except Exception:
             log.exception("kvhold: no KV events about request %s", request.request_id)
