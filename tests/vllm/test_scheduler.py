@@ -119,7 +119,9 @@ def engines_on(node: NodeProcess, folder: Path) -> Iterator[MakeEngine]:
 
 
 def forget_locally(engine: Engine) -> None:
-    """Empty vLLM's own prefix cache."""
+    """Empty vLLM's own prefix cache, when all that a worker has copied is committed."""
+    node = engine.connector.scheduler._cache
+    eventually(lambda: not node.status()["held"]["rooms"])
     assert engine.scheduler.reset_prefix_cache()
 
 
