@@ -181,6 +181,53 @@ class TestRestarts:
                 assert read(cache, PROMPT) == 0
                 eventually(lambda: not second.values)
 
+    @pytest.mark.parametrize("back", [False, True])
+    def test_a_store_whose_url_is_written_otherwise_keeps_its_debts(
+        self, place: Place, tmp_path: Path, back: bool
+    ) -> None:
+        options = {"clears_file": str(tmp_path / "clears")}
+        url = place.url(breaker_pause_s=0.01)
+        audited = url.replace("plugin://", "audit+plugin://")
+        first, second = (audited, url) if back else (url, audited)
+        if back:
+            cache_over(url, **options).close()
+        with cache_over(first, **options) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+            place.faults = dict(DOWN)
+            cache.clear(NAMESPACE)
+        place.faults = {}
+        with cache_over(second, **options) as cache:
+            assert read(cache, PROMPT) == 0
+            eventually(lambda: not place.values)
+            settle(cache)
+            store(cache, PROMPT)
+            settle(cache)
+        with cache_over(second, **options) as cache:
+            assert read(cache, PROMPT) == 64, "what is cleared once is not cleared again"
+
+    def test_a_journal_by_names_holds_for_every_tier(self, place: Place, tmp_path: Path) -> None:
+        file = tmp_path / "clears"
+        with cache_over(place.url()) as cache:
+            store(cache, PROMPT)
+            settle(cache)
+        file.write_text(f"disk\t{NAMESPACE.hex()}\n")
+        file.chmod(0o600)
+        with cache_over(place.url(), clears_file=str(file)) as cache:
+            assert read(cache, PROMPT) == 0
+            eventually(lambda: not place.values)
+
+    def test_a_journal_that_is_too_long_is_not_read_in_part(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhold.tiers.journal._MOST_BYTES", 70)
+        file = tmp_path / "clears"
+        file.write_text("".join(f"disk\t{n:02x}{'0' * 30}\n" for n in range(2)))
+        file.chmod(0o600)
+        journal = ClearsJournal(file)
+        journal.begin(["disk"])
+        assert journal.owed("disk") == [b""]
+
     def test_clears_that_are_not_in_the_journal_yet_are_not_forgotten_by_a_cache_that_closes(
         self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

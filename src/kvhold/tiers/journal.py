@@ -1,10 +1,14 @@
 """A small file of the clears that tiers have not done yet, so that a restart keeps them.
 
-    journal.begin(["disk", "redis"])          # once, at the start
+    journal.begin([place, other])             # once, at the start
 
 Each clear has one line: the tier's place, a tab, and the prefix of the keys in hex. Each generation
-has one line: the tier's place, a tab, the namespace in hex, a tab, and the number. The file is
-replaced in one step.
+has one line: the tier's place, a tab, the namespace in hex, a tab, and the number. Each place of
+the last start has a line that begins with "=". The file is replaced in one step.
+
+One store may have several places, since its URL can be written in several ways (`place_of`). So a
+place that the last start did not have may be any store, and owes the clears of all places that have
+gone. That costs misses only.
 
 The file is bounded. A tier of one host with too many pending clears owes a clear of everything
 (`guard.py`). Clears of a shared tier beyond the bound are not written, and that is logged. If the
@@ -41,6 +45,7 @@ class ClearsJournal:
         self._all_owe = False
         self._owed: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
+        self._last_places: set[str] = set()
         try:
             text = self._read()
         except OSError as error:
@@ -49,6 +54,9 @@ class ClearsJournal:
             ) from None
         try:
             for line in text.splitlines():
+                if line.startswith("="):
+                    self._last_places.add(line[1:])
+                    continue
                 name, prefix, *numbers = line.split("\t")
                 if len(prefix) not in (0, 2 * NAMESPACE_BYTES) or len(numbers) > 1:
                     raise ValueError(line)
@@ -61,11 +69,25 @@ class ClearsJournal:
             self._all_owe = True
 
     def begin(self, tiers: Sequence[str]) -> None:
-        if self._all_owe:
-            self._all_owe = False
-            with self._lock:
+        """tiers: the places of the configured tiers"""
+        with self._lock:
+            if self._all_owe:
+                self._all_owe = False
                 self._owed = {tier: {b"": None} for tier in tiers}
                 self._reached = {}
+            else:
+                gone = [
+                    prefix
+                    for tier, prefixes in self._owed.items()
+                    if tier not in tiers
+                    for prefix in prefixes
+                ]
+                for tier in set(tiers) - self._last_places:
+                    for prefix in gone[: _MOST_OWED + 1]:
+                        self._add(tier, prefix)
+            had_file = bool(self._owed or self._reached or self._last_places)
+            self._last_places = set(tiers)
+            if had_file:
                 self._save()
 
     def owed(self, tier: str) -> list[bytes]:
@@ -103,32 +125,39 @@ class ClearsJournal:
             for tier, prefixes in self._owed.items()
             for prefix in prefixes
         ]
-        return owed + [
+        places = [f"={place}\n" for place in sorted(self._last_places)]
+        reached = [
             f"{tier}\t{space.hex()}\t{number}\n"
             for tier, of in self._reached.items()
             for space, number in of.items()
         ]
+        return places + owed + reached
 
     async def remove(self, tier: str, prefix: bytes) -> None:
         await asyncio.to_thread(self._change, tier, prefix, owed=False)
 
     def _change(self, tier: str, prefix: bytes, *, owed: bool) -> None:
         with self._lock:
-            prefixes = self._owed.setdefault(tier, {})
-            if not owed:
-                prefixes.pop(prefix, None)
-            elif not prefix:
-                self._owed[tier] = {b"": None}
-            elif prefix not in prefixes and len(prefixes) >= _MOST_OWED:
-                log.error(
-                    "%s: tier %s owes %d clears; a restart of the node would forget one more",
-                    self._path,
-                    tier,
-                    len(prefixes),
-                )
+            if owed:
+                self._add(tier, prefix)
             else:
-                prefixes[prefix] = None
+                self._owed.setdefault(tier, {}).pop(prefix, None)
             self._save()
+
+    def _add(self, tier: str, prefix: bytes) -> None:
+        """Add a debt, without saving it."""
+        prefixes = self._owed.setdefault(tier, {})
+        if not prefix:
+            self._owed[tier] = {b"": None}
+        elif prefix not in prefixes and len(prefixes) >= _MOST_OWED:
+            log.error(
+                "%s: tier %s owes %d clears; a restart of the node would forget one more",
+                self._path,
+                tier,
+                len(prefixes),
+            )
+        else:
+            prefixes[prefix] = None
 
     def _save(self) -> None:
         try:
@@ -148,7 +177,8 @@ class ClearsJournal:
         except FileNotFoundError:
             return ""
         with os.fdopen(file, "rb") as opened:
-            return opened.read(_MOST_BYTES).decode(errors="replace")
+            text = opened.read(_MOST_BYTES + 1).decode(errors="replace")
+        return text if len(text) <= _MOST_BYTES else "\tcut"  # a part of it would forget clears
 
     def _write(self) -> None:
         folder = open_folder(self._path.parent, any_owner=self._any_owner)

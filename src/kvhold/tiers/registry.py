@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
+from hashlib import blake2b
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Protocol
-from urllib.parse import quote
 
 from kvhold.core.errors import ConfigError, KVHoldError
-from kvhold.core.secrets import is_secret_name
 from kvhold.tiers.base import Tier
 from kvhold.tiers.guard import GuardConfig
 from kvhold.tiers.url import TierUrl, parse_url
@@ -28,7 +27,6 @@ ENTRY_POINTS = "kvhold.tiers"
 PLUGIN_SCHEME = "plugin"
 
 _GUARD_OPTIONS = {f.name: f for f in fields(GuardConfig)}
-_PLACE_OPTIONS = ("db", "endpoint", "metadata_server", "prefix", "service")  # see `place_of`
 
 
 @dataclass(frozen=True)
@@ -103,21 +101,16 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 
 
 def place_of(text: str) -> str:
-    """Return where a tier keeps its values: its URL without credentials and without the options
-    that may change while the values stay.
+    """Return a digest of a tier's URL without its guard's options and its credentials.
 
-    Of a plugin only the options of the guard may change. Raises ConfigError.
+    Equal places are the same store. A store may have several places: the journal of clears
+    (`journal.py`) takes a place that it has not seen for any of those that have gone.
+    Raises ConfigError.
     """
     url = parse_url(text).without(_GUARD_OPTIONS)
-    is_plugin = url.scheme.rpartition("+")[2] not in _TIERS
-    pairs = [
-        f"{name}={value}"
-        for name, value in url.options.items()
-        if name in _PLACE_OPTIONS or (is_plugin and not is_secret_name(name))
-    ]
-    hosts = url.netloc.rpartition("@")[2]
-    place = f"{url.scheme}://{hosts}{url.path}{'?' if pairs else ''}{'&'.join(pairs)}"
-    return quote(place, safe="/:,?&=[]+%")
+    options = sorted(url.options.items())
+    parts = (url.scheme, url.netloc.rpartition("@")[2], url.path, repr(options))
+    return blake2b("\0".join(parts).encode(), digest_size=8, person=b"kvhold-place").hexdigest()
 
 
 def guard_settings(url: TierUrl) -> GuardConfig:

@@ -93,7 +93,7 @@ def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics)
         if name == "ram":
             raise ConfigError("tiers: the name 'ram' is taken by the arena; choose another")
         place = place_of(url)
-        same = sum(guard.place.partition(" ")[0] == place for guard in guards)
-        place = f"{place} {same + 1}" if same else place
+        same = sum(guard.place.partition("-")[0] == place for guard in guards)
+        place = f"{place}-{same + 1}" if same else place
         guards.append(Guard(tier, config, name=name, metrics=metrics, place=place))
     return Stack(guards)
