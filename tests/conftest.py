@@ -99,7 +99,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     has_servers = "not server" not in session.config.option.markexpr
     if os.environ.get("CI") and has_servers and reporter is not None:
         lacking = _missing_programs(reporter).keys() & PACKAGES.keys()
-        if lacking and session.exitstatus == pytest.ExitCode.OK:
+        if lacking:
             reporter.write_line(f"CI installs {', '.join(sorted(lacking))}, and it is missing")
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 

@@ -455,6 +455,7 @@ class TestPinning:
         assert held is not None
         arenas.release(held)
         eventually(lambda: list(driver.pinned) == [second.writable.ctypes.data])
+        eventually(lambda: held.is_left)
         assert arenas.hold(first.writable) is None
         assert reach(arenas, None, first.writable, 0, 10) == Reach(base, False, 1000)
         arenas.close()

@@ -2157,9 +2157,12 @@ def planned(spans: dict[str, tuple[int, int]], tables: dict[str, tuple[list[int]
     """A step that computes (first token, number of tokens) of each request."""
     return SimpleNamespace(
         scheduled_new_reqs=[],
+        finished_req_ids=set(),
         num_scheduled_tokens={name: num for name, (_, num) in spans.items()},
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(spans), num_computed_tokens=[start for start, _ in spans.values()]
+            req_ids=list(spans),
+            num_computed_tokens=[start for start, _ in spans.values()],
+            resumed_req_ids=set(),
         ),
         kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
     )

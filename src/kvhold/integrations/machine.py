@@ -102,9 +102,10 @@ def device_facts(device: str) -> dict[str, str]:
     if place.type in ("cpu", "meta"):
         return {}
     module = torch.get_device_module(place)
+    name = getattr(module, "get_device_name", lambda place: place.type)
     capability = getattr(module, "get_device_capability", lambda place: None)
     return {
-        "device.name": repr(str(module.get_device_name(place))),
+        "device.name": repr(str(name(place))),
         "device.capability": repr(str(capability(place))),
         "versions.cuda": repr(str(torch.version.cuda)),
         "versions.hip": repr(str(torch.version.hip)),

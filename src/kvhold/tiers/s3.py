@@ -253,7 +253,8 @@ class S3Tier:
                             f"{self._place}: the store names no version of an object (ETag)",
                         )
                     # Ceph 16 refuses an object's own tag and takes it without its quotes
-                    version = tag.strip('"') if tag == refused else tag
+                    is_refused = tag == refused and not tag.startswith("W/")
+                    version = tag.strip('"') if is_refused else tag
                     await obstore.put_async(
                         self._client(), name, views, mode={"e_tag": version}, use_multipart=False
                     )

@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from kvhold.core.api import ABSENT, Cache, Loan
 from kvhold.core.config import Config, load_config
-from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
+from kvhold.core.errors import ConfigError, DeviceError, KVHoldError, LayoutError
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import Rules, check_tags, request_rules
 from kvhold.integrations.transformers.calls import AsIs, Call, forward_call, generate_call
@@ -315,7 +315,7 @@ class Reuse:
                     cache=self.cache,
                     allow_unproven=self._allow_unproven,
                 )
-            except KVHoldError as error:
+            except (LayoutError, DeviceError) as error:
                 self._refused = looks, str(error)
                 raise
             self._copies_on = device

@@ -49,17 +49,28 @@ class Undrafted:
         self._parts = parts
         self._limit = limit
         self._blocks: list[set[int]] = [set() for _ in parts]
+        self._lacking: set[str] = set()  # requests whose earlier blocks lack the drafter's KV
 
     def planned(self, output: "SchedulerOutput") -> None:
         spans = list(_spans(output))
         has_drafter = all(end <= self._limit.num_tokens for _, _, end in spans)
         if has_drafter and not any(self._blocks):
+            self._lacking.clear()
             return
+        self._lacking -= output.finished_req_ids
+        begun = {new.req_id for new in output.scheduled_new_reqs}
+        begun |= output.scheduled_cached_reqs.resumed_req_ids
         for request_id, start, end in spans:
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if tables is None:
                 continue
-            is_exact = has_drafter and not self._lacks_before(start, tables)
+            if request_id in begun or not start:
+                self._lacking.discard(request_id)
+                if self._lacks_before(start, tables):
+                    self._lacking.add(request_id)
+            is_exact = has_drafter and request_id not in self._lacking
+            if not has_drafter:
+                self._lacking.add(request_id)
             begin = start if is_exact else max(0, start - self._limit.late)
             for part, known in zip(self._parts, self._blocks, strict=True):
                 size = part.group.block_tokens

@@ -56,7 +56,8 @@ class Arena:
     is_pinning:      a slice is being pinned, or will be next
     is_settled:      no more slices will be pinned
     users:           running transfers
-    is_leaving:      it is being unpinned
+    is_leaving:      it is being unpinned, or was
+    is_left:         it is unpinned
     thread:          None for scratch memory
     """
 
@@ -71,6 +72,7 @@ class Arena:
     users: int = 0
     is_ending: bool = False
     is_leaving: bool = False
+    is_left: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     thread: threading.Thread | None = None
 
@@ -134,7 +136,7 @@ class PinnedArenas:
             for old in self._arenas:
                 old.end()
             arena = Arena(read_only, writable, self._report)
-            self._arenas[:] = [*(old for old in self._arenas if old.users), arena]
+            self._arenas[:] = [*(old for old in self._arenas if not old.is_left), arena]
             arena.thread = threading.Thread(
                 target=_live,
                 args=(self._driver, arena, self._slice_bytes, weakref.ref(self)),
@@ -151,7 +153,7 @@ class PinnedArenas:
         """Count a transfer, until `release`. None: no known arena."""
         with self._lock:
             for arena in reversed(self._arenas):
-                if arena.has(buffer):
+                if arena.has(buffer) and not arena.is_left:
                     with arena.changed:
                         arena.users += 1
                     return arena
@@ -162,7 +164,7 @@ class PinnedArenas:
             arena.users -= 1
             arena.changed.notify_all()
         with self._lock:
-            self._arenas[:] = [each for each in self._arenas if each.users or not each.is_ending]
+            self._arenas[:] = [each for each in self._arenas if not each.is_left]
 
     @contextmanager
     def reaching(
@@ -258,6 +260,7 @@ def _live(
         arena.is_leaving = True  # a transfer that begins now is refused
         arena.changed.notify_all()
     _unpin(driver, arena, slice_bytes)
+    arena.is_left = not arena.pinned_bytes
 
 
 def _pin(

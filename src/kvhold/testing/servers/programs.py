@@ -40,8 +40,11 @@ def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")
-        if failure := _install(_packages(lacking).split()):
+        packages = _packages(lacking).split()
+        if failure := _install(packages):
             say(failure)
+            for package in packages if len(packages) > 1 else ():  # one may not exist here
+                _install([package])
         lacking = missing(lacking)
     if lacking:
         say(
