@@ -1,13 +1,20 @@
-"""The interface of the cache, in this process or in this host's node.
+"""The Cache: the interface for integrations, in this process or in this host's node.
 
-    with cache.lookup(prompt.query()) as hit:
-        with cache.claim(hit.ticket) as loan:                    # one shard's bytes
-            scatter(loan.chunks(group=0), ...)
-    with cache.reserve(layout, prompt.chunks(first=3)) as room:  # for missing chunks
-        gather(..., room.chunks(group=0)); room.commit()         # visible now
+    with cache.lookup(prompt.query()) as hit:                    # pinned for the block
+        with cache.claim(hit.ticket) as loan:                    # one shard's bytes, until closed
+            scatter(loan.chunks(group=0), ...)                   # verifies checksums
+    with cache.reserve(layout, prompt.chunks(first=3)) as room:  # memory for missing chunks
+        gather(..., room.chunks(group=0)); room.commit()         # visible now; the rest is released
 
-Holdings end with their `with`, or with the holder's connection. Any thread. A miss is a shorter
-hit. A fault or a missed deadline raises a KVHoldError and leaves nothing behind.
+The holder of a hit, a lease or a reservation owns it. It ends with its `with`, or with the holder's
+connection. A ticket is a number that may be sent to other processes (scheduler to workers). Each
+process claims a lease with it.
+
+A lookup brings chunks of lower tiers into memory. A hit that is *arriving* may grow. It is final
+once it is settled.
+
+Every call is safe from any thread. A miss is a shorter hit. A fault or a missed deadline raises one
+of our errors and leaves nothing behind.
 """
 
 import time
@@ -28,19 +35,20 @@ from kvhold.core.layout import Layout
 from kvhold.core.planning import Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between polls of a hit
-_RECODING_PAUSE_S = 0.1  # the longest, between polls of a re-encoding
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
+_RECODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
 
-ABSENT = -1  # the offset of a chunk that is not granted or not needed
+ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBytes:
-    """The places of one group's chunks.
+    """The places of one group's chunks in the arena.
 
-    offsets:    [n] int64, bytes from the arena's start, or ABSENT
+    offsets:    [n] int64, in bytes from the arena's start; ABSENT where there is no chunk
     num_tokens: [n] int64
-    sums:       recorded by a writer's copy, compared by a reader's
+    sums:       of a reservation: a copy records the checksums of the bytes it writes. Of a lease: a
+                copy compares its checksums with these. None: nothing is checked
     """
 
     offsets: npt.NDArray[np.int64]
@@ -48,28 +56,33 @@ class ChunkBytes:
     sums: Checksums | None = None
 
     def first(self, chunks: int) -> "ChunkBytes":
+        """Return the first `chunks` chunks."""
         return ChunkBytes(
             self.offsets[:chunks], self.num_tokens[:chunks], self.sums and self.sums.first(chunks)
         )
 
 
 kept: list["Holding"] = []
-"""Kept holdings. A collected one would close its connection and free its memory."""
+"""Kept holdings. Collecting one would close its connection and free its memory."""
 
 
 class Holding:
-    """A hit, a lease or a reservation. Closing twice is harmless."""
+    """A resource held in the cache until it is closed: a hit, a lease or a reservation.
+
+    Closing it twice is harmless. If its `with` ends with DeviceError, it is kept.
+    """
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back: Callable[[], None] | None = give_back
 
     def close(self) -> None:
+        """Give the resource back."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
 
     def keep(self) -> None:
-        """Hold it until the process ends: a failed device may still use the memory."""
+        """Hold it until the process ends: a device failed and may still use the memory."""
         kept.append(self)
 
     def __enter__(self) -> Self:
@@ -88,12 +101,18 @@ class Holding:
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk of one group and one shard was admitted to memory or removed.
+    """A chunk of one group and one shard was admitted to a tier or removed from it.
 
-    A prompt's later chunks may come first.
+    Events of later chunks of a prompt may come before those of earlier chunks.
 
-    kind:   admitted, evicted, expired or cleared
-    parent: key of the preceding chunk; empty if none or unknown
+    number:      increases by one from event to event. In a snapshot: the number of the last event
+                 before the snapshot
+    kind:        admitted, evicted, expired or cleared
+    tier:        `ram`; changes in lower tiers are not reported
+    num_tokens:  tokens in the chunk
+    first_token: the position of its first token in the prompt
+    parent:      the key of the preceding chunk in the prompt, in the same group and shard; empty
+                 for a first chunk, or if it is unknown
     """
 
     number: int
@@ -106,6 +125,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def namespace(self) -> bytes:
+        """The digest of its namespace."""
         return self.key[:NAMESPACE_BYTES]
 
 
@@ -113,7 +133,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 class EventBatch:
     """Events in order.
 
-    next: the number to pass to the next call
+    next: the number to pass to the next call of `events`
     lost: events are missing; start again from a snapshot
     """
 
@@ -124,11 +144,13 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer to a lookup. `sources` and `reason` are empty while it is arriving.
+    """The answer to a lookup.
 
-    ticket:  0 if nothing is held
-    sources: tokens by source: `ram` or a lower tier
-    reason:  one of `core.reasons.REASONS`
+    ticket:   0 when nothing was found and nothing is held
+    arriving: the hit may still grow; ask again
+    sources:  tokens by the place of their KV: memory (`ram`) or the name of a lower tier. If parts
+              of a chunk came from several places, the slowest counts. Empty while arriving
+    reason:   why the hit ends where it ends, one of `core.reasons.REASONS`; empty while arriving
     """
 
     ticket: int
@@ -139,7 +161,13 @@ class Found:
 
 
 class Hit(Holding):
-    """The pinned first `num_tokens` tokens of a prompt."""
+    """The pinned result of a lookup: the first `num_tokens` tokens of the prompt.
+
+    ticket:          the number to claim the hit with; 0 when nothing was found
+    arriving:        lower tiers may bring more. `refresh` asks for the current state, `settle` ends
+                     the wait
+    sources, reason: see `Found`
+    """
 
     def __init__(
         self,
@@ -149,11 +177,11 @@ class Hit(Holding):
         ask: Callable[[int, bool, bool], Found] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Make a hit from the answer to a lookup.
+        """Make a hit from the answer to a lookup. A hit that is arriving needs:
 
-        ask:   `(ticket, settle, growth)` -> answer. growth: the next pause also ends when the hit
-               grows
-        pause: sleep for so many seconds, or until the hit is complete
+        ask:   `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
+               when the hit grows
+        pause: sleep for the given seconds, or until the hit is complete
         """
         super().__init__(give_back)
         self._found = found
@@ -162,34 +190,39 @@ class Hit(Holding):
 
     @property
     def ticket(self) -> int:
+        """The number to claim the hit with."""
         return self._found.ticket
 
     @property
     def num_tokens(self) -> int:
+        """The current length of the hit, in tokens."""
         return self._found.num_tokens
 
     @property
     def arriving(self) -> bool:
-        """Whether lower tiers may add chunks."""
+        """Whether the hit may still grow."""
         return self._found.arriving
 
     @property
     def sources(self) -> dict[str, int]:
+        """Tokens by the place of their KV. Their sum is `num_tokens` once the hit is final."""
         return self._found.sources
 
     @property
     def reason(self) -> str:
+        """Why the hit ends where it ends, once it is final."""
         return self._found.reason
 
     def refresh(self) -> None:
+        """Update the hit to its current length."""
         self._update(settle=False)
 
     def settle(self) -> None:
-        """Make the hit final."""
+        """Make the hit final at its current length."""
         self._update(settle=True)
 
     def wait(self, until_s: float) -> None:
-        """Settle when the hit is complete, or at `until_s` of the monotonic clock."""
+        """Settle once the hit is complete, or once the monotonic clock reads `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while self.arriving and (left_s := until_s - time.monotonic()) > 0:
             self._pause(min(pause_s, left_s))
@@ -198,7 +231,10 @@ class Hit(Holding):
         self.settle()
 
     def wait_for_more(self, until_s: float) -> None:
-        """Wait until the hit grows or is final. Settle it at `until_s` (monotonic)."""
+        """Wait until the hit has grown or is final.
+
+        Settle it when the monotonic clock reads `until_s`.
+        """
         before, pause_s = self.num_tokens, _FIRST_PAUSE_S
         self._update(settle=False, growth=True)
         while self.arriving and self.num_tokens == before:
@@ -218,13 +254,22 @@ class Hit(Holding):
 class Recoded(msgspec.Struct, frozen=True, array_like=True):
     """The progress of a re-encoding, in chunks of one group and one shard.
 
-    stopped:     why it ended early, or empty
-    over_budget: of `replaced` and `same`: the budget demanded another codec
-    kept_lossy:  unchanged: a chunk loses precision only once
-    missing:     deleted or expired
-    bad:         failed a check, and were removed
-    unknown:     their layout or codec is not available
-    failed:      unchanged: the tier failed, or no key
+    `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
+
+    done:         it has ended
+    stopped:      why it ended early; empty if it did not
+    replaced:     re-encoded
+    over_budget:  chunks among `replaced` and `same` that have another codec than requested, because
+                  of their namespace's budget
+    same:         already encoded as requested
+    kept_lossy:   encoded by another lossy codec. They stay as they are, because a chunk loses
+                  precision only once
+    missing:      deleted or expired since they were listed
+    bad:          failed a check, and were removed
+    unknown:      unreadable here: their layout is not registered, or their codec is not installed
+    failed:       unchanged, because the tier failed or there is no key for them
+    bytes_before: bytes of the replaced frames before
+    bytes_after:  bytes of the replaced frames now
     """
 
     done: bool = False
@@ -243,7 +288,10 @@ class Recoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recoding(Holding):
-    """A running re-encoding. Closing stops it; finished chunks stay re-encoded."""
+    """A running re-encoding. `recoded` is the progress at the last refresh.
+
+    Closing it early stops it. Finished chunks stay re-encoded.
+    """
 
     def __init__(
         self, recoded: Recoded, give_back: Callable[[], None], *, ask: Callable[[], Recoded]
@@ -253,12 +301,16 @@ class Recoding(Holding):
         self._ask = ask
 
     def refresh(self) -> Recoded:
+        """Return the current progress."""
         if not self.recoded.done:
             self.recoded = self._ask()
         return self.recoded
 
     def wait(self, until_s: float = float("inf")) -> Recoded:
-        """Wait until it is done, or until `until_s` (monotonic)."""
+        """Wait until it is done, or until the monotonic clock reads `until_s`.
+
+        Returns the progress.
+        """
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(pause_s, left_s))  # a re-encoding sends no notification
@@ -267,10 +319,11 @@ class Recoding(Holding):
 
 
 class Loan(Holding):
-    """A lease on one shard's part of a hit. Read only; the bytes do not move.
+    """A lease on the bytes of one shard's part of a hit. Read only.
 
-    Copies by `memory.copy` compare checksums. Other readers must call `verify` before they use the
-    bytes that they have read.
+    The bytes do not move until the lease is closed. A copy by `memory.copy` compares them with the
+    stored checksums. A reader that uses the buffer directly must call `verify` after reading, and
+    must not use the bytes before that.
     """
 
     def __init__(
@@ -284,14 +337,15 @@ class Loan(Holding):
         checksums: Sequence[bytes] | None = None,
         report: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
-        """Make a lease from a claim's answer.
+        """Make a lease from the answer to a claim.
 
-        offsets:    [groups, chunks]
-        num_tokens: [chunks]
-        checksums:  see `Checksums.expected`; None: unchecked
-        report:     called with the offsets of damaged chunks
+        offsets:     [groups, chunks]
+        num_tokens:  [chunks]
+        first_chunk: the number of the first chunk in its prompt
+        checksums:   one item per group, see `Checksums.expected`; None: nothing is compared
+        report:      called with the offsets of damaged chunks
 
-        Raises ProtocolError for bad checksums.
+        Raises ProtocolError for checksums that do not fit the chunks.
         """
         super().__init__(give_back)
         self.first_chunk = first_chunk
@@ -314,14 +368,16 @@ class Loan(Holding):
             ]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
+        """Return the places of the chunks of `group` in `buffer`."""
         return ChunkBytes(
             self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group]
         )
 
     def verify(self, layout: Layout) -> None:
-        """Compare every chunk that no copy has compared.
+        """Compare every chunk that no copy has compared yet.
 
-        Raises DamagedChunks, or ProtocolError for a wrong number of layers.
+        Raises DamagedChunks for the first group that has any, and ProtocolError where the number of
+        layers is wrong.
         """
         for group, sums in enumerate(self._sums or ()):
             places = self.chunks(group)
@@ -343,7 +399,10 @@ class Loan(Holding):
 
 
 class Room(Holding):
-    """Memory for missing chunks, invisible until `commit`. Closing frees the rest."""
+    """Memory reserved for missing chunks. A chunk is invisible until `commit`.
+
+    Closing releases the memory of uncommitted chunks.
+    """
 
     def __init__(
         self,
@@ -355,7 +414,13 @@ class Room(Holding):
         *,
         layout: Layout,
     ) -> None:
-        """`commit` is called with chunk numbers and packed checksums."""
+        """Make a reservation from the answer to a reserve.
+
+        offsets: [groups, chunks]; ABSENT for chunks that are present, were not requested, or got no
+                 memory
+        commit:  called with chunk numbers, each granted and given once, and their checksums: for
+                 each chunk, each granted group and each layer `checksums.BYTES`
+        """
         super().__init__(give_back)
         self.num_tokens = num_tokens
         self.buffer = buffer
@@ -367,14 +432,20 @@ class Room(Holding):
 
     @property
     def granted(self) -> list[int]:
-        """Numbers (in the reservation) of chunks with memory in at least one group."""
+        """The numbers (within the reservation) of chunks that got memory in at least one group."""
         return [int(i) for i in np.flatnonzero((self._offsets != ABSENT).any(axis=0))]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
+        """Return the places in `buffer` to write the chunks of `group`; ABSENT: do not write."""
         return ChunkBytes(self._offsets[group], self.num_tokens, self._sums[group])
 
     def commit(self, chunks: Sequence[int] | None = None) -> int:
-        """Make complete chunks visible, by default all. Return the mark for `flush`."""
+        """Make chunks visible; all granted ones by default. Their bytes must be complete.
+
+        Checksums that no copy has taken are computed now, from the buffer.
+
+        Returns a mark: `flush(mark)` waits until these chunks have been written to lower tiers.
+        """
         wanted = [
             chunk
             for chunk in dict.fromkeys(self.granted if chunks is None else chunks)
@@ -399,7 +470,7 @@ class Room(Holding):
 def _sums_of_chunk(
     buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int
 ) -> list[int]:
-    """Return [layers] checksums. xxhash releases the GIL."""
+    """Return the checksums of one chunk in the buffer: [layers]. xxhash releases the GIL."""
     at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
     ranges = (
         layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers)
@@ -410,21 +481,26 @@ def _sums_of_chunk(
 
 
 class Cache(Protocol):
+    """One cache. Every offset counts from the start of `arena_buffer`, its host memory."""
+
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes] uint8, read only."""
+        """[arena bytes], read only; the same memory in every process that shares the cache."""
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Map the arena read only and writable, for a device that registers it.
+        """Map the arena twice, read only and writable, for a device that registers it.
 
         Raises NodeError where a device cannot be served.
         """
 
     def report_pinned(self, nbytes: int) -> None:
-        """Report the arena bytes that a device has registered."""
+        """Report how many arena bytes are registered with a device, for the node's status."""
 
     def register(self, namespace: Namespace) -> None:
-        """Make a namespace known, before any other call about it. Idempotent."""
+        """Make a namespace and its layout known, before any other call about it.
+
+        Repeating it is harmless.
+        """
 
     def lookup(
         self,
@@ -435,24 +511,37 @@ class Cache(Protocol):
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
-        """Find and pin the longest prefix in all shards and groups.
+        """Return the longest prefix for which every shard and group has the chunks it needs.
 
-        work:        the caller's compute cost; the hit ends where loading stops being faster
-        have_tokens: tokens that the caller has; if no tier has more, nothing is loaded
-        wait_s:      how long to wait for lower tiers. None: as configured. 0: the hit may be
-                     arriving
+        Pin it.
+
+        work:        the caller's compute cost. The hit then has the length that gives the earliest
+                     first token. A later `refresh` may settle it, if the rest would take longer to
+                     load than to compute
+        have_tokens: tokens that the caller already has. If no tier has more, the lookup loads
+                     nothing and does not wait
+        wait_s:      how long to wait for chunks of lower tiers. None: as configured. 0: not at all,
+                     so the hit may be arriving
         """
 
     def came_of(
         self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
     ) -> None:
-        """Report how many seconds a request took, for `explain`; -1: none."""
+        """Report the timing of a request that was looked up with its `work`, for `explain`.
+
+        load_s:    how long the load took; -1: there was none
+        compute_s: how long computing the rest took; -1: there was none
+        """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """Return the latest decisions, newest first. request: its name or a part; empty: all."""
+        """Return the latest decisions about lookups with a `work`, the newest first.
+
+        request: only the decisions of this request, or of requests whose names contain it; empty:
+                 all
+        """
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Start to load chunks from lower tiers into memory."""
+        """Start to bring a prompt's chunks from lower tiers into memory. Do not wait."""
 
     def claim(
         self,
@@ -463,11 +552,13 @@ class Cache(Protocol):
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Loan | None:
-        """Lease one shard's part of a hit, from `first_chunk` on; None for an invalid ticket.
+        """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
 
-        A ticket is valid until its hit is closed, for any number of claims.
+        Returns None when the ticket is unknown or no longer valid. A ticket is valid until its hit
+        is closed, for any number of claims, also of one shard. Each lease has its own pins.
 
-        arriving: lease the chunks that have arrived; False: settle the hit
+        arriving: lease the whole chunks that have arrived so far, and let the hit go on arriving.
+                  Otherwise the claim settles the hit
         """
 
     def reserve(
@@ -482,25 +573,30 @@ class Cache(Protocol):
     ) -> Room:
         """Reserve memory for the chunks of `names` that are missing and not being written.
 
-        A chunk gets memory for all its missing groups, or for none.
+        For each chunk, either every missing group gets memory, or none does.
 
-        groups: [groups, chunks] bool, the groups to write; None: all. A sliding group may leave out
-                chunks outside the final window
+        terms:  the options under which the chunks are stored
+        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all. A
+                group may leave out chunks that its attention does not need: a hit may skip a chunk
+                whose sliding group is missing, if no missing chunk is in the window at the hit's
+                end
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
-        """Forget everything, or one namespace, in memory and all writable tiers; wait for the end.
+        """Forget everything, or one namespace, in memory and in all writable tiers.
 
-        Returns the number of chunks in memory. Pinned ones are freed when unpinned.
+        Waits until it is done. Returns the number of chunks that memory had. Pinned chunks are
+        freed when they are unpinned.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until the chunks up to `mark` are written to lower tiers or given up.
+        """Wait until the chunks committed up to `mark` are written to lower tiers, or given up
+        there.
 
-        mark:       from `Room.commit`; None: now
+        mark:       from `Room.commit`; None: until now
         deadline_s: None: the configured wait for arriving chunks
 
-        Returns False at the deadline.
+        Returns False if the deadline came first.
         """
 
     def recode(
@@ -512,35 +608,49 @@ class Cache(Protocol):
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Recoding:
-        """Re-encode a tier's chunks with another codec, online, one recoding at a time.
+        """Re-encode the chunks of a tier with another codec, in the background, online.
 
-        Budgets are kept. A lossy chunk gets no other lossy codec.
+        A smaller codec compresses; `raw` or `lossless` decompresses. No request waits for it, and
+        every chunk stays readable. Several re-encodings run one after another.
 
-        namespace: its digest; None: all known ones
-        query:     only this prompt
+        namespace: only chunks of this namespace (its digest). None: of every namespace that was
+                   registered or stored to since the start
+        query:     only the chunks of this prompt
 
-        Raises ConfigError (NodeError from a node) for an unknown tier, codec or namespace, and for
-        a tier that is read only or cannot replace values. `raw` and `lossless` do not need a known
-        namespace in an unencrypted tier.
+        The codec applies to the chunks that are stored now; later chunks use the tier's own
+        setting. Budgets are kept. A chunk that a lossy codec has written is not given to another
+        lossy codec.
+
+        Raises ConfigError (NodeError from a node) for an unknown tier or codec, and for a tier that
+        is read only or cannot replace values. Also for an unknown namespace, unless the codec is
+        `raw` or `lossless` and the tier is not encrypted: the encryption key of an unknown
+        namespace is unknown.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """Return memory's visible chunks as `admitted` events."""
+        """Return every chunk visible in memory as `admitted` events.
+
+        Continue with `events(snapshot.next)`.
+        """
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
-        """Return at most 500 events after `after`. Raises KVHoldError without `event_buffer`."""
+        """Return the events after number `after`, 500 at most.
+
+        Call again with `next` until the batch is empty. Raises KVHoldError where the setting
+        `event_buffer` is 0.
+        """
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
-        """Return sizes and counters."""
+        """Return sizes, counts and counters, for people and monitors."""
 
     def close(self) -> None:
-        """Release everything held through this object."""
+        """Release everything that was held through this object."""
 
 
 def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) -> bytes | None:
-    """Encode the `groups` mask of a `reserve`, row by row.
+    """Encode the `groups` mask of a `reserve`: one byte per group and chunk, row by row.
 
-    Raises ProtocolError for a bad type or shape.
+    Returns None if the mask is None. Raises ProtocolError for another type or shape.
     """
     if groups is None:
         return None
@@ -556,10 +666,15 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
 def loans_as_they_come(
     cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float
 ) -> Iterator[Loan]:
-    """Yield leases on a hit in the order of arrival. Each is valid until the next one.
+    """Yield leases on one shard's part of a hit, in the order in which its chunks arrive.
 
-    The hit is settled at `until_s` (monotonic). If a group does not need every chunk, leases may
-    exceed the final hit. Raises KVHoldError if the hit is lost.
+    Each lease is valid until the next is requested. So its chunks can be copied while the rest is
+    read.
+
+    until_s: the hit is settled when the monotonic clock reads this
+
+    For a group that does not need every chunk, the leases may contain more than the final hit
+    needs. Raises KVHoldError if the hit is lost.
     """
     first = 0
     while True:

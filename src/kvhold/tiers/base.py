@@ -1,21 +1,25 @@
 """The contract of a tier: one place where chunks live.
 
     sizes = await tier.probe(keys)  # one round trip for all keys
-    got = await tier.get(keys, [[header, payload], ...])  # into the caller's memory
-    faults = await tier.put([(key, [header, payload]), ...])
+    got = await tier.get(keys, [[header, payload], ...])  # each value into the caller's memory
+    faults = await tier.put([(key, [header, payload]), ...])  # each value from the caller's memory
+    done = await replace(tier, [(key, [header, payload])])  # over a stored value, if the tier can
 
-Called from one event loop; calls may overlap. Item i of the answer belongs to key i, and a bad item
-never loses the others.
+Called from one event loop only, never from an engine's thread. Calls may overlap. Every call is per
+item: item i of the answer belongs to key i, and a bad item never loses the others.
 
-A missing value is `None`. One item's fault is a TierError in its place. A fault of the whole place
-(dead, unreachable, forbidden) raises TierError. Lists of unequal lengths raise ValueError before
-any I/O. No other exception may escape.
+A missing value is `None`. A fault of one item is a TierError in its place. A fault of the whole
+place (dead, unreachable, forbidden) raises TierError; then nothing is known about any item. Lists
+of unequal lengths raise ValueError before any I/O. No other exception may escape.
 
-**Memory.** A call that has ended no longer touches the caller's buffers. A cancelled call waits for
-that (`in_thread`).
+**Memory.** After a call has returned or raised, the tier neither reads nor writes the caller's
+buffers. A cancelled call ends only when it no longer uses the buffers, however long that takes.
+`in_thread` below ensures this for work in threads.
 
-A tier connects at its first call, and again after a lost connection. `guard.py` has breaker,
-time-outs and retries. `kvhold.testing.TierContract` is the conformance suite.
+A tier does no I/O when it is made, and connects at its first call. After a lost connection, the
+next call connects again. A tier has no breaker, no time-outs unless a library forces them, and no
+retries except after a stale connection: `guard.py` does this for all tiers.
+`kvhold.testing.TierContract` is the conformance suite.
 """
 
 import asyncio
@@ -26,7 +30,7 @@ from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvhold.core.errors import TierError
 
-Parts: TypeAlias = Sequence[memoryview]  # one value in C-contiguous pieces
+Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
 
 Result = TypeVar("Result")
 
@@ -35,11 +39,14 @@ Result = TypeVar("Result")
 class TierTraits:
     """The capabilities of a tier.
 
-    durable:     an acknowledged put survives `kill -9` of this process
-    shared:      other processes or hosts may read, write and delete the same values
-    expires:     removes values when their `ttl_s` has passed
-    batch_bytes: best size of one call: outweighs thread switches, and meets the deadline over a
-    slow link with several batches at once
+    name:        of the kind of tier
+    durable:     an acknowledged put survives the death of this process, also by `kill -9`
+    shared:      others, on this host or elsewhere, may read, write and delete the same values
+    expires:     removes values by itself when their `ttl_s` has passed
+    replaces:    has `Replaces.replace`
+    batch_bytes: the best size of one call. Large enough to outweigh the switches between threads.
+                 Small enough that a batch is checked while the next one is read, and that several
+                 batches at once meet their deadline over a slow link
     """
 
     name: str
@@ -51,65 +58,83 @@ class TierTraits:
 
 
 class Tier(Protocol):
-    """Values are opaque, at least one byte. Keys are KEY_BYTES long."""
+    """A place where values live.
+
+    Keys are KEY_BYTES long. Values are opaque, of one byte or more: frames below RAM, plain chunks
+    in RAM.
+    """
 
     @property
     def traits(self) -> TierTraits:
-        pass
+        """The capabilities of the tier; for a wrapper, those of the wrapped tier."""
 
     async def check(self) -> None:
-        """Make one cheap round trip. Raises TierError if the tier cannot be used now."""
+        """Make one cheap round trip.
+
+        Raises TierError if the tier cannot be used now. Its message tells a user the fault and the
+        place.
+        """
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return each value's size in bytes, `None` unless it is whole and readable now."""
+        """Return the size in bytes of each value that is whole and readable now.
+
+        `None` for the others. One round trip for all keys, no side effect.
+        """
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
         """Read each value into its parts, in order, and return its size.
 
-        `None` where the value is missing or larger than the parts.
+        The size is `None` where the value is missing or larger than the parts.
 
-        starts: read ranges instead, from byte `starts[i]`, that fill the parts exactly; `None`
-        where the value ends earlier
+        starts: read ranges instead. Each range begins at byte `starts[i]` and fills the parts
+                exactly; its length is returned. `None` where the value is missing or ends earlier
 
-        Nothing is written outside the parts; parts not filled may hold any bytes.
+        Parts that were not filled completely may hold any bytes. Nothing is written outside the
+        parts.
         """
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Store each value whole or not at all. Return `None` where stored, else the fault.
+        """Store each value whole or not at all. Return `None` where it is stored, else the fault.
 
-        TierFull: no room. A key that is already there keeps its value.
+        The fault is TierFull where there is no room. A key that is already there keeps its value.
 
-        ttl_s: time to live, if the tier can. None: the tier's setting; infinity: never removed
+        ttl_s: remove the values after this time, if the tier can. None: as the tier's settings say;
+               infinity: never, whatever the settings say
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return true where a value was removed."""
+        """Remove values; true where one was removed."""
 
     def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Yield every key that begins with `prefix`, each once, in any order."""
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Release all resources. Idempotent."""
 
 
 @runtime_checkable
 class Replaces(Protocol):
+    """The further method of a tier that can replace a value in one step."""
+
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace each stored value; true where that was done.
+        """Replace each stored value by a new one; true where that was done.
 
-        False, and nothing is created, where no value is stored. A TierError means that the old
-        value stays (TierFull: both do not fit at once), or that either may be there.
+        False where no value is stored, or none any longer; then none is created. A TierError means
+        that the old value stays (TierFull where both do not fit at the same time), or that the
+        answer was lost and either value may be there.
 
-        Readers get the old or the new value, whole; in a durable tier also after a `kill -9`. The
-        time to live stays. Of a repeated key, the first value counts.
+        A concurrent reader gets the old value or the new one, whole. In a durable tier this also
+        holds after a `kill -9`. The new value keeps the old one's remaining time to live. If a key
+        occurs twice, its first value counts, and both items get its answer.
         """
 
 
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
+    """Call `tier.replace(items)`. Raises TierError for a tier that cannot replace values."""
     if not tier.traits.replaces or not isinstance(tier, Replaces):
         raise TierError(
             tier.traits.name,
@@ -122,6 +147,7 @@ async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool
 def check_lengths(
     keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
 ) -> None:
+    """Raise ValueError for lists of unequal length. `get` calls this first."""
     if len(keys) != len(into):
         raise ValueError(f"{len(keys)} keys, {len(into)} buffers")
     if starts is not None and len(starts) != len(keys):
@@ -129,11 +155,15 @@ def check_lengths(
 
 
 def size_of(parts: Parts) -> int:
+    """Return the bytes in all parts."""
     return sum(part.nbytes for part in parts)
 
 
 async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
-    """Run `work()` in a thread. A cancelled call raises when the thread has finished."""
+    """Run `work()` in a thread of `executor`.
+
+    If cancelled, it waits until the thread has finished, and only then raises CancelledError.
+    """
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)
@@ -144,5 +174,5 @@ async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
             except asyncio.CancelledError:
                 continue
         if not future.cancelled():
-            future.exception()  # else asyncio logs it
+            future.exception()  # retrieve it, or asyncio logs it
         raise
