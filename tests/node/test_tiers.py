@@ -3,6 +3,7 @@ the node, come to a sudden end.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -398,4 +399,5 @@ def test_a_node_remembers_in_the_users_state_folder_which_clears_a_tier_owes(
         assert client.status()["tiers"][0]["clears_owed"] == 1
         blocked.unlink()
         eventually(lambda: client.status()["tiers"][0]["clears_owed"] == 0)
-        eventually(lambda: journal.read_text() == "")
+        # places alone: nothing is owed
+        eventually(lambda: not re.sub("^=.*\n", "", journal.read_text(), flags=re.MULTILINE))
