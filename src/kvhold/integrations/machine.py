@@ -96,9 +96,12 @@ def version_facts(*names: str) -> Mapping[str, str]:
 def device_facts(device: str) -> dict[str, str]:
     """Return the model and software of a GPU or the like. Empty for a CPU.
 
-    device: as torch names it, such as "cuda:1"
+    device: as torch names it, such as "cuda:1"; any other text gives no facts
     """
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        return {}
     if place.type in ("cpu", "meta"):
         return {}
     module = torch.get_device_module(place)
