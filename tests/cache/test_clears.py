@@ -217,6 +217,19 @@ class TestRestarts:
             assert read(cache, PROMPT) == 0
             eventually(lambda: not place.values)
 
+    def test_more_clears_of_gone_tiers_than_are_kept_become_one_of_everything(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "clears"
+        file.write_text("".join(f"gone\t{n:02x}{'0' * 30}\n" for n in range(5)))
+        file.chmod(0o600)
+        for most, owed in ((5, 5), (4, 1)):
+            monkeypatch.setattr("kvhold.tiers.journal._MOST_OWED", most)
+            journal = ClearsJournal(file)
+            journal.begin([f"new {most}"])
+            assert len(journal.owed(f"new {most}")) == owed
+        assert journal.owed("new 4") == [b""]
+
     def test_a_journal_that_is_too_long_is_not_read_in_part(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -83,8 +83,10 @@ class ClearsJournal:
                     for prefix in prefixes
                 ]
                 for tier in set(tiers) - self._last_places:
-                    for prefix in gone[: _MOST_OWED + 1]:
-                        self._add(tier, prefix)
+                    together = self._owed.get(tier, {}) | dict.fromkeys(gone)
+                    if together:
+                        fits = len(together) <= _MOST_OWED
+                        self._owed[tier] = together if fits else {b"": None}
             had_file = bool(self._owed or self._reached or self._last_places)
             self._last_places = set(tiers)
             if had_file:
