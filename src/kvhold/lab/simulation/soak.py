@@ -19,7 +19,7 @@ from typing import Any
 from kvhold.core.errors import KVHoldError
 from kvhold.lab.simulation.patches import apply, mutations
 
-_PIECE = 250
+_PIECE = 500  # seeds per process, which takes a second to start
 _SHOWN = 20
 
 

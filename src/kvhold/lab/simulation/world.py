@@ -25,6 +25,45 @@ _MOST_NOTES = 200_000
 _STEPS_A_LOOK = 20
 
 
+class Handle:
+    """A callback that a loop runs once. It is asyncio's, without the parts that cost time."""
+
+    __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "loop")
+
+    def __init__(
+        self,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        loop: "SimLoop",
+        context: contextvars.Context,
+        when: float = 0.0,
+    ) -> None:
+        self.callback: Callable[..., Any] | None = callback
+        self.args = args
+        self.loop = loop
+        self.context = context
+        self.is_cancelled = False
+        self._when = when
+
+    def run(self) -> None:
+        try:
+            self.context.run(self.callback, *self.args)  # type: ignore[arg-type]
+        except Exception as error:  # noqa: BLE001 - as asyncio does
+            self.loop.call_exception_handler(
+                {"message": f"exception in {self.callback}", "exception": error}
+            )
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self._when
+
+
 class World:
     def __init__(self, seed: int, *, keep_notes: bool = False) -> None:
         self.seed = seed
@@ -40,11 +79,12 @@ class World:
         self._dead: list[
             SimLoop
         ] = []  # kept: their tasks' `finally` clauses must not run during the history
-        self._heap: list[tuple[float, int, SimLoop | None, events.Handle]] = []
+        self._heap: list[tuple[float, int, SimLoop | None, Handle]] = []
         self._last = 0
         self.descriptors = Descriptors()
         self.sockets: dict[int, SimSocket] = {}
         self.may_stall = True
+        self._running: SimLoop | None = None
         self._outside = SimLoop(self, "outside")  # type: ignore[abstract]
 
     def wall(self) -> float:
@@ -80,13 +120,13 @@ class World:
         if self._loops:
             self.random.choice(self._loops).stall(seconds)
 
-    def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> events.Handle:
+    def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Handle:
         """Schedule an event outside all threads: network, disk or pool."""
-        handle = events.Handle(callback, args, self._outside, contextvars.Context())
+        handle = Handle(callback, args, self._outside, contextvars.Context())
         self.schedule(self.now + delay_s, None, handle)
         return handle
 
-    def schedule(self, at: float, loop: "SimLoop | None", handle: events.Handle) -> None:
+    def schedule(self, at: float, loop: "SimLoop | None", handle: Handle) -> None:
         heappush(self._heap, (at, self.number(), loop, handle))
 
     def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
@@ -99,22 +139,39 @@ class World:
         """Return False after `most_s`, or when nothing is left to run."""
         end = self.now + most_s
         last_step = self.steps + most_steps
-        while not until():
-            for _ in range(_STEPS_A_LOOK):
-                if self.findings or self.now > end or self.steps > last_step or not self._step():
-                    return until()
-        return True
+        try:
+            while not until():
+                for _ in range(_STEPS_A_LOOK):
+                    if (
+                        self.findings
+                        or self.now > end
+                        or self.steps > last_step
+                        or not self._step()
+                    ):
+                        self.enter(None)
+                        return until()
+                self.enter(None)
+            return True
+        finally:
+            self.enter(None)
+
+    def enter(self, loop: "SimLoop | None") -> None:
+        """Make a loop asyncio's running loop. None: the code that runs is outside all threads."""
+        if self._running is not loop:
+            self._running = loop
+            events._set_running_loop(loop)
 
     def _step(self) -> bool:
         """Return False when nothing is left to run."""
         heap, now = self._heap, self.now
         while heap and heap[0][0] <= now:
             _, _, loop, handle = heappop(heap)
-            if handle._cancelled:
+            if handle.is_cancelled:
                 continue
             if loop is None:
                 self.steps += 1
-                handle._run()
+                self.enter(None)
+                handle.run()
             elif not loop.dead:
                 loop.ready.append(handle)
         runnable = [loop for loop in self._loops if loop.ready and loop.stalled_until <= now]
@@ -153,20 +210,16 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         super().__init__()
         self.world = world
         self.name = name
-        self.ready: deque[events.Handle] = deque()
+        self.ready: deque[Handle] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.stalled_until = 0.0
         self.dead = False
 
     def run_one(self) -> None:
         handle = self.ready.popleft()
-        if handle._cancelled:
-            return
-        events._set_running_loop(self)
-        try:
-            handle._run()
-        finally:
-            events._set_running_loop(None)
+        if not handle.is_cancelled:
+            self.world.enter(self)
+            handle.run()
 
     def stall(self, seconds: float) -> None:
         self.stalled_until = max(self.stalled_until, self.world.now + seconds)
@@ -177,9 +230,9 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.Handle:
+    ) -> Handle:
         """As asyncio's. On a dead loop: nothing."""
-        handle = events.Handle(callback, args, self, context)
+        handle = Handle(callback, args, self, context or contextvars.copy_context())
         if not self.dead:
             self.ready.append(handle)
         return handle
@@ -188,15 +241,15 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.TimerHandle:
+    ) -> Handle:
         """As asyncio's."""
         return self.call_at(self.world.now + max(0.0, delay), callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> events.TimerHandle:
+    ) -> Handle:
         """As asyncio's."""
-        handle = events.TimerHandle(when, callback, args, self, context)
+        handle = Handle(callback, args, self, context or contextvars.copy_context(), when)
         if not self.dead:
             self.world.schedule(when, self, handle)
         return handle
@@ -249,9 +302,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.call_exception_handler(context)
-
-    def _timer_handle_cancelled(self, handle: events.TimerHandle) -> None:
-        """Do nothing: the handle stays in the heap."""
 
     def get_debug(self) -> bool:
         return False
