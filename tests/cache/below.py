@@ -19,7 +19,7 @@ PATIENT_S = 60.0
 SPACE = Namespace("model", PLAIN)
 HYBRID_SPACE = Namespace("model", HYBRID)
 CHUNK_BYTES = PLAIN.chunk_bytes(0, 16)
-NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 
 
 def eventually(condition: Callable[[], Any]) -> Any:

@@ -55,8 +55,8 @@ def assert_counters_reconcile(state: CacheState) -> None:
     writing = [
         e
         for held in state._holdings.values()
-        for room in held.rooms.values()
-        for entries in room.chunks.values()
+        for reservation in held.reservations.values()
+        for entries in reservation.chunks.values()
         for e in entries
     ]
     for unit, now_here, now_writing in (

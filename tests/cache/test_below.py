@@ -12,7 +12,7 @@ import pytest
 
 from kvhold.cache import LocalCache
 from kvhold.codecs import Raw, frame_chunk
-from kvhold.core.api import loans_as_they_come
+from kvhold.core.api import leases_as_they_arrive
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import KEY_BYTES, Namespace, make_key
 from kvhold.core.layout import Layout
@@ -125,9 +125,11 @@ def test_what_arrives_is_lent_as_it_comes(tmp_path: Path) -> None:
         forget(cache)
         ends = []
         with cache.lookup(prompt.query(), wait_s=0) as hit:
-            for loan in loans_as_they_come(cache, hit, 16, until_s=time.monotonic() + PATIENT_S):
-                ends.append(loan.first_chunk * 16 + int(loan.num_tokens.sum()))
-                check(loan, prompt, ends[-1])
+            for lease in leases_as_they_arrive(
+                cache, hit, 16, until_s=time.monotonic() + PATIENT_S
+            ):
+                ends.append(lease.first_chunk * 16 + int(lease.num_tokens.sum()))
+                check(lease, prompt, ends[-1])
             assert hit.num_tokens == ends[-1] == 165
         assert len(ends) > 3
 
@@ -141,11 +143,11 @@ def test_what_does_not_come_in_time_is_not_lent(place: Place) -> None:
         eventually(lambda: at_rest(cache))
         place.hold("get")
         with cache.lookup(prompt.query(), wait_s=0) as hit:
-            lent = [
-                loan.num_tokens.tolist()
-                for loan in loans_as_they_come(cache, hit, 16, until_s=time.monotonic())
+            leased = [
+                lease.num_tokens.tolist()
+                for lease in leases_as_they_arrive(cache, hit, 16, until_s=time.monotonic())
             ]
-            assert (lent, hit.num_tokens, hit.reason) == ([[16, 16]], 32, "deadline")
+            assert (leased, hit.num_tokens, hit.reason) == ([[16, 16]], 32, "deadline")
         place.let_go("get")
         is_at_baseline(cache)
 
@@ -332,9 +334,9 @@ def live(cache: LocalCache, seed: int) -> int:
             with cache.lookup(
                 prompt.query(), wait_s=0
             ) as hit:  # let go while it arrives, or claimed before all has
-                if luck.random() < 0.5 and (loan := cache.claim(hit.ticket)) is not None:
-                    with loan:
-                        check(loan, prompt, int(loan.num_tokens.sum()))
+                if luck.random() < 0.5 and (lease := cache.claim(hit.ticket)) is not None:
+                    with lease:
+                        check(lease, prompt, int(lease.num_tokens.sum()))
         elif step < 0.9:
             with cache.lookup(prompt.query(), wait_s=0.001) as hit:
                 assert not hit.arriving

@@ -104,11 +104,11 @@ def test_the_mover_drops_and_removes_a_damaged_chunk() -> None:
     with open_cache(ram_bytes="4MiB", tiers=["memory://?max_bytes=4MiB&codec=lossless"]) as cache:
         cache.register(SPACE)
         prompt = a_prompt(SPACE, 16)
-        with cache.reserve(PLAIN, prompt.chunks()) as room:
-            places = room.chunks()
+        with cache.reserve(PLAIN, prompt.chunks()) as reservation:
+            places = reservation.chunks()
             assert places.sums is not None
             places.sums.known[:] = True  # as if a copy had taken those of other bytes
-            room.commit()
+            reservation.commit()
         assert cache.flush(deadline_s=60)
         with cache.lookup(prompt.query()) as hit:
             assert (hit.num_tokens, hit.reason) == (0, "damaged")
@@ -127,10 +127,10 @@ def test_damage_in_memory_is_a_miss_and_the_good_copy_below_comes_up() -> None:
         assert cache.flush(deadline_s=60)
         spoil(cache, 0)
         with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket)
-            assert loan is not None
-            with loan, pytest.raises(DamagedChunks):
-                loan.verify(PLAIN)
+            lease = cache.claim(hit.ticket)
+            assert lease is not None
+            with lease, pytest.raises(DamagedChunks):
+                lease.verify(PLAIN)
         assert read(cache, prompt) == 16
         assert cache.status()["counters"]["kvhold_promoted_chunks"] == 1
 
@@ -138,9 +138,9 @@ def test_damage_in_memory_is_a_miss_and_the_good_copy_below_comes_up() -> None:
 def spoil(cache: LocalCache, chunk: int) -> None:
     """Change a byte of a chunk of the first prompt."""
     with cache.lookup(a_prompt(SPACE, 16).query()) as hit:
-        loan = cache.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            offset = int(loan.chunks().offsets[chunk])
+        lease = cache.claim(hit.ticket)
+        assert lease is not None
+        with lease:
+            offset = int(lease.chunks().offsets[chunk])
     assert offset != ABSENT
     cache._arena.view(offset, NBYTES)[7] ^= 1

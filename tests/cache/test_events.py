@@ -145,18 +145,20 @@ def test_nobody_hears_of_what_was_never_visible() -> None:
     with open_cache(ram_bytes="16MiB", huge_pages="never", event_buffer=1000) as cache:
         cache.register(SPACE)
         begin = cache.snapshot().next
-        with cache.reserve(PLAIN, a_prompt(SPACE, 64).chunks()) as room:
+        with cache.reserve(PLAIN, a_prompt(SPACE, 64).chunks()) as reservation:
             assert cache.snapshot().events == []
             cache.clear()
-            room.commit()
+            reservation.commit()
         assert cache.events(begin).events == []
 
 
 def test_what_has_outlived_its_time_is_told_when_it_is_noticed() -> None:
     with open_cache(ram_bytes="16MiB", huge_pages="never", event_buffer=1000) as cache:
         cache.register(SPACE)
-        with cache.reserve(PLAIN, a_prompt(SPACE, 16).chunks(), terms=Terms(ttl_s=50)) as room:
-            room.commit()
+        with cache.reserve(
+            PLAIN, a_prompt(SPACE, 16).chunks(), terms=Terms(ttl_s=50)
+        ) as reservation:
+            reservation.commit()
         begin = cache.snapshot()
         cache._state.ram._clock = lambda: 1e12
         cache.lookup(a_prompt(SPACE, 16).query()).close()

@@ -65,7 +65,9 @@ class Bench:
         return self.state.reserve("w", self.layout, self.prompt(seed).chunks(first), 0, terms=terms)
 
     def store(self, first: int = 0) -> None:
-        self.state.commit("w", self.reserve(0, first, Terms(ttl_s=50)).room, range(4 - first))
+        self.state.commit(
+            "w", self.reserve(0, first, Terms(ttl_s=50)).reservation, range(4 - first)
+        )
         self.orders()
 
     def orders(self, below=()) -> None:
@@ -89,8 +91,8 @@ class Bench:
         """What the hit needs is there, and what is reserved now lies elsewhere."""
         taken = set()
         if found.ticket:
-            lent = self.state.claim("a", found.ticket, 0, 0)
-            for group, offsets in enumerate(lent.offsets):
+            leased = self.state.claim("a", found.ticket, 0, 0)
+            for group, offsets in enumerate(leased.offsets):
                 needed = [
                     offsets[chunk] for chunk in needed_chunks(self.layout, group, found.num_tokens)
                 ]

@@ -157,10 +157,10 @@ class TestReads:
             with cache.lookup(a_prompt(SPACE, 64).query(), wait_s=0) as hit:
                 assert (hit.arriving, hit.num_tokens) == (True, 32)
                 place.wait_for("get")
-                loan = cache.claim(hit.ticket)
-                assert loan is not None
-                with loan:
-                    check(loan, a_prompt(SPACE, 64), 32)
+                lease = cache.claim(hit.ticket)
+                assert lease is not None
+                with lease:
+                    check(lease, a_prompt(SPACE, 64), 32)
                     place.let_go("get")
             eventually(lambda: at_rest(cache))
             with cache.lookup(a_prompt(SPACE, 64).query(), wait_s=0) as hit:
@@ -393,9 +393,9 @@ class TestWrites:
 
     def test_a_mark_waits_for_its_own_and_not_for_later_ones(self, place: Place) -> None:
         with a_cache_over(place.url(batch_bytes=1, concurrent_calls=1)) as cache:
-            with cache.reserve(PLAIN, a_prompt(SPACE, 16).chunks()) as room:
-                room.buffer[int(room.chunks().offsets[0])] = 1
-                mark = room.commit()
+            with cache.reserve(PLAIN, a_prompt(SPACE, 16).chunks()) as reservation:
+                reservation.buffer[int(reservation.chunks().offsets[0])] = 1
+                mark = reservation.commit()
             assert cache.flush(mark, deadline_s=60)
             place.hold("put")
             store(cache, a_prompt(SPACE, 64, seed=1))
@@ -440,8 +440,8 @@ class TestWrites:
     def test_a_time_to_live_is_passed_on(self, place: Place, ttl_s: float | None) -> None:
         with a_cache_over(place.url()) as cache:
             names = a_prompt(SPACE, 32).chunks()
-            with cache.reserve(PLAIN, names, terms=Terms(ttl_s=ttl_s)) as room:
-                room.commit()
+            with cache.reserve(PLAIN, names, terms=Terms(ttl_s=ttl_s)) as reservation:
+                reservation.commit()
             cache.flush()
             [one, two] = [place.ttls[key] for key in keys_of(32)]
             assert one == two
@@ -450,8 +450,10 @@ class TestWrites:
     def test_what_has_expired_by_then_is_not_written(self, place: Place) -> None:
         with a_cache_over(place.url()) as cache:
             place.hold("probe")
-            with cache.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=1)) as room:
-                room.commit()
+            with cache.reserve(
+                PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=1)
+            ) as reservation:
+                reservation.commit()
             with cache._lock:
                 clock, cache._state.ram._clock = cache._state.ram._clock, lambda: 4e9
             place.let_go("probe")
@@ -675,8 +677,8 @@ def test_of_more_than_there_is_room_for_the_beginning_arrives(place: Place) -> N
         prompt = a_prompt(SPACE, 2000)
         store(cache, prompt)
         forget(cache)
-        with cache.reserve(HYBRID, a_prompt(HYBRID_SPACE, 2000).chunks()) as room:
-            granted = len(room.granted)
+        with cache.reserve(HYBRID, a_prompt(HYBRID_SPACE, 2000).chunks()) as reservation:
+            granted = len(reservation.granted)
             assert granted > 10
             found = read(cache, prompt)
             assert 0 < found < 2000

@@ -51,8 +51,10 @@ class World(Bench):
 
     def store(self, chunks):
         """The first chunks of the prompt are in memory."""
-        room = self.state.reserve("w", self.layout, self.prompt(16).chunks(0, last=chunks), 0).room
-        self.state.commit("w", room, range(chunks))
+        reservation = self.state.reserve(
+            "w", self.layout, self.prompt(16).chunks(0, last=chunks), 0
+        ).reservation
+        self.state.commit("w", reservation, range(chunks))
         assert self.orders() == []
 
     def answer_probes(self, orders, below=lambda key: True, tier=0):

@@ -127,8 +127,10 @@ class TestInMemory:
         assert ended(cache, SPACE, 32) == (0, "cleared")
 
     def test_it_has_expired(self, cache: LocalCache) -> None:
-        with cache.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)) as room:
-            room.commit()
+        with cache.reserve(
+            PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)
+        ) as reservation:
+            reservation.commit()
         assert ended(cache, SPACE, 32) == (32, "whole")
         cache._state.ram._clock = lambda: 1e12
         assert ended(cache, SPACE, 32) == (0, "expired")
@@ -295,8 +297,10 @@ class TestBelow:
         assert ended(above, HYBRID_SPACE, 48) == (32, "incomplete")
 
     def test_it_has_expired_below(self, place: Place, above: LocalCache) -> None:
-        with above.reserve(PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)) as room:
-            room.commit()
+        with above.reserve(
+            PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)
+        ) as reservation:
+            reservation.commit()
         forget(above)
         above._state.ram._clock = lambda: 1e12
         assert ended(above, SPACE, 32) == (0, "expired")

@@ -40,10 +40,10 @@ def a_pass(scrubber: Scrubber) -> int:
 
 def offset_of(cache: LocalCache, seed: int, chunk: int) -> int:
     with cache.lookup(a_prompt(SPACE, 64, seed).query()) as hit:
-        loan = cache.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            return int(loan.chunks().offsets[chunk])
+        lease = cache.claim(hit.ticket)
+        assert lease is not None
+        with lease:
+            return int(lease.chunks().offsets[chunk])
 
 
 def test_a_pass_compares_every_idle_chunk_once(cache: LocalCache, scrubber: Scrubber) -> None:

@@ -58,7 +58,7 @@ WORKS = (
     Work("has", 9, 5, 4, 0.1, 1.0, 0.1, 0.01, 1e-9),
 )
 HOLDS = 1_000_000_000_000  # bytes that a tier says a value has; the state does not look at them
-NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 
 
 def slots(entry):
@@ -158,7 +158,7 @@ class World(RuleBasedStateMachine):
         self.clears: list[ClearOrder] = []
         self.searched: dict[int, tuple] = {}  # number -> (owner, prompt)
         self.lent_bytes = 0
-        self.loans: dict[int, tuple] = {}  # number -> (owner, [(key, offset, nbytes)])
+        self.leases: dict[int, tuple] = {}  # number -> (owner, [(key, offset, nbytes)])
         self.entered: Counter[int] = Counter()
         return multiple()
 
@@ -184,7 +184,7 @@ class World(RuleBasedStateMachine):
                     good=True,
                 )
             self.nothing_in_use_was_written_by_others()
-            self.state.commit(owner, granted.room, chunks)
+            self.state.commit(owner, granted.reservation, chunks)
             self.take_orders()
 
     @rule(
@@ -250,17 +250,17 @@ class World(RuleBasedStateMachine):
     )
     def claim(self, owner, number, shard, first, arriving=False):
         waits = number in self.state._searches and self.state._searches[number].owner is not None
-        lent = self.state.claim(owner, number, shard, first, arriving=arriving)
+        leased = self.state.claim(owner, number, shard, first, arriving=arriving)
         assert (number in self.state._searches) == (waits and arriving)
-        if lent is not None:
+        if leased is not None:
             prompt = prompt_of(*self.searched[number][1])
-            entries = self.state._holdings[owner].loans[lent.loan]
+            entries = self.state._holdings[owner].leases[leased.lease]
             num_tokens = (
-                sum(lent.num_tokens) + first * LAYOUT.tokens_per_chunk if lent.num_tokens else 0
+                sum(leased.num_tokens) + first * LAYOUT.tokens_per_chunk if leased.num_tokens else 0
             )
             assert {entry.key for entry in entries} <= needed_keys(prompt, num_tokens)
             self.lent_bytes += sum(entry.nbytes for entry in entries)
-            self.loans[lent.loan] = (
+            self.leases[leased.lease] = (
                 owner,
                 [(entry.key, entry.offset, entry.nbytes) for entry in entries],
             )
@@ -270,16 +270,18 @@ class World(RuleBasedStateMachine):
         self.state.release(self.searched[number][0], number)
 
     @rule(which=any_of)
-    def return_loan(self, which):
-        if self.loans:
-            number = sorted(self.loans)[which % len(self.loans)]
-            self.state.release(self.loans.pop(number)[0], number)
+    def return_lease(self, which):
+        if self.leases:
+            number = sorted(self.leases)[which % len(self.leases)]
+            self.state.release(self.leases.pop(number)[0], number)
 
     @rule(owner=owners, seldom=st.integers(0, 3))
     def vanish(self, owner, seldom):
         if not seldom:
             self.state.gone(owner)
-            self.loans = {number: loan for number, loan in self.loans.items() if loan[0] != owner}
+            self.leases = {
+                number: lease for number, lease in self.leases.items() if lease[0] != owner
+            }
             self.take_orders()
 
     @rule(space=st.none() | spaces, seldom=st.integers(0, 2))
@@ -424,7 +426,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def nothing_in_use_was_written_by_others(self):
-        for owner, pieces in self.loans.values():
+        for owner, pieces in self.leases.values():
             for key, offset, nbytes in pieces:
                 there = self.memory[offset // SLOT : -(-(offset + nbytes) // SLOT)]
                 assert all(self.content[int(number)] == key for number in there), (
@@ -455,7 +457,7 @@ class World(RuleBasedStateMachine):
                 if entry is not None
             )
         for held in self.state._holdings.values():
-            pins.update(id(entry) for entries in held.loans.values() for entry in entries)
+            pins.update(id(entry) for entries in held.leases.values() for entry in entries)
         pins.update(id(order.entry) for order in self.writes.values())
         in_use = {id(entry): entry for entry in self.state.ram.entries()}
         for entry in in_use.values():
@@ -479,7 +481,7 @@ class World(RuleBasedStateMachine):
                     for entry in row
                     if entry is not None
                 }
-        for _, pieces in self.loans.values():
+        for _, pieces in self.leases.values():
             used |= {offset: nbytes for _, offset, nbytes in pieces}
         assert self.state.ram.used_bytes == sum(
             -(-nbytes // SLOT) * SLOT for nbytes in used.values()
@@ -528,7 +530,7 @@ class World(RuleBasedStateMachine):
             return
         for owner in OWNERS:
             self.state.gone(owner)
-        self.loans.clear()
+        self.leases.clear()
         while self.probes or self.reads or self.writes or self.clears:
             self.answer_write(0)
             self.answer_read(len(self.reads) // 2, "well")
@@ -596,8 +598,8 @@ def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(group
     state.register(layout)
     for shard in range(shards):
         names = prompt.chunks()
-        room = state.reserve("w", layout, names, shard).room
-        state.commit("w", room, range(len(names)))
+        reservation = state.reserve("w", layout, names, shard).reservation
+        state.commit("w", reservation, range(len(names)))
     for order in state.take_orders():
         state.written(order.number)
     for entry in state.ram.entries():
@@ -661,8 +663,8 @@ class Bench:
 
 def test_a_prompt_that_memory_has_whole_asks_no_tier():
     bench = Bench()
-    room = bench.state.reserve("w", bench.layout, bench.prompt(8).chunks(), 0).room
-    bench.state.commit("w", room, range(4))
+    reservation = bench.state.reserve("w", bench.layout, bench.prompt(8).chunks(), 0).reservation
+    bench.state.commit("w", reservation, range(4))
     bench.state.take_orders()
     found = bench.state.lookup("a", bench.prompt(8).query())
     assert (found.num_tokens, found.arriving, bench.state.take_orders()) == (8, False, [])
@@ -670,8 +672,8 @@ def test_a_prompt_that_memory_has_whole_asks_no_tier():
 
 def test_the_tiers_are_asked_once_for_all_that_memory_lacks_in_the_prompt_s_order():
     bench = Bench()
-    room = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).room
-    bench.state.commit("w", room, range(2))
+    reservation = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).reservation
+    bench.state.commit("w", reservation, range(2))
     bench.state.take_orders()
     prompt = bench.prompt(13)
     bench.state.lookup("a", prompt.query())
@@ -717,8 +719,8 @@ def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already
 
 def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
     bench = Bench()
-    room = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).room
-    bench.state.commit("w", room, range(2))
+    reservation = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).reservation
+    bench.state.commit("w", reservation, range(2))
     bench.state.take_orders()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=10)
     [probe] = bench.state.take_orders()
@@ -737,13 +739,13 @@ def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
 def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing():
     bench = Bench()
     names = bench.prompt(10).chunks(2, last=3, tail=False)
-    room = bench.state.reserve("w", bench.layout, names, 0).room
+    reservation = bench.state.reserve("w", bench.layout, names, 0).reservation
     ticket, arrivals = bench.arriving(bench.prompt(10))
     assert [arrival.entry.first_token for arrival in arrivals] == [0, 2]
     for arrival in arrivals:
         bench.state.fetched(arrival.entry, True)
     assert bench.state.refresh(ticket).num_tokens == 4
-    bench.state.commit("w", room, [0])
+    bench.state.commit("w", reservation, [0])
     for owner in "aw":
         bench.state.gone(owner)
     bench.finished()
@@ -824,8 +826,8 @@ def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_s
     ticket, arrivals = bench.arriving(bench.prompt(8))
     for arrival in arrivals[:2]:
         bench.state.fetched(arrival.entry, True)
-    lent = bench.state.claim("b", ticket, 0, 0)
-    assert lent.num_tokens == [2, 2]
+    leased = bench.state.claim("b", ticket, 0, 0)
+    assert leased.num_tokens == [2, 2]
     for arrival in arrivals[2:]:
         bench.state.fetched(arrival.entry, True)
     assert bench.state.lookup("c", bench.prompt(8).query()).num_tokens == 8
@@ -857,7 +859,7 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
     last = bench.state.claim("b", ticket, 0, 3, arriving=True)
     assert (last.num_tokens, last.offsets) == ([1], [[arrivals[3].entry.offset]])
     bench.state.release("a", ticket)
-    assert bench.state.status()["pinned_chunks"] == 4, "loans have pins of their own"
+    assert bench.state.status()["pinned_chunks"] == 4, "leases have pins of their own"
     bench.state.gone("b")
     bench.finished()
 

@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Room:
+class Reservation:
     owner: str
     number: int
     chunks: dict[int, list[Piece]]
@@ -75,7 +75,7 @@ class Room:
 
 
 @dataclass(eq=False)
-class Loan:
+class Lease:
     owner: str
     number: int
     pieces: list[Piece]
@@ -97,9 +97,9 @@ class Life(RuleBasedStateMachine):
     policy = "lru"
 
     owners = Bundle("owners")
-    rooms = Bundle("rooms")
+    reservations = Bundle("reservations")
     tickets = Bundle("tickets")
-    loans = Bundle("loans")
+    leases = Bundle("leases")
     spaces = st.integers(0, len(SPACES) - 1)
     prompts = st.tuples(spaces, st.integers(0, len(TEXTS) - 1), st.integers(1, 9))
 
@@ -112,15 +112,15 @@ class Life(RuleBasedStateMachine):
         self.memory = np.zeros(SLOTS, dtype=np.int64)
         self.writes = count(1)
         self.committed: dict[int, bytes] = {}  # write -> key
-        self.live_rooms: set[Room] = set()
+        self.live_reservations: set[Reservation] = set()
         self.live_tickets: set[Ticket] = set()
-        self.live_loans: set[Loan] = set()
+        self.live_leases: set[Lease] = set()
         return multiple("a", "b", "c")
 
     # What owners do
 
     @rule(
-        target=rooms,
+        target=reservations,
         owner=owners,
         prompt=prompts,
         shard=st.integers(0, SHARDS - 1),
@@ -129,37 +129,37 @@ class Life(RuleBasedStateMachine):
         unwanted=st.none() | st.sets(st.tuples(st.integers(0, len(GROUPS) - 1), st.integers(0, 4))),
     )
     def reserve(self, owner, prompt, shard, first, tail, unwanted):
-        room = self.reserved(owner, prompt_of(*prompt), shard, first, tail, unwanted)
-        return multiple() if room is None else room
+        reservation = self.reserved(owner, prompt_of(*prompt), shard, first, tail, unwanted)
+        return multiple() if reservation is None else reservation
 
-    @rule(room=rooms, chosen=st.none() | st.sets(st.integers(0, 4)))
-    def commit(self, room, chosen):
-        self.committed_of(room, set(room.chunks) if chosen is None else chosen)
+    @rule(reservation=reservations, chosen=st.none() | st.sets(st.integers(0, 4)))
+    def commit(self, reservation, chosen):
+        self.committed_of(reservation, set(reservation.chunks) if chosen is None else chosen)
 
     @rule(owner=owners, prompt=prompts)
     def store(self, owner, prompt):
         """A whole prompt in all its shards, as engines do; so that there is something to find."""
         for shard in range(SHARDS):
-            if (room := self.reserved(owner, prompt_of(*prompt), shard)) is not None:
-                self.committed_of(room, set(room.chunks))
+            if (reservation := self.reserved(owner, prompt_of(*prompt), shard)) is not None:
+                self.committed_of(reservation, set(reservation.chunks))
 
-    @rule(room=consumes(rooms))
-    def abandon(self, room):
-        self.state.abandon(room.owner, room.number)
-        self.live_rooms.discard(room)
+    @rule(reservation=consumes(reservations))
+    def abandon(self, reservation):
+        self.state.abandon(reservation.owner, reservation.number)
+        self.live_reservations.discard(reservation)
 
     @rule(owner=owners)
     def stall(self, owner):
         """Nobody waits for its writing any more; it goes on writing all the same."""
         self.state.give_up(owner)
-        for room in self.live_rooms:
-            room.stalled |= room.owner == owner
+        for reservation in self.live_reservations:
+            reservation.stalled |= reservation.owner == owner
 
-    @rule(room=rooms, stranger=owners)
-    def commit_what_another_owns(self, room, stranger):
-        if stranger != room.owner:
-            self.state.commit(stranger, room.number, list(room.chunks))
-            self.state.abandon(stranger, room.number)
+    @rule(reservation=reservations, stranger=owners)
+    def commit_what_another_owns(self, reservation, stranger):
+        if stranger != reservation.owner:
+            self.state.commit(stranger, reservation.number, list(reservation.chunks))
+            self.state.abandon(stranger, reservation.number)
 
     @rule(target=tickets, owner=owners, prompt=prompts)
     def lookup(self, owner, prompt):
@@ -167,15 +167,15 @@ class Life(RuleBasedStateMachine):
         return multiple() if ticket is None else ticket
 
     @rule(
-        target=loans,
+        target=leases,
         owner=owners,
         ticket=tickets,
         shard=st.integers(0, SHARDS),
         first=st.integers(0, 3),
     )
     def claim(self, owner, ticket, shard, first):
-        loan = self.lent(owner, ticket, shard, first)
-        return multiple() if loan is None else loan
+        lease = self.leased(owner, ticket, shard, first)
+        return multiple() if lease is None else lease
 
     @rule(owner=owners, ticket=tickets)
     def release_ticket(self, owner, ticket):
@@ -183,33 +183,33 @@ class Life(RuleBasedStateMachine):
         if owner == ticket.owner:
             self.live_tickets.discard(ticket)
 
-    @rule(owner=owners, loan=loans)
-    def release_loan(self, owner, loan):
-        self.state.release(owner, loan.number)
-        if owner == loan.owner:
-            self.live_loans.discard(loan)
+    @rule(owner=owners, lease=leases)
+    def release_lease(self, owner, lease):
+        self.state.release(owner, lease.number)
+        if owner == lease.owner:
+            self.live_leases.discard(lease)
 
     @rule(owner=owners, prompts=st.lists(prompts, min_size=1, max_size=4))
     def read_one_while_others_are_stored(self, owner, prompts):
         self.store(owner, prompts[0])
         ticket = self.found(owner, prompts[0])
-        loans = (
+        leases = (
             []
             if ticket is None
-            else [self.lent(owner, ticket, shard, 0) for shard in range(SHARDS)]
+            else [self.leased(owner, ticket, shard, 0) for shard in range(SHARDS)]
         )
         for prompt in prompts[1:]:
             self.store(owner, prompt)
             self.memory_in_use_holds_what_its_user_put_there()
-        for loan in loans:
-            self.release_loan(owner, loan)
+        for lease in leases:
+            self.release_lease(owner, lease)
 
     @rule(owner=owners, seldom=st.integers(0, 3))
     def vanish(self, owner, seldom):
         if seldom:
             return
         self.state.gone(owner)
-        for live in (self.live_rooms, self.live_tickets, self.live_loans):
+        for live in (self.live_reservations, self.live_tickets, self.live_leases):
             live -= {holding for holding in live if holding.owner == owner}
 
     @rule(space=st.none() | spaces, seldom=st.integers(0, 3))
@@ -240,9 +240,9 @@ class Life(RuleBasedStateMachine):
         ]
         stalled = {
             p.offset
-            for room in self.live_rooms
-            if room.stalled
-            for pieces in room.chunks.values()
+            for reservation in self.live_reservations
+            if reservation.stalled
+            for pieces in reservation.chunks.values()
             for p in pieces
         }
         entries = self.state.ram.entries()
@@ -291,11 +291,11 @@ class Life(RuleBasedStateMachine):
                 assert 0 <= piece.offset <= piece.offset + piece.nbytes <= SLOTS * SLOT
                 self.memory[piece.slots] = piece.write  # at once, as the worst of writers would
         if not chunks:
-            assert granted.room == 0
+            assert granted.reservation == 0
             return None
-        room = Room(owner, granted.room, chunks)
-        self.live_rooms.add(room)
-        return room
+        reservation = Reservation(owner, granted.reservation, chunks)
+        self.live_reservations.add(reservation)
+        return reservation
 
     def found(self, owner, prompt):
         prompt = prompt_of(*prompt)
@@ -314,45 +314,47 @@ class Life(RuleBasedStateMachine):
         self.live_tickets.add(ticket)
         return ticket
 
-    def lent(self, owner, ticket, shard, first):
-        lent = self.state.claim(owner, ticket.number, shard, first)
+    def leased(self, owner, ticket, shard, first):
+        leased = self.state.claim(owner, ticket.number, shard, first)
         if ticket not in self.live_tickets or shard not in ticket.shards:
-            assert lent is None
+            assert leased is None
             return None
         groups = ticket.shards[shard]
-        assert lent.offsets == [
+        assert leased.offsets == [
             [ABSENT if piece is None else piece.offset for piece in row[first:]] for row in groups
         ]
-        assert sum(lent.num_tokens) == max(0, ticket.num_tokens - first * LAYOUT.tokens_per_chunk)
-        loan = Loan(
+        assert sum(leased.num_tokens) == max(0, ticket.num_tokens - first * LAYOUT.tokens_per_chunk)
+        lease = Lease(
             owner,
-            lent.loan,
+            leased.lease,
             [piece for row in groups for piece in row[first:] if piece is not None],
         )
-        self.live_loans.add(loan)
-        return loan
+        self.live_leases.add(lease)
+        return lease
 
-    def committed_of(self, room, chosen):
-        self.state.commit(room.owner, room.number, sorted(chosen))
-        if room not in self.live_rooms:
+    def committed_of(self, reservation, chosen):
+        self.state.commit(reservation.owner, reservation.number, sorted(chosen))
+        if reservation not in self.live_reservations:
             return
-        for chunk in chosen & room.chunks.keys():
-            for piece in room.chunks.pop(chunk):
+        for chunk in chosen & reservation.chunks.keys():
+            for piece in reservation.chunks.pop(chunk):
                 entry = self.state.ram.find(piece.key)
                 # not cleared while it was written
                 if entry is not None and entry.offset == piece.offset:
                     self.committed[piece.write] = piece.key
-        if not room.chunks:
-            self.live_rooms.discard(room)
+        if not reservation.chunks:
+            self.live_reservations.discard(reservation)
 
     # What must hold at every step
 
     @invariant()
     def memory_in_use_holds_what_its_user_put_there(self):
-        for room in self.live_rooms:
-            for pieces in room.chunks.values():
+        for reservation in self.live_reservations:
+            for pieces in reservation.chunks.values():
                 for piece in pieces:
-                    assert (self.memory[piece.slots] == piece.write).all(), "a room was overwritten"
+                    assert (self.memory[piece.slots] == piece.write).all(), (
+                        "a reservation was overwritten"
+                    )
         for piece in self.pinned():
             assert (self.memory[piece.slots] == piece.write).all(), "what is lent was overwritten"
             assert self.committed[piece.write] == piece.key, "what is lent was never committed"
@@ -364,8 +366,8 @@ class Life(RuleBasedStateMachine):
             pins[piece.key, piece.offset] = pins.get((piece.key, piece.offset), 0) + 1
         writing = {
             (p.key, p.offset)
-            for room in self.live_rooms
-            for pieces in room.chunks.values()
+            for reservation in self.live_reservations
+            for pieces in reservation.chunks.values()
             for p in pieces
         }
         for entry in self.state.ram.entries():
@@ -384,12 +386,12 @@ class Life(RuleBasedStateMachine):
     def what_is_out_is_counted(self):
         assert self.state.holdings() == {
             "tickets": len(self.live_tickets),
-            "loans": len(self.live_loans),
-            "rooms": len(self.live_rooms),
+            "leases": len(self.live_leases),
+            "reservations": len(self.live_reservations),
         }
         for owner in "abc":
             writes_or_reads = any(
-                holding.owner == owner for holding in self.live_rooms | self.live_loans
+                holding.owner == owner for holding in self.live_reservations | self.live_leases
             )
             assert self.state.touches_memory(owner) == writes_or_reads
 
@@ -399,7 +401,12 @@ class Life(RuleBasedStateMachine):
             (entry.key, entry.offset): -(-entry.nbytes // SLOT)
             for entry in self.state.ram.entries()
         }
-        writing = [p for room in self.live_rooms for pieces in room.chunks.values() for p in pieces]
+        writing = [
+            p
+            for reservation in self.live_reservations
+            for pieces in reservation.chunks.values()
+            for p in pieces
+        ]
         for piece in [*self.pinned(), *writing]:
             used[piece.key, piece.offset] = -(-piece.nbytes // SLOT)
         assert self.state.ram.used_bytes == SLOT * sum(used.values())
@@ -408,7 +415,7 @@ class Life(RuleBasedStateMachine):
         if hasattr(self, "state"):
             for owner in "abc":
                 self.state.gone(owner)
-            assert self.state.holdings() == {"tickets": 0, "loans": 0, "rooms": 0}
+            assert self.state.holdings() == {"tickets": 0, "leases": 0, "reservations": 0}
             self.state.clear(None)
             finish_chores(self.state)
             assert (
@@ -428,8 +435,8 @@ class Life(RuleBasedStateMachine):
         for ticket in self.live_tickets:
             for groups in ticket.shards.values():
                 yield from (piece for row in groups for piece in row if piece is not None)
-        for loan in self.live_loans:
-            yield from loan.pieces
+        for lease in self.live_leases:
+            yield from lease.pieces
 
     def visible(self, key):
         entry = self.state.ram.find(key)

@@ -43,7 +43,7 @@ def store(state: CacheState, prompt: Prompt) -> None:
     names = prompt.chunks()
     for shard in range(2):
         granted = state.reserve("writer", LAYOUT, names, shard)
-        state.commit("writer", granted.room, range(len(names)))
+        state.commit("writer", granted.reservation, range(len(names)))
 
 
 def hit(state: CacheState, prompt: Prompt) -> int:
@@ -77,7 +77,7 @@ class TestCommit:
         state.register(LAYOUT)
         names = prompt_of(40).chunks()
         granted = state.reserve("writer", LAYOUT, names, 0)
-        turns = state.commit_turns("writer", granted.room, range(len(names)))
+        turns = state.commit_turns("writer", granted.reservation, range(len(names)))
         next(turns)
         assert state.ram.num_pinned, "what is visible and not among the writes is held"
         state.clear(None)
@@ -91,7 +91,7 @@ class TestCommit:
         state.register(LAYOUT)
         names = prompt_of(40).chunks()
         turns = state.commit_turns(
-            "writer", state.reserve("writer", LAYOUT, names, 0).room, range(len(names))
+            "writer", state.reserve("writer", LAYOUT, names, 0).reservation, range(len(names))
         )
         next(turns)
         turns.close()
@@ -150,7 +150,7 @@ class TestClear:
         names = prompt_of(50).chunks()
         granted = state.reserve("writer", LAYOUT, names, 0)
         state.clear(SPACES[0].digest)
-        state.commit("writer", granted.room, range(len(names)))
+        state.commit("writer", granted.reservation, range(len(names)))
         assert state.metrics.value("kvhold_stored_chunks") == 0
         finish_chores(state)
         assert state.ram.used_bytes == 0
@@ -164,8 +164,8 @@ class TestClear:
         state.clear(None)
         finish_chores(state)
         assert state.ram.used_bytes > used_bytes // 2
-        lent = state.claim("reader", found.ticket, 0, 0)
-        assert lent is not None
+        leased = state.claim("reader", found.ticket, 0, 0)
+        assert leased is not None
         state.gone("reader")
         assert state.ram.used_bytes == 0
 
@@ -206,8 +206,8 @@ class TestLongLookups:
         assert state.ram.num_pinned == 2 * 1700 + 2 * 3, (
             "all of full attention, the last window of the other group"
         )
-        lent = state.claim("reader", running.result.ticket, 1, 0)
-        assert lent is not None and len(lent.offsets[0]) == 1700
+        leased = state.claim("reader", running.result.ticket, 1, 0)
+        assert leased is not None and len(leased.offsets[0]) == 1700
         state.gone("reader")
         finish_chores(state)
         assert state.ram.num_pinned == 0
@@ -250,11 +250,12 @@ class TestLongLookups:
         while not running.step(100):
             store(state, prompt_of(400))
         if running.result.ticket:
-            lent = state.claim("reader", running.result.ticket, 0, 0)
-            assert lent is not None
+            leased = state.claim("reader", running.result.ticket, 0, 0)
+            assert leased is not None
             keys = {entry.offset: entry.key for entry in state.ram.entries()}
             assert (
-                len({keys[offset] for offset in lent.offsets[0]}) == running.result.num_tokens // 2
+                len({keys[offset] for offset in leased.offsets[0]})
+                == running.result.num_tokens // 2
             )
         state.gone("reader")
 
@@ -322,9 +323,11 @@ def test_chunks_that_a_lookup_has_found_are_not_evicted_between_its_steps(
             if not entry.pins:
                 state.ram.remove(entry, why=EVICTED)
     assert (steps == 1) == (num_chunks == 62)
-    lent = state.claim("reader", running.result.ticket, 0, 0) if running.result.ticket else None
+    leased = state.claim("reader", running.result.ticket, 0, 0) if running.result.ticket else None
     for place in (
-        [place for row in lent.offsets for place in row if place >= 0] if lent is not None else []
+        [place for row in leased.offsets for place in row if place >= 0]
+        if leased is not None
+        else []
     ):
         assert place in {entry.offset for entry in state.ram.entries() if entry.committed}
     state.gone("reader")
@@ -392,8 +395,8 @@ class TestLongSearches:
             "ram": 2 * self.IN_RAM,
             "tier-1": 2 * (self.NUM_CHUNKS - self.IN_RAM),
         }
-        lent = state.claim("worker", ticket, 1, 0)
-        assert lent is not None and len(lent.num_tokens) == self.NUM_CHUNKS
+        leased = state.claim("worker", ticket, 1, 0)
+        assert leased is not None and len(leased.num_tokens) == self.NUM_CHUNKS
         state.gone("worker")
         state.gone("reader")
         self.assert_baseline(state)
@@ -488,7 +491,7 @@ def test_a_store_of_many_chunks_is_done_in_steps_and_one_given_up_leaves_nothing
     finish_chores(state)
     assert state.ram.used_bytes == 0
     granted = state.reserve("writer", LAYOUT, names, 0)
-    committing = Running(state.commit_turns("writer", granted.room, range(1000)))
+    committing = Running(state.commit_turns("writer", granted.reservation, range(1000)))
     assert not committing.step(1000)
     committing.close()
     state.gone("writer")
@@ -586,13 +589,13 @@ class TestLeaving:
         finish_chores(state)
         assert len(abandoned) == 1000
         assert state.ram.used_bytes == nbytes
-        state.abandon("other", again.room)
+        state.abandon("other", again.reservation)
         assert state.ram.used_bytes == 0
 
     def test_while_a_large_room_is_abandoned_keeps_nothing(self) -> None:
         state = new_cache()
-        room = state.reserve("writer", LAYOUT, prompt_of(500).chunks(), 0).room
-        turns = state.abandon_turns("writer", room)
+        reservation = state.reserve("writer", LAYOUT, prompt_of(500).chunks(), 0).reservation
+        turns = state.abandon_turns("writer", reservation)
         next(turns)
         assert state.held_by("writer").nbytes == state.ram.used_bytes > 0, (
             "the rest is still its own"
@@ -630,7 +633,9 @@ class TestPrefetch:
         part = long.chunks()
         part = ChunkNames(part.namespace, part.hashes[: 1000 * HASH_BYTES])
         for shard in range(2):
-            state.commit("writer", state.reserve("writer", LAYOUT, part, shard).room, range(1000))
+            state.commit(
+                "writer", state.reserve("writer", LAYOUT, part, shard).reservation, range(1000)
+            )
         for order in state.take_orders():
             if isinstance(order, WriteOrder):
                 state.written(order.number)

@@ -36,7 +36,7 @@ def commit(state, num_chunks, seed=0, ttl_s=None):
     """Store a prompt. Returns the mark and what was ordered."""
     names = prompt(num_chunks, seed).chunks()
     granted = state.reserve("a", LAYOUT, names, 0, terms=Terms(ttl_s=ttl_s))
-    mark = state.commit("a", granted.room, range(num_chunks))
+    mark = state.commit("a", granted.reservation, range(num_chunks))
     return mark, state.take_orders()
 
 
@@ -127,7 +127,7 @@ def test_what_was_cleared_while_it_was_filled_is_not_written():
     granted = state.reserve("a", LAYOUT, names, 0)
     state.clear(None)
     state.take_orders()
-    state.commit("a", granted.room, [0, 1])
+    state.commit("a", granted.reservation, [0, 1])
     assert state.take_orders() == []
     assert state.ram.used_bytes == 0
 

@@ -29,13 +29,13 @@ def values_of(prompt: Prompt, chunk: int) -> bytes:
 
 def store_values(cache: LocalCache, prompt: Prompt, terms: Terms = FREE) -> None:
     names = prompt.chunks()
-    with cache.reserve(WIDE, names, terms=terms) as room:
-        places = room.chunks(0)
+    with cache.reserve(WIDE, names, terms=terms) as reservation:
+        places = reservation.chunks(0)
         for chunk in range(len(names)):
             at = int(places.offsets[chunk])
             plain = values_of(prompt, chunk)
-            room.buffer[at : at + len(plain)] = np.frombuffer(plain, np.uint8)
-        room.commit()
+            reservation.buffer[at : at + len(plain)] = np.frombuffer(plain, np.uint8)
+        reservation.commit()
 
 
 def worst_error(cache: LocalCache, prompt: Prompt) -> float:
@@ -45,13 +45,13 @@ def worst_error(cache: LocalCache, prompt: Prompt) -> float:
     errors = []
     with cache.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
         assert hit.num_tokens == len(prompt.chunks()) * 64, hit.reason
-        loan = cache.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            for chunk, at in enumerate(loan.chunks(0).offsets):
+        lease = cache.claim(hit.ticket)
+        assert lease is not None
+        with lease:
+            for chunk, at in enumerate(lease.chunks(0).offsets):
                 before = as_float64(values_of(prompt, chunk), "bfloat16").reshape(2, -1)
                 after = as_float64(
-                    bytes(loan.buffer[at : at + WIDE.chunk_bytes(0, 64)]), "bfloat16"
+                    bytes(lease.buffer[at : at + WIDE.chunk_bytes(0, 64)]), "bfloat16"
                 ).reshape(2, -1)
                 errors.append(
                     (np.abs(after - before).max(axis=1) / np.abs(before).max(axis=1)).max()

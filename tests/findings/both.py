@@ -96,6 +96,12 @@ def a_client(socket: Path) -> Iterator[NodeClient]:
         yield client
 
 
+def num_reservations(client: NodeClient) -> int:
+    """Return how many reservations the node's clients hold. 5f474b0 calls them rooms."""
+    held = client.status()["held"]
+    return int(held["rooms"] if "rooms" in held else held["reservations"])
+
+
 def wrong_chunks(cache: Cache, prompt: Prompt) -> list[int]:
     """The numbers of the chunks that an engine would get of a prompt with other bytes than were
     stored.

@@ -38,6 +38,7 @@ from tests.findings.both import (
     a_node,
     clean_environ,
     eventually,
+    num_reservations,
 )
 
 
@@ -170,10 +171,10 @@ class TestC4:
             assert writer.stdout is not None
             child = int(writer.stdout.readline())
             try:
-                assert client.status()["held"]["rooms"] == 1
+                assert num_reservations(client) == 1
                 writer.kill()
-                eventually(lambda: not client.status()["held"]["rooms"])
-                assert client.status()["held"]["rooms"] == 0
+                eventually(lambda: not num_reservations(client))
+                assert num_reservations(client) == 0
                 assert store(client, PROMPT) == [0, 1, 2, 3], (
                     "the next engine writes what the killed one had reserved"
                 )

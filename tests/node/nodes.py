@@ -34,7 +34,7 @@ PATIENT = ClientConfig(
     heartbeat_interval_s=PATIENT_S,  # who finds a lost node is the test's call
     reconnect_interval_s=0.02,
 )
-NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 SPACE = Namespace(model="model", layout=PLAIN)
 
 _answers: Decoder[m.Answer | m.Welcome] = Decoder(m.Answer | m.Welcome)
@@ -239,27 +239,27 @@ class FakeNode:
 
 
 def write_half(client: NodeClient, num_tokens: int, seed: int) -> Any:
-    """A room of which only the first half of each chunk was written, and nothing committed."""
+    """Reserve chunks and write only the first half of each; commit nothing."""
     names = a_prompt(SPACE, num_tokens, seed).chunks()
-    room = client.reserve(PLAIN, names)
-    for at in room.chunks().offsets:
-        room.buffer[at : at + PLAIN.chunk_bytes(0, 16) // 2] = 0xAB
-    return room
+    reservation = client.reserve(PLAIN, names)
+    for at in reservation.chunks().offsets:
+        reservation.buffer[at : at + PLAIN.chunk_bytes(0, 16) // 2] = 0xAB
+    return reservation
 
 
-def filled_room(client: NodeClient, num_tokens: int, seed: int) -> tuple[Any, np.ndarray]:
-    """A room that was filled and not committed, and a copy of its bytes."""
+def filled_reservation(client: NodeClient, num_tokens: int, seed: int) -> tuple[Any, np.ndarray]:
+    """A reservation that was filled and not committed, and a copy of its bytes."""
     names = a_prompt(SPACE, num_tokens, seed).chunks()
-    room = client.reserve(PLAIN, names)
-    fill(room, PLAIN, names)
-    return room, bytes_of(room)
+    reservation = client.reserve(PLAIN, names)
+    fill(reservation, PLAIN, names)
+    return reservation, bytes_of(reservation)
 
 
-def bytes_of(room: Any) -> np.ndarray:
-    places = room.chunks()
+def bytes_of(reservation: Any) -> np.ndarray:
+    places = reservation.chunks()
     return np.concatenate(
         [
-            room.buffer[at : at + PLAIN.chunk_bytes(0, int(n))]
+            reservation.buffer[at : at + PLAIN.chunk_bytes(0, int(n))]
             for at, n in zip(places.offsets, places.num_tokens, strict=True)
         ]
     )

@@ -28,7 +28,7 @@ from tests.node.nodes import (
     bytes_of,
     clean_environ,
     eventually,
-    filled_room,
+    filled_reservation,
     held_by,
     open_descriptors,
     works,
@@ -67,9 +67,9 @@ def test_a_client_killed_in_the_middle_of_a_store_leaves_nothing(shared_node: Ru
         client.register(SPACE)
         with child(
             shared_node,
-            "rooms = [write_half(client, 64, seed) for seed in (1, 2)]; rooms[1].commit([0])",
+            "held = [write_half(client, 64, seed) for seed in (1, 2)]; held[1].commit([0])",
         ) as process:
-            assert held_by(client) == {"tickets": 0, "loans": 0, "rooms": 2}
+            assert held_by(client) == {"tickets": 0, "leases": 0, "reservations": 2}
             used = client.status()["used_bytes"]
             assert store(client, a_prompt(SPACE, 64, 1)) == [], "it is being written"
             process.kill()
@@ -90,11 +90,11 @@ def test_a_client_killed_while_it_holds_loans_and_hits_gives_them_back(
         client.register(SPACE)
         store(client, a_prompt(SPACE, 64))
         work = (
-            "hits = [client.lookup(a_prompt(SPACE, 64).query()) for _ in range(3)]; loan = "
+            "hits = [client.lookup(a_prompt(SPACE, 64).query()) for _ in range(3)]; lease = "
             "client.claim(hits[0].ticket)"
         )
         with child(shared_node, work) as process:
-            assert held_by(client) == {"tickets": 3, "loans": 1, "rooms": 0}
+            assert held_by(client) == {"tickets": 3, "leases": 1, "reservations": 0}
             assert client.clear() == 4
             assert client.status()["used_bytes"] > 0, "it is being read"
             process.kill()
@@ -114,14 +114,14 @@ def test_a_ticket_is_claimed_in_another_process_and_outlives_the_one_that_looked
         scheduler.register(SPACE)
         store(worker, prompt)
         hit = scheduler.lookup(prompt.query())
-        loan = worker.claim(hit.ticket)
-        assert loan is not None
+        lease = worker.claim(hit.ticket)
+        assert lease is not None
         scheduler.close()
-        eventually(lambda: held_by(worker) == {"tickets": 0, "loans": 1, "rooms": 0})
-        with loan:
+        eventually(lambda: held_by(worker) == {"tickets": 0, "leases": 1, "reservations": 0})
+        with lease:
             worker.clear()
             flood(worker, SPACE)
-            check(loan, prompt, 72)
+            check(lease, prompt, 72)
         worker.clear()
         assert worker.status()["used_bytes"] == 0
 
@@ -133,18 +133,18 @@ def test_several_clients_claim_one_shard_and_each_ends_by_itself(shared_node: Ru
         store(scheduler, prompt)
         workers = [shared_node.client() for _ in range(3)]
         hit = scheduler.lookup(prompt.query())
-        loans = [
+        leases = [
             worker.claim(hit.ticket, first_chunk=first)
             for worker, first in zip(workers, (0, 1, 3), strict=True)
         ]
         scheduler.close()  # and with it the hit
-        for worker, loan, left in zip(workers, loans, (3, 1, 0), strict=True):
-            assert loan is not None
-            check(loan, prompt, 64)
-            # without letting go, but for its connection: the loan keeps the memory until it is
+        for worker, lease, left in zip(workers, leases, (3, 1, 0), strict=True):
+            assert lease is not None
+            check(lease, prompt, 64)
+            # without letting go, but for its connection: the lease keeps the memory until it is
             # closed
             worker.close()
-            loan.close()
+            lease.close()
             eventually(lambda left=left: watcher.status()["pinned_chunks"] == left)
         assert held_by(watcher) == NOTHING
 
@@ -153,11 +153,11 @@ def test_what_one_client_is_writing_another_gets_no_memory_for(shared_node: Runn
     with shared_node.client() as one, shared_node.client() as two:
         one.register(SPACE)
         names = a_prompt(SPACE, 64).chunks()
-        with one.reserve(PLAIN, names) as room:
+        with one.reserve(PLAIN, names) as reservation:
             with two.reserve(PLAIN, a_prompt(SPACE, 80).chunks()) as later:
                 assert later.granted == [4]
-            fill(room, PLAIN, names)
-            room.commit()
+            fill(reservation, PLAIN, names)
+            reservation.commit()
         assert read(two, a_prompt(SPACE, 80)) == 64
         two.clear()
 
@@ -169,31 +169,33 @@ def test_memory_of_a_client_that_lost_its_connection_is_nobody_elses_until_it_ha
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64, 2))
     with client.lookup(a_prompt(SPACE, 64, 2).query()) as hit:
-        loan = client.claim(hit.ticket)
-    assert loan is not None
-    room, written = filled_room(client, 64, 1)
+        lease = client.claim(hit.ticket)
+    assert lease is not None
+    reservation, written = filled_reservation(client, 64, 1)
     assert client._link is not None
     client._break(client._link, "as if what came over it had been no answer")
     other = node.client()
     other.clear()
-    assert held_by(other) == {"tickets": 0, "loans": 1, "rooms": 1}, "the broken connection is open"
+    assert held_by(other) == {"tickets": 0, "leases": 1, "reservations": 1}, (
+        "the broken connection is open"
+    )
     with other.reserve(PLAIN, a_prompt(SPACE, 4000, 3).chunks()) as everything:
-        assert not set(everything.chunks().offsets) & set(room.chunks().offsets)
-        assert not set(everything.chunks().offsets) & set(loan.chunks().offsets)
+        assert not set(everything.chunks().offsets) & set(reservation.chunks().offsets)
+        assert not set(everything.chunks().offsets) & set(lease.chunks().offsets)
     flood(other, SPACE)
-    assert (bytes_of(room) == written).all()
-    check(loan, a_prompt(SPACE, 64, 2), 64)
+    assert (bytes_of(reservation) == written).all()
+    check(lease, a_prompt(SPACE, 64, 2), 64)
     with pytest.raises(NodeError):
-        room.commit()
+        reservation.commit()
     eventually(lambda: works(client))
     assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3], (
         "in other memory, over its new connection"
     )
-    assert (bytes_of(room) == written).all()
-    room.close()
-    assert held_by(other)["loans"] == 1
-    check(loan, a_prompt(SPACE, 64, 2), 64)
-    loan.close()
+    assert (bytes_of(reservation) == written).all()
+    reservation.close()
+    assert held_by(other)["leases"] == 1
+    check(lease, a_prompt(SPACE, 64, 2), 64)
+    lease.close()
     eventually(lambda: held_by(other) == NOTHING)
     other.clear()
     assert other.status()["used_bytes"] == 0
@@ -210,11 +212,11 @@ def test_a_client_that_breaks_the_rules_keeps_its_memory_until_it_hangs_up(
         assert len(offsets) == 4
         raw.socket.sendall(b"\x05\x00\x00\x00wrong")
         assert isinstance(raw.hear(), m.Refused)
-        raw.say(m.Abandon(granted.room))  # it is not listened to any more
+        raw.say(m.Abandon(granted.reservation))  # it is not listened to any more
         raw.socket.sendall(bytes(100_000))
         with client.reserve(PLAIN, a_prompt(SPACE, 4000, 3).chunks()) as everything:
             assert not set(everything.chunks().offsets) & offsets
-        assert held_by(client)["rooms"] == 1
+        assert held_by(client)["reservations"] == 1
         raw.socket.close()
         eventually(lambda: held_by(client) == NOTHING)
         assert client.status()["used_bytes"] == 0
@@ -262,11 +264,11 @@ def test_a_request_too_long_to_be_sent_is_an_error_and_costs_nothing_else(
 ) -> None:
     with shared_node.client() as client:
         client.register(SPACE)
-        room, _ = filled_room(client, 64, 1)
-        with room:
+        reservation, _ = filled_reservation(client, 64, 1)
+        with reservation:
             with pytest.raises(ProtocolError, match="bytes"):
                 client.reserve(PLAIN, ChunkNames(SPACE.digest, bytes(HASH_BYTES * 500_000)))
-            room.commit()
+            reservation.commit()
         assert read(client, a_prompt(SPACE, 64, 1)) == 64
         client.clear()
         assert held_by(client) == NOTHING
@@ -296,23 +298,23 @@ def test_a_fork_of_a_client_is_told_so_and_disturbs_nobody(shared_node: RunningN
         client.register(SPACE)
         store(client, prompt)
         hit = client.lookup(prompt.query())
-        room = client.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
+        reservation = client.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
         pid = _fork(
             lambda: (
                 _is_refused(client.status)
-                and _is_refused(room.commit)
-                and _closes(hit, room, client)
+                and _is_refused(reservation.commit)
+                and _closes(hit, reservation, client)
             )
         )
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert held_by(client) == {"tickets": 1, "loans": 0, "rooms": 1}, (
+        assert held_by(client) == {"tickets": 1, "leases": 0, "reservations": 1}, (
             "the child gave nothing of ours away"
         )
-        room.close()
-        loan = client.claim(hit.ticket)
-        assert loan is not None
-        with hit, loan:
-            check(loan, prompt, 64)
+        reservation.close()
+        lease = client.claim(hit.ticket)
+        assert lease is not None
+        with hit, lease:
+            check(lease, prompt, 64)
         client.clear()
 
 

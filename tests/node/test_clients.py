@@ -34,7 +34,7 @@ from tests.node.nodes import (
     bytes_of,
     clean_environ,
     eventually,
-    filled_room,
+    filled_reservation,
     held_by,
     open_descriptors,
     run_kvhold,
@@ -44,7 +44,7 @@ from tests.node.test_client_faults import child
 
 FORKS = """
 import os, signal
-rooms = [write_half(client, 64, 1)]
+held = [write_half(client, 64, 1)]
 pid = {fork}
 if not pid:
     signal.pause()
@@ -88,7 +88,7 @@ def test_a_killed_client_gives_back_what_it_held_though_a_child_of_it_lives(
 ) -> None:
     with shared_node.client() as client, forking(shared_node, fork) as process:
         client.register(SPACE)
-        assert held_by(client)["rooms"] == 1
+        assert held_by(client)["reservations"] == 1
         process.kill()
         eventually(lambda: held_by(client) == NOTHING)
         assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
@@ -98,7 +98,7 @@ def test_a_killed_client_gives_back_what_it_held_though_a_child_of_it_lives(
 # As the kernel does with a process that dies: it closes the socket, and other files later.
 CLOSES = """
 from kvhold.node.link import _links
-rooms = [write_half(client, 64, 1)]
+held = [write_half(client, 64, 1)]
 {first}
 for link in list(_links):
     link._socket.shutdown(2)
@@ -115,11 +115,13 @@ def test_memory_that_a_device_may_write_goes_back_when_its_process_has_ended(
         with child(shared_node, CLOSES.format(first="client.map_for_device()")) as process:
             pid = process.pid
             # it has joined again
-            eventually(lambda: [one.rooms for one in client.clients() if one.pid == pid] == [1, 0])
+            eventually(
+                lambda: [one.reservations for one in client.clients() if one.pid == pid] == [1, 0]
+            )
             assert client._link is not None
             for one in client.clients():  # nobody departs for another process
                 client._call(m.Departed(client._link.welcome.run, one.number), m.Done, None)
-            assert held_by(client)["rooms"] == 1
+            assert held_by(client)["reservations"] == 1
             process.kill()
             eventually(lambda: held_by(client) == NOTHING)
         assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
@@ -132,20 +134,20 @@ def test_memory_that_a_device_may_write_goes_back_when_its_process_says_that_no_
     with shared_node.client() as client, shared_node.client() as other:
         other.register(SPACE)
         other.map_for_device()
-        room = other.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
+        reservation = other.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
         lost = other._link
         assert lost is not None
         lost._socket.shutdown(socket.SHUT_RDWR)
         eventually(lambda: other._link not in (lost, None))
         numbers = {one.number for one in client.clients()}
         assert lost.welcome.number in numbers
-        assert held_by(client)["rooms"] == 1
+        assert held_by(client)["reservations"] == 1
         with RawClient(shared_node.path, greet=True) as raw:
             assert raw.ask(m.Departed(lost.welcome.run + 1, lost.welcome.number)) == m.Done(), (
                 "of an earlier node"
             )
-        assert held_by(client)["rooms"] == 1
-        room.close()
+        assert held_by(client)["reservations"] == 1
+        reservation.close()
         eventually(lambda: held_by(client) == NOTHING)
         assert lost.welcome.number not in {one.number for one in client.clients()}
         assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
@@ -198,14 +200,14 @@ async def test_where_a_process_cannot_be_watched_no_device_is_served(
 def test_a_client_that_lives_keeps_what_it_holds(shared_node: RunningNode) -> None:
     with (
         shared_node.client() as client,
-        child(shared_node, "rooms = [write_half(client, 64, 1)]") as process,
+        child(shared_node, "held = [write_half(client, 64, 1)]") as process,
     ):
         process.send_signal(signal.SIGSTOP)
         with RawClient(
             shared_node.path
         ) as raw:  # until the node has looked after its clients several times
             assert isinstance(raw.hear(), m.Refused)
-        assert held_by(client)["rooms"] == 1
+        assert held_by(client)["reservations"] == 1
         process.send_signal(signal.SIGCONT)
 
 
@@ -256,7 +258,7 @@ def test_another_engine_writes_what_a_stalled_one_has_reserved_in_other_memory(
     node = start_node("--config", str(tmp_path / "settings.toml"))
     stalled, other = node.client(), node.client()
     stalled.register(SPACE)
-    room, written = filled_room(stalled, 64, 1)
+    reservation, written = filled_reservation(stalled, 64, 1)
 
     def second() -> bool:
         with other.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks()) as again:
@@ -264,12 +266,12 @@ def test_another_engine_writes_what_a_stalled_one_has_reserved_in_other_memory(
 
     eventually(second)
     assert store(other, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3]
-    assert (bytes_of(room) == written).all(), "in memory of its own"
+    assert (bytes_of(reservation) == written).all(), "in memory of its own"
     assert read(other, a_prompt(SPACE, 64, 1)) == 64
 
     used = other.status()["used_bytes"]
-    room.commit()  # too late, and no harm
-    room.close()
+    reservation.commit()  # too late, and no harm
+    reservation.close()
     assert other.status()["used_bytes"] == used // 2
     assert other.status()["chunks"] == 4, "never two of one key"
     assert read(other, a_prompt(SPACE, 64, 1)) == 64
@@ -285,8 +287,8 @@ def test_clients_are_listed_with_what_they_hold(node: RunningNode) -> None:
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64, 1))
     hit = client.lookup(a_prompt(SPACE, 64, 1).query())
-    loan = client.claim(hit.ticket)
-    room = client.reserve(PLAIN, a_prompt(SPACE, 32, 2).chunks())
+    lease = client.claim(hit.ticket)
+    reservation = client.reserve(PLAIN, a_prompt(SPACE, 32, 2).chunks())
     (row,) = json.loads(run_kvhold("clients", "--socket", str(node.path), "--json").stdout)
     used = client.status()["used_bytes"]
     assert row.pop("silent_s") >= 0
@@ -296,15 +298,15 @@ def test_clients_are_listed_with_what_they_hold(node: RunningNode) -> None:
         "pid": os.getpid(),
         "alive": True,
         "hits": 1,
-        "loans": 1,
-        "rooms": 1,
+        "leases": 1,
+        "reservations": 1,
         "nbytes": used,
     }
     assert row == expected | {"ended": False, "device": False, "pinned_bytes": 0}
     table = run_kvhold("clients", "--socket", str(node.path)).stdout.splitlines()
     assert [line.split()[0] for line in table] == ["ID", "c1"]
-    assert loan is not None
-    for held in (loan, room, hit):
+    assert lease is not None
+    for held in (lease, reservation, hit):
         held.close()
 
 
@@ -313,13 +315,13 @@ def test_a_client_that_is_kicked_is_not_answered_and_its_memory_goes_back_when_i
 ) -> None:
     client = node.client()
     client.register(SPACE)
-    with child(node, "rooms = [write_half(client, 64, 1)]") as process:
+    with child(node, "held = [write_half(client, 64, 1)]") as process:
         process.send_signal(signal.SIGSTOP)
         done = run_kvhold("kick", str(process.pid), "--socket", str(node.path))
         assert done.returncode == 0
         assert f"pid {process.pid}" in done.stdout
         assert "are free when it closes its connection, or is dead" in done.stdout
-        assert held_by(client)["rooms"] == 1
+        assert held_by(client)["reservations"] == 1
         (row,) = [one for one in client.clients() if one.pid == process.pid]
         assert row.ended
         assert store(client, a_prompt(SPACE, 64, 1)) == [0, 1, 2, 3], (

@@ -49,7 +49,7 @@ def test_status_shows_people_the_node_its_arena_its_clients_and_what_it_counted(
     assert f"pid {shared_node.pid}" in shown
     assert "of 16.0 MiB used" in shown
     assert "chunks    4, of which 4 are being read" in shown
-    assert "held      1 hits, 0 loans, 0 rooms" in shown
+    assert "held      1 hits, 0 leases, 0 reservations" in shown
     assert f"client    engine (pid {os.getpid()})" in shown
     assert "kvhold_stored_chunks 4" in shown
 

@@ -17,7 +17,7 @@ from kvhold.node.conversation import Call, Conversation
 LOOKUP = m.Lookup(Query(bytes(32), bytes(16), 1, b""))
 GRANTING = {
     LOOKUP: (m.Found(7, 64), m.Release(7)),
-    m.Claim(7, 0, 0): (m.Lent(8, [], [], []), m.Release(8)),
+    m.Claim(7, 0, 0): (m.Leased(8, [], [], []), m.Release(8)),
     m.Reserve(bytes(16), ChunkNames(bytes(32), b""), 0): (m.Granted(9, []), m.Abandon(9)),
     m.Recode("disk", "raw"): (m.Recoding(10, Recoded()), m.Release(10)),
 }

@@ -26,10 +26,10 @@ FOUND = "kvhold_damaged_chunks{found_by=reader}"
 def places_of(client: NodeClient, seed: int) -> list[int]:
     """Where the chunks of a prompt of 64 tokens lie."""
     with client.lookup(a_prompt(SPACE, 64, seed).query()) as hit:
-        loan = client.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            return [int(offset) for offset in loan.chunks().offsets if offset != ABSENT]
+        lease = client.claim(hit.ticket)
+        assert lease is not None
+        with lease:
+            return [int(offset) for offset in lease.chunks().offsets if offset != ABSENT]
 
 
 def test_a_stray_write_is_a_miss_for_every_other_client(node: RunningNode) -> None:
@@ -39,8 +39,8 @@ def test_a_stray_write_is_a_miss_for_every_other_client(node: RunningNode) -> No
         client.register(SPACE)
     store(writer, a_prompt(SPACE, 64, 1))
     third = places_of(reader, 1)[2]
-    with writer.reserve(PLAIN, a_prompt(SPACE, 16, 2).chunks()) as room:
-        room.buffer[third + 100] ^= 1  # a process that may store may write anywhere
+    with writer.reserve(PLAIN, a_prompt(SPACE, 16, 2).chunks()) as reservation:
+        reservation.buffer[third + 100] ^= 1  # a process that may store may write anywhere
         before = reader.status()["counters"].get(FOUND, 0)
         with pytest.raises(
             DamagedChunks, match="the bytes of 1 chunks in memory are not those that were stored"
@@ -58,10 +58,10 @@ def test_a_stray_write_is_a_miss_for_every_other_client(node: RunningNode) -> No
 def read_unchecked(client: NodeClient, seed: int) -> None:
     """What a reader does that cannot know the right bytes."""
     with client.lookup(a_prompt(SPACE, 64, seed).query()) as hit:
-        loan = client.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            loan.verify(PLAIN)
+        lease = client.claim(hit.ticket)
+        assert lease is not None
+        with lease:
+            lease.verify(PLAIN)
 
 
 A_STRAY_WRITE = """
@@ -73,10 +73,10 @@ from tests.node.nodes import SPACE
 client = NodeClient(Path(sys.argv[1]))
 client.register(SPACE)
 with client.lookup(a_prompt(SPACE, 64, 8).query()) as hit:
-    loan = client.claim(hit.ticket)
-    assert not loan.buffer.flags.writeable
+    lease = client.claim(hit.ticket)
+    assert not lease.buffer.flags.writeable
     print(open("/proc/self/maps").read().count("memfd:kvhold-arena"), flush=True)
-    ctypes.memset(loan.buffer.ctypes.data + int(loan.chunks().offsets[0]), 1, 1)
+    ctypes.memset(lease.buffer.ctypes.data + int(lease.chunks().offsets[0]), 1, 1)
 print("it went through", flush=True)
 """
 
@@ -136,11 +136,11 @@ def test_a_claim_with_more_checksums_than_fit_an_answer_is_refused_and_holds_not
     state = new_state(Config(), SimpleNamespace(nbytes=16 << 20))  # type: ignore[arg-type]
     state.register(PLAIN)
     session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), None)  # type: ignore[arg-type]
-    for num_chunks, expected in ((4, m.Lent), (5, m.Refused)):
+    for num_chunks, expected in ((4, m.Leased), (5, m.Refused)):
         prompt = a_prompt(SPACE, 16 * num_chunks, num_chunks)
         granted = state.reserve(session, PLAIN, prompt.chunks(), 0)
-        state.commit(session, granted.room, range(num_chunks), bytes(8 * 3 * num_chunks))
+        state.commit(session, granted.reservation, range(num_chunks), bytes(8 * 3 * num_chunks))
         answer = session.answer(m.Claim(state.lookup(session, prompt.query()).ticket, 0, 0))
         assert isinstance(answer, expected)
         assert not isinstance(answer, m.Refused) or not answer.fatal
-    assert state.holdings()["loans"] == 1
+    assert state.holdings()["leases"] == 1

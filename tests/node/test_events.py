@@ -45,7 +45,7 @@ def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(
 
     def commit(tokens: list[int]) -> None:
         names = SPACES[0].prompt(tokens).chunks()
-        state.commit("a", state.reserve("a", LAYOUT, names, 0).room, range(len(names)))
+        state.commit("a", state.reserve("a", LAYOUT, names, 0).reservation, range(len(names)))
 
     commit(list(range(7)))
     page = first = session.answer(m.Snapshot(0))

@@ -185,7 +185,7 @@ def test_memory_of_a_client_that_broke_the_rules_while_requests_waited_comes_bac
         raw.socket.sendall(raw.encoded(m.Ping()) + raw.encoded(m.Ping()) + b"\xff\xff\xff\xff")
         assert raw.hear() == m.Done()
         assert isinstance(raw.hear(), m.Refused)
-        assert held_by(client)["rooms"] == 1, "it may still be writing"
+        assert held_by(client)["reservations"] == 1, "it may still be writing"
     eventually(lambda: held_by(client) == NOTHING)
 
 
@@ -201,7 +201,7 @@ def test_a_commit_needs_a_checksum_for_each_layer_of_each_chunk(
         assert len(granted.offsets[0]) == 4
         layers = PLAIN.groups[0].layers
         assert len(packed) != 8 * layers * 4
-        answer = raw.ask(m.Commit(granted.room, [0, 1, 2, 3], packed))
+        answer = raw.ask(m.Commit(granted.reservation, [0, 1, 2, 3], packed))
         assert isinstance(answer, m.Refused)
         assert (
             f"checksums has {len(packed)} bytes for 4 chunks; {8 * layers * 4} are needed"
@@ -227,7 +227,7 @@ def test_what_one_client_holds_no_other_can_give_away(
 ) -> None:
     prompt = a_prompt(SPACE, 64)
     with RawClient(shared_node.path, greet=True) as raw, client.lookup(prompt.query()) as hit:
-        room = client.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
+        reservation = client.reserve(PLAIN, a_prompt(SPACE, 64, 1).chunks())
         for number in range(hit.ticket, hit.ticket + 3):
             for message in (
                 m.Release(number),
@@ -235,8 +235,8 @@ def test_what_one_client_holds_no_other_can_give_away(
                 m.Commit(number, [0, 1, 2, 3], b""),
             ):
                 assert isinstance(raw.ask(message), m.Done)
-        assert held_by(client) == {"tickets": 1, "loans": 0, "rooms": 1}
-        room.close()
+        assert held_by(client) == {"tickets": 1, "leases": 0, "reservations": 1}
+        reservation.close()
 
 
 def test_a_name_without_end_is_cut(shared_node: RunningNode, client: NodeClient) -> None:

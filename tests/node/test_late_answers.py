@@ -28,7 +28,7 @@ from tests.node.nodes import (
     RunningNode,
     bytes_of,
     eventually,
-    filled_room,
+    filled_reservation,
     held_by,
     set_deadlines,
 )
@@ -43,9 +43,9 @@ def test_a_late_answer_costs_neither_the_connection_nor_what_its_client_holds(
     clients[0].register(SPACE)
     store(clients[0], a_prompt(SPACE, 64, 2))
     with clients[0].lookup(a_prompt(SPACE, 64, 2).query()) as hit:
-        loan = clients[1].claim(hit.ticket)
-    assert loan is not None
-    room, written = filled_room(clients[2], 64, 1)
+        lease = clients[1].claim(hit.ticket)
+    assert lease is not None
+    reservation, written = filled_reservation(clients[2], 64, 1)
     links = [client._link for client in clients]
 
     with node.stopped():  # as a command that takes long
@@ -56,11 +56,11 @@ def test_a_late_answer_costs_neither_the_connection_nor_what_its_client_holds(
     assert [client.status()["pid"] for client in clients] == [node.pid] * 4
     assert [client._link for client in clients] == links, "nobody had to join again"
     flood(clients[3], SPACE)
-    check(loan, a_prompt(SPACE, 64, 2), 64)
-    assert (bytes_of(room) == written).all()
-    room.commit()
-    room.close()
-    loan.close()
+    check(lease, a_prompt(SPACE, 64, 2), 64)
+    assert (bytes_of(reservation) == written).all()
+    reservation.commit()
+    reservation.close()
+    lease.close()
     assert read(clients[3], a_prompt(SPACE, 64, 1)) == 64
     eventually(lambda: held_by(clients[0]) == NOTHING)
 
@@ -79,7 +79,7 @@ def test_what_a_late_answer_granted_is_given_back(node: RunningNode) -> None:
                 client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks(), deadline_s=0.05)
         # all three are answered, and what they granted is back
         eventually(lambda: not client._link.has_loose_ends)
-        assert held_by(other) == {"tickets": 1, "loans": 0, "rooms": 0}
+        assert held_by(other) == {"tickets": 1, "leases": 0, "reservations": 0}
     assert store(other, a_prompt(SPACE, 64, 2)) == [0, 1, 2, 3], "nobody writes it"
 
 
@@ -90,12 +90,12 @@ def test_what_is_closed_while_the_node_is_silent_is_given_back_when_it_speaks(
     client.register(SPACE)
     store(client, a_prompt(SPACE, 64, 1))
     hit = client.lookup(a_prompt(SPACE, 64, 1).query())
-    loan = client.claim(hit.ticket)
-    room = client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks())
-    assert loan is not None
+    lease = client.claim(hit.ticket)
+    reservation = client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks())
+    assert lease is not None
     set_deadlines(client, call_timeout_s=0.05)
     with node.stopped():
-        for held in (hit, loan, room):
+        for held in (hit, lease, reservation):
             held.close()
         with pytest.raises(NodeError, match="has not answered for"):
             client.lookup(a_prompt(SPACE, 64, 1).query())

@@ -34,7 +34,7 @@ from tests.node.nodes import (
     RunningNode,
     bytes_of,
     eventually,
-    filled_room,
+    filled_reservation,
     held_by,
     set_deadlines,
     works,
@@ -48,30 +48,30 @@ def test_a_killed_node_takes_nothing_from_under_its_clients_and_they_join_the_ne
 ) -> None:
     first = start_node()
     hybrid = Namespace(model="model", layout=HYBRID)
-    lent, unclaimed = a_prompt(SPACE, 64, 1), a_prompt(SPACE, 64, 2)
+    leased, unclaimed = a_prompt(SPACE, 64, 1), a_prompt(SPACE, 64, 2)
     client = first.client()
     client.register(SPACE)
     client.register(hybrid)
-    for prompt in (lent, unclaimed):
+    for prompt in (leased, unclaimed):
         store(client, prompt)
-    hits = [client.lookup(prompt.query()) for prompt in (lent, unclaimed)]
-    loan = client.claim(hits[0].ticket)
-    assert loan is not None
-    room, written = filled_room(client, 64, 3)
+    hits = [client.lookup(prompt.query()) for prompt in (leased, unclaimed)]
+    lease = client.claim(hits[0].ticket)
+    assert lease is not None
+    reservation, written = filled_reservation(client, 64, 3)
 
     first.kill()
     before = time.monotonic()
     for call in (
         client.status,
-        room.commit,
+        reservation.commit,
         lambda: client.claim(hits[1].ticket),
-        lambda: client.lookup(lent.query()),
+        lambda: client.lookup(leased.query()),
     ):
         with pytest.raises(NodeError):
             call()
     assert time.monotonic() - before < PATIENT_S / 2, "nobody waits for a node that is gone"
-    check(loan, lent, 64)
-    assert (bytes_of(room) == written).all()
+    check(lease, leased, 64)
+    assert (bytes_of(reservation) == written).all()
 
     assert first.path.is_socket(), "left behind, and no hindrance"
     second = start_node()
@@ -79,14 +79,14 @@ def test_a_killed_node_takes_nothing_from_under_its_clients_and_they_join_the_ne
     assert client.status()["pid"] == second.pid
     assert held_by(client) == NOTHING
     assert client.claim(hits[1].ticket) is None, "a ticket of the node that is gone"
-    assert read(client, lent) == 0
+    assert read(client, leased) == 0
     for space in (SPACE, hybrid):  # known to the new node, though only the old one was told
         store(client, a_prompt(space, 90))
         assert read(client, a_prompt(space, 90)) == 90
     flood(client, SPACE)
-    check(loan, lent, 64)
-    assert (bytes_of(room) == written).all(), "the new arena is other memory"
-    for holding in (*hits, loan, room):
+    check(lease, leased, 64)
+    assert (bytes_of(reservation) == written).all(), "the new arena is other memory"
+    for holding in (*hits, lease, reservation):
         holding.close()
     assert held_by(client) == NOTHING
 
@@ -149,14 +149,14 @@ def test_a_lost_connection_lets_go_of_the_arena_when_nobody_uses_it_any_more(
     before = _mappings()
     client = node.client()
     client.register(SPACE)
-    room, _ = filled_room(client, 64, 1)
+    reservation, _ = filled_reservation(client, 64, 1)
     assert _mappings() == before + 1
     node.kill()
     with pytest.raises(NodeError):
         client.status()
     assert _mappings() == before + 1
-    room.close()
-    del room
+    reservation.close()
+    del reservation
     eventually(lambda: _mappings() == before)
 
 

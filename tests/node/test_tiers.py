@@ -281,9 +281,11 @@ def test_what_arrives_is_lent_as_it_comes(
     ends = []
     size = space.layout.tokens_per_chunk
     with client.lookup(prompt.query(), wait_s=0) as hit:
-        for loan in api.loans_as_they_come(client, hit, size, until_s=time.monotonic() + _A_DAY_S):
-            end = loan.first_chunk * size + int(loan.num_tokens.sum())
-            check(loan, prompt, end)
+        for lease in api.leases_as_they_arrive(
+            client, hit, size, until_s=time.monotonic() + _A_DAY_S
+        ):
+            end = lease.first_chunk * size + int(lease.num_tokens.sum())
+            check(lease, prompt, end)
             ends.append(end)
         assert (hit.num_tokens, hit.sources) == (num_tokens, {"disk": num_tokens})
     assert ends[-1] == num_tokens
@@ -324,10 +326,10 @@ def test_a_ticket_that_arrives_is_claimed_by_another_process_as_far_as_it_has_co
     store(scheduler, a_prompt(SPACE, 32))
     with scheduler.lookup(a_prompt(SPACE, 160).query(), wait_s=0) as hit:
         assert (hit.arriving, hit.num_tokens) == (True, 32)
-        loan = worker.claim(hit.ticket)
-        assert loan is not None
-        with loan:
-            check(loan, a_prompt(SPACE, 160), 32)
+        lease = worker.claim(hit.ticket)
+        assert lease is not None
+        with lease:
+            check(lease, a_prompt(SPACE, 160), 32)
         hit.refresh()
         assert (hit.arriving, hit.num_tokens) == (False, 32), "a claim settles it"
     is_at_baseline(worker)
@@ -362,11 +364,11 @@ def test_a_write_through_store_knows_when_it_is_below(
         )
     )
     names = a_prompt(SPACE, 32).chunks()
-    with client.reserve(SPACE.layout, names) as room:
-        mark = room.commit()
+    with client.reserve(SPACE.layout, names) as reservation:
+        mark = reservation.commit()
     assert client.flush(mark, deadline_s=PATIENT_S)
-    with client.reserve(SPACE.layout, a_prompt(SPACE, 32, seed=1).chunks()) as room:
-        later = room.commit()
+    with client.reserve(SPACE.layout, a_prompt(SPACE, 32, seed=1).chunks()) as reservation:
+        later = reservation.commit()
     assert not client.flush(later, deadline_s=0)
     assert client.flush(mark, deadline_s=0)
 

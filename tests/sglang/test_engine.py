@@ -48,7 +48,7 @@ pytestmark = [
 
 EMBEDDED = {"embedded": True, "ram_bytes": "8MiB", "model_id": "model@1"}
 TOKENS = list(range(1, 4 * PAGE + 1))
-NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 
 DEVICES: dict[str, Callable[[], Any]] = {
     "mha": mha_device,

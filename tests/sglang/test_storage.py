@@ -635,7 +635,7 @@ def test_threads_get_their_own_pages(open_storage: Any) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert storage._cache.status()["held"] == {"tickets": 0, "loans": 0, "rooms": 0}
+    assert storage._cache.status()["held"] == {"tickets": 0, "leases": 0, "reservations": 0}
 
 
 def test_sglangs_factory_makes_it_from_the_json() -> None:

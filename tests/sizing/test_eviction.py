@@ -72,7 +72,7 @@ class Node:
             found = state.refresh(found.ticket)
         state.release("engine", found.ticket)
         granted = state.reserve("engine", LAYOUT, prompt.chunks(first=found.num_tokens), 0)
-        state.commit("engine", granted.room, range(len(chunks)))
+        state.commit("engine", granted.reservation, range(len(chunks)))
         self.obey()
         return found.sources.get("ram", 0), found.num_tokens - found.sources.get("ram", 0)
 

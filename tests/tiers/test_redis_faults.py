@@ -513,14 +513,18 @@ class TestValuesInParts:
                 assert await reader.probe(list(values)) == [len(value) for value in values.values()]
                 assert await fetch(reader, list(values), [50] * 4) == list(values.values())
                 for start, length in [(0, 5), (0, 39), (1, 38), (30, 9)]:
-                    rooms = [bytearray(length) for _ in values]
+                    reservations = [bytearray(length) for _ in values]
                     assert (
                         await reader.get(
-                            list(values), [[memoryview(b)] for b in rooms], starts=[start] * 4
+                            list(values),
+                            [[memoryview(b)] for b in reservations],
+                            starts=[start] * 4,
                         )
                         == [length] * 4
                     )
-                    assert rooms == [value[start : start + length] for value in values.values()]
+                    assert reservations == [
+                        value[start : start + length] for value in values.values()
+                    ]
             assert await writer.delete(list(values)) == [True] * 4
         await other.close()
         assert await tier.delete([KEY]) == [True]
@@ -601,11 +605,11 @@ class TestNothingIsEverMixed:
 
         async def ranges(keys: list[bytes]) -> None:
             starts = [random.Random(key).randrange(len(values[key])) for key in keys]
-            rooms = [
+            reservations = [
                 bytearray(len(values[key]) - start) for key, start in zip(keys, starts, strict=True)
             ]
-            got = await tier.get(keys, [[memoryview(room)] for room in rooms], starts=starts)
-            for key, start, room, nbytes in zip(keys, starts, rooms, got, strict=True):
+            got = await tier.get(keys, [[memoryview(room)] for room in reservations], starts=starts)
+            for key, start, room, nbytes in zip(keys, starts, reservations, got, strict=True):
                 assert not isinstance(nbytes, int) or room == values[key][start:]
 
         async def caller(seed: int) -> None:

@@ -47,7 +47,7 @@ def cache() -> Iterator[LocalCache]:
     with open_cache(ram_bytes="16MiB") as cache:
         yield cache
         status = cache.status()
-        assert status["held"] == {"tickets": 0, "loans": 0, "rooms": 0}
+        assert status["held"] == {"tickets": 0, "leases": 0, "reservations": 0}
         assert status["pinned_chunks"] == 0
         cache.clear()
         assert cache.status()["used_bytes"] == 0

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kvhold.cache import LocalCache
-from kvhold.core.api import ABSENT, Hit, Loan, Room
+from kvhold.core.api import ABSENT, Hit, Lease, Reservation
 from kvhold.core.config import ClientConfig, Config, NodeConfig, load_config
 from kvhold.core.errors import CapacityError, DeadlineExceeded, KVHoldError, NodeError
 from kvhold.core.keys import ChunkNames, Namespace, Query
@@ -106,7 +106,7 @@ class TestNode:
                 reuse = Reuse(llama, cache, config=small_chunks())
                 output = reuse.generate(prompt_of(50), return_dict_in_generate=True, **GREEDY)
                 assert reuse.last.num_loaded == 49 and not reuse.last.reason
-                assert held_by(cache) == {"tickets": 0, "loans": 0, "rooms": 0}
+                assert held_by(cache) == {"tickets": 0, "leases": 0, "reservations": 0}
         assert torch.equal(output.sequences, llama.generate(prompt_of(50), **GREEDY))
         theirs = torch.load(tmp_path / "kv.pt")
         ours = [
@@ -200,26 +200,30 @@ class Failing:
         self._fail("lookup")
         return self._cache.lookup(query)
 
-    def claim(self, ticket: int) -> Loan | None:
+    def claim(self, ticket: int) -> Lease | None:
         if self._operation == "claim" and self._error is None:
             return None
         self._fail("claim")
-        loan = self._cache.claim(ticket)
-        if self._operation == "loan" and loan is not None:
-            loan._offsets = loan._offsets + (1 << 40)
-        if self._operation == "gap" and loan is not None:
-            loan._offsets = np.where(np.arange(loan._offsets.shape[-1]) == 1, ABSENT, loan._offsets)
-        return loan
+        lease = self._cache.claim(ticket)
+        if self._operation == "lease" and lease is not None:
+            lease._offsets = lease._offsets + (1 << 40)
+        if self._operation == "gap" and lease is not None:
+            lease._offsets = np.where(
+                np.arange(lease._offsets.shape[-1]) == 1, ABSENT, lease._offsets
+            )
+        return lease
 
-    def reserve(self, layout: Layout, names: ChunkNames, *, terms: Terms) -> Room:
+    def reserve(self, layout: Layout, names: ChunkNames, *, terms: Terms) -> Reservation:
         self.num_reserved += 1
         self._fail("reserve")
-        room = self._cache.reserve(layout, names, terms=terms)
+        reservation = self._cache.reserve(layout, names, terms=terms)
         if self._operation == "partial":
-            room._offsets = np.where(np.arange(len(names)) == 1, ABSENT, room._offsets)
+            reservation._offsets = np.where(
+                np.arange(len(names)) == 1, ABSENT, reservation._offsets
+            )
         if self._operation == "commit":
-            room._commit = lambda *_: self._fail("commit")
-        return room
+            reservation._commit = lambda *_: self._fail("commit")
+        return reservation
 
     def _fail(self, operation: str) -> None:
         if operation == self._operation and self._error is not None:
@@ -238,8 +242,8 @@ class TestFailingCache:
             pytest.param("lookup", LATE, id="a late lookup"),
             pytest.param("claim", LOST, id="at claim"),
             pytest.param("claim", None, id="a hit that is gone"),
-            pytest.param("loan", None, id="a loan that points outside the arena"),
-            pytest.param("gap", None, id="a loan without one of its chunks"),
+            pytest.param("lease", None, id="a lease that points outside the arena"),
+            pytest.param("gap", None, id="a lease without one of its chunks"),
         ],
     )
     def test_while_loading_costs_only_the_hit(

@@ -463,7 +463,7 @@ class TestSmallArena:
             )
             status = cache.status()
             assert (
-                status["held"] == {"tickets": 0, "loans": 0, "rooms": 0}
+                status["held"] == {"tickets": 0, "leases": 0, "reservations": 0}
                 and status["pinned_chunks"] == 0
             )
 

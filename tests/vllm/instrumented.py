@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvhold.core.api import ABSENT, Loan, Room
+from kvhold.core.api import ABSENT, Lease, Reservation
 from kvhold.core.keys import HASH_BYTES
 from kvhold.integrations.vllm import connector as real
 from kvhold.integrations.vllm.scheduler import SchedulerSide
@@ -55,24 +55,24 @@ class Witness(WorkerSide):
         reading = super()._read(one, mark)
         if reading.is_whole:
             wait_for(reading.transfers)
-            self._note(one.store, one.shard, one.room.result())
+            self._note(one.store, one.shard, one.reservation.result())
         return reading
 
-    def _note(self, store: Store, shard: int, room: Room) -> None:
+    def _note(self, store: Store, shard: int, reservation: Reservation) -> None:
         for part, ids in enumerate(store.block_ids):
             at = 0
-            for i, num_tokens in enumerate(room.num_tokens):
+            for i, num_tokens in enumerate(reservation.num_tokens):
                 blocks = ids[at : at + self._blocks_of_chunk(part, int(num_tokens))]
                 at += len(blocks)
-                if room.chunks(part).offsets[i] != ABSENT:
+                if reservation.chunks(part).offsets[i] != ABSENT:
                     chunk_hash = store.names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
                     digests = b"".join(self._digest(part, shard, block) for block in blocks)
                     self._entry(chunk_hash, part, shard).write_bytes(digests)
         self._stop_here("store")
 
-    def _scatter(self, load: Load, shard: int, loan: Loan, mark: Any) -> list[int]:
+    def _scatter(self, load: Load, shard: int, lease: Lease, mark: Any) -> list[int]:
         self._stop_here("load")
-        damaged = super()._scatter(load, shard, loan, mark)
+        damaged = super()._scatter(load, shard, lease, mark)
         compared = 0
         for part, ids in enumerate(load.block_ids):
             per_chunk = self._blocks_of_chunk(part, self._namespace.layout.tokens_per_chunk)

@@ -84,16 +84,16 @@ def kv_of(side: Any, tokens: list[int], salt: str) -> str:
     state = hashlib.sha256()
     namespace = side._configured.narrowed(cache_salt=salt)
     with side._cache.lookup(namespace.prompt(tokens).query(), wait_s=5) as hit:
-        loan = side._cache.claim(hit.ticket)
-        assert loan is not None
-        with loan:
+        lease = side._cache.claim(hit.ticket)
+        assert lease is not None
+        with lease:
             for group in range(len(namespace.layout.groups)):
-                chunks = loan.chunks(group)
+                chunks = lease.chunks(group)
                 for offset, count in zip(
                     chunks.offsets.tolist(), chunks.num_tokens.tolist(), strict=True
                 ):
                     state.update(
-                        loan.buffer[
+                        lease.buffer[
                             offset : offset + namespace.layout.chunk_bytes(group, count)
                         ].tobytes()
                     )

@@ -221,7 +221,7 @@ class NodeProcess:
         self._process.stdout.close()
 
     def held(self) -> dict[str, int]:
-        """Tickets, loans and rooms that are out."""
+        """Tickets, leases and reservations that are out."""
         with NodeClient(self.socket, ClientConfig(), name="test-status") as client:
             held: dict[str, int] = client.status()["held"]
             return held
@@ -502,14 +502,16 @@ class Hands:
         ]
         assert len(blocks) == len(store.names)
         try:
-            with self.client.reserve(self._layout, store.names) as room:
-                for chunk in room.granted:
+            with self.client.reserve(self._layout, store.names) as reservation:
+                for chunk in reservation.granted:
                     memory = self._rows(
-                        room.buffer, int(room.chunks().offsets[chunk]), len(blocks[chunk])
+                        reservation.buffer,
+                        int(reservation.chunks().offsets[chunk]),
+                        len(blocks[chunk]),
                     )
                     memory[:] = self._slots[blocks[chunk]]
-                self.granted_chunks += len(room.granted)
-                room.commit()
+                self.granted_chunks += len(reservation.granted)
+                reservation.commit()
         except KVHoldError:
             return
 
@@ -518,24 +520,24 @@ class Hands:
         if self.fail:
             return wanted
         try:
-            loan = self.client.claim(load.ticket, first_chunk=load.first_chunk)
+            lease = self.client.claim(load.ticket, first_chunk=load.first_chunk)
         except KVHoldError:
-            loan = None
-        if loan is None:
+            lease = None
+        if lease is None:
             self.gone.append(load)
             return wanted
-        with loan:
+        with lease:
             block_ids = deque(load.block_ids[0])
-            places = loan.chunks()
+            places = lease.chunks()
             for offset, tokens in zip(places.offsets, places.num_tokens, strict=True):
                 assert offset != ABSENT
                 for row in self._rows(
-                    loan.buffer, int(offset), int(tokens) // self._layout.tail_tokens
+                    lease.buffer, int(offset), int(tokens) // self._layout.tail_tokens
                 ):
                     if (block := block_ids.popleft()) >= 0:
                         self._slots[block] = row
-            assert not block_ids, "as many blocks as the loan has"
-            loan.verify(self._layout)
+            assert not block_ids, "as many blocks as the lease has"
+            lease.verify(self._layout)
         return set()
 
     def _rows(
@@ -595,10 +597,10 @@ def damage(engine: Engine, prompt: Sequence[int], *, chunk: int) -> None:
     from kvhold.testing.damage import OpenArena
 
     with engine.hands.client.lookup(query) as hit:
-        loan = engine.hands.client.claim(hit.ticket)
-        assert loan is not None
-        with loan, OpenArena(engine.hands.client.status()["pid"]) as arena:
-            arena.flip(int(loan.chunks().offsets[chunk]) + 5)
+        lease = engine.hands.client.claim(hit.ticket)
+        assert lease is not None
+        with lease, OpenArena(engine.hands.client.status()["pid"]) as arena:
+            arena.flip(int(lease.chunks().offsets[chunk]) + 5)
 
 
 def make_prompt(seed: object, num_tokens: int) -> list[int]:

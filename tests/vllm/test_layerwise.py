@@ -254,7 +254,7 @@ def options(folder: Path, **changes: Any) -> Options:
 def engine(node: NodeProcess, tmp_path: Path) -> Iterator[Engine]:
     engine = Engine(options(make_folder(tmp_path / "model")), node.socket, real_worker=True)
     yield engine
-    eventually(lambda: node.held() == {"tickets": 0, "loans": 0, "rooms": 0})
+    eventually(lambda: node.held() == {"tickets": 0, "leases": 0, "reservations": 0})
     engine.close()
 
 
@@ -263,7 +263,7 @@ def ask(engine: Engine, name: str, prompt: list[int]) -> None:
     engine.run()
     assert engine.outputs[name] == answer_to(prompt, 3)
     # what was stored is committed beside the passes
-    eventually(lambda: not engine.hands.client.status()["held"]["rooms"])
+    eventually(lambda: not engine.hands.client.status()["held"]["reservations"])
 
 
 @pytest.mark.parametrize("handed_over", [1, len(LAYERS)])
@@ -299,7 +299,7 @@ def test_every_layer_is_stored_whatever_the_pass_hands_over(
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [list(range(8))])]))
     for one in side._reserved:
         # there before the first layer: what is handed over is copied inside the pass
-        one.room.result(timeout=20)
+        one.reservation.result(timeout=20)
     for name in LAYERS[:handed_over]:
         side.save_layer(name)
     assert all(one.pieces for one in side._reserved)

@@ -171,9 +171,9 @@ def damage(engine: MiniEngine, tokens: Sequence[int], *, chunk: int) -> None:
     """Invert one bit of a chunk of this prompt in the node's memory."""
     cache, side = engine.connector.worker._cache, engine.scheduler.connector.scheduler
     with cache.lookup(side._namespace.prompt(np.array(tokens, dtype=np.int32)).query()) as hit:
-        loan = cache.claim(hit.ticket)
-        with loan, OpenArena(cache.status()["pid"]) as arena:
-            arena.flip(int(loan.chunks().offsets[chunk]) + 5)
+        lease = cache.claim(hit.ticket)
+        with lease, OpenArena(cache.status()["pid"]) as arena:
+            arena.flip(int(lease.chunks().offsets[chunk]) + 5)
 
 
 def lose_every_second_hit(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:

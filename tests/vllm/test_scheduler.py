@@ -62,7 +62,7 @@ from tests.vllm.scheduling import (
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 
 BLOCK, CHUNK = 16, 64
-NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 IMPATIENT = {
     "client": {
         "call_timeout_s": 0.2,
@@ -121,7 +121,7 @@ def engines_on(node: NodeProcess, folder: Path) -> Iterator[MakeEngine]:
 def forget_locally(engine: Engine) -> None:
     """Empty vLLM's own prefix cache, when all that a worker has copied is committed."""
     node = engine.connector.scheduler._cache
-    eventually(lambda: not node.status()["held"]["rooms"])
+    eventually(lambda: not node.status()["held"]["reservations"])
     assert engine.scheduler.reset_prefix_cache()
 
 
@@ -341,7 +341,7 @@ class TestLoads:
         store(warm, prompt)
         # A store is committed beside the passes.
         counters = warm.hands.client.status
-        eventually(lambda: not counters()["held"]["rooms"])
+        eventually(lambda: not counters()["held"]["reservations"])
         warm.add("a", prompt, max_tokens=3)
         warm.run(until=lambda: warm.tokens_computed.get("a"))
         if loaded:
@@ -719,7 +719,7 @@ class TestBrokenPromises:
         warm = engine(real_worker=True, caching=caching, asynchronous=asynchronous)
         prompt = make_prompt(f"damaged {caching} {asynchronous}", 640)
         store(warm, prompt)
-        eventually(lambda: not warm.hands.client.status()["held"]["rooms"])
+        eventually(lambda: not warm.hands.client.status()["held"]["reservations"])
         damage(warm, prompt, chunk=6)
         for name, computed in {
             "damaged": 640 - 6 * CHUNK,
@@ -730,7 +730,7 @@ class TestBrokenPromises:
             assert warm.outputs[name] == answer_to(prompt, 2)
             assert warm.tokens_computed[name] == computed + 1
             forget_locally(warm)
-            eventually(lambda: not warm.hands.client.status()["held"]["rooms"])
+            eventually(lambda: not warm.hands.client.status()["held"]["reservations"])
 
     def test_vllm_is_told_to_compute_what_did_not_arrive_whatever_its_own_policy(
         self, engine: MakeEngine

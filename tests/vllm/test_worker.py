@@ -20,7 +20,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvhold.core.api import Loan, Room
+from kvhold.core.api import Lease, Reservation
 from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import DeviceError, LayoutError
 from kvhold.core.keys import Namespace
@@ -45,7 +45,7 @@ from tests.vllm.scheduling import (
 pytestmark = pytest.mark.vllm
 
 BLOCK, BLOCKS = 16, 40
-NOTHING = {"tickets": 0, "loans": 0, "rooms": 0}
+NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,12 @@ class SlowCache:
 
     def reserve(
         self, layout: Layout, names: Any, shard: int = 0, *, terms: Any = None, groups: Any = None
-    ) -> Room:
+    ) -> Reservation:
         self.go.wait(20)
         offsets, buffer = np.zeros((1, 1), dtype=np.int64), np.zeros(1 << 20, dtype=np.uint8)
-        return Room(offsets, np.array([4 * BLOCK]), buffer, lambda *_: 0, self._back, layout=layout)
+        return Reservation(
+            offsets, np.array([4 * BLOCK]), buffer, lambda *_: 0, self._back, layout=layout
+        )
 
     def _back(self) -> None:
         self.given_back += 1
@@ -127,10 +129,10 @@ class SlowCache:
 class BrokenCache:
     """What nobody thought of."""
 
-    def reserve(self, *_: Any, **__: Any) -> Room:
+    def reserve(self, *_: Any, **__: Any) -> Reservation:
         raise RuntimeError("reserve")
 
-    def claim(self, *_: Any, **__: Any) -> Loan:
+    def claim(self, *_: Any, **__: Any) -> Lease:
         raise RuntimeError("claim")
 
 
@@ -245,10 +247,10 @@ def test_of_a_load_the_blocks_of_damaged_chunks_alone_fail_and_the_next_lookup_m
     hit = eventually(
         lambda: hit if (hit := side._cache.lookup(prompt.query())).num_tokens else hit.close()
     )
-    loan = side._cache.claim(hit.ticket)
-    assert loan is not None
-    with loan, OpenArena(side._cache.status()["pid"]) as arena:
-        second = int(loan.chunks().offsets[1])
+    lease = side._cache.claim(hit.ticket)
+    assert lease is not None
+    with lease, OpenArena(side._cache.status()["pid"]) as arena:
+        second = int(lease.chunks().offsets[1])
         arena.flip(second + namespace.layout.layer_range(0, layer, 4 * BLOCK)[0] + 77, 3)
     side.start_loads(
         Steps(
@@ -417,7 +419,7 @@ def test_tensors_that_are_not_as_the_scheduler_was_told_are_refused(
         side.register(caches)
 
 
-class SettledRoom:
+class SettledReservation:
     """A reservation that records how it ends."""
 
     granted = (0,)
@@ -425,7 +427,7 @@ class SettledRoom:
     def __init__(self) -> None:
         self.ends: list[str] = []
 
-    def __enter__(self) -> "SettledRoom":
+    def __enter__(self) -> "SettledReservation":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -435,25 +437,25 @@ class SettledRoom:
         self.ends.append("kept")
 
 
-def reserving(room: SettledRoom, *layers: "Future[Any]") -> _Reserving:
+def reserving(reservation: SettledReservation, *layers: "Future[Any]") -> _Reserving:
     granted: Future[Any] = Future()
-    granted.set_result(room)
+    granted.set_result(reservation)
     store: Any = SimpleNamespace(request_id="r")
     return _Reserving(store, 0, granted, [], list(layers))
 
 
 def test_memory_is_kept_when_the_device_failed_in_a_layer_s_copy() -> None:
-    room, layer = SettledRoom(), Future[Any]()
+    reservation, layer = SettledReservation(), Future[Any]()
     layer.set_exception(DeviceError("a part of it was submitted"))
-    _settle(reserving(room, layer), None)
-    assert room.ends == ["kept"]
+    _settle(reserving(reservation, layer), None)
+    assert reservation.ends == ["kept"]
 
 
 def test_memory_goes_back_when_a_copy_is_cancelled_while_its_end_is_waited_for() -> None:
-    room, read = SettledRoom(), Future[Any]()
+    reservation, read = SettledReservation(), Future[Any]()
     with ThreadPoolExecutor(1) as settler:
-        settling = settler.submit(_settle, reserving(room), read)
+        settling = settler.submit(_settle, reserving(reservation), read)
         eventually(lambda: read._condition._waiters)  # type: ignore[attr-defined]
         assert read.cancel()
         settling.result(timeout=20)
-    assert room.ends == ["closed"]
+    assert reservation.ends == ["closed"]

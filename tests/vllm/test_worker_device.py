@@ -143,7 +143,7 @@ class MiniEngine:
         self.side.begin(Steps(stores=[Store(f"s{number}", prompt.chunks(), [list(ids)])]))
         if self.inside:
             # else it is copied after the pass
-            wait([one.room for one in self.side._reserved], timeout=20)
+            wait([one.reservation for one in self.side._reserved], timeout=20)
         for name in self.blocks:
             self.fill(ids, value, name)
             self.side.save_layer(name)
@@ -248,7 +248,7 @@ class NoWaitForStores(OverFake):
 
 
 class NoWaitForLoads(OverFake):
-    """A load is reported, and its loan closed, before the bytes are there."""
+    """A load is reported, and its lease closed, before the bytes are there."""
 
     def scatter(self, pieces: Sequence[Piece], after: Mark | None, **layers: Any) -> Any:
         return NotAwaited(super().scatter(pieces, after, **layers))
@@ -383,14 +383,14 @@ def test_after_a_fault_of_the_device_loads_are_computed_and_memory_is_kept(
     engine.side.begin(Steps())
     eventually(
         lambda: (
-            node.held()["loans"] == before["loans"] + 1
-            and node.held()["rooms"] == before["rooms"] + 1
+            node.held()["leases"] == before["leases"] + 1
+            and node.held()["reservations"] == before["reservations"] + 1
         )
     )
     assert "illegal memory access" in copier.fault
     engine.close()
     gc.collect()
-    assert node.held()["rooms"] == before["rooms"] + 1, "the process has not ended"
+    assert node.held()["reservations"] == before["reservations"] + 1, "the process has not ended"
     for held in api.kept:
         held.close()
     api.kept.clear()

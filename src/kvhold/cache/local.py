@@ -15,7 +15,16 @@ from kvhold.cache.mover import Mover, make_mover
 from kvhold.cache.recode import Wish
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
-from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
+from kvhold.core.api import (
+    EventBatch,
+    Found,
+    Hit,
+    Lease,
+    Recoded,
+    Recoding,
+    Reservation,
+    mask_bytes,
+)
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Query
@@ -119,21 +128,21 @@ class LocalCache:
         first_chunk: int = 0,
         arriving: bool = False,
         deadline_s: float | None = None,
-    ) -> Loan | None:
+    ) -> Lease | None:
         with self._lock:
             self._check_open()
-            lent = self._state.claim(self._owner, ticket, shard, first_chunk, arriving=arriving)
+            leased = self._state.claim(self._owner, ticket, shard, first_chunk, arriving=arriving)
         self._finish_chores()
-        if lent is None:
+        if leased is None:
             return None
-        return Loan(
-            _table(lent.offsets),
-            _table(lent.num_tokens),
+        return Lease(
+            _table(leased.offsets),
+            _table(leased.num_tokens),
             first_chunk,
             self._read_only,
-            lambda: self._release(lent.loan),
-            checksums=lent.checksums if self._config.client.check_memory else None,
-            report=lambda offsets: self._damaged(lent.loan, offsets),
+            lambda: self._release(leased.lease),
+            checksums=leased.checksums if self._config.client.check_memory else None,
+            report=lambda offsets: self._damaged(leased.lease, offsets),
         )
 
     def reserve(
@@ -145,7 +154,7 @@ class LocalCache:
         groups: npt.ArrayLike | None = None,
         terms: Terms = FREE,
         deadline_s: float | None = None,
-    ) -> Room:
+    ) -> Reservation:
         mask = mask_bytes(groups, layout, names)
         with self._lock:
             self._check_open()
@@ -153,12 +162,12 @@ class LocalCache:
             granted = self._state.reserve(
                 self._owner, layout, names, shard, groups=mask, terms=terms
             )
-        return Room(
+        return Reservation(
             _table(granted.offsets),
             names.num_tokens(layout),
             self._buffer,
-            lambda chunks, checksums: self._commit(granted.room, chunks, checksums),
-            lambda: self._abandon(granted.room),
+            lambda chunks, checksums: self._commit(granted.reservation, chunks, checksums),
+            lambda: self._abandon(granted.reservation),
             layout=layout,
         )
 
@@ -306,21 +315,21 @@ class LocalCache:
             self._move()
         self._finish_chores()
 
-    def _damaged(self, loan: int, offsets: list[int]) -> None:
+    def _damaged(self, lease: int, offsets: list[int]) -> None:
         with self._lock:
-            self._state.damaged(self._owner, loan, offsets)
+            self._state.damaged(self._owner, lease, offsets)
             self._move()
 
-    def _commit(self, room: int, chunks: Sequence[int], checksums: bytes) -> int:
+    def _commit(self, reservation: int, chunks: Sequence[int], checksums: bytes) -> int:
         with self._lock:
             self._check_open()
-            mark = self._state.commit(self._owner, room, chunks, checksums)
+            mark = self._state.commit(self._owner, reservation, chunks, checksums)
             self._move()
             return mark
 
-    def _abandon(self, room: int) -> None:
+    def _abandon(self, reservation: int) -> None:
         with self._lock:
-            self._state.abandon(self._owner, room)
+            self._state.abandon(self._owner, reservation)
 
 
 def _table(rows: Sequence[Any]) -> npt.NDArray[np.int64]:

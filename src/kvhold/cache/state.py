@@ -25,7 +25,7 @@ from kvhold.cache.orders import ClearOrder, Order
 from kvhold.cache.planner import Planner
 from kvhold.cache.presence import Extent, Prefix, Presence
 from kvhold.cache.recode import Recodings, Wish
-from kvhold.cache.rooms import MAX_SHARDS, Granted, Room, Rooms
+from kvhold.cache.reservations import MAX_SHARDS, Granted, Reservation, Reservations
 from kvhold.cache.searches import Search, Searches, sources_turns
 from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT, EventBatch, Found, Recoded
@@ -67,14 +67,14 @@ _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
 
 
 @dataclass(frozen=True)
-class Lent:
+class Leased:
     """The answer to a claim.
 
     offsets:   `[group][chunk]`, or ABSENT
     checksums: `[group]`, of the present chunks
     """
 
-    loan: int
+    lease: int
     offsets: list[list[int]]
     num_tokens: list[int]
     checksums: list[bytes]
@@ -83,8 +83,8 @@ class Lent:
 @dataclass(frozen=True)
 class Held:
     tickets: int
-    loans: int
-    rooms: int
+    leases: int
+    reservations: int
     nbytes: int
 
 
@@ -119,9 +119,9 @@ class _Looked:
 @dataclass
 class _Holdings:
     tickets: set[int] = field(default_factory=set)
-    loans: dict[int, list[Entry]] = field(default_factory=dict)
-    loan_bytes: dict[int, int] = field(default_factory=dict)
-    rooms: dict[int, Room] = field(default_factory=dict)
+    leases: dict[int, list[Entry]] = field(default_factory=dict)
+    lease_bytes: dict[int, int] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
 
 
 def new_state(config: Config, arena: Arena) -> "CacheState":
@@ -155,7 +155,7 @@ class CacheState:
         """Make an empty cache.
 
         write_behind_bytes: the most bytes that may wait for the tiers
-        stalled_after_s:    see `Rooms`
+        stalled_after_s:    see `Reservations`
         """
         self.ram = ram
         self.metrics = metrics
@@ -186,7 +186,7 @@ class CacheState:
         self._chores = Chores()
         self._has_news = False
         self.turn_units = TURN  # per step
-        self._rooms = Rooms(
+        self._reservations = Reservations(
             ram,
             metrics,
             self._gone,
@@ -311,7 +311,7 @@ class CacheState:
         return find
 
     def _pin_turns(self, entries: list[Entry]) -> Turns[None]:
-        """Pin the last entry first, see `Rooms.commit_turns`."""
+        """Pin the last entry first, see `Reservations.commit_turns`."""
         left = len(entries)
         try:
             while left:
@@ -401,13 +401,13 @@ class CacheState:
 
     def claim(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
-    ) -> Lent | None:
+    ) -> Leased | None:
         """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
         return finish(self.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving))
 
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
-    ) -> Turns[Lent | None]:
+    ) -> Turns[Leased | None]:
         """The ticket's pins stay until the last step."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
@@ -456,7 +456,7 @@ class CacheState:
         shard: int,
         first_chunk: int,
         extent: Extent,
-    ) -> Turns[Lent | None]:
+    ) -> Turns[Leased | None]:
         rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
         num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
         return (
@@ -471,11 +471,11 @@ class CacheState:
         rows: list[list[Entry | None]],
         num_tokens: list[int],
         may_go_on: Callable[[], bool] = lambda: True,
-    ) -> Turns[Lent]:
+    ) -> Turns[Leased]:
         """Pin entries. may_go_on: whether those not lent yet are still pinned."""
-        loan, holdings = next(self._numbers), self._of(owner)
-        lent = holdings.loans[loan] = []
-        holdings.loan_bytes[loan] = 0
+        lease, holdings = next(self._numbers), self._of(owner)
+        leased = holdings.leases[lease] = []
+        holdings.lease_bytes[lease] = 0
         offsets: list[list[int]] = [[] for _ in rows]
         checksums: list[list[bytes]] = [[] for _ in rows]
         size = max(1, _MOST_PINS // max(1, len(rows)))
@@ -493,16 +493,16 @@ class CacheState:
                 sums += [entry.checksums for entry in there]
                 entries += there
             self.ram.hold_all(entries)
-            lent += entries
-            holdings.loan_bytes[loan] += _bytes_of(entries)
+            leased += entries
+            holdings.lease_bytes[lease] += _bytes_of(entries)
             count_entries(self.metrics, "loaned", entries)
-        return Lent(loan, offsets, num_tokens, [b"".join(sums) for sums in checksums])
+        return Leased(lease, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
-    def damaged(self, owner: Owner, loan: int, offsets: Sequence[int]) -> None:
+    def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
         """Remove chunks that a reader reports. A wrong report costs only a miss."""
         reported = set(offsets)
         self.remove_damaged(
-            [entry for entry in self._of(owner).loans.get(loan, []) if entry.offset in reported],
+            [entry for entry in self._of(owner).leases.get(lease, []) if entry.offset in reported],
             "reader",
         )
 
@@ -523,7 +523,7 @@ class CacheState:
             self.ram.remove(entry, why=DAMAGED)
 
     def release(self, owner: Owner, number: int) -> None:
-        """Release a ticket, a loan or a recoding. Loans outlive their ticket."""
+        """Release a ticket, a lease or a recoding. Leases outlive their ticket."""
         held = self._tickets.get(number)
         if self.recodings.find(owner, number) is not None:
             self.recodings.drop(number)
@@ -535,8 +535,8 @@ class CacheState:
         elif held is not None and held.owner == owner:
             self._drop_ticket(number)
         else:
-            self._of(owner).loan_bytes.pop(number, None)
-            self._unpin(self._of(owner).loans.pop(number, []))
+            self._of(owner).lease_bytes.pop(number, None)
+            self._unpin(self._of(owner).leases.pop(number, []))
 
     def reserve(
         self,
@@ -565,58 +565,62 @@ class CacheState:
         terms: Terms = FREE,
     ) -> Turns[Granted]:
         self.in_use[names.namespace] = None
-        number, room = next(self._numbers), Room(layout, terms, {})
-        self._of(owner).rooms[number] = room
+        number, reservation = next(self._numbers), Reservation(layout, terms, {})
+        self._of(owner).reservations[number] = reservation
         try:
-            offsets = yield from self._rooms.reserve_turns(room, names, shard, groups=groups)
+            offsets = yield from self._reservations.reserve_turns(
+                reservation, names, shard, groups=groups
+            )
             self.recodings.learn(names.namespace, layout, terms)
         finally:
-            if not room.chunks:
-                self._of(owner).rooms.pop(number, None)
-        return Granted(number if room.chunks else 0, offsets)
+            if not reservation.chunks:
+                self._of(owner).reservations.pop(number, None)
+        return Granted(number if reservation.chunks else 0, offsets)
 
     def commit(
-        self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None
+        self, owner: Owner, reservation: int, chunks: Sequence[int], checksums: bytes | None = None
     ) -> int:
         """Make chunks visible. Return the mark for `all_done`.
 
-        checksums: see `Rooms.commit_turns`
+        checksums: see `Reservations.commit_turns`
         """
-        return finish(self.commit_turns(owner, room, chunks, checksums))
+        return finish(self.commit_turns(owner, reservation, chunks, checksums))
 
     def commit_turns(
-        self, owner: Owner, room: int, chunks: Sequence[int], checksums: bytes | None = None
+        self, owner: Owner, reservation: int, chunks: Sequence[int], checksums: bytes | None = None
     ) -> Turns[int]:
-        rooms = self._of(owner).rooms
-        if room in rooms:
-            yield from self._rooms.commit_turns(rooms[room], chunks, checksums)
-            if not rooms[room].chunks:
-                del rooms[room]
+        reservations = self._of(owner).reservations
+        if reservation in reservations:
+            yield from self._reservations.commit_turns(reservations[reservation], chunks, checksums)
+            if not reservations[reservation].chunks:
+                del reservations[reservation]
         return self.mark
 
-    def abandon(self, owner: Owner, room: int) -> None:
-        finish(self.abandon_turns(owner, room))
+    def abandon(self, owner: Owner, reservation: int) -> None:
+        finish(self.abandon_turns(owner, reservation))
 
-    def abandon_turns(self, owner: Owner, room: int) -> Turns[None]:
-        rooms = self._of(owner).rooms
-        if room in rooms:
-            yield from self._rooms.abandon_turns(rooms[room])
-            del rooms[room]
+    def abandon_turns(self, owner: Owner, reservation: int) -> Turns[None]:
+        reservations = self._of(owner).reservations
+        if reservation in reservations:
+            yield from self._reservations.abandon_turns(reservations[reservation])
+            del reservations[reservation]
 
     def touches_memory(self, owner: Owner) -> bool:
         held = self._holdings.get(owner)
-        return held is not None and bool(held.loans or held.rooms)
+        return held is not None and bool(held.leases or held.reservations)
 
     def held_by(self, owner: Owner) -> Held:
         held = self._holdings.get(owner, _Holdings())
-        nbytes = sum(held.loan_bytes.values()) + sum(room.nbytes for room in held.rooms.values())
-        return Held(len(held.tickets), len(held.loans), len(held.rooms), nbytes)
+        nbytes = sum(held.lease_bytes.values()) + sum(
+            reservation.nbytes for reservation in held.reservations.values()
+        )
+        return Held(len(held.tickets), len(held.leases), len(held.reservations), nbytes)
 
     def give_up(self, owner: Owner) -> None:
         """Let others reserve an owner's uncommitted chunks, in other memory."""
         held = self._holdings.get(owner, _Holdings())
-        for room in held.rooms.values():
-            room.is_given_up = True
+        for reservation in held.reservations.values():
+            reservation.is_given_up = True
 
     def gone(self, owner: Owner) -> None:
         """Release the holdings of an owner that no longer touches the arena."""
@@ -626,13 +630,13 @@ class CacheState:
             return
         for ticket in list(held.tickets):
             self.release(owner, ticket)
-        for entries in held.loans.values():
+        for entries in held.leases.values():
             self._unpin(entries)
-        for room in held.rooms.values():
+        for reservation in held.reservations.values():
             # others may reserve the same chunks now
-            room.is_given_up = True
-            abandoning = self._rooms.abandon_turns(room)
-            if room.num_entries <= _MOST_ABANDONED:
+            reservation.is_given_up = True
+            abandoning = self._reservations.abandon_turns(reservation)
+            if reservation.num_entries <= _MOST_ABANDONED:
                 finish(abandoning)
             else:
                 self._chores.add(abandoning)
@@ -712,8 +716,8 @@ class CacheState:
         held = self._holdings.values()
         return {
             "tickets": sum(len(h.tickets) for h in held),
-            "loans": sum(len(h.loans) for h in held),
-            "rooms": sum(len(h.rooms) for h in held),
+            "leases": sum(len(h.leases) for h in held),
+            "reservations": sum(len(h.reservations) for h in held),
         }
 
     def take_orders(self) -> list[Order]:

@@ -38,15 +38,15 @@ def as_row(client: Client) -> dict[str, object]:
 def as_table(clients: list[Client]) -> str:
     lines = [
         (
-            f"{'ID':6} {'NAME':20} {'PID':>8} {'SILENT':>8} {'HITS':>6} {'LOANS':>6} "
-            f"{'ROOMS':>6} {'HOLDS':>10}  STATE"
+            f"{'ID':6} {'NAME':20} {'PID':>8} {'SILENT':>8} {'HITS':>6} {'LEASES':>6} "
+            f"{'WRITES':>6} {'HOLDS':>10}  STATE"
         )
     ]
     for one in clients:
         state = "dead" if not one.alive else "ended, not gone yet" if one.ended else "alive"
         if one.device:
             state += f", {format_size(one.pinned_bytes)} pinned for a device"
-        held = f"{one.hits:6} {one.loans:6} {one.rooms:6} {format_size(one.nbytes):>10}"
+        held = f"{one.hits:6} {one.leases:6} {one.reservations:6} {format_size(one.nbytes):>10}"
         lines.append(
             f"{name_of(one):6} {one.name:20.20} {one.pid:8} {one.silent_s:7.1f}s {held}  {state}"
         )

@@ -40,7 +40,7 @@ def command(client: str, socket: str | None) -> None:
 
 
 def _what_is_left(client: Client) -> str:
-    if not client.loans and not client.rooms:
+    if not client.leases and not client.reservations:
         return ""
     return (
         f": the {format_size(client.nbytes)} that it reads or writes are free when it closes "

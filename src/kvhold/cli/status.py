@@ -35,7 +35,10 @@ def _describe(status: dict[str, Any]) -> str:
             f"{ready} ready"
         ),
         f"chunks    {status['chunks']}, of which {status['pinned_chunks']} are being read",
-        f"held      {held['tickets']} hits, {held['loans']} loans, {held['rooms']} rooms",
+        (
+            f"held      {held['tickets']} hits, {held['leases']} leases, "
+            f"{held['reservations']} reservations"
+        ),
         f"memory    {format_size(status['resident_bytes'])} beside the arena",
     ]
     scrub = status["scrub"]

@@ -1,10 +1,11 @@
 """The Cache: the interface for integrations, in this process or in this host's node.
 
-    with cache.lookup(prompt.query()) as hit:                    # pinned for the block
-        with cache.claim(hit.ticket) as loan:                    # one shard's bytes, until closed
-            scatter(loan.chunks(group=0), ...)                   # verifies checksums
-    with cache.reserve(layout, prompt.chunks(first=3)) as room:  # memory for missing chunks
-        gather(..., room.chunks(group=0)); room.commit()         # visible now; the rest is released
+    with cache.lookup(prompt.query()) as hit:         # pinned for the block
+        with cache.claim(hit.ticket) as lease:        # one shard's bytes, until closed
+            scatter(lease.chunks(group=0), ...)       # verifies checksums
+    with cache.reserve(layout, prompt.chunks(first=3)) as reservation:  # for missing chunks
+        gather(..., reservation.chunks(group=0))
+        reservation.commit()                          # visible now; the rest is released
 
 The holder of a hit, a lease or a reservation owns it. It ends with its `with`, or with the holder's
 connection. A ticket is a number that may be sent to other processes (scheduler to workers). Each
@@ -318,7 +319,7 @@ class Recoding(Holding):
         return self.recoded
 
 
-class Loan(Holding):
+class Lease(Holding):
     """A lease on the bytes of one shard's part of a hit. Read only.
 
     The bytes do not move until the lease is closed. A copy by `memory.copy` compares them with the
@@ -398,7 +399,7 @@ class Loan(Holding):
                 sums.compare(rest, range(sums.layers), found)
 
 
-class Room(Holding):
+class Reservation(Holding):
     """Memory reserved for missing chunks. A chunk is invisible until `commit`.
 
     Closing releases the memory of uncommitted chunks.
@@ -551,7 +552,7 @@ class Cache(Protocol):
         first_chunk: int = 0,
         arriving: bool = False,
         deadline_s: float | None = None,
-    ) -> Loan | None:
+    ) -> Lease | None:
         """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
 
         Returns None when the ticket is unknown or no longer valid. A ticket is valid until its hit
@@ -570,7 +571,7 @@ class Cache(Protocol):
         groups: npt.ArrayLike | None = None,
         terms: Terms = FREE,
         deadline_s: float | None = None,
-    ) -> Room:
+    ) -> Reservation:
         """Reserve memory for the chunks of `names` that are missing and not being written.
 
         For each chunk, either every missing group gets memory, or none does.
@@ -593,7 +594,7 @@ class Cache(Protocol):
         """Wait until the chunks committed up to `mark` are written to lower tiers, or given up
         there.
 
-        mark:       from `Room.commit`; None: until now
+        mark:       from `Reservation.commit`; None: until now
         deadline_s: None: the configured wait for arriving chunks
 
         Returns False if the deadline came first.
@@ -663,9 +664,9 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
     return mask.tobytes()
 
 
-def loans_as_they_come(
+def leases_as_they_arrive(
     cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float
-) -> Iterator[Loan]:
+) -> Iterator[Lease]:
     """Yield leases on one shard's part of a hit, in the order in which its chunks arrive.
 
     Each lease is valid until the next is requested. So its chunks can be copied while the rest is
@@ -680,13 +681,13 @@ def loans_as_they_come(
     while True:
         arriving = hit.arriving
         if hit.num_tokens > first * tokens_per_chunk:
-            loan = cache.claim(hit.ticket, shard, first_chunk=first, arriving=arriving)
-            if loan is None:
+            lease = cache.claim(hit.ticket, shard, first_chunk=first, arriving=arriving)
+            if lease is None:
                 raise KVHoldError("the hit was lost before it was claimed")
-            with loan:
-                first += len(loan.num_tokens)
-                if len(loan.num_tokens):
-                    yield loan
+            with lease:
+                first += len(lease.num_tokens)
+                if len(lease.num_tokens):
+                    yield lease
         if not arriving:
             return
         hit.wait_for_more(until_s)

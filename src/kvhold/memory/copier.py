@@ -9,8 +9,8 @@ On a device, the caller keeps three rules:
 
 - Give each copy the mark of the work that computed, or last used, its blocks.
 - Write the blocks again only after a `fence`. It delays the device, not the thread.
-- Commit a room, and close a loan, after `wait`. After a DeviceError keep both until the process
-  ends: the device may still use the arena.
+- Commit a reservation, and close a lease, after `wait`. After a DeviceError keep both until the
+  process ends: the device may still use the arena.
 
 The engine's thread calls `mark` and `fence`, any thread the other methods.
 """

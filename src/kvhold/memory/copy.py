@@ -1,13 +1,13 @@
-"""Copies for integrations: from an engine's blocks into a room, and from a loan into blocks.
+"""Copies for integrations: from an engine's blocks into a reservation, from a lease into blocks.
 
-    planned = plan_copy(view, block_ids, loan.buffer, loan.chunks())
+    planned = plan_copy(view, block_ids, lease.buffer, lease.chunks())
     planned.scatter(range(0, 1), threads=2)                             # layer by layer
 
 Ids and slots are those of all chunks, end to end. Negative ones are skipped, and ABSENT chunks with
 their ids. Any thread.
 
-A gather on the host writes checksums to `places.sums`; on a device `Room.commit` takes them. A
-scatter compares whole chunks, and raises DamagedChunks after all is copied: only the blocks of
+A gather on the host writes checksums to `places.sums`; on a device `Reservation.commit` takes them.
+A scatter compares whole chunks, and raises DamagedChunks after all is copied: only the blocks of
 these chunks are wrong.
 """
 

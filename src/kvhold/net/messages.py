@@ -4,8 +4,8 @@ A client sends Hello, and the node answers Welcome with the arena's descriptor. 
 request's number. `->` names the answer, which is Done if not named. Number 0 marks News and fatal
 refusals.
 
-After a fatal Refused the node closes the connection. While the client has a loan or a room, only
-the client closes it, once it no longer uses that memory.
+After a fatal Refused the node closes the connection. While the client has a lease or a reservation,
+only the client closes it, once it no longer uses that memory.
 """
 
 from typing import Annotated, Any, Union
@@ -19,7 +19,7 @@ from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, Decision, Work
 from kvhold.core.terms import FREE, Terms
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -155,7 +155,7 @@ class Prefetch(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """Ask for a loan of one shard's part of a hit. -> Lent, or Gone"""
+    """Ask for a lease of one shard's part of a hit. -> Leased, or Gone"""
 
     ticket: int
     shard: int
@@ -163,14 +163,14 @@ class Claim(Message, frozen=True):
     arriving: bool = False
 
 
-class Lent(Message, frozen=True):
+class Leased(Message, frozen=True):
     """Places of the claimed chunks.
 
     offsets:   `[group][chunk]`, bytes from the arena's start; or ABSENT
     checksums: `[group]`, 8 bytes per layer of each present chunk
     """
 
-    loan: int
+    lease: int
     offsets: list[list[int]]
     num_tokens: list[int]
     checksums: list[bytes]
@@ -179,7 +179,7 @@ class Lent(Message, frozen=True):
 class Damaged(Message, frozen=True):
     """Report damaged chunks, which the node removes."""
 
-    loan: int
+    lease: int
     offsets: list[int]
 
 
@@ -188,7 +188,7 @@ class Gone(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Release a ticket, a loan or a recoding, which stops."""
+    """Release a ticket, a lease or a recoding, which stops."""
 
     number: int
 
@@ -209,25 +209,25 @@ class Reserve(Message, frozen=True):
 class Granted(Message, frozen=True):
     """Reserved places: `[group][chunk]`, bytes from the arena's start."""
 
-    room: int
+    reservation: int
     offsets: list[list[int]]
 
 
 class Commit(Message, frozen=True):
-    """Make chunks of a room visible.
+    """Make chunks of a reservation visible.
 
     checksums: xxh3_64, 8 bytes per layer; by chunk, each once, then by granted group
     """
 
-    room: int
+    reservation: int
     chunks: list[int]
     checksums: bytes
 
 
 class Abandon(Message, frozen=True):
-    """Return a room's uncommitted chunks."""
+    """Return a reservation's uncommitted chunks."""
 
-    room: int
+    reservation: int
 
 
 class Clear(Message, frozen=True):
@@ -329,7 +329,7 @@ class Kick(Message, frozen=True):
 
 
 class Client(msgspec.Struct, frozen=True):
-    """A client. nbytes: arena bytes in its loans and rooms"""
+    """A client. nbytes: arena bytes in its leases and reservations"""
 
     number: int
     name: str
@@ -337,8 +337,8 @@ class Client(msgspec.Struct, frozen=True):
     alive: bool
     silent_s: float
     hits: int
-    loans: int
-    rooms: int
+    leases: int
+    reservations: int
     nbytes: int
     ended: bool
     device: bool = False
@@ -406,7 +406,7 @@ Answer = Union[  # noqa: UP007
     Found,
     Explained,
     Named,
-    Lent,
+    Leased,
     Gone,
     Granted,
     Recoding,

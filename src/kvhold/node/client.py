@@ -4,8 +4,8 @@ Any thread may call. A call past its deadline is a miss; the connection stays in
 owes an answer for `client.call_timeout_s`, calls raise NodeError at once. After its end, too; then
 a thread joins the next node.
 
-A broken connection closes after its last loan or room, so the node never reuses memory that a
-caller writes to.
+A broken connection closes after its last lease or reservation, so the node never reuses memory
+that a caller writes to.
 """
 
 import logging
@@ -20,7 +20,16 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import EventBatch, Found, Hit, Loan, Recoded, Recoding, Room, mask_bytes
+from kvhold.core.api import (
+    EventBatch,
+    Found,
+    Hit,
+    Lease,
+    Recoded,
+    Recoding,
+    Reservation,
+    mask_bytes,
+)
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import (
     DeadlineExceeded,
@@ -105,7 +114,7 @@ class NodeClient:
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes] of the current node. Loans keep their own."""
+        """[arena bytes] of the current node. Leases keep their own."""
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
@@ -191,30 +200,30 @@ class NodeClient:
         first_chunk: int = 0,
         arriving: bool = False,
         deadline_s: float | None = None,
-    ) -> Loan | None:
+    ) -> Lease | None:
         """See `Cache`. The ticket may come from another process."""
         link = self._current("claim")
         buffer = link.hold()
-        lent: m.Answer | None = None
+        leased: m.Answer | None = None
         try:
-            lent = self._ask(m.Claim(ticket, shard, first_chunk, arriving), deadline_s, link)
+            leased = self._ask(m.Claim(ticket, shard, first_chunk, arriving), deadline_s, link)
         finally:
-            if not isinstance(lent, m.Lent):
+            if not isinstance(leased, m.Leased):
                 link.let_go()
-        if isinstance(lent, m.Gone):
+        if isinstance(leased, m.Gone):
             return None
-        if not isinstance(lent, m.Lent):
-            raise self._misunderstood(lent, link)
-        loan = lent.loan
+        if not isinstance(leased, m.Leased):
+            raise self._misunderstood(leased, link)
+        lease = leased.lease
         try:
-            return Loan(
-                np.array(lent.offsets, dtype=np.int64),
-                np.array(lent.num_tokens, dtype=np.int64),
+            return Lease(
+                np.array(leased.offsets, dtype=np.int64),
+                np.array(leased.num_tokens, dtype=np.int64),
                 first_chunk,
                 buffer,
-                lambda: self._give_back(link, m.Release(loan), held=True),
-                checksums=lent.checksums if self._config.check_memory else None,
-                report=lambda offsets: self._report_damage(link, loan, offsets),
+                lambda: self._give_back(link, m.Release(lease), held=True),
+                checksums=leased.checksums if self._config.check_memory else None,
+                report=lambda offsets: self._report_damage(link, lease, offsets),
             )
         except ProtocolError as error:
             link.let_go()
@@ -230,7 +239,7 @@ class NodeClient:
         groups: npt.ArrayLike | None = None,
         terms: Terms = FREE,
         deadline_s: float | None = None,
-    ) -> Room:
+    ) -> Reservation:
         request = m.Reserve(
             layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names)
         )
@@ -242,13 +251,15 @@ class NodeClient:
         finally:
             if granted is None:
                 link.let_go()
-        room = granted.room
-        return Room(
+        reservation = granted.reservation
+        return Reservation(
             np.array(granted.offsets, dtype=np.int64).reshape(len(layout.groups), len(names)),
             names.num_tokens(layout),
             buffer,
-            lambda chunks, checksums: self._commit(link, room, chunks, checksums),
-            lambda: self._give_back(link, m.Abandon(room) if room else None, held=True),
+            lambda chunks, checksums: self._commit(link, reservation, chunks, checksums),
+            lambda: self._give_back(
+                link, m.Abandon(reservation) if reservation else None, held=True
+            ),
             layout=layout,
         )
 
@@ -426,17 +437,17 @@ class NodeClient:
     def _let_go(self, link: Link, ticket: int) -> None:
         self._give_back(link, m.Release(ticket) if ticket else None)
 
-    def _commit(self, link: Link, room: int, chunks: Sequence[int], checksums: bytes) -> int:
+    def _commit(self, link: Link, reservation: int, chunks: Sequence[int], checksums: bytes) -> int:
         return (
-            self._call(m.Commit(room, list(chunks), checksums), m.Done, None, link).mark
-            if room and chunks
+            self._call(m.Commit(reservation, list(chunks), checksums), m.Done, None, link).mark
+            if reservation and chunks
             else 0
         )
 
-    def _report_damage(self, link: Link, loan: int, offsets: list[int]) -> None:
+    def _report_damage(self, link: Link, lease: int, offsets: list[int]) -> None:
         """Never raises: the next read finds the damage again."""
         try:
-            self._call(m.Damaged(loan, offsets), m.Done, None, link)
+            self._call(m.Damaged(lease, offsets), m.Done, None, link)
         except KVHoldError as error:
             log.warning("damaged chunks could not be reported: %s", error)
 

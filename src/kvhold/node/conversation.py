@@ -174,10 +174,10 @@ def _return_of(answer: m.Answer) -> m.Message | None:
     match answer:
         case m.Found() if answer.ticket:
             return m.Release(answer.ticket)
-        case m.Lent():
-            return m.Release(answer.loan)
-        case m.Granted() if answer.room:
-            return m.Abandon(answer.room)
+        case m.Leased():
+            return m.Release(answer.lease)
+        case m.Granted() if answer.reservation:
+            return m.Abandon(answer.reservation)
         case m.Recoding():
             return m.Release(answer.number)
         case _:

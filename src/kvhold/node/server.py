@@ -377,8 +377,9 @@ class Node:
 class _Connection(asyncio.BufferedProtocol):
     """One client's connection: bytes to messages, messages to the session, answers to bytes.
 
-    A client that breaks the rules is disconnected. With a loan or a room it may still be writing:
-    then its requests are ignored, and its memory is taken back after it closes its end.
+    A client that breaks the rules is disconnected. With a lease or a reservation it may
+    still be writing: then its requests are ignored, and its memory is taken back after it closes
+    its end.
     """
 
     def __init__(self, node: Node) -> None:
@@ -564,8 +565,8 @@ class _Connection(asyncio.BufferedProtocol):
             alive=self._peer is None or not self._peer.has_ended(),
             silent_s=round(time.monotonic() - self.last_heard_s, 3),
             hits=held.tickets,
-            loans=held.loans,
-            rooms=held.rooms,
+            leases=held.leases,
+            reservations=held.reservations,
             nbytes=held.nbytes,
             ended=self._deaf,
             device=self.session.uses_device,

@@ -12,7 +12,7 @@ import msgspec
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.recode import Wish
-from kvhold.cache.state import CacheState, Lent
+from kvhold.cache.state import CacheState, Leased
 from kvhold.core.api import Found, Recoded
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
@@ -215,22 +215,24 @@ class Session:
         turns = self._state.claim_turns(
             self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving
         )
-        return self._in_turns(turns, lambda lent: m.Gone() if lent is None else self._lent(lent))
+        return self._in_turns(
+            turns, lambda leased: m.Gone() if leased is None else self._lent(leased)
+        )
 
-    def _lent(self, lent: Lent) -> m.Answer:
+    def _lent(self, leased: Leased) -> m.Answer:
         """Refuse checksums that do not fit a message."""
-        nbytes = sum(len(packed) for packed in lent.checksums)
+        nbytes = sum(len(packed) for packed in leased.checksums)
         if nbytes > _MOST_CHECKSUMS:
-            self._state.release(self, lent.loan)
+            self._state.release(self, leased.lease)
             return m.Refused(
                 f"the claimed chunks have {nbytes} bytes of checksums; at most "
                 f"{_MOST_CHECKSUMS} fit an answer",
                 fatal=False,
             )
-        return m.Lent(lent.loan, lent.offsets, lent.num_tokens, lent.checksums)
+        return m.Leased(leased.lease, leased.offsets, leased.num_tokens, leased.checksums)
 
     def _damaged(self, request: m.Damaged) -> m.Answer:
-        self._state.damaged(self, request.loan, request.offsets)
+        self._state.damaged(self, request.lease, request.offsets)
         return m.Done(len(request.offsets))
 
     def _release(self, request: m.Release) -> m.Answer:
@@ -242,14 +244,20 @@ class Session:
         turns = self._state.reserve_turns(
             self, layout, request.names, request.shard, groups=request.groups, terms=request.terms
         )
-        return self._in_turns(turns, lambda granted: m.Granted(granted.room, granted.offsets))
+        return self._in_turns(
+            turns, lambda granted: m.Granted(granted.reservation, granted.offsets)
+        )
 
     def _commit(self, request: m.Commit) -> m.Answer | Running[m.Answer]:
-        turns = self._state.commit_turns(self, request.room, request.chunks, request.checksums)
+        turns = self._state.commit_turns(
+            self, request.reservation, request.chunks, request.checksums
+        )
         return self._in_turns(turns, lambda mark: m.Done(len(request.chunks), mark))
 
     def _abandon(self, request: m.Abandon) -> m.Answer | Running[m.Answer]:
-        return self._in_turns(self._state.abandon_turns(self, request.room), lambda _: m.Done())
+        return self._in_turns(
+            self._state.abandon_turns(self, request.reservation), lambda _: m.Done()
+        )
 
     def _clear(self, request: m.Clear) -> m.Answer | Running[m.Answer]:
         return self._in_turns(self._clear_turns(request.namespace), m.Done)

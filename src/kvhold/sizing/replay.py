@@ -69,8 +69,8 @@ def serve(
             with cache.lookup(prompt.query()) as hit:
                 here, num_tokens = hit.sources.get("ram", 0), hit.num_tokens
             found[request] = here, num_tokens - here
-            with cache.reserve(_LAYOUT, prompt.chunks(first=num_tokens)) as room:
-                mark = room.commit()
+            with cache.reserve(_LAYOUT, prompt.chunks(first=num_tokens)) as reservation:
+                mark = reservation.commit()
             if lower_chunks and not cache.flush(mark, deadline_s=_PATIENT_S):
                 raise KVHoldError(
                     f"the tier below has not written request {request + 1} within {_PATIENT_S:g} s"

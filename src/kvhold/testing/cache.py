@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvhold.core.api import ABSENT, Cache, Loan, Room
+from kvhold.core.api import ABSENT, Cache, Lease, Reservation
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
@@ -105,9 +105,9 @@ def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
     )
 
 
-def fill(room: Room, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
+def fill(reservation: Reservation, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
     for group in range(len(layout.groups)):
-        places = room.chunks(group)
+        places = reservation.chunks(group)
         for chunk in map(int, np.flatnonzero(places.offsets != ABSENT)):
             key = make_key(
                 names.namespace,
@@ -117,7 +117,7 @@ def fill(room: Room, layout: Layout, names: ChunkNames, shard: int = 0) -> None:
             )
             nbytes = layout.chunk_bytes(group, int(places.num_tokens[chunk]))
             at = int(places.offsets[chunk])
-            room.buffer[at : at + nbytes] = demanded_bytes(key, nbytes)
+            reservation.buffer[at : at + nbytes] = demanded_bytes(key, nbytes)
 
 
 def store(
@@ -131,21 +131,21 @@ def store(
 ) -> list[int]:
     """Reserve, fill and commit chunks from `first` on. Returns the granted ones."""
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
-    with cache.reserve(layout, names, shard, groups=groups) as room:
-        fill(room, layout, names, shard)
-        room.commit()
-        return room.granted
+    with cache.reserve(layout, names, shard, groups=groups) as reservation:
+        fill(reservation, layout, names, shard)
+        reservation.commit()
+        return reservation.granted
 
 
-def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
-    """Assert that the loan has exactly what each group needs, with the right bytes."""
+def check(lease: Lease, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
+    """Assert that the lease has exactly what each group needs, with the right bytes."""
     layout, size = prompt.namespace.layout, prompt.namespace.layout.tokens_per_chunk
     lengths = [size] * (num_tokens // size) + ([num_tokens % size] if num_tokens % size else [])
-    assert loan.num_tokens.tolist() == lengths[loan.first_chunk :]
+    assert lease.num_tokens.tolist() == lengths[lease.first_chunk :]
     for number, geometry in enumerate(layout.groups):
-        offsets = loan.chunks(number).offsets
-        assert len(offsets) == len(lengths) - loan.first_chunk
-        for at, chunk in enumerate(range(loan.first_chunk, len(lengths))):
+        offsets = lease.chunks(number).offsets
+        assert len(offsets) == len(lengths) - lease.first_chunk
+        for at, chunk in enumerate(range(lease.first_chunk, len(lengths))):
             last = chunk == len(lengths) - 1
             in_window = chunk * size + lengths[chunk] > num_tokens - geometry.window
             needed = {"full": True, "sliding": in_window, "state": last}[geometry.attention]
@@ -155,21 +155,21 @@ def check(loan: Loan, prompt: Prompt, num_tokens: int, shard: int = 0) -> None:
                 chain_hash = prompt.hash_at(chunk) if whole else _tail_hash(prompt, lengths[chunk])
                 nbytes = layout.chunk_bytes(number, lengths[chunk])
                 key = make_key(prompt.namespace.digest, chain_hash, number, shard)
-                found = loan.buffer[int(offsets[at]) : int(offsets[at]) + nbytes]
+                found = lease.buffer[int(offsets[at]) : int(offsets[at]) + nbytes]
                 assert np.array_equal(found, demanded_bytes(key, nbytes)), (
                     f"bytes of chunk {chunk} of group {number}"
                 )
-    loan.verify(layout)
+    lease.verify(layout)
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
     """Look up a prompt, and check every byte. Returns the number of tokens found."""
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
-            loan = cache.claim(hit.ticket, shard)
-            assert loan is not None, "a ticket in hand is good"
-            with loan:
-                check(loan, prompt, hit.num_tokens, shard)
+            lease = cache.claim(hit.ticket, shard)
+            assert lease is not None, "a ticket in hand is good"
+            with lease:
+                check(lease, prompt, hit.num_tokens, shard)
         return hit.num_tokens
 
 
@@ -210,7 +210,7 @@ class CacheContract:
         yield cache
         self.settle(cache)
         status = cache.status()
-        assert status["held"] == {"tickets": 0, "loans": 0, "rooms": 0}
+        assert status["held"] == {"tickets": 0, "leases": 0, "reservations": 0}
         assert status["pinned_chunks"] == 0
         cache.clear()
         assert cache.status()["used_bytes"] == 0
@@ -259,9 +259,9 @@ class CacheContract:
 
     def test_a_missing_chunk_ends_the_hit(self, cache: Cache, space: Namespace) -> None:
         prompt = a_prompt(space, 80)
-        with cache.reserve(PLAIN, prompt.chunks()) as room:
-            fill(room, PLAIN, prompt.chunks())
-            room.commit([0, 1, 3, 4])
+        with cache.reserve(PLAIN, prompt.chunks()) as reservation:
+            fill(reservation, PLAIN, prompt.chunks())
+            reservation.commit([0, 1, 3, 4])
         assert read(cache, prompt) == 32
         assert store(cache, prompt) == [2]
         assert read(cache, prompt) == 80
@@ -309,21 +309,21 @@ class CacheContract:
         with cache.lookup(prompt.query()) as hit:
             assert hit.num_tokens == 90
             for shard in (2, 0, 1):
-                loan = cache.claim(hit.ticket, shard)
-                assert loan is not None
-                with loan:
-                    check(loan, prompt, 90, shard)
+                lease = cache.claim(hit.ticket, shard)
+                assert lease is not None
+                with lease:
+                    check(lease, prompt, 90, shard)
 
     def test_a_claim_may_begin_later_in_the_prompt(self, cache: Cache, hybrid: Namespace) -> None:
         prompt = a_prompt(hybrid, 90)
         store(cache, prompt)
         for first_chunk in (1, 5, 6):
             with cache.lookup(prompt.query()) as hit:
-                loan = cache.claim(hit.ticket, first_chunk=first_chunk)
-                assert loan is not None
-                with loan:
-                    assert loan.first_chunk == first_chunk
-                    check(loan, prompt, 90)
+                lease = cache.claim(hit.ticket, first_chunk=first_chunk)
+                assert lease is not None
+                with lease:
+                    assert lease.first_chunk == first_chunk
+                    check(lease, prompt, 90)
 
     def test_a_hit_says_where_it_came_from_and_why_it_ends(self, cache: Cache) -> None:
         # keys that were never here
@@ -338,10 +338,10 @@ class CacheContract:
                 return hit.num_tokens, hit.sources, hit.reason
 
         assert answer(48) == (0, {}, "never_stored")
-        with cache.reserve(HYBRID, prompt.chunks()) as room:
+        with cache.reserve(HYBRID, prompt.chunks()) as reservation:
             assert answer(48) == (0, {}, "being_written")
-            fill(room, HYBRID, prompt.chunks())
-            room.commit()
+            fill(reservation, HYBRID, prompt.chunks())
+            reservation.commit()
         assert answer(48) == (48, {"ram": 48}, "whole")
         assert answer(64) == (48, {"ram": 48}, "never_stored")
         store(cache, a_prompt(hybrid, 64), groups=[[True] * 4, [True] * 4, [False] * 4])
@@ -396,10 +396,10 @@ class CacheContract:
     def test_what_is_present_gets_no_memory_again(self, cache: Cache, hybrid: Namespace) -> None:
         assert store(cache, a_prompt(hybrid, 48)) == [0, 1, 2]
         used = cache.status()["used_bytes"]
-        with cache.reserve(HYBRID, a_prompt(hybrid, 48).chunks()) as room:
-            assert room.granted == []
-            assert all((room.chunks(group).offsets == ABSENT).all() for group in range(3))
-            room.commit()
+        with cache.reserve(HYBRID, a_prompt(hybrid, 48).chunks()) as reservation:
+            assert reservation.granted == []
+            assert all((reservation.chunks(group).offsets == ABSENT).all() for group in range(3))
+            reservation.commit()
         assert cache.status()["used_bytes"] == used
         assert store(cache, a_prompt(hybrid, 80)) == [3, 4]
 
@@ -408,13 +408,13 @@ class CacheContract:
     ) -> None:
         prompt = a_prompt(hybrid, 40)
         mask = np.array([[1, 1, 0], [0, 1, 0], [0, 1, 0]], dtype=bool)
-        with cache.reserve(HYBRID, prompt.chunks(), groups=mask) as room:
-            assert room.granted == [0, 1]
+        with cache.reserve(HYBRID, prompt.chunks(), groups=mask) as reservation:
+            assert reservation.granted == [0, 1]
             assert [
-                (room.chunks(group).offsets != ABSENT).tolist() for group in range(3)
+                (reservation.chunks(group).offsets != ABSENT).tolist() for group in range(3)
             ] == mask.tolist()
-            fill(room, HYBRID, prompt.chunks())
-            room.commit()
+            fill(reservation, HYBRID, prompt.chunks())
+            reservation.commit()
         assert read(cache, prompt) == 0, (
             "sliding attention looks back at 24 tokens, of which 8 are missing"
         )
@@ -428,16 +428,16 @@ class CacheContract:
         full = [[True] * 3, [False] * 3, [False] * 3]
         assert store(cache, prompt, groups=full) == [0, 1, 2]
         assert read(cache, prompt) == 0, "full attention alone does not go on"
-        with cache.reserve(HYBRID, prompt.chunks()) as room:
-            assert room.granted == [0, 1, 2]
-            assert [(room.chunks(group).offsets != ABSENT).any() for group in range(3)] == [
+        with cache.reserve(HYBRID, prompt.chunks()) as reservation:
+            assert reservation.granted == [0, 1, 2]
+            assert [(reservation.chunks(group).offsets != ABSENT).any() for group in range(3)] == [
                 False,
                 True,
                 True,
             ]
             assert store(cache, prompt) == [], "somebody else is writing the rest"
-            fill(room, HYBRID, prompt.chunks())
-            room.commit()
+            fill(reservation, HYBRID, prompt.chunks())
+            reservation.commit()
         assert read(cache, prompt) == 48
 
     def test_a_mask_of_nothing_gets_nothing(self, cache: Cache, hybrid: Namespace) -> None:
@@ -490,8 +490,8 @@ class CacheContract:
         self, cache: Cache, space: Namespace
     ) -> None:
         prompt = a_prompt(space, 48)
-        with cache.reserve(PLAIN, a_prompt(space, 32).chunks()) as room:
-            assert room.granted == [0, 1]
+        with cache.reserve(PLAIN, a_prompt(space, 32).chunks()) as reservation:
+            assert reservation.granted == [0, 1]
             with cache.reserve(PLAIN, prompt.chunks()) as later:
                 assert later.granted == [2]
         assert store(cache, prompt) == [0, 1, 2], "what was abandoned may be stored"
@@ -512,12 +512,12 @@ class CacheContract:
         self, cache: Cache, hybrid: Namespace
     ) -> None:
         prompt = a_prompt(hybrid, 40)
-        with cache.reserve(HYBRID, prompt.chunks()) as room:
+        with cache.reserve(HYBRID, prompt.chunks()) as reservation:
             assert read(cache, prompt) == 0
-            fill(room, HYBRID, prompt.chunks())
+            fill(reservation, HYBRID, prompt.chunks())
             assert read(cache, prompt) == 0
-            room.commit()
-            assert read(cache, prompt) == 40, "visible before the room is closed"
+            reservation.commit()
+            assert read(cache, prompt) == 40, "visible before the reservation is closed"
 
     def test_a_part_may_be_committed_and_the_rest_is_given_back(
         self, cache: Cache, space: Namespace
@@ -525,11 +525,11 @@ class CacheContract:
         prompt = a_prompt(space, 64)
         store(cache, a_prompt(space, 16, seed=9))
         of_one = cache.status()["used_bytes"]
-        with cache.reserve(PLAIN, prompt.chunks()) as room:
-            fill(room, PLAIN, prompt.chunks())
-            room.commit([0])
+        with cache.reserve(PLAIN, prompt.chunks()) as reservation:
+            fill(reservation, PLAIN, prompt.chunks())
+            reservation.commit([0])
             assert read(cache, prompt) == 16
-            room.commit([1])
+            reservation.commit([1])
         assert read(cache, prompt) == 32
         assert cache.status()["used_bytes"] == 3 * of_one
 
@@ -538,16 +538,16 @@ class CacheContract:
     ) -> None:
         prompt = a_prompt(space, 48)
         store(cache, a_prompt(space, 16))
-        with cache.reserve(PLAIN, prompt.chunks()) as room:
-            fill(room, PLAIN, prompt.chunks())
-            room.commit([0, 1, 7])
-            room.commit([1])
+        with cache.reserve(PLAIN, prompt.chunks()) as reservation:
+            fill(reservation, PLAIN, prompt.chunks())
+            reservation.commit([0, 1, 7])
+            reservation.commit([1])
         assert read(cache, prompt) == 32
 
     def test_an_abandoned_room_leaves_nothing(self, cache: Cache, hybrid: Namespace) -> None:
         prompt = a_prompt(hybrid, 90)
-        with cache.reserve(HYBRID, prompt.chunks()) as room:
-            fill(room, HYBRID, prompt.chunks())
+        with cache.reserve(HYBRID, prompt.chunks()) as reservation:
+            fill(reservation, HYBRID, prompt.chunks())
         assert cache.status()["used_bytes"] == 0
         assert read(cache, prompt) == 0
 
@@ -561,17 +561,17 @@ class CacheContract:
         tokens = np.arange(num_chunks * 16 + 3, dtype=np.int32)
         prompt = space.prompt(tokens)
         names = prompt.chunks()
-        with cache.reserve(PLAIN, names) as room:
-            assert 0 < len(room.granted) < num_chunks
-            assert room.granted == list(range(len(room.granted))), (
+        with cache.reserve(PLAIN, names) as reservation:
+            assert 0 < len(reservation.granted) < num_chunks
+            assert reservation.granted == list(range(len(reservation.granted))), (
                 "in order, and no tail without what comes before it"
             )
             assert cache.status()["used_bytes"] <= size
             with cache.reserve(PLAIN, a_prompt(space, 64, seed=5).chunks()) as none:
-                assert none.granted == [], "nobody's room is taken for another"
-            fill(room, PLAIN, names)
-            room.commit()
-            granted = len(room.granted)
+                assert none.granted == [], "nobody's reservation is taken for another"
+            fill(reservation, PLAIN, names)
+            reservation.commit()
+            granted = len(reservation.granted)
         assert read(cache, prompt) == granted * 16
 
     def test_a_full_arena_makes_room_by_evicting(self, cache: Cache, hybrid: Namespace) -> None:
@@ -587,21 +587,21 @@ class CacheContract:
         store(cache, prompt)
         with cache.lookup(prompt.query()) as hit:
             flood(cache, hybrid)
-            loan = cache.claim(hit.ticket)
-            assert loan is not None
-            with loan:
-                check(loan, prompt, 90)
+            lease = cache.claim(hit.ticket)
+            assert lease is not None
+            with lease:
+                check(lease, prompt, 90)
 
     def test_a_loan_stays_exact_under_pressure(self, cache: Cache, hybrid: Namespace) -> None:
         prompt = a_prompt(hybrid, 90)
         store(cache, prompt)
         self.settle(cache)
         with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket)
-        assert loan is not None, "it outlives its hit"
-        with loan:
+            lease = cache.claim(hit.ticket)
+        assert lease is not None, "it outlives its hit"
+        with lease:
             flood(cache, hybrid)
-            check(loan, prompt, 90)
+            check(lease, prompt, 90)
             assert read(cache, prompt) == 90, "what is read is not evicted"
         self.settle(cache)
         flood(cache, hybrid, seed=2_000_000)
@@ -612,13 +612,13 @@ class CacheContract:
         prompt = a_prompt(hybrid, 90)
         store(cache, prompt)
         with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket)
-            assert loan is not None
-            with loan:
+            lease = cache.claim(hit.ticket)
+            assert lease is not None
+            with lease:
                 assert cache.clear() > 0
                 assert read(cache, prompt) == 0
                 flood(cache, hybrid)
-                check(loan, prompt, 90)
+                check(lease, prompt, 90)
                 cache.clear()
                 assert cache.status()["used_bytes"] > 0, "what is lent is not free"
         self.settle(cache)
@@ -628,11 +628,11 @@ class CacheContract:
         self, cache: Cache, space: Namespace
     ) -> None:
         prompt = a_prompt(space, 40)
-        with cache.reserve(PLAIN, prompt.chunks()) as room:
+        with cache.reserve(PLAIN, prompt.chunks()) as reservation:
             cache.clear()
             assert store(cache, prompt) == [0, 1, 2], "the key is free"
-            fill(room, PLAIN, prompt.chunks())
-            room.commit()
+            fill(reservation, PLAIN, prompt.chunks())
+            reservation.commit()
             assert read(cache, prompt) == 40
         cache.clear()
         self.settle(cache)
@@ -707,10 +707,10 @@ class CacheContract:
         prompt = a_prompt(space, 32)
         store(cache, prompt)
         one, two = cache.lookup(prompt.query()), cache.lookup(prompt.query())
-        loan, other = cache.claim(one.ticket), cache.claim(two.ticket)
-        room = cache.reserve(PLAIN, a_prompt(space, 64, seed=7).chunks())
-        assert loan is not None and other is not None
-        for holding in (one, two, loan, room):
+        lease, other = cache.claim(one.ticket), cache.claim(two.ticket)
+        reservation = cache.reserve(PLAIN, a_prompt(space, 64, seed=7).chunks())
+        assert lease is not None and other is not None
+        for holding in (one, two, lease, reservation):
             holding.close()
             holding.close()
         with other:
@@ -723,11 +723,11 @@ class CacheContract:
         prompt = a_prompt(space, 32)
         store(cache, prompt)
         hit = cache.lookup(prompt.query())
-        room = cache.reserve(PLAIN, a_prompt(space, 32, seed=3).chunks())
-        loan = cache.claim(hit.ticket)
-        assert loan is not None
+        reservation = cache.reserve(PLAIN, a_prompt(space, 32, seed=3).chunks())
+        lease = cache.claim(hit.ticket)
+        assert lease is not None
         cache.close()
-        check(loan, prompt, 32)
+        check(lease, prompt, 32)
         for call in (
             lambda: cache.register(space),
             lambda: cache.lookup(prompt.query()),
@@ -737,11 +737,11 @@ class CacheContract:
             lambda: cache.recode("disk", "raw"),
             lambda: cache.status(),
             lambda: cache.arena_buffer,
-            room.commit,
+            reservation.commit,
         ):
             with pytest.raises(KVHoldError, match="closed"):
                 call()
-        for holding in (hit, loan, room):
+        for holding in (hit, lease, reservation):
             holding.close()
         cache.close()
 
@@ -765,13 +765,13 @@ class CacheContract:
     ) -> None:
         store(cache, a_prompt(space, 40))
         unknown = Namespace(model="model", layout=Layout(groups=(_FULL,), tokens_per_chunk=48))
-        with cache.reserve(PLAIN, a_prompt(space, 40, seed=1).chunks()) as room:
+        with cache.reserve(PLAIN, a_prompt(space, 40, seed=1).chunks()) as reservation:
             with pytest.raises(KVHoldError, match="not registered"):
                 cache.lookup(a_prompt(unknown, 100).query())
             with pytest.raises(KVHoldError, match="not registered"):
                 cache.reserve(unknown.layout, a_prompt(unknown, 100).chunks())
-            fill(room, PLAIN, a_prompt(space, 40, seed=1).chunks())
-            room.commit()
+            fill(reservation, PLAIN, a_prompt(space, 40, seed=1).chunks())
+            reservation.commit()
         assert read(cache, a_prompt(space, 40)) == read(cache, a_prompt(space, 40, seed=1)) == 40
 
     def test_a_tail_that_the_layout_does_not_allow_is_an_error(self, cache: Cache) -> None:
@@ -847,17 +847,17 @@ def _live(cache: Cache, space: Namespace, seed: int) -> int:
         found += read(cache, prompt)
         if luck.random() < 0.1:
             names = prompt.chunks()
-            with cache.reserve(space.layout, names) as room:
+            with cache.reserve(space.layout, names) as reservation:
                 for group in range(len(space.layout.groups)):
-                    _scribble(room, room.chunks(group).offsets[room.granted])
+                    _scribble(reservation, reservation.chunks(group).offsets[reservation.granted])
         else:
             store(cache, prompt)
     return found
 
 
-def _scribble(room: Room, offsets: Sequence[int] | npt.NDArray[np.int64]) -> None:
+def _scribble(reservation: Reservation, offsets: Sequence[int] | npt.NDArray[np.int64]) -> None:
     for at in offsets:
-        room.buffer[int(at) : int(at) + 64] = 0xEE
+        reservation.buffer[int(at) : int(at) + 64] = 0xEE
 
 
 def _registered(cache: Cache, space: Namespace) -> Namespace:

@@ -64,12 +64,12 @@ def test_what_an_engine_still_stores_is_waited_for(node: RunningNode) -> None:
     engine, asker, prompt = node.client(), node.client(), a_prompt(SPACE, 64)
     engine.register(SPACE)
     with ThreadPoolExecutor(1) as pool:
-        with engine.reserve(SPACE.layout, prompt.chunks()) as room:
+        with engine.reserve(SPACE.layout, prompt.chunks()) as reservation:
             flushed = pool.submit(flush_engines, asker, patience_s=60.0)
-            fill(room, SPACE.layout, prompt.chunks(), 0)
+            fill(reservation, SPACE.layout, prompt.chunks(), 0)
             with pytest.raises(TimeoutError):
                 flushed.result(0.3)
-            room.commit()
+            reservation.commit()
         flushed.result(60)
     assert asker.status()["chunks"] == 4
 

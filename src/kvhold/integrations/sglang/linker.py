@@ -271,11 +271,11 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
 
     def _claimed(self, load: _Load, held: ExitStack) -> list[Piece]:
         """Raises KVHoldError if the pages are gone."""
-        loan = None if load.found is None else self._cache.claim(load.found.hit.ticket)
-        if loan is None:
+        lease = None if load.found is None else self._cache.claim(load.found.hit.ticket)
+        if lease is None:
             raise KVHoldError("its pages have left the cache")
-        held.enter_context(loan)
-        return self._pages.pieces_of(loan, load.ids)
+        held.enter_context(lease)
+        return self._pages.pieces_of(lease, load.ids)
 
     def _offload(self, keys: list[str], ids: Int64s, events: list[Any]) -> None:
         """Store pages and report the end, after errors too."""

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from kvhold.core.api import ABSENT, ChunkBytes, Loan
+from kvhold.core.api import ABSENT, ChunkBytes, Lease
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.layout import DTYPE_BYTES, Group, Layout
 from kvhold.memory.copier import Piece
@@ -275,12 +275,12 @@ class PlainPages:
             Piece(view, ids, buffer, place) for view, place in zip(self.views, places, strict=True)
         ]
 
-    def pieces_of(self, loan: Loan, ids: Int64s) -> list[Piece]:
+    def pieces_of(self, lease: Lease, ids: Int64s) -> list[Piece]:
         """Raises KVHoldError if a page is absent."""
-        places = [loan.chunks(group).first(len(ids)) for group in range(len(self.views))]
+        places = [lease.chunks(group).first(len(ids)) for group in range(len(self.views))]
         if any((place.offsets == ABSENT).any() for place in places):
-            raise KVHoldError("a page of the loan is not there")
-        return self.pieces(ids, loan.buffer, places)
+            raise KVHoldError("a page of the lease is not there")
+        return self.pieces(ids, lease.buffer, places)
 
     def takes_flat(self, page: object) -> bool:
         return bool(self.flat) and _is_flat(page, self.layout.groups[0].dtype, self._flat_elements)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvhold.core.api import ABSENT, Cache, ChunkBytes, Hit, Loan, loans_as_they_come
+from kvhold.core.api import ABSENT, Cache, ChunkBytes, Hit, Lease, leases_as_they_arrive
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # (first key, arena, chunks by group)
 Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]
-Take: TypeAlias = Callable[[int, Loan], None]  # (first key, loan)
+Take: TypeAlias = Callable[[int, Lease], None]  # (first key, lease)
 
 
 class Tally:
@@ -97,11 +97,11 @@ class Shelf:
         """Copy the present pages out and return which. Others may be partly written."""
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
-        def take(first: int, loan: Loan) -> None:
-            first += loan.first_chunk
-            places = tuple(loan.chunks(group) for group in self._groups)
-            scatter(first, loan.buffer, places)
-            loan.verify(self.namespace.layout)  # if copied without kvhold's copier
+        def take(first: int, lease: Lease) -> None:
+            first += lease.first_chunk
+            places = tuple(lease.chunks(group) for group in self._groups)
+            scatter(first, lease.buffer, places)
+            lease.verify(self.namespace.layout)  # if copied without kvhold's copier
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 
@@ -119,11 +119,13 @@ class Shelf:
         started_s, there = time.monotonic(), [False] * len(keys)
         with _FaultsAreMisses("store"):
             names = names_of(self.namespace, keys, prefix_keys)
-            with self._cache.reserve(self.namespace.layout, names, terms=self._rules.terms) as room:
-                if room.granted:
-                    places = tuple(room.chunks(group) for group in self._groups)
-                    gather(0, room.buffer, places)
-                    room.commit()
+            with self._cache.reserve(
+                self.namespace.layout, names, terms=self._rules.terms
+            ) as reservation:
+                if reservation.granted:
+                    places = tuple(reservation.chunks(group) for group in self._groups)
+                    gather(0, reservation.buffer, places)
+                    reservation.commit()
                     there = _whole(places)
         self.stored.add(sum(there), self._page_bytes, started_s)
         rest = [number for number, written in enumerate(there) if not written]
@@ -156,7 +158,7 @@ class Shelf:
             first += pages + 1
 
     def _find(
-        self, keys: Sequence[str], until_s: float, take: Callable[[Loan], None] | None = None
+        self, keys: Sequence[str], until_s: float, take: Callable[[Lease], None] | None = None
     ) -> int | None:
         if not keys or not self._rules.load:
             return None
@@ -167,8 +169,8 @@ class Shelf:
                 query_of(self.namespace, keys), wait_s=wait_s if take is None else 0
             ) as hit:
                 if take is not None:
-                    for loan in loans_as_they_come(self._cache, hit, size, until_s=until_s):
-                        take(loan)
+                    for lease in leases_as_they_arrive(self._cache, hit, size, until_s=until_s):
+                        take(lease)
                 hit.settle()
                 return hit.num_tokens // size
         return None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from kvhold.core.api import ABSENT, Cache, Loan
+from kvhold.core.api import ABSENT, Cache, Lease
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import ConfigError, DeviceError, KVHoldError, LayoutError
 from kvhold.core.keys import Prompt
@@ -215,17 +215,17 @@ class Reuse:
             transfers: list[Transfer] = []
             try:
                 for row, hit in enumerate(hits):
-                    loan = self.cache.claim(hit.ticket)
-                    if loan is None:
+                    lease = self.cache.claim(hit.ticket)
+                    if lease is None:
                         raise KVHoldError("the hit was lost before it was claimed")
-                    transfers.append(self._fill_row(view, row, held.enter_context(loan)))
+                    transfers.append(self._fill_row(view, row, held.enter_context(lease)))
             finally:
-                wait_for(transfers)  # before the loans are closed
+                wait_for(transfers)  # before the leases are closed
         kv.batch_repeat_interleave(work.call.expand)
         work.kv, work.num_loaded = kv, num_tokens * len(hits)
 
-    def _fill_row(self, view: View, row: int, loan: Loan) -> Transfer:
-        places = loan.chunks()
+    def _fill_row(self, view: View, row: int, lease: Lease) -> Transfer:
+        places = lease.chunks()
         if (places.offsets == ABSENT).any():  # full attention needs all
             raise KVHoldError(
                 f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks"
@@ -233,7 +233,7 @@ class Reuse:
         position = np.arange(int(places.num_tokens.sum()), dtype=np.int64)
         slots = np.where(position < view.rows_per_block, row * view.rows_per_block + position, -1)
         return self._copier.scatter(
-            [Piece(view, slots, loan.buffer, places, "slots")], after=self._copier.mark()
+            [Piece(view, slots, lease.buffer, places, "slots")], after=self._copier.mark()
         )
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
@@ -266,8 +266,8 @@ class Reuse:
         )
         if known == length or not len(names):
             return 0
-        with self.cache.reserve(layout, names, terms=self.rules.terms) as room:
-            places = room.chunks()
+        with self.cache.reserve(layout, names, terms=self.rules.terms) as reservation:
+            places = reservation.chunks()
             granted = places.offsets != ABSENT
             if not granted.any():
                 return 0
@@ -277,12 +277,12 @@ class Reuse:
             wait_for(
                 [
                     self._copier.gather(
-                        [Piece(view, slots, room.buffer, places, "slots")],
+                        [Piece(view, slots, reservation.buffer, places, "slots")],
                         after=self._copier.mark(),
                     )
                 ]
             )
-            room.commit()
+            reservation.commit()
         return int(places.num_tokens[granted].sum())
 
     def _store_sequences(self, view: View, prompt: Prompt, sequences: Any) -> int:

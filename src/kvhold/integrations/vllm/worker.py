@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import ABSENT, ChunkBytes, Loan, Room
+from kvhold.core.api import ABSENT, ChunkBytes, Lease, Reservation
 from kvhold.core.config import Config
 from kvhold.core.errors import DeviceError, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
@@ -61,7 +61,7 @@ class _Loaded:
 class _Reserving:
     store: Store
     shard: int
-    room: "Future[Room | None]"
+    reservation: "Future[Reservation | None]"
     pieces: list[Piece] = field(default_factory=list)
     layers: "list[Future[Transfer]]" = field(default_factory=list)
 
@@ -247,11 +247,11 @@ class WorkerSide:
         for one in self._reserved:
             if (
                 layer_name == self._geometry.parts[0].layer_names[0]
-                and one.room.done()
-                and (room := one.room.result()) is not None
+                and one.reservation.done()
+                and (reservation := one.reservation.result()) is not None
             ):
                 try:
-                    one.pieces[:] = self._pieces_of(one.store, one.shard, room)
+                    one.pieces[:] = self._pieces_of(one.store, one.shard, reservation)
                 except Exception:  # an error here must not fail the pass
                     log.exception(
                         "kvhold: chunks of request %s are not copied inside the pass",
@@ -300,28 +300,28 @@ class WorkerSide:
         ).not_done
         for one, read in reading:
             if read in late and read.cancel():
-                one.room.cancel()
+                one.reservation.cancel()
         wait([read for read in late if not read.cancelled()])
         for one, read in reading:
             self._copier.fence(one.layer_copies() if read.cancelled() else read.result().transfers)
 
     def _drop(self, one: _Reserving) -> None:
-        if not one.room.cancel():
+        if not one.reservation.cancel():
             self._settler.submit(_settle, one, None)
 
     def _read(self, one: _Reserving, mark: Mark | None) -> _Reading:
         reading = _Reading(one.layer_copies())
-        room = one.room.result()
-        if room is None or not self._is_of(one.store.adapter):
+        reservation = one.reservation.result()
+        if reservation is None or not self._is_of(one.store.adapter):
             return reading
         try:
-            reading.pieces = one.pieces or self._pieces_of(one.store, one.shard, room)
+            reading.pieces = one.pieces or self._pieces_of(one.store, one.shard, reservation)
             if not reading.pieces:
                 return reading
             if not one.pieces:
                 reading.transfers.append(self._copier.gather(reading.pieces, after=mark))
             reading.is_whole = True
-            self._count_stored(one.shard, room)
+            self._count_stored(one.shard, reservation)
         except DeviceError:
             reading.is_lost = True
         except KVHoldError as error:
@@ -378,7 +378,7 @@ class WorkerSide:
         self._copier.close()
         self._cache.close()
 
-    def _reserve(self, store: Store, shard: int) -> Room | None:
+    def _reserve(self, store: Store, shard: int) -> Reservation | None:
         try:
             return self._cache.reserve(
                 self._namespace.layout,
@@ -405,32 +405,35 @@ class WorkerSide:
             ]
         )
 
-    def _pieces_of(self, store: Store, shard: int, room: Room) -> list[Piece]:
+    def _pieces_of(self, store: Store, shard: int, reservation: Reservation) -> list[Piece]:
         pieces = []
         for number, (view, ids) in enumerate(zip(self._views[shard], store.block_ids, strict=True)):
-            places = room.chunks(number)
+            places = reservation.chunks(number)
             if (places.offsets != ABSENT).any():
-                pieces.append(Piece(view, np.array(ids, dtype=np.int64), room.buffer, places))
+                pieces.append(
+                    Piece(view, np.array(ids, dtype=np.int64), reservation.buffer, places)
+                )
         return pieces
 
-    def _count_stored(self, shard: int, room: Room) -> None:
+    def _count_stored(self, shard: int, reservation: Reservation) -> None:
         nbytes = sum(
-            _nbytes(view, room.chunks(number)) for number, view in enumerate(self._views[shard])
+            _nbytes(view, reservation.chunks(number))
+            for number, view in enumerate(self._views[shard])
         )
         self.tally.add("stored_bytes", nbytes)
-        self.tally.add("stored_chunks", len(room.granted))
+        self.tally.add("stored_chunks", len(reservation.granted))
 
     def _prepare(self, load: Load, stack: ExitStack) -> list[Piece]:
         self._check_adapter(load)
         pieces: list[Piece] = []
         for shard in self._held:
-            loan = self._cache.claim(
+            lease = self._cache.claim(
                 load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None
             )
-            if loan is None:
+            if lease is None:
                 raise KVHoldError("the hit is gone")
-            stack.enter_context(loan)
-            pieces += self._pieces_into(load, shard, loan)
+            stack.enter_context(lease)
+            pieces += self._pieces_into(load, shard, lease)
         return pieces
 
     def _count_loaded(self, view: View, blocks: npt.NDArray[np.int64]) -> None:
@@ -442,28 +445,28 @@ class WorkerSide:
         """Claim a hit, copy it after `mark` and report the end, after errors too."""
         began_s = time.monotonic()
         failed, damaged = blocks_of(load), list[int]()
-        loans: list[Loan] = []
+        leases: list[Lease] = []
         try:
             self._check_adapter(load)
             for shard in self._held:
-                loan = self._cache.claim(
+                lease = self._cache.claim(
                     load.ticket,
                     shard,
                     first_chunk=load.first_chunk,
                     deadline_s=load.patience_s or None,
                 )
-                if loan is None:
+                if lease is None:
                     break
-                loans.append(loan)
-                damaged += self._scatter(load, shard, loan, mark)
+                leases.append(lease)
+                damaged += self._scatter(load, shard, lease, mark)
             else:
                 failed = sorted(set(damaged))
                 if failed:
                     log_damage(load, failed)
         except DeviceError:
-            for loan in loans:
-                loan.keep()
-            loans.clear()
+            for lease in leases:
+                lease.keep()
+            leases.clear()
         except KVHoldError as error:
             log.warning(
                 "kvhold: the KV of request %s did not arrive and is computed: %s",
@@ -478,8 +481,8 @@ class WorkerSide:
             self.tally.add("failed_loads" if failed else "loads", 1)
             self.tally.add("load_seconds", time.monotonic() - began_s)
             self._finished.put(_Loaded(load.request_id, failed))
-            for loan in loans:
-                loan.close()
+            for lease in leases:
+                lease.close()
 
     def _is_of(self, adapter: AdapterUse | None) -> bool:
         return adapter is None or self._adapters.match(adapter)
@@ -491,9 +494,9 @@ class WorkerSide:
                 "has not loaded it yet"
             )
 
-    def _scatter(self, load: Load, shard: int, loan: Loan, mark: Mark | None) -> list[int]:
+    def _scatter(self, load: Load, shard: int, lease: Lease, mark: Mark | None) -> list[int]:
         """Copy one shard's chunks in. Return the damaged blocks."""
-        pieces = self._pieces_into(load, shard, loan)
+        pieces = self._pieces_into(load, shard, lease)
         damage = self._copier.scatter(pieces, after=mark).wait()
         damaged: list[int] = []
         for part, piece, error in zip(self._geometry.parts, pieces, damage, strict=True):
@@ -501,10 +504,10 @@ class WorkerSide:
                 damaged += blocks_of_chunks(error.chunks, part, piece.ids, piece.places)
         return damaged
 
-    def _pieces_into(self, load: Load, shard: int, loan: Loan) -> list[Piece]:
+    def _pieces_into(self, load: Load, shard: int, lease: Lease) -> list[Piece]:
         pieces = []
         for number, (view, ids) in enumerate(zip(self._views[shard], load.block_ids, strict=True)):
-            piece = Piece(view, np.array(ids, dtype=np.int64), loan.buffer, loan.chunks(number))
+            piece = Piece(view, np.array(ids, dtype=np.int64), lease.buffer, lease.chunks(number))
             _check_covered(self._geometry.parts[number], piece.ids, piece.places)
             self._count_loaded(view, piece.ids)
             pieces.append(piece)
@@ -547,8 +550,8 @@ def _warn_of_infinity() -> None:
 
 def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
     """Commit the copied chunks and release the rest."""
-    room = None if one.room.cancelled() else one.room.result()
-    if room is None:
+    reservation = None if one.reservation.cancelled() else one.reservation.result()
+    if reservation is None:
         return
     try:
         reading = read.result() if read is not None else _Reading(one.layer_copies())
@@ -563,9 +566,9 @@ def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
         reading.is_whole = False
         log.exception("kvhold: chunks of request %s were not stored", one.store.request_id)
     if reading.is_lost:
-        room.keep()
+        reservation.keep()
         return
-    with room:
+    with reservation:
         try:
             if reading.is_whole:
                 infinite = {
@@ -573,6 +576,8 @@ def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
                 }
                 if infinite:
                     _warn_of_infinity()
-                room.commit([chunk for chunk in room.granted if chunk not in infinite])
+                reservation.commit(
+                    [chunk for chunk in reservation.granted if chunk not in infinite]
+                )
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)

@@ -126,7 +126,7 @@ class _Index:
 
     def _store(self, names: ChunkNames) -> None:
         granted = self._state.reserve(self._owner, LAYOUT, names, 0)
-        self._state.commit(self._owner, granted.room, range(len(names)))
+        self._state.commit(self._owner, granted.reservation, range(len(names)))
 
     def _probe(self, keys: list[bytes]) -> None:
         probe = self._dict.get

@@ -63,8 +63,8 @@ def _lookup(client: NodeClient, tokens: npt.NDArray[np.int32]) -> Hit:
 def _holding(tokens: npt.NDArray[np.int32], under: Sequence[str] = ()) -> Iterator[NodeClient]:
     with running_node(under) as client:
         client.register(NAMESPACE)
-        with client.reserve(LAYOUT, NAMESPACE.prompt(tokens).chunks()) as room:
-            room.commit()
+        with client.reserve(LAYOUT, NAMESPACE.prompt(tokens).chunks()) as reservation:
+            reservation.commit()
         yield client
 
 

@@ -69,14 +69,14 @@ class _Trips:
     def retrieve(self, *, checked: bool) -> None:
         with self._client.lookup(self._kept.query()) as hit:
             assert hit.num_tokens == len(self._kept.tokens)
-            loan = self._client.claim(hit.ticket)
-            assert loan is not None
-            with loan:
+            lease = self._client.claim(hit.ticket)
+            assert lease is not None
+            with lease:
                 scatter_blocks(
                     self.engine.view,
                     self.engine.block_ids,
-                    loan.buffer,
-                    _places(loan.chunks(), checked),
+                    lease.buffer,
+                    _places(lease.chunks(), checked),
                     threads=THREADS,
                 )
 
@@ -85,19 +85,19 @@ class _Trips:
         self._store(self._kept, checked=True)
 
     def _store(self, prompt: Prompt, *, checked: bool) -> None:
-        with self._client.reserve(LAYOUT, prompt.chunks()) as room:
-            assert len(room.granted) == NUM_CHUNKS
-            places = room.chunks()
+        with self._client.reserve(LAYOUT, prompt.chunks()) as reservation:
+            assert len(reservation.granted) == NUM_CHUNKS
+            places = reservation.chunks()
             gather_blocks(
                 self.engine.view,
                 self.engine.block_ids,
-                room.buffer,
+                reservation.buffer,
                 _places(places, checked),
                 threads=THREADS,
             )
             if not checked and places.sums is not None:
                 places.sums.known[:] = True
-            room.commit()
+            reservation.commit()
 
     def _prompt(self) -> Prompt:
         self._stored += 1

@@ -125,9 +125,9 @@ def _node_rows(clients: list["_Client"], path: Path, load: Load) -> Iterator[Ove
 
     def claim_long() -> None:
         found = client.ask(m.Lookup(long))
-        lent = client.ask(m.Claim(found.ticket, 0, 0))
+        leased = client.ask(m.Claim(found.ticket, 0, 0))
         client.ask(m.Release(found.ticket))
-        client.ask(m.Release(lent.loan))
+        client.ask(m.Release(leased.lease))
 
     num_keys = len(long.hashes) // HASH_BYTES * 48
     for name, work in (
@@ -220,10 +220,10 @@ def _store_all(client: "_Client", load: Load) -> tuple[Query, Query]:
 
 def _store(client: "_Client", space: Namespace, names: ChunkNames, shard: int) -> bool:
     granted = client.ask(m.Reserve(space.layout.fingerprint, names, shard))
-    if not granted.room:
+    if not granted.reservation:
         return False
     checksums = bytes(BYTES * len(names) * len(space.layout.groups))
-    client.ask(m.Commit(granted.room, list(range(len(names))), checksums))
+    client.ask(m.Commit(granted.reservation, list(range(len(names))), checksums))
     return True
 
 

@@ -298,10 +298,10 @@ class Retriever:
         self._prompts = [namespace.prompt(row) for row in numbers]
         self.nbytes = NUM_VALUES * layout.chunk_bytes(0, layout.tokens_per_chunk)
         for prompt in self._prompts:
-            with self._cache.reserve(layout, prompt.chunks()) as room:
-                for at in room.chunks().offsets:
-                    room.buffer[at : at + VALUE_BYTES] = 7
-                room.commit()
+            with self._cache.reserve(layout, prompt.chunks()) as reservation:
+                for at in reservation.chunks().offsets:
+                    reservation.buffer[at : at + VALUE_BYTES] = 7
+                reservation.commit()
             assert self._cache.flush(deadline_s=120)
 
     def retrieve(self, *, check: bool) -> None:

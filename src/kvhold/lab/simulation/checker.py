@@ -131,24 +131,24 @@ class Checker:
         match request, answer:
             case m.Lookup(), m.Found() if answer.ticket:
                 self._lookups[answer.ticket] = asked
-            case m.Reserve(), m.Granted() if answer.room:
-                self._granted[answer.room] = self._world.number()
-                self._note_places("room", answer.room, answer.offsets)
-            case m.Claim(), m.Lent():
-                self._note_places("loan", answer.loan, answer.offsets)
-                self._check_loan(owner, request.ticket, answer.loan)
+            case m.Reserve(), m.Granted() if answer.reservation:
+                self._granted[answer.reservation] = self._world.number()
+                self._note_places("reservation", answer.reservation, answer.offsets)
+            case m.Claim(), m.Leased():
+                self._note_places("lease", answer.lease, answer.offsets)
+                self._check_lease(owner, request.ticket, answer.lease)
             case m.Clear(), m.Done():
                 self.promise.cleared(request.namespace or b"", asked[0], self._world.number())
                 self._world.note("cleared %s", (request.namespace or b"").hex()[:8])
 
-    def committing(self, owner: Any, room: int, chunks: list[int]) -> None:
+    def committing(self, owner: Any, reservation: int, chunks: list[int]) -> None:
         assert self._state is not None
         held = self._state._holdings.get(owner)
-        reserved = held.rooms.get(room) if held is not None else None
+        reserved = held.reservations.get(reservation) if held is not None else None
         for chunk in chunks if reserved is not None else ():
             for entry in reserved.chunks.get(chunk, ()) if reserved is not None else ():
                 self._stored[entry.key] = max(
-                    self._stored.get(entry.key, 0), self._granted.get(room, 0)
+                    self._stored.get(entry.key, 0), self._granted.get(reservation, 0)
                 )
 
     def _note_places(self, kind: str, number: int, offsets: list[list[int]]) -> None:
@@ -161,7 +161,7 @@ class Checker:
             if offset != ABSENT
         }
 
-    def _check_loan(self, owner: Any, ticket: int, loan: int) -> None:
+    def _check_lease(self, owner: Any, ticket: int, lease: int) -> None:
         assert self._state is not None
         asked, asked_wall = self._lookups.get(ticket, (0, 0.0))
         if not asked:
@@ -170,10 +170,10 @@ class Checker:
             )
             return
         held = self._state._holdings.get(owner)
-        for entry in held.loans.get(loan, ()) if held is not None else ():
-            self._check_lent(entry, asked, min(asked_wall, self._world.wall()))
+        for entry in held.leases.get(lease, ()) if held is not None else ():
+            self._check_leased(entry, asked, min(asked_wall, self._world.wall()))
 
-    def _check_lent(self, entry: Entry, asked: int, wall: float) -> None:
+    def _check_leased(self, entry: Entry, asked: int, wall: float) -> None:
         name = entry.key.hex()[-16:]
         if not entry.committed:
             self._world.find(f"{name} was lent before it was committed")
@@ -196,12 +196,12 @@ class Checker:
                 self._world.find(f"{name} was found by a lookup after {why}, and not stored since")
 
     def check_pins(self) -> None:
-        """Check that tickets, loans, searches and writes hold each pin."""
+        """Check that tickets, leases, searches and writes hold each pin."""
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
         holders: list[Any] = [ticket.pinned for ticket in state._tickets.values()]
-        holders += [loan for held in state._holdings.values() for loan in held.loans.values()]
+        holders += [lease for held in state._holdings.values() for lease in held.leases.values()]
         holders += [search.pinned.values() for search in state._searches._searches.values()]
         holders += [state._writes._held.values(), self.scrubbing()]
         for held in holders:
@@ -219,7 +219,7 @@ class Checker:
         """Return the number of holdings of each client that has any."""
         state: Any = self._state
         held = {
-            owner.name: len(all_of.tickets) + len(all_of.loans) + len(all_of.rooms)
+            owner.name: len(all_of.tickets) + len(all_of.leases) + len(all_of.reservations)
             for owner, all_of in state._holdings.items()
         }
         return {name: number for name, number in held.items() if number}

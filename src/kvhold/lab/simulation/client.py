@@ -293,7 +293,7 @@ class Client:
             granted = await self.call(
                 link, m.Reserve(prompt.namespace.layout.fingerprint, names, shard, terms), m.Granted
             )
-            room = granted.room
+            reservation = granted.reservation
             ready: dict[int, bytes] = {}
             for chunk, chain_hash in enumerate(split_hashes(names.hashes)):
                 sums = b""
@@ -303,7 +303,9 @@ class Client:
                         key = make_key(names.namespace, chain_hash, group, shard)
                         value = kv(key, prompt.namespace.layout.chunk_bytes(group, tokens))
                         layers = prompt.namespace.layout.groups[group].layers
-                        place = self.checker.place("room", link.node.number, room, row[chunk])
+                        place = self.checker.place(
+                            "reservation", link.node.number, reservation, row[chunk]
+                        )
                         if device is not None:
                             sums += await device.store(
                                 link.node.data, row[chunk], place, value, layers
@@ -313,18 +315,20 @@ class Client:
                 if sums and self.world.random.random() >= leave:
                     ready[chunk] = sums
                 if ready and self.world.random.random() < 0.3:
-                    await self._commit(link, room, ready)
-            await self._commit(link, room, ready)
+                    await self._commit(link, reservation, ready)
+            await self._commit(link, reservation, ready)
         finally:
             await self.give_back(
                 link,
-                m.Abandon(granted.room) if granted is not None and granted.room else None,
+                m.Abandon(granted.reservation)
+                if granted is not None and granted.reservation
+                else None,
                 held=True,
             )
 
-    async def _commit(self, link: SimLink, room: int, ready: dict[int, bytes]) -> None:
+    async def _commit(self, link: SimLink, reservation: int, ready: dict[int, bytes]) -> None:
         if ready:
-            request = m.Commit(room, list(ready), b"".join(ready.values()))
+            request = m.Commit(reservation, list(ready), b"".join(ready.values()))
             ready.clear()
             await self.call(link, request, m.Done)
 
@@ -412,18 +416,18 @@ class Client:
         layout = prompt.namespace.layout
         first = 0 if self.world.random.random() < 0.7 else self.world.random.randrange(3)
         link.hold()
-        lent: m.Lent | None = None
+        leased: m.Leased | None = None
         try:
             device = await self._reached_by_device(link)
-            lent = await self.call(link, m.Claim(ticket, shard, first, arriving), m.Lent)
-            if num_tokens and sum(lent.num_tokens) < num_tokens - first * layout.tokens_per_chunk:
+            leased = await self.call(link, m.Claim(ticket, shard, first, arriving), m.Leased)
+            if num_tokens and sum(leased.num_tokens) < num_tokens - first * layout.tokens_per_chunk:
                 self.world.find(
-                    f"{self.name}: a hit of {num_tokens} tokens came to {lent.num_tokens} "
+                    f"{self.name}: a hit of {num_tokens} tokens came to {leased.num_tokens} "
                     f"from chunk {first} on"
                 )
             hashes = list(split_hashes(prompt.chain))
-            for group, row in enumerate(lent.offsets):
-                sums = unpack(lent.checksums[group])
+            for group, row in enumerate(leased.offsets):
+                sums = unpack(leased.checksums[group])
                 layers = layout.groups[group].layers
                 present = [chunk for chunk, offset in enumerate(row) if offset != ABSENT]
                 if len(sums) != layers * len(present):
@@ -433,7 +437,7 @@ class Client:
                     )
                     return
                 for at, chunk in enumerate(present):
-                    tokens, number = lent.num_tokens[chunk], first + chunk
+                    tokens, number = leased.num_tokens[chunk], first + chunk
                     tail = (
                         None
                         if number < len(hashes) and tokens == layout.tokens_per_chunk
@@ -446,28 +450,28 @@ class Client:
                     value = kv(key, layout.chunk_bytes(group, tokens))
                     of_chunk = sums[at * layers : (at + 1) * layers]
                     if not await self._read(
-                        link, device, lent.loan, row[chunk], key, value, of_chunk
+                        link, device, leased.lease, row[chunk], key, value, of_chunk
                     ):
                         with suppress(KVHoldError):
-                            await self.call(link, m.Damaged(lent.loan, [row[chunk]]), m.Done)
+                            await self.call(link, m.Damaged(leased.lease, [row[chunk]]), m.Done)
                         return
         finally:
             await self.give_back(
-                link, m.Release(lent.loan) if lent is not None else None, held=True
+                link, m.Release(leased.lease) if leased is not None else None, held=True
             )
 
     async def _read(
         self,
         link: SimLink,
         device: SimDevice | None,
-        loan: int,
+        lease: int,
         offset: int,
         key: bytes,
         value: bytes,
         sums: Sequence[int],
     ) -> bool:
         """Compare a chunk. Return False when a checksum does not fit."""
-        place = self.checker.place("loan", link.node.number, loan, offset)
+        place = self.checker.place("lease", link.node.number, lease, offset)
         if device is not None:
             data = await device.load(link.node.data, offset, place, len(value), sums)
             return self._is_right(link, offset, key, data, value)

@@ -288,7 +288,7 @@ class _SimConnection(server._Connection):
         )
         self._asked[number] = request, self._sim.checker.asked(request)
         if isinstance(request, m.Commit):
-            self._sim.checker.committing(self.session, request.room, request.chunks)
+            self._sim.checker.committing(self.session, request.reservation, request.chunks)
         super()._answer(body)
 
     def _send(self, answer: m.Message, number: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvhold.core.api import loans_as_they_come
+from kvhold.core.api import leases_as_they_arrive
 from kvhold.core.config import load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
@@ -84,11 +84,15 @@ class KVHold:
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
         prompt = self._namespace.prompt(tokens)
-        with self._client.reserve(self._layout, prompt.chunks()) as room:
+        with self._client.reserve(self._layout, prompt.chunks()) as reservation:
             gather_blocks(
-                self._view, np.array(block_ids), room.buffer, room.chunks(), threads=self._threads
+                self._view,
+                np.array(block_ids),
+                reservation.buffer,
+                reservation.chunks(),
+                threads=self._threads,
             )
-            self._mark = room.commit()
+            self._mark = reservation.commit()
 
     def settle(self) -> None:
         if self._options.tier != "ram" and not self._client.flush(
@@ -110,11 +114,13 @@ class KVHold:
         size, ids = self._layout.tokens_per_chunk, np.array(block_ids)
         blocks = size * len(ids) // len(tokens)
         with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=0) as hit:
-            for loan in loans_as_they_come(
+            for lease in leases_as_they_arrive(
                 self._client, hit, size, until_s=time.monotonic() + _PATIENCE_S
             ):
-                into = ids[loan.first_chunk * blocks :][: len(loan.num_tokens) * blocks]
-                scatter_blocks(self._view, into, loan.buffer, loan.chunks(), threads=self._threads)
+                into = ids[lease.first_chunk * blocks :][: len(lease.num_tokens) * blocks]
+                scatter_blocks(
+                    self._view, into, lease.buffer, lease.chunks(), threads=self._threads
+                )
             if self._options.tier != "ram" and "ram" in hit.sources:
                 raise KVHoldError(f"{hit.sources['ram']} tokens were still in memory")
             return hit.num_tokens
@@ -128,8 +134,8 @@ class KVHold:
             prompt = self._namespace.prompt(
                 np.full(self._options.num_tokens, _FILLER_TOKEN + number, np.int32)
             )
-            with self._client.reserve(self._layout, prompt.chunks()) as room:
-                self._mark = room.commit()
+            with self._client.reserve(self._layout, prompt.chunks()) as reservation:
+                self._mark = reservation.commit()
             self.settle()
 
     def pids(self) -> list[int]:

@@ -92,7 +92,7 @@ def _kill_some(client: NodeClient, target: Target, *, first: int, count: int) ->
             assert child.stdout is not None
             child.stdout.close()
     until_s = time.monotonic() + _PATIENCE_S
-    while client.status()["held"]["rooms"]:
+    while client.status()["held"]["reservations"]:
         if time.monotonic() > until_s:
             raise TimeoutError("the node did not get the memory of dead clients back")
         time.sleep(0.001)
@@ -102,14 +102,18 @@ def _stray_bytes(client: NodeClient) -> int:
     tokens = np.arange(
         _BLOCK_TOKENS * (client.status()["arena_bytes"] // (_LAYERS * _BLOCK_BYTES)), dtype=np.int32
     )
-    with client.reserve(SPACE.layout, SPACE.prompt(tokens).chunks()) as room:
-        places = [int(offset) for offset in room.chunks().offsets if offset >= 0]
+    with client.reserve(SPACE.layout, SPACE.prompt(tokens).chunks()) as reservation:
+        places = [int(offset) for offset in reservation.chunks().offsets if offset >= 0]
         assert places, "the memory that was given back can be reserved"
         for place in places:
-            room.buffer[place : place + _LAYERS * _BLOCK_BYTES] = _OURS
+            reservation.buffer[place : place + _LAYERS * _BLOCK_BYTES] = _OURS
         time.sleep(_LINGER_S)  # a running copy would write now
         return sum(
-            int(np.count_nonzero(room.buffer[place : place + _LAYERS * _BLOCK_BYTES] != _OURS))
+            int(
+                np.count_nonzero(
+                    reservation.buffer[place : place + _LAYERS * _BLOCK_BYTES] != _OURS
+                )
+            )
             for place in places
         )
 
@@ -128,9 +132,9 @@ def copy_until_killed(socket: Path, kind: Kind, number: int) -> None:
         prompt = SPACE.prompt(
             np.arange(_CHUNKS * _BLOCK_TOKENS, dtype=np.int32) + 1_000_000 * (1 + number)
         )
-        with client.reserve(SPACE.layout, prompt.chunks()) as room:
+        with client.reserve(SPACE.layout, prompt.chunks()) as reservation:
             copier = target.copier(*mappings)
-            piece = Piece(view, np.arange(_CHUNKS), room.buffer, room.chunks())
+            piece = Piece(view, np.arange(_CHUNKS), reservation.buffer, reservation.chunks())
             copier.gather([piece], after=copier.mark()).wait()
             sys.stdout.write("copying\n")
             sys.stdout.flush()

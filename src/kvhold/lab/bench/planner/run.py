@@ -59,8 +59,10 @@ class _System:
     def forget(self) -> None:
         flush_engines(self.client, patience_s=_PATIENT_S)
         self.others.reverse()
-        with self.client.reserve(self.others[0].namespace.layout, self.others[0].chunks()) as room:
-            room.commit()
+        with self.client.reserve(
+            self.others[0].namespace.layout, self.others[0].chunks()
+        ) as reservation:
+            reservation.commit()
         flush_engines(self.client, patience_s=_PATIENT_S)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cache.local import LocalCache, open_cache
-from kvhold.core.api import Cache, ChunkBytes, Loan
+from kvhold.core.api import Cache, ChunkBytes, Lease
 from kvhold.core.errors import DamagedChunks
 from kvhold.core.keys import Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
@@ -121,29 +121,29 @@ class _Engine:
         before_commit: Callable[[int], None] = lambda _: None,
     ) -> None:
         blocks = np.arange(number * _BLOCKS, (number + 1) * _BLOCKS)
-        with cache.reserve(self.layout, prompt.chunks()) as room:
-            if not room.granted:
+        with cache.reserve(self.layout, prompt.chunks()) as reservation:
+            if not reservation.granted:
                 return
             if self.chance.random() < 0.5:
-                gather_blocks(self.view, blocks, room.buffer, room.chunks())
+                gather_blocks(self.view, blocks, reservation.buffer, reservation.chunks())
             else:
-                planned = plan_copy(self.view, blocks, room.buffer, room.chunks())
+                planned = plan_copy(self.view, blocks, reservation.buffer, reservation.chunks())
                 for layer in range(self.view.layers):
                     planned.gather(range(layer, layer + 1))
-            before_commit(int(room.chunks().offsets[0]))
-            room.commit()
+            before_commit(int(reservation.chunks().offsets[0]))
+            reservation.commit()
 
     def load(self, cache: Cache, prompt: Prompt) -> bool:
         """Load. Returns False for a miss or reported damage."""
         for tensor in self.tensors:
             tensor[:, self.into] = 0
         with cache.lookup(prompt.query()) as hit:
-            loan = cache.claim(hit.ticket) if hit.num_tokens else None
-            if loan is None:
+            lease = cache.claim(hit.ticket) if hit.num_tokens else None
+            if lease is None:
                 return False
-            with loan:
+            with lease:
                 try:
-                    self._copy(loan)
+                    self._copy(lease)
                 except DamagedChunks:
                     return False
         return True
@@ -154,19 +154,19 @@ class _Engine:
             np.array_equal(tensor[:, blocks], tensor[:, self.into]) for tensor in self.tensors
         )
 
-    def _copy(self, loan: Loan) -> None:
-        places, way = loan.chunks(), self.chance.randrange(3)
+    def _copy(self, lease: Lease) -> None:
+        places, way = lease.chunks(), self.chance.randrange(3)
         if way == 0:
-            scatter_blocks(self.view, self.into, loan.buffer, places, threads=2)
+            scatter_blocks(self.view, self.into, lease.buffer, places, threads=2)
         elif way == 1:
-            planned = plan_copy(self.view, self.into, loan.buffer, places)
+            planned = plan_copy(self.view, self.into, lease.buffer, places)
             for layer in range(self.view.layers):
                 planned.scatter(range(layer, layer + 1))
         else:
             scatter_blocks(
-                self.view, self.into, loan.buffer, ChunkBytes(places.offsets, places.num_tokens)
+                self.view, self.into, lease.buffer, ChunkBytes(places.offsets, places.num_tokens)
             )
-            loan.verify(self.layout)
+            lease.verify(self.layout)
 
 
 def in_memory(count: int, seed: int) -> Flips:

@@ -1,4 +1,4 @@
-"""Rooms: memory that is reserved for missing chunks, written, then made visible or freed.
+"""Reservations: memory that is reserved for missing chunks, written, then made visible or freed.
 
 No I/O; the state is the single writer. A writer abandons only after it has stopped writing.
 
@@ -40,14 +40,14 @@ _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 @dataclass(frozen=True)
 class Granted:
-    """The answer to a reserve. room: 0 if nothing was granted. offsets: `[group][chunk]`."""
+    """The answer to a reserve. reservation: 0 if nothing was granted. offsets: `[group][chunk]`."""
 
-    room: int
+    reservation: int
     offsets: list[list[int]]
 
 
 @dataclass
-class Room:
+class Reservation:
     """Reserved chunks. is_given_up: others do not wait for its writer."""
 
     layout: Layout
@@ -70,7 +70,7 @@ class Room:
         return entries
 
 
-class Rooms:
+class Reservations:
     def __init__(
         self,
         ram: RamTier,
@@ -87,14 +87,19 @@ class Rooms:
         self._writes = writes
         self._stalled_after_s = stalled_after_s
         self._clock = clock
-        # with its start and its room
-        self._writing: dict[bytes, tuple[Entry, float, Room]] = {}
+        # with its start and its reservation
+        self._writing: dict[bytes, tuple[Entry, float, Reservation]] = {}
 
     def reserve_turns(
-        self, room: Room, names: ChunkNames, shard: int, *, groups: bytes | None = None
+        self,
+        reservation: Reservation,
+        names: ChunkNames,
+        shard: int,
+        *,
+        groups: bytes | None = None,
     ) -> Turns[list[list[int]]]:
         """Reserve memory. Return offsets, `[group][chunk]`. Raises ProtocolError."""
-        layout, terms = room.layout, room.terms
+        layout, terms = reservation.layout, reservation.terms
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):
             raise ProtocolError(
@@ -139,8 +144,8 @@ class Rooms:
                     for one in wanted:
                         self._gone.add(one.key, NO_ROOM)
                     break
-                room.add(chunk, entries)
-                self._writing.update((entry.key, (entry, now_s, room)) for entry in entries)
+                reservation.add(chunk, entries)
+                self._writing.update((entry.key, (entry, now_s, reservation)) for entry in entries)
                 for g, entry in zip(missing, entries, strict=True):
                     offsets[g][chunk] = entry.offset
                 count_entries(self._metrics, "reserved", entries)
@@ -149,7 +154,7 @@ class Rooms:
         return offsets
 
     def commit_turns(
-        self, room: Room, chunks: Sequence[int], checksums: bytes | None
+        self, reservation: Reservation, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
         """Make chunks visible, the last one first.
 
@@ -161,14 +166,18 @@ class Rooms:
         """
         if checksums is not None:
             yield from _keep_checksums(
-                room, [chunk for chunk in dict.fromkeys(chunks) if chunk in room.chunks], checksums
+                reservation,
+                [chunk for chunk in dict.fromkeys(chunks) if chunk in reservation.chunks],
+                checksums,
             )
-        numbers = sorted(set(chunks) & room.chunks.keys(), reverse=True)
+        numbers = sorted(set(chunks) & reservation.chunks.keys(), reverse=True)
         committed: list[list[Entry]] = []
         held: list[Entry] = []  # visible and not queued yet
         try:
             for begin in range(0, len(numbers), _MOST_COMMITTED):
-                part = [room.take(number) for number in numbers[begin : begin + _MOST_COMMITTED]]
+                part = [
+                    reservation.take(number) for number in numbers[begin : begin + _MOST_COMMITTED]
+                ]
                 committed += part
                 entries = [entry for of_chunk in part for entry in of_chunk]
                 self._commit(entries)
@@ -182,7 +191,7 @@ class Rooms:
             # in the tiers, the beginning comes first
             for of_chunk in reversed(committed):
                 for entry in of_chunk:
-                    self._writes.add(entry, room.layout, room.terms)
+                    self._writes.add(entry, reservation.layout, reservation.terms)
                 self._ram.unpin_all([held.pop() for entry in of_chunk if entry.committed])
                 yield len(of_chunk)
         finally:  # the client may leave
@@ -201,10 +210,10 @@ class Rooms:
         for entry in entries:
             self._ram.commit(entry)
 
-    def abandon_turns(self, room: Room) -> Turns[None]:
-        """Free chunks. The room keeps those not freed yet."""
-        while room.chunks:
-            entries = room.take(next(reversed(room.chunks)))
+    def abandon_turns(self, reservation: Reservation) -> Turns[None]:
+        """Free chunks. The reservation keeps those not freed yet."""
+        while reservation.chunks:
+            entries = reservation.take(next(reversed(reservation.chunks)))
             self._is_written(entries)
             for entry in entries:
                 self._ram.abandon(entry)
@@ -226,10 +235,10 @@ class Rooms:
 
     def _take_over(self, key: bytes) -> bool:
         """Remove a stalled writer's entry. Return whether there was one."""
-        entry, since_s, room = self._writing.get(key, (None, inf, None))
-        if entry is None or room is None or not self._ram.is_being_written(entry):
+        entry, since_s, reservation = self._writing.get(key, (None, inf, None))
+        if entry is None or reservation is None or not self._ram.is_being_written(entry):
             return False
-        if not room.is_given_up and self._clock() - since_s < self._stalled_after_s:
+        if not reservation.is_given_up and self._clock() - since_s < self._stalled_after_s:
             return False
         self._ram.remove(entry)
         del self._writing[key]
@@ -242,9 +251,9 @@ class Rooms:
                 del self._writing[entry.key]
 
 
-def _keep_checksums(room: Room, chunks: Sequence[int], packed: bytes) -> Turns[None]:
-    entries = [entry for chunk in chunks for entry in room.chunks[chunk]]
-    by_group = [BYTES * group.layers for group in room.layout.groups]
+def _keep_checksums(reservation: Reservation, chunks: Sequence[int], packed: bytes) -> Turns[None]:
+    entries = [entry for chunk in chunks for entry in reservation.chunks[chunk]]
+    by_group = [BYTES * group.layers for group in reservation.layout.groups]
     sizes: list[int] = []
     for begin in range(0, len(entries), _MOST_CHECKSUMS):
         sizes += [
