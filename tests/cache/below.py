@@ -74,8 +74,8 @@ def is_at_baseline(cache: Cache) -> None:
 
 def set_deadlines(cache: LocalCache, **timeouts: float) -> None:
     """Of all tiers, from now on: what is to hang is given up soon, and nothing else is."""
-    assert cache.mover is not None
-    for guard in cache.mover._stack.guards:
+    assert cache.tier_worker is not None
+    for guard in cache.tier_worker._stack.guards:
         guard.config = replace(guard.config, **timeouts)
 
 

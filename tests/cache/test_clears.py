@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvhold.cache import LocalCache
-from kvhold.cache.mover import Mover
+from kvhold.cache.tier_worker import TierWorker
 from kvhold.core.errors import ConfigError, TierError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
@@ -320,16 +320,16 @@ class TestRestarts:
 
         began, go, guard = asyncio.Event(), asyncio.Event(), SlowGuard()
         journal = ClearsJournal(tmp_path / "clears")
-        mover: Any = SimpleNamespace(
+        tier_worker: Any = SimpleNamespace(
             _journal=journal,
             _shared=[guard],
             _stack=SimpleNamespace(guards=[guard]),
             _remembering=asyncio.Lock(),
         )
-        refresh = asyncio.ensure_future(Mover._remember(mover))
+        refresh = asyncio.ensure_future(TierWorker._remember(tier_worker))
         await began.wait()
         guard.generations = {NAMESPACE: 1}
-        clear = asyncio.ensure_future(Mover._remember(mover))
+        clear = asyncio.ensure_future(TierWorker._remember(tier_worker))
         await asyncio.sleep(0.01)
         go.set()
         await asyncio.gather(refresh, clear)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvhold.cache.landing import Landing, Writer
+from kvhold.cache.commands import PendingRead
 from kvhold.cache.local import LocalCache, open_cache
-from kvhold.cache.orders import Arrival
+from kvhold.cache.read_buffer import ReadBuffer, Writer
 from kvhold.codecs import make_codec, read_header
 from kvhold.core.api import ABSENT
 from kvhold.core.checksums import pack
@@ -63,12 +63,12 @@ def frame(ram: RamTier, entry: Entry, codec: str) -> bytes:
 def received(ram: RamTier, value: bytes) -> Entry:
     """The entry that a frame has come up into. Raises FrameError."""
     entry = reserved(ram)
-    landing = Landing.of(ram, Arrival(entry, PLAIN, Place(0, len(value))))
+    read_buffer = ReadBuffer.of(ram, PendingRead(entry, PLAIN, Place(0, len(value))))
     at = 0
-    for part in landing.parts:
+    for part in read_buffer.parts:
         part[:] = value[at : at + part.nbytes]
         at += part.nbytes
-    landing.accept(len(value), check=True)
+    read_buffer.accept(len(value), check=True)
     return entry
 
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvhold.cache.commands import ClearCommand, ProbeCommand, WriteCommand
 from kvhold.cache.hits import needed_chunks
-from kvhold.cache.orders import ClearOrder, ProbeOrder, WriteOrder
 from kvhold.cache.state import CacheState
 from kvhold.core.api import ABSENT
 from kvhold.core.keys import HASH_BYTES, Namespace
@@ -68,24 +68,25 @@ class Bench:
         self.state.commit(
             "w", self.reserve(0, first, Terms(ttl_s=50)).reservation, range(4 - first)
         )
-        self.orders()
+        self.commands()
 
-    def orders(self, below=()) -> None:
+    def commands(self, below=()) -> None:
         """All that is wanted is done; tiers have the keys in `below`."""
-        while orders := self.state.take_orders():
-            for order in orders:
-                match order:
-                    case WriteOrder():
-                        self.state.written(order.number)
-                    case ProbeOrder():
+        while commands := self.state.take_commands():
+            for command in commands:
+                match command:
+                    case WriteCommand():
+                        self.state.written(command.number)
+                    case ProbeCommand():
                         self.state.probed(
-                            order.search, {key: Place(0, 1) for key in order.keys if key in below}
+                            command.search,
+                            {key: Place(0, 1) for key in command.keys if key in below},
                         )
-                    case ClearOrder():
-                        self.state.cleared(order.prefix)
+                    case ClearCommand():
+                        self.state.cleared(command.prefix)
                     case _:
-                        for arrival in order.arrivals:
-                            self.state.fetched(arrival.entry, True)
+                        for pending_read in command.pending_reads:
+                            self.state.fetched(pending_read.entry, True)
 
     def check(self, found) -> None:
         """What the hit needs is there, and what is reserved now lies elsewhere."""
@@ -103,10 +104,10 @@ class Bench:
         assert not taken & {offset for offsets in granted.offsets for offset in offsets}
         self.state.gone("w")
         self.state.gone("a")
-        self.orders()
+        self.commands()
         assert self.state.status()["pinned_chunks"] == self.state.status()["arriving_chunks"] == 0
         self.state.clear(None)
-        self.orders()
+        self.commands()
         assert self.state.ram.used_bytes == 0
 
 
@@ -127,7 +128,7 @@ def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(
         bench.clock.looks = looks
         found = bench.state.lookup("a", bench.prompt(0).query(), work)
         while found.arriving:
-            bench.orders()
+            bench.commands()
             found = bench.state.refresh(found.ticket)
         hits.add(found.num_tokens)
         bench.check(found)
@@ -147,10 +148,10 @@ def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(
         bench.clock.looks = looks
         if prefetched:
             bench.state.prefetch("a", bench.prompt(0).query())
-            bench.orders(below)
+            bench.commands(below)
         found = bench.state.lookup("a", bench.prompt(0).query(), work)
         while found.arriving:
-            bench.orders(below)
+            bench.commands(below)
             found = bench.state.refresh(found.ticket)
         bench.check(found)
 
@@ -165,7 +166,7 @@ def test_a_chunk_that_a_query_names_twice_is_let_go_as_often_as_it_was_pinned() 
     reader = bench.state.lookup("b", bench.prompt(0).query())
     found = bench.state.lookup("a", twice)
     while found.arriving:
-        bench.orders()
+        bench.commands()
         found = bench.state.refresh(found.ticket)
     bench.state.release("a", found.ticket)
     assert bench.state.status()["pinned_chunks"] == 4, "those of the reader"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvhold.cache.mover import Mover
-from kvhold.cache.orders import WriteOrder
+from kvhold.cache.commands import WriteCommand
+from kvhold.cache.tier_worker import TierWorker
 from kvhold.core.keys import KEY_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard, GuardConfig
@@ -42,16 +42,16 @@ def test_queueing_and_writing_reads_each_chunk_a_fixed_number_of_times(num_chunk
             name="memory",
             metrics=metrics,
         )
-        mover = Mover(state, Stack([guard]), metrics, lambda event: event())
+        tier_worker = TierWorker(state, Stack([guard]), metrics, lambda event: event())
         entries: list[Any] = [CountedEntry(number) for number in range(num_chunks)]
-        mover.submit(
-            [WriteOrder(number, entry, layout=None) for number, entry in enumerate(entries)]
+        tier_worker.submit(
+            [WriteCommand(number, entry, layout=None) for number, entry in enumerate(entries)]
         )  # type: ignore[arg-type]
         place.wait_for("probe", 3)
         assert metrics.value("kvhold_tier_queued_chunks", tier="memory") == num_chunks
         assert metrics.value("kvhold_tier_queued_bytes", tier="memory") == 4096 * num_chunks
         place.let_go("probe")
-        mover.close(drain_timeout_s=60)
+        tier_worker.close(drain_timeout_s=60)
     assert sorted(written) == list(range(num_chunks))
     assert (
         metrics.value("kvhold_tier_queued_chunks", tier="memory")

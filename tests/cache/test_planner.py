@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhold.cache.orders import ClearOrder, FetchOrder, ProbeOrder, WriteOrder
+from kvhold.cache.commands import ClearCommand, FetchCommand, ProbeCommand, WriteCommand
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import MOST_CHUNK_BYTES, MOST_LAYERS, Group, Layout
@@ -36,17 +36,17 @@ class World(Bench):
     def ask(self, num_tokens=16, work=None, seed=0):
         return self.state.lookup("a", self.prompt(num_tokens, seed).query(), work)
 
-    def orders(self):
+    def commands(self):
         """What is wanted of the tiers' reads; what is to be written or cleared, is."""
         wanted = []
-        for order in self.state.take_orders():
-            match order:
-                case WriteOrder():
-                    self.state.written(order.number)
-                case ClearOrder():
-                    self.state.cleared(order.prefix)
+        for command in self.state.take_commands():
+            match command:
+                case WriteCommand():
+                    self.state.written(command.number)
+                case ClearCommand():
+                    self.state.cleared(command.prefix)
                 case _:
-                    wanted.append(order)
+                    wanted.append(command)
         return wanted
 
     def store(self, chunks):
@@ -55,34 +55,36 @@ class World(Bench):
             "w", self.layout, self.prompt(16).chunks(0, last=chunks), 0
         ).reservation
         self.state.commit("w", reservation, range(chunks))
-        assert self.orders() == []
+        assert self.commands() == []
 
-    def answer_probes(self, orders, below=lambda key: True, tier=0):
-        for order in orders:
-            assert isinstance(order, ProbeOrder)
+    def answer_probes(self, commands, below=lambda key: True, tier=0):
+        for command in commands:
+            assert isinstance(command, ProbeCommand)
             self.state.probed(
-                order.search, {key: Place(tier, 100) for key in order.keys if below(key)}
+                command.search, {key: Place(tier, 100) for key in command.keys if below(key)}
             )
 
-    def read(self, orders):
+    def read(self, commands):
         """Every chunk in its time; returns how many."""
-        arrivals = [
-            arrival
-            for order in orders
-            if isinstance(order, FetchOrder)
-            for arrival in order.arrivals
+        pending_reads = [
+            pending_read
+            for command in commands
+            if isinstance(command, FetchCommand)
+            for pending_read in command.pending_reads
         ]
-        for arrival in arrivals:
+        for pending_read in pending_reads:
             self.now += self.chunk_s
-            self.state.fetched(arrival.entry, True)
-        return len(arrivals)
+            self.state.fetched(pending_read.entry, True)
+        return len(pending_reads)
 
     def work_off(self):
-        """All orders there are, until there are none; returns how many chunks were read at once."""
+        """Carry out all commands. Return how many chunks were read at once, by wave."""
         waves = []
-        while orders := self.orders():
-            self.answer_probes([order for order in orders if isinstance(order, ProbeOrder)])
-            if count := self.read(orders):
+        while commands := self.commands():
+            self.answer_probes(
+                [command for command in commands if isinstance(command, ProbeCommand)]
+            )
+            if count := self.read(commands):
                 waves.append(count)
         return waves
 
@@ -90,12 +92,12 @@ class World(Bench):
         """Have the tiers read, until their speed is known. Both of the bench are alike."""
         for seed in range(100, 100 + rounds):
             found = self.ask(4 + seed % 7 * 2, seed=seed)
-            self.answer_probes(self.orders(), tier=seed % 2)
-            self.read(self.orders())
+            self.answer_probes(self.commands(), tier=seed % 2)
+            self.read(self.commands())
             self.state.release("a", found.ticket)
             self.now += 0.5
         self.state.clear(None)
-        assert self.orders() == []
+        assert self.commands() == []
 
     def finish(self, found):
         final = self.state.refresh(found.ticket)
@@ -132,7 +134,7 @@ def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_l
     world.learn()
     found = world.ask(work=FAST)
     assert (found.num_tokens, found.arriving, found.reason) == (0, False, SLOWER)
-    assert world.orders() == []
+    assert world.commands() == []
     [decision] = world.state.planner.explain("fast")
     assert world.state.metrics.value("kvhold_plans_unasked") == 1
     assert decision.why.startswith("tiers were not asked") and decision.alternatives[
@@ -170,14 +172,14 @@ def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
     work = Work("part", 16, 0, 64, 0.0, world.chunk_s, 0.0, 0.0, 0.0)  # twice as slow as the tiers
     found = world.ask(work=work)
     keys = all_keys(world.prompt(16), 1)
-    [probe] = world.orders()
+    [probe] = world.commands()
     for speed in world.state.planner.speeds[1:]:
         for _ in range(3):  # meanwhile somebody else has found the second tier to be slow
-            speed.ordered(CHUNK_BYTES, world.now)
+            speed.requested(CHUNK_BYTES, world.now)
             world.now += 1
             speed.ended(CHUNK_BYTES, world.now)
     world.state.probed(probe.search, {key: Place(keys.index(key) >= 5, 100) for key in probe.keys})
-    assert world.read(world.orders()) == 5
+    assert world.read(world.commands()) == 5
     final = world.finish(found)
     assert (final.num_tokens, final.reason, final.sources) == (10, SLOWER, {"tier-1": 10})
     [decision] = world.state.planner.explain("part")
@@ -208,12 +210,12 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
     world.learn()
     work = Work("late", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0)  # 0.8 s
     found = world.ask(work=work)
-    world.answer_probes(world.orders())
-    [order] = world.orders()
-    assert len(order.arrivals) == 8
-    for arrival in order.arrivals[:3]:
+    world.answer_probes(world.commands())
+    [command] = world.commands()
+    assert len(command.pending_reads) == 8
+    for pending_read in command.pending_reads[:3]:
         world.now += world.chunk_s
-        world.state.fetched(arrival.entry, True)
+        world.state.fetched(pending_read.entry, True)
     assert world.state.refresh(found.ticket).arriving
     world.now += 0.2
     assert world.state.refresh(found.ticket).arriving, "half a second is left to be computed"
@@ -223,8 +225,8 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
     assert world.state.metrics.value("kvhold_plans_cut_short") == 1
     [decision] = world.state.planner.explain("late")
     assert decision.hit_tokens == 6 and decision.why.startswith("what was on its way")
-    for arrival in order.arrivals[3:]:
-        world.state.fetched(arrival.entry, True)
+    for pending_read in command.pending_reads[3:]:
+        world.state.fetched(pending_read.entry, True)
     assert world.ask(work=work).num_tokens == 16, "it came for the next one"
     world.state.gone("a")
     world.finished()
@@ -236,16 +238,16 @@ def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
     began_s, found = (world.now, world.ask(work=Work("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0)))
     read = 0
     while world.state.refresh(found.ticket).arriving:
-        orders = world.orders()
-        world.answer_probes([order for order in orders if isinstance(order, ProbeOrder)])
-        for arrival in [
-            arrival
-            for order in orders
-            if isinstance(order, FetchOrder)
-            for arrival in order.arrivals
+        commands = world.commands()
+        world.answer_probes([command for command in commands if isinstance(command, ProbeCommand)])
+        for pending_read in [
+            pending_read
+            for command in commands
+            if isinstance(command, FetchCommand)
+            for pending_read in command.pending_reads
         ]:
             world.now += world.chunk_s
-            world.state.fetched(arrival.entry, True)
+            world.state.fetched(pending_read.entry, True)
             read += 1
             if not world.state.refresh(found.ticket).arriving:
                 break
@@ -264,14 +266,14 @@ def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_tim
         world.now += 1
     world.state.gone("a")
     found = world.ask(work=Work("long", 16, 0, 64, 0.0, compute_s / 16, 0.0, 0.0, 0.0))
-    world.answer_probes(world.orders())
-    [order] = world.orders()
-    assert len(order.arrivals) == 8
+    world.answer_probes(world.commands())
+    [command] = world.commands()
+    assert len(command.pending_reads) == 8
     world.now += 0.55  # they come side by side
     assert world.state.refresh(found.ticket).arriving == loads, (
         "0.8 s, if it was the bytes that took so long"
     )
-    assert world.read([order]) == 8
+    assert world.read([command]) == 8
     assert world.state.refresh(found.ticket).num_tokens == (16 if loads else 0)
     world.state.gone("a")
 
@@ -280,8 +282,8 @@ def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
     world = World()
     world.learn()
     found = world.ask(work=Work("stuck", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
-    world.answer_probes(world.orders())
-    world.orders()
+    world.answer_probes(world.commands())
+    world.commands()
     began_s = world.now
     for seed in range(200, 230):
         if not world.state.refresh(found.ticket).arriving:
@@ -298,8 +300,8 @@ def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile():
     world = World()
     world.learn()
     found = world.ask(work=Work("first", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
-    world.answer_probes(world.orders())
-    coming = world.orders()
+    world.answer_probes(world.commands())
+    coming = world.commands()
     for number in range(600):
         world.ask(work=Work(f"other-{number}", 16, 16, 64, 0.0, 1.0), seed=300)
     world.now += 0.01
@@ -312,8 +314,8 @@ def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile():
 def test_who_is_told_to_make_do_does_so_for_another_reason():
     world = World()
     found = world.ask(work=Work("unknown", 16))
-    world.answer_probes(world.orders())
-    world.orders()
+    world.answer_probes(world.commands())
+    world.commands()
     final = world.state.refresh(found.ticket, settle=True)
     assert (final.num_tokens, final.reason) == (0, DEADLINE)
     world.state.gone("a")
@@ -347,7 +349,7 @@ def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_wa
             break
         tried += sum(world.work_off())
         if not world.ask(work=FAST, seed=seed + 100).arriving:
-            assert world.orders() == [], "not twice in a moment"
+            assert world.commands() == [], "not twice in a moment"
     assert found.arriving, "it is used again"
     assert 1 <= tried <= 8, "a chunk each time"
     world.state.gone("a")

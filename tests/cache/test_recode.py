@@ -16,7 +16,7 @@ pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this en
 from msgspec.structs import asdict
 
 from kvhold.cache import LocalCache
-from kvhold.cache.recode import RecodableTier, Recodings, Wish
+from kvhold.cache.recode import RecodableTier, Recodings, ReencodeRequest
 from kvhold.codecs import read_header
 from kvhold.core.api import Recoded
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError, ProtocolError, TierUnavailable
@@ -512,19 +512,19 @@ class TestRefusals:
                 cache.recode("plugin", "lossless", query=a_prompt(WIDE_SPACE, 64).query())
 
     def test_namespaces_and_recodings_are_bounded(self) -> None:
-        orders: list[object] = []
-        recodings = Recodings(orders.append)
+        commands: list[object] = []
+        recodings = Recodings(commands.append)
         recodings.tiers = {"disk": RecodableTier(0)}
         for number in range(70_000):
             recodings.learn(number.to_bytes(16, "big"), PLAIN, FREE)
-        recodings.begin(1, "me", Wish("disk", "raw"), {})
-        assert len(orders[0].spaces) == 1 << 16  # type: ignore[attr-defined]
-        recodings = Recodings(orders.append)
+        recodings.begin(1, "me", ReencodeRequest("disk", "raw"), {})
+        assert len(commands[0].spaces) == 1 << 16  # type: ignore[attr-defined]
+        recodings = Recodings(commands.append)
         recodings.tiers = {"disk": RecodableTier(0)}
         for number in range(1, 65):
-            recodings.begin(number, "me", Wish("disk", "raw"), {})
+            recodings.begin(number, "me", ReencodeRequest("disk", "raw"), {})
         with pytest.raises(ConfigError, match="64 recodings"):
-            recodings.begin(65, "me", Wish("disk", "raw"), {})
+            recodings.begin(65, "me", ReencodeRequest("disk", "raw"), {})
         recodings.drop_all("me")
         assert len(recodings) == 0
 

@@ -1,4 +1,4 @@
-"""Lookups that go below RAM, as a state machine over a scripted world: it answers orders in any
+"""Lookups that go below RAM, as a state machine over a scripted world: it answers commands in any
 order, late, never, wrongly or well.
 
 The arena is a model of one: for each slot, what was written there last. What a tier reads into
@@ -25,8 +25,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvhold.cache.commands import (
+    ClearCommand,
+    FetchCommand,
+    PendingRead,
+    ProbeCommand,
+    WriteCommand,
+)
 from kvhold.cache.hits import needed_chunks
-from kvhold.cache.orders import Arrival, ClearOrder, FetchOrder, ProbeOrder, WriteOrder
 from kvhold.cache.state import new_state
 from kvhold.core.api import ABSENT, Found
 from kvhold.core.config import Config
@@ -109,7 +115,7 @@ def longest(prompt, present, shards=SHARDS):
 class Read:
     """An arrival that was not answered; or was given up, and has not let go."""
 
-    arrival: Arrival
+    pending_read: PendingRead
     garbage: int
     given_up: bool = False
 
@@ -152,10 +158,10 @@ class World(RuleBasedStateMachine):
             for n in range(1, 10)
             for key in all_keys(space.prompt(text[:n]))
         }
-        self.probes: list[ProbeOrder] = []
+        self.probes: list[ProbeCommand] = []
         self.reads: list[Read] = []
-        self.writes: dict[int, WriteOrder] = {}
-        self.clears: list[ClearOrder] = []
+        self.writes: dict[int, WriteCommand] = {}
+        self.clears: list[ClearCommand] = []
         self.searched: dict[int, tuple] = {}  # number -> (owner, prompt)
         self.lent_bytes = 0
         self.leases: dict[int, tuple] = {}  # number -> (owner, [(key, offset, nbytes)])
@@ -169,7 +175,7 @@ class World(RuleBasedStateMachine):
         for shard in shards:
             names = prompt_of(*prompt).chunks()
             granted = self.state.reserve(owner, LAYOUT, names, shard)
-            self.take_orders()
+            self.take_commands()
             got = [
                 (chunk, g)
                 for g, row in enumerate(granted.offsets)
@@ -185,7 +191,7 @@ class World(RuleBasedStateMachine):
                 )
             self.nothing_in_use_was_written_by_others()
             self.state.commit(owner, granted.reservation, chunks)
-            self.take_orders()
+            self.take_commands()
 
     @rule(
         target=numbers,
@@ -197,7 +203,7 @@ class World(RuleBasedStateMachine):
     def lookup(self, owner, prompt, work=None, have_tokens=0):
         asked_before = self.state.metrics.value("kvhold_lookup_tokens")
         found = self.state.lookup(owner, prompt_of(*prompt).query(), work, have_tokens=have_tokens)
-        self.take_orders()
+        self.take_commands()
         asked = self.state.metrics.value("kvhold_lookup_tokens") - asked_before
         assert asked == (
             0
@@ -219,7 +225,7 @@ class World(RuleBasedStateMachine):
     def prefetch(self, owner, prompt):
         before = self.state.holdings()
         self.state.prefetch(owner, prompt_of(*prompt).query())
-        self.take_orders()
+        self.take_commands()
         assert self.state.holdings() == before, "nobody holds what was prefetched"
 
     @rule(number=numbers, settle=st.booleans())
@@ -282,7 +288,7 @@ class World(RuleBasedStateMachine):
             self.leases = {
                 number: lease for number, lease in self.leases.items() if lease[0] != owner
             }
-            self.take_orders()
+            self.take_commands()
 
     @rule(space=st.none() | spaces, seldom=st.integers(0, 2))
     def clear(self, space, seldom):
@@ -291,7 +297,7 @@ class World(RuleBasedStateMachine):
             self.state.clear(namespace)
             assert self.state.ram.entries(namespace or b"") == []
             finish_chores(self.state)
-            self.take_orders()
+            self.take_commands()
 
     # The world below
 
@@ -305,31 +311,31 @@ class World(RuleBasedStateMachine):
     def is_on_its_way(self, owner, prompt, given_up):
         """A lookup that is a step further; perhaps what it waits for hangs."""
         found = self.lookup(owner, prompt)
-        for order in [order for order in self.probes if order.search == found]:
-            self.probes.remove(order)
+        for command in [command for command in self.probes if command.search == found]:
+            self.probes.remove(command)
             self.state.probed(
-                order.search,
-                {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below},
+                command.search,
+                {key: Place(key[9] % 2, HOLDS) for key in command.keys if key in self.below},
             )
-            self.take_orders()
+            self.take_commands()
         for read in [read for read in self.reads if given_up and not read.given_up][:1]:
             read.given_up = True
-            self.state.given_up(read.arrival.entry)
-            self.take_orders()
+            self.state.given_up(read.pending_read.entry)
+            self.take_commands()
         return found
 
     @rule(which=any_of, lost=st.booleans())
     def answer_probe(self, which, lost):
         if self.probes:
-            order = self.probes.pop(which % len(self.probes))
-            assert order.keys and len(set(order.keys)) == len(order.keys)
+            command = self.probes.pop(which % len(self.probes))
+            assert command.keys and len(set(command.keys)) == len(command.keys)
             places = (
                 {}
                 if lost
-                else {key: Place(key[9] % 2, HOLDS) for key in order.keys if key in self.below}
+                else {key: Place(key[9] % 2, HOLDS) for key in command.keys if key in self.below}
             )
-            self.state.probed(order.search, places)
-            self.take_orders()
+            self.state.probed(command.search, places)
+            self.take_commands()
 
     @rule(
         which=any_of,
@@ -338,14 +344,14 @@ class World(RuleBasedStateMachine):
     def answer_read(self, which, answer):
         if self.reads:
             read = self.reads[which % len(self.reads)]
-            entry = read.arrival.entry
+            entry = read.pending_read.entry
             if not read.given_up and answer == "given up":
                 read.given_up = True
                 self.state.given_up(entry)
             else:
                 self.reads.remove(read)
                 self.end_read(read, answer)
-            self.take_orders()
+            self.take_commands()
 
     @rule(prompt=prompts, owner=owners)
     def everything_is_answered_well(self, prompt, owner):
@@ -356,7 +362,7 @@ class World(RuleBasedStateMachine):
             for read in [read for read in self.reads if not read.given_up]:
                 self.reads.remove(read)
                 self.end_read(read, "well")
-                self.take_orders()
+                self.take_commands()
 
     @rule(which=any_of)
     def answer_write(self, which):
@@ -364,15 +370,15 @@ class World(RuleBasedStateMachine):
             self.state.written(
                 self.writes.pop(sorted(self.writes)[which % len(self.writes)]).number
             )
-            self.take_orders()
+            self.take_commands()
 
     @rule(which=any_of)
     def answer_clear(self, which):
         if self.clears:
-            order = self.clears.pop(which % len(self.clears))
-            self.below = {key for key in self.below if not key.startswith(order.prefix)}
-            self.state.cleared(order.prefix)
-            self.take_orders()
+            command = self.clears.pop(which % len(self.clears))
+            self.below = {key for key in self.below if not key.startswith(command.prefix)}
+            self.state.cleared(command.prefix)
+            self.take_commands()
 
     @rule(step=st.sampled_from([0, 0, 0.002, 0.1, 3, 40]))
     def time_passes(self, step):
@@ -389,7 +395,7 @@ class World(RuleBasedStateMachine):
         assert found.reason in REASONS
 
     def end_read(self, read, answer):
-        entry = read.arrival.entry
+        entry = read.pending_read.entry
         assert (self.memory[slots(entry)] == read.garbage).all(), (
             "somebody wrote where a tier was still writing"
         )
@@ -407,20 +413,22 @@ class World(RuleBasedStateMachine):
         self.memory[slots(entry)] = number
         return number
 
-    def take_orders(self):
-        for order in self.state.take_orders():
-            match order:
-                case ProbeOrder():
-                    self.probes.append(order)
-                case FetchOrder():
-                    for arrival in order.arrivals:
-                        self.reads.append(Read(arrival, self.write(arrival.entry, good=False)))
-                case WriteOrder():
-                    assert order.number not in self.writes
-                    self.writes[order.number] = order
-                case ClearOrder():
-                    self.clears.append(order)
-        assert self.state.take_orders() == [], "each order is given once"
+    def take_commands(self):
+        for command in self.state.take_commands():
+            match command:
+                case ProbeCommand():
+                    self.probes.append(command)
+                case FetchCommand():
+                    for pending_read in command.pending_reads:
+                        self.reads.append(
+                            Read(pending_read, self.write(pending_read.entry, good=False))
+                        )
+                case WriteCommand():
+                    assert command.number not in self.writes
+                    self.writes[command.number] = command
+                case ClearCommand():
+                    self.clears.append(command)
+        assert self.state.take_commands() == [], "each command is given once"
 
     # What must hold at every step
 
@@ -437,10 +445,10 @@ class World(RuleBasedStateMachine):
                 assert all(
                     self.content[int(number)] == entry.key for number in self.memory[slots(entry)]
                 )
-        for order in self.writes.values():
+        for command in self.writes.values():
             assert all(
-                self.content[int(number)] == order.entry.key
-                for number in self.memory[slots(order.entry)]
+                self.content[int(number)] == command.entry.key
+                for number in self.memory[slots(command.entry)]
             )
 
     @invariant()
@@ -458,19 +466,21 @@ class World(RuleBasedStateMachine):
             )
         for held in self.state._holdings.values():
             pins.update(id(entry) for entries in held.leases.values() for entry in entries)
-        pins.update(id(order.entry) for order in self.writes.values())
+        pins.update(id(command.entry) for command in self.writes.values())
         in_use = {id(entry): entry for entry in self.state.ram.entries()}
         for entry in in_use.values():
             assert entry.pins == pins[id(entry)]
         doomed = self.state.ram.num_pinned - sum(entry.pins > 0 for entry in in_use.values())
-        writing_doomed = sum(read.arrival.entry.doomed for read in self.reads)
+        writing_doomed = sum(read.pending_read.entry.doomed for read in self.reads)
         assert doomed == len(pins.keys() - in_use.keys()) + writing_doomed
 
     @invariant()
     def memory_is_in_use_for_what_is_here_read_or_on_its_way_and_nothing_else(self):
         used = {entry.offset: entry.nbytes for entry in self.state.ram.entries()}
-        used |= {read.arrival.entry.offset: read.arrival.entry.nbytes for read in self.reads}
-        used |= {order.entry.offset: order.entry.nbytes for order in self.writes.values()}
+        used |= {
+            read.pending_read.entry.offset: read.pending_read.entry.nbytes for read in self.reads
+        }
+        used |= {command.entry.offset: command.entry.nbytes for command in self.writes.values()}
         for search in self.state._searches._searches.values():
             used |= {entry.offset: entry.nbytes for entry in search.pinned.values()}
         for ticket in self.state._tickets.values():
@@ -496,8 +506,8 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_waits_for_something(self):
-        probing = [order.search for order in self.probes]
-        on_their_way = {read.arrival.entry.key for read in self.reads if not read.given_up}
+        probing = [command.search for command in self.probes]
+        on_their_way = {read.pending_read.entry.key for read in self.reads if not read.given_up}
         assert len(on_their_way) == sum(not read.given_up for read in self.reads), (
             "a chunk is read once at a time"
         )
@@ -510,7 +520,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_to_be_written_is_counted_exactly_and_bounded(self):
-        queued = sum(order.entry.nbytes for order in self.writes.values())
+        queued = sum(command.entry.nbytes for command in self.writes.values())
         assert self.state.status()["write_behind"] == {"chunks": len(self.writes), "bytes": queued}
         assert queued <= self.write_behind_bytes
         assert self.state.all_done(self.state.mark) == (not self.writes and not self.clears)
@@ -521,9 +531,9 @@ class World(RuleBasedStateMachine):
             return
         for read in self.reads:
             if not read.given_up and any(
-                read.arrival.entry.key.startswith(order.prefix) for order in self.clears
+                read.pending_read.entry.key.startswith(command.prefix) for command in self.clears
             ):
-                assert read.arrival.entry.doomed
+                assert read.pending_read.entry.doomed
 
     def teardown(self):
         if not hasattr(self, "state"):
@@ -541,7 +551,7 @@ class World(RuleBasedStateMachine):
         assert not self.state._searches._searches
         self.state.clear(None)
         finish_chores(self.state)
-        self.take_orders()
+        self.take_commands()
         self.answer_clear(0)
         assert (
             self.state.ram.used_bytes == self.state.ram.num_chunks == self.state.ram.num_pinned == 0
@@ -600,23 +610,23 @@ def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(group
         names = prompt.chunks()
         reservation = state.reserve("w", layout, names, shard).reservation
         state.commit("w", reservation, range(len(names)))
-    for order in state.take_orders():
-        state.written(order.number)
+    for command in state.take_commands():
+        state.written(command.number)
     for entry in state.ram.entries():
         if entry.key not in here:
             state.ram.remove(entry)
     found = state.lookup("a", prompt.query())
     assert found.num_tokens <= longest(prompt, here | below, shards)
-    for order in state.take_orders():
-        assert not set(order.keys) & here, "nobody is asked for what is here"
-        state.probed(order.search, {key: Place(0, 100) for key in order.keys if key in below})
-    for order in state.take_orders():
-        for arrival in data.draw(st.permutations(order.arrivals)):
+    for command in state.take_commands():
+        assert not set(command.keys) & here, "nobody is asked for what is here"
+        state.probed(command.search, {key: Place(0, 100) for key in command.keys if key in below})
+    for command in state.take_commands():
+        for pending_read in data.draw(st.permutations(command.pending_reads)):
             assert state.refresh(found.ticket).arriving
-            state.fetched(arrival.entry, True)
+            state.fetched(pending_read.entry, True)
     final = state.refresh(found.ticket)
     assert (final.num_tokens, final.arriving) == (longest(prompt, here | below, shards), False)
-    assert set(state._orders) == set(), "what came from the first tier is not written there again"
+    assert set(state._commands) == set(), "what came from the first tier is not written there again"
     state.gone("a")
     assert state.status()["pinned_chunks"] == 0
 
@@ -644,16 +654,18 @@ class Bench:
     def arriving(self, prompt, owner="a", tier=0):
         """A lookup whose chunks are all on their way: its number, and the arrivals."""
         found = self.state.lookup(owner, prompt.query())
-        [probe] = self.state.take_orders()
+        [probe] = self.state.take_commands()
         self.state.probed(probe.search, {key: Place(tier, 100) for key in probe.keys})
-        orders = self.state.take_orders()
-        return found.ticket, [arrival for order in orders for arrival in order.arrivals]
+        commands = self.state.take_commands()
+        return found.ticket, [
+            pending_read for command in commands for pending_read in command.pending_reads
+        ]
 
     def finished(self):
         """Nothing is held, and a clear leaves nothing."""
-        for order in self.state.take_orders():
-            if isinstance(order, WriteOrder):
-                self.state.written(order.number)
+        for command in self.state.take_commands():
+            if isinstance(command, WriteCommand):
+                self.state.written(command.number)
         assert self.state.holdings() == NOTHING
         assert self.state.status()["pinned_chunks"] == self.state.status()["arriving_chunks"] == 0
         self.state.clear(None)
@@ -665,34 +677,34 @@ def test_a_prompt_that_memory_has_whole_asks_no_tier():
     bench = Bench()
     reservation = bench.state.reserve("w", bench.layout, bench.prompt(8).chunks(), 0).reservation
     bench.state.commit("w", reservation, range(4))
-    bench.state.take_orders()
+    bench.state.take_commands()
     found = bench.state.lookup("a", bench.prompt(8).query())
-    assert (found.num_tokens, found.arriving, bench.state.take_orders()) == (8, False, [])
+    assert (found.num_tokens, found.arriving, bench.state.take_commands()) == (8, False, [])
 
 
 def test_the_tiers_are_asked_once_for_all_that_memory_lacks_in_the_prompt_s_order():
     bench = Bench()
     reservation = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).reservation
     bench.state.commit("w", reservation, range(2))
-    bench.state.take_orders()
+    bench.state.take_commands()
     prompt = bench.prompt(13)
     bench.state.lookup("a", prompt.query())
-    [probe] = bench.state.take_orders()
+    [probe] = bench.state.take_commands()
     assert probe.keys == all_keys(prompt, 1)[2:]
 
 
 def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond_a_gap():
     bench = Bench(num_slots=3)
-    _, arrivals = bench.arriving(bench.prompt(10))
-    assert [arrival.entry.first_token for arrival in arrivals] == [0, 2, 4]
+    _, pending_reads = bench.arriving(bench.prompt(10))
+    assert [pending_read.entry.first_token for pending_read in pending_reads] == [0, 2, 4]
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(10).query())
-    [probe] = bench.state.take_orders()
+    [probe] = bench.state.take_commands()
     bench.state.probed(
         found.ticket, {key: Place(0, 1) for key in probe.keys if key != probe.keys[2]}
     )
-    [fetch] = bench.state.take_orders()
-    assert [arrival.entry.first_token for arrival in fetch.arrivals] == [0, 2]
+    [fetch] = bench.state.take_commands()
+    assert [pending_read.entry.first_token for pending_read in fetch.pending_reads] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -700,15 +712,19 @@ def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond
     [(0, 5, 5), (9, 5, 5), (10, 5, 0), (11, 5, 0), (4, 2, 0), (3, 2, 2), (9, 0, 0)],
 )
 def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already(
-    have, below, ordered
+    have, below, requested
 ):
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=have)
-    [probe] = bench.state.take_orders()
+    [probe] = bench.state.take_commands()
     bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys[:below]})
-    arrivals = [arrival for order in bench.state.take_orders() for arrival in order.arrivals]
-    assert len(arrivals) == ordered
-    if not ordered:
+    pending_reads = [
+        pending_read
+        for command in bench.state.take_commands()
+        for pending_read in command.pending_reads
+    ]
+    assert len(pending_reads) == requested
+    if not requested:
         final = bench.state.refresh(found.ticket)
         assert (final.num_tokens, final.arriving, final.reason) == (
             0,
@@ -721,11 +737,11 @@ def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
     bench = Bench()
     reservation = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).reservation
     bench.state.commit("w", reservation, range(2))
-    bench.state.take_orders()
+    bench.state.take_commands()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=10)
-    [probe] = bench.state.take_orders()
+    [probe] = bench.state.take_commands()
     bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
-    assert bench.state.take_orders() == []
+    assert bench.state.take_commands() == []
     final = bench.state.refresh(found.ticket)
     assert (final.num_tokens, final.arriving, final.reason, final.sources) == (
         4,
@@ -740,10 +756,10 @@ def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing():
     bench = Bench()
     names = bench.prompt(10).chunks(2, last=3, tail=False)
     reservation = bench.state.reserve("w", bench.layout, names, 0).reservation
-    ticket, arrivals = bench.arriving(bench.prompt(10))
-    assert [arrival.entry.first_token for arrival in arrivals] == [0, 2]
-    for arrival in arrivals:
-        bench.state.fetched(arrival.entry, True)
+    ticket, pending_reads = bench.arriving(bench.prompt(10))
+    assert [pending_read.entry.first_token for pending_read in pending_reads] == [0, 2]
+    for pending_read in pending_reads:
+        bench.state.fetched(pending_read.entry, True)
     assert bench.state.refresh(ticket).num_tokens == 4
     bench.state.commit("w", reservation, [0])
     for owner in "aw":
@@ -755,7 +771,7 @@ def test_of_two_clears_the_first_that_ends_lets_nothing_up_yet():
     bench = Bench()
     for _ in range(2):
         bench.state.clear(bench.space.digest)
-    bench.state.take_orders()
+    bench.state.take_commands()
     bench.state.cleared(bench.space.digest)
     assert not bench.state.all_done(0)
     assert not bench.state.lookup("a", bench.prompt(4).query()).arriving
@@ -767,12 +783,12 @@ def test_of_two_clears_the_first_that_ends_lets_nothing_up_yet():
 def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of_it():
     bench = Bench()
     prompt = bench.prompt(8)
-    one, arrivals = bench.arriving(prompt, "a")
+    one, pending_reads = bench.arriving(prompt, "a")
     two = bench.state.lookup("b", prompt.query())
     assert two.arriving
-    assert bench.state.take_orders() == []
-    for arrival in arrivals:
-        bench.state.fetched(arrival.entry, True)
+    assert bench.state.take_commands() == []
+    for pending_read in pending_reads:
+        bench.state.fetched(pending_read.entry, True)
     assert [bench.state.refresh(number).num_tokens for number in (one, two.ticket)] == [8, 8]
     for owner in "ab":
         bench.state.gone(owner)
@@ -782,20 +798,20 @@ def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of
 def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing_that_cannot_come():
     bench = Bench()
     prompt = bench.prompt(8)
-    one, arrivals = bench.arriving(prompt, "a")
-    bench.state.given_up(arrivals[1].entry)
-    for arrival in (arrivals[0], *arrivals[2:]):
-        bench.state.fetched(arrival.entry, True)
+    one, pending_reads = bench.arriving(prompt, "a")
+    bench.state.given_up(pending_reads[1].entry)
+    for pending_read in (pending_reads[0], *pending_reads[2:]):
+        bench.state.fetched(pending_read.entry, True)
     assert bench.state.refresh(one).num_tokens == 2
     two = bench.state.lookup("b", prompt.query())
-    [probe] = bench.state.take_orders()
+    [probe] = bench.state.take_commands()
     bench.state.probed(probe.search, {key: Place(0, 100) for key in probe.keys})
     assert bench.state.refresh(two.ticket) == Found(
         two.ticket, 2, sources={"ram": 2}, reason=DEADLINE
     )
-    bench.state.let_go(arrivals[1].entry)
+    bench.state.let_go(pending_reads[1].entry)
     three, again = bench.arriving(prompt, "c")
-    assert [arrival.entry.key for arrival in again] == [arrivals[1].entry.key]
+    assert [pending_read.entry.key for pending_read in again] == [pending_reads[1].entry.key]
     bench.state.fetched(again[0].entry, True)
     assert bench.state.refresh(three).num_tokens == 8
     for owner in "abc":
@@ -809,7 +825,7 @@ def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_le
     one, [first] = bench.arriving(prompt, "a")
     bench.state.given_up(first.entry)
     bench.state.clear(None)
-    bench.state.take_orders()
+    bench.state.take_commands()
     bench.state.cleared(b"")
     two, [second] = bench.arriving(prompt, "b")
     assert second.entry.offset != first.entry.offset
@@ -823,13 +839,13 @@ def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_le
 
 def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_same():
     bench = Bench()
-    ticket, arrivals = bench.arriving(bench.prompt(8))
-    for arrival in arrivals[:2]:
-        bench.state.fetched(arrival.entry, True)
+    ticket, pending_reads = bench.arriving(bench.prompt(8))
+    for pending_read in pending_reads[:2]:
+        bench.state.fetched(pending_read.entry, True)
     leased = bench.state.claim("b", ticket, 0, 0)
     assert leased.num_tokens == [2, 2]
-    for arrival in arrivals[2:]:
-        bench.state.fetched(arrival.entry, True)
+    for pending_read in pending_reads[2:]:
+        bench.state.fetched(pending_read.entry, True)
     assert bench.state.lookup("c", bench.prompt(8).query()).num_tokens == 8
     for owner in "abc":
         bench.state.gone(owner)
@@ -838,26 +854,26 @@ def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_s
 
 def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
     bench = Bench()
-    ticket, arrivals = bench.arriving(bench.prompt(7))
+    ticket, pending_reads = bench.arriving(bench.prompt(7))
     assert bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens == []
     assert bench.state.num_come(ticket) == 0
-    bench.state.fetched(arrivals[1].entry, True)
+    bench.state.fetched(pending_reads[1].entry, True)
     assert (
         bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens,
         bench.state.num_come(ticket),
     ) == ([], 1)
-    bench.state.fetched(arrivals[0].entry, True)
+    bench.state.fetched(pending_reads[0].entry, True)
     first = bench.state.claim("b", ticket, 0, 0, arriving=True)
     assert first.num_tokens == [2, 2]
-    assert first.offsets == [[arrivals[0].entry.offset, arrivals[1].entry.offset]]
+    assert first.offsets == [[pending_reads[0].entry.offset, pending_reads[1].entry.offset]]
     assert bench.state.claim("b", ticket, 1, 0, arriving=True) is None, "there is one shard"
-    for arrival in arrivals[2:]:
-        bench.state.fetched(arrival.entry, True)
+    for pending_read in pending_reads[2:]:
+        bench.state.fetched(pending_read.entry, True)
     second = bench.state.claim("b", ticket, 0, 2, arriving=True)
     assert second.num_tokens == [2], "but for the tail, which may yet be another"
     assert bench.state.refresh(ticket) == Found(ticket, 7, sources={"tier-1": 7}, reason=WHOLE)
     last = bench.state.claim("b", ticket, 0, 3, arriving=True)
-    assert (last.num_tokens, last.offsets) == ([1], [[arrivals[3].entry.offset]])
+    assert (last.num_tokens, last.offsets) == ([1], [[pending_reads[3].entry.offset]])
     bench.state.release("a", ticket)
     assert bench.state.status()["pinned_chunks"] == 4, "leases have pins of their own"
     bench.state.gone("b")
@@ -866,10 +882,10 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
 
 def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_for_it():
     bench = Bench()
-    ticket, arrivals = bench.arriving(bench.prompt(8))
-    bench.state.fetched(arrivals[0].entry, False)
-    for arrival in arrivals[1:]:
-        bench.state.fetched(arrival.entry, True)
+    ticket, pending_reads = bench.arriving(bench.prompt(8))
+    bench.state.fetched(pending_reads[0].entry, False)
+    for pending_read in pending_reads[1:]:
+        bench.state.fetched(pending_read.entry, True)
     assert bench.state.refresh(ticket) == Found(0, 0, reason=TIER_DOWN)
     bench.finished()
 
@@ -877,7 +893,7 @@ def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_f
 def test_what_was_prefetched_is_nobody_s_ticket():
     bench = Bench()
     bench.state.prefetch("a", bench.prompt(4).query())
-    [probe] = bench.state.take_orders()
+    [probe] = bench.state.take_commands()
     for call in (
         lambda: bench.state.refresh(probe.search, settle=True),
         lambda: bench.state.claim("b", probe.search, 0, 0),
@@ -886,9 +902,9 @@ def test_what_was_prefetched_is_nobody_s_ticket():
         call()
     assert bench.state.holdings() == NOTHING
     bench.state.probed(probe.search, {key: Place(0, 1) for key in probe.keys})
-    [fetch] = bench.state.take_orders()
-    for arrival in fetch.arrivals:
-        bench.state.fetched(arrival.entry, True)
+    [fetch] = bench.state.take_commands()
+    for pending_read in fetch.pending_reads:
+        bench.state.fetched(pending_read.entry, True)
     assert bench.state.lookup("b", bench.prompt(4).query()).num_tokens == 4
     bench.state.gone("b")
     bench.finished()
@@ -897,13 +913,13 @@ def test_what_was_prefetched_is_nobody_s_ticket():
 def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(4).query())
-    [probe] = bench.state.take_orders()
+    [probe] = bench.state.take_commands()
     bench.state.clear(bench.space.digest)
-    [clear] = bench.state.take_orders()
-    assert isinstance(clear, ClearOrder)
+    [clear] = bench.state.take_commands()
+    assert isinstance(clear, ClearCommand)
     bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
     assert bench.state.lookup("b", bench.prompt(4).query()) == Found(0, 0, reason=CLEARED)
-    assert bench.state.take_orders() == []
+    assert bench.state.take_commands() == []
     assert not bench.state.all_done(0)
     bench.state.cleared(clear.prefix)
     assert bench.state.all_done(0)
@@ -915,12 +931,12 @@ def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
 
 def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere():
     bench = Bench()
-    ticket, arrivals = bench.arriving(bench.prompt(4), tier=1)
+    ticket, pending_reads = bench.arriving(bench.prompt(4), tier=1)
     bench.state.clear(None)
-    bench.state.take_orders()
-    for arrival in arrivals:
-        bench.state.fetched(arrival.entry, True)
-    assert bench.state.take_orders() == []
+    bench.state.take_commands()
+    for pending_read in pending_reads:
+        bench.state.fetched(pending_read.entry, True)
+    assert bench.state.take_commands() == []
     assert bench.state.refresh(ticket).num_tokens == 0
     assert bench.state.ram.used_bytes == 0
     bench.finished()
@@ -928,14 +944,14 @@ def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere():
 
 def test_what_came_from_the_second_tier_is_written_to_those_above_it_alone():
     bench = Bench()
-    _, arrivals = bench.arriving(bench.prompt(4), tier=1)
-    for arrival in arrivals:
-        bench.state.fetched(arrival.entry, True, 4_000_000_000)
-    orders = bench.state.take_orders()
-    assert [(order.entry.key, order.above, order.entry.expires_at) for order in orders] == [
-        (arrival.entry.key, 1, 4_000_000_000) for arrival in arrivals
-    ]
-    for order in orders:
-        bench.state.written(order.number)
+    _, pending_reads = bench.arriving(bench.prompt(4), tier=1)
+    for pending_read in pending_reads:
+        bench.state.fetched(pending_read.entry, True, 4_000_000_000)
+    commands = bench.state.take_commands()
+    assert [
+        (command.entry.key, command.above, command.entry.expires_at) for command in commands
+    ] == [(pending_read.entry.key, 1, 4_000_000_000) for pending_read in pending_reads]
+    for command in commands:
+        bench.state.written(command.number)
     bench.state.gone("a")
     bench.finished()

@@ -10,7 +10,7 @@ import pytest
 
 from kvhold.cache import state as state_module
 from kvhold.cache.chores import Chores, Running, finish
-from kvhold.cache.orders import FetchOrder, ProbeOrder, WriteOrder
+from kvhold.cache.commands import FetchCommand, ProbeCommand, WriteCommand
 from kvhold.cache.state import CacheState, new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import ProtocolError
@@ -83,7 +83,9 @@ class TestCommit:
         state.clear(None)
         finish_chores(state)
         finish(turns)
-        assert [order for order in state.take_orders() if isinstance(order, WriteOrder)] == []
+        assert [
+            command for command in state.take_commands() if isinstance(command, WriteCommand)
+        ] == []
         assert state.ram.used_bytes == 0
 
     def test_a_commit_that_is_given_up_between_two_steps_holds_nothing(self) -> None:
@@ -288,16 +290,16 @@ def test_a_long_lookup_below_memory_begins_in_steps_and_asks_for_what_is_missing
     state.register(LAYOUT)
     prompt = prompt_of(1000)
     store(state, prompt.until(2 * 300))
-    state.take_orders()
+    state.take_commands()
     running, steps = Running(state.lookup_turns("reader", prompt.query())), 1
     while not running.step(400):
         steps += 1
     assert steps > 5
     assert running.result.arriving
-    [order] = state.take_orders()
-    assert isinstance(order, ProbeOrder)
-    assert len(order.keys) == len(set(order.keys)) == 4 * 700
-    state.probed(order.search, {})
+    [command] = state.take_commands()
+    assert isinstance(command, ProbeCommand)
+    assert len(command.keys) == len(set(command.keys)) == 4 * 700
+    state.probed(command.search, {})
     assert state.refresh(running.result.ticket).num_tokens == 600
     given_up = Running(state.lookup_turns("reader", prompt_of(1000).query()))
     assert not given_up.step(400)
@@ -347,33 +349,33 @@ class TestLongSearches:
         state.turn_units = 0
         prompt = prompt_of(self.NUM_CHUNKS)
         store(state, prompt.until(2 * self.IN_RAM))
-        for order in state.take_orders():
-            assert isinstance(order, WriteOrder)
-            state.written(order.number)
+        for command in state.take_commands():
+            assert isinstance(command, WriteCommand)
+            state.written(command.number)
         found = state.lookup("reader", prompt.query())
         assert found.arriving and found.num_tokens == 2 * self.IN_RAM
         finish_chores(state)
-        [order] = state.take_orders()
-        assert isinstance(order, ProbeOrder)
-        state.probed(order.search, dict.fromkeys(order.keys, Place(0, 1 << 40)))
+        [command] = state.take_commands()
+        assert isinstance(command, ProbeCommand)
+        state.probed(command.search, dict.fromkeys(command.keys, Place(0, 1 << 40)))
         return state, found.ticket
 
     def fetch_all(self, state: CacheState) -> int:
         num_fetched = 0
-        for order in state.take_orders():
-            if isinstance(order, FetchOrder):
-                for arrival in order.arrivals:
-                    state.fetched(arrival.entry, True)
+        for command in state.take_commands():
+            if isinstance(command, FetchCommand):
+                for pending_read in command.pending_reads:
+                    state.fetched(pending_read.entry, True)
                     num_fetched += 1
         return num_fetched
 
     def assert_baseline(self, state: CacheState) -> None:
         finish_chores(state)
         state.clear(None)
-        for order in state.take_orders():
-            if isinstance(order, FetchOrder):
-                for arrival in order.arrivals:
-                    state.fetched(arrival.entry, False)
+        for command in state.take_commands():
+            if isinstance(command, FetchCommand):
+                for pending_read in command.pending_reads:
+                    state.fetched(pending_read.entry, False)
         finish_chores(state)
         assert (state.ram.num_pinned, state.ram.used_bytes) == (0, 0)
 
@@ -623,7 +625,7 @@ class TestPrefetch:
             most = max(most, len(looked) - before)
         assert len(looked) >= 8000
         assert most < 1500
-        assert any(isinstance(order, ProbeOrder) for order in state.take_orders())
+        assert any(isinstance(command, ProbeCommand) for command in state.take_commands())
 
     @pytest.mark.parametrize("num_closed", [10, 20, 40])
     def test_that_is_given_up_between_two_steps_holds_nothing(self, num_closed: int) -> None:
@@ -636,9 +638,9 @@ class TestPrefetch:
             state.commit(
                 "writer", state.reserve("writer", LAYOUT, part, shard).reservation, range(1000)
             )
-        for order in state.take_orders():
-            if isinstance(order, WriteOrder):
-                state.written(order.number)
+        for command in state.take_commands():
+            if isinstance(command, WriteCommand):
+                state.written(command.number)
         turns, pinned = state.prefetch_turns("reader", long.query()), 0
         for num_steps, _ in enumerate(turns, 1):
             pinned = max(pinned, state.ram.num_pinned)

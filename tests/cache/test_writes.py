@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvhold.cache.orders import WriteOrder
+from kvhold.cache.commands import WriteCommand
 from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.keys import Namespace, make_key
@@ -37,7 +37,7 @@ def commit(state, num_chunks, seed=0, ttl_s=None):
     names = prompt(num_chunks, seed).chunks()
     granted = state.reserve("a", LAYOUT, names, 0, terms=Terms(ttl_s=ttl_s))
     mark = state.commit("a", granted.reservation, range(num_chunks))
-    return mark, state.take_orders()
+    return mark, state.take_commands()
 
 
 def dropped(state):
@@ -45,32 +45,32 @@ def dropped(state):
 
 
 def test_what_was_committed_is_ordered_to_be_written_the_beginning_first():
-    _, orders = commit(new(), 4)
+    _, commands = commit(new(), 4)
     keys = [make_key(SPACE.digest, prompt(4).hash_at(i), 0, 0) for i in range(4)]
-    assert [order.entry.key for order in orders] == keys
-    assert all(isinstance(order, WriteOrder) and order.above is None for order in orders)
+    assert [command.entry.key for command in commands] == keys
+    assert all(isinstance(command, WriteCommand) and command.above is None for command in commands)
 
 
 def test_without_tiers_nothing_is_ordered_or_held():
     state = new(tiers=())
-    mark, orders = commit(state, 4)
-    assert (orders, state.status()["pinned_chunks"], state.all_done(mark)) == ([], 0, True)
+    mark, commands = commit(state, 4)
+    assert (commands, state.status()["pinned_chunks"], state.all_done(mark)) == ([], 0, True)
 
 
 def test_what_is_too_much_is_dropped_counted_logged_once_a_burst_and_stays_in_memory(caplog):
     state = new(chunks_in_queue=3)
     with caplog.at_level(logging.WARNING):
-        _, orders = commit(state, 5)
+        _, commands = commit(state, 5)
         _, more = commit(state, 4, seed=1)
-    assert (len(orders), len(more)) == (3, 0)
+    assert (len(commands), len(more)) == (3, 0)
     assert dropped(state) == 6
     assert state.status()["write_behind"] == {"chunks": 3, "bytes": 3 * CHUNK_BYTES}
     assert len(caplog.records) == 1
     assert state.lookup("b", prompt(5).query()).num_tokens == 10
-    for order in orders:
-        state.written(order.number)
-    _, orders = commit(state, 2, seed=2)
-    assert len(orders) == 2
+    for command in commands:
+        state.written(command.number)
+    _, commands = commit(state, 2, seed=2)
+    assert len(commands) == 2
     with caplog.at_level(logging.WARNING):
         commit(state, 3, seed=3)
     assert dropped(state) == 8
@@ -79,15 +79,15 @@ def test_what_is_too_much_is_dropped_counted_logged_once_a_burst_and_stays_in_me
 
 def test_what_waits_is_not_evicted_and_what_was_written_is():
     state = new(num_slots=8, chunks_in_queue=4)
-    _, orders = commit(state, 4)
+    _, commands = commit(state, 4)
     commit(state, 8, seed=1)
     assert state.lookup("b", prompt(4).query()).num_tokens == 8
     state.gone("b")
-    for order in orders:
-        state.written(order.number)
+    for command in commands:
+        state.written(command.number)
     commit(state, 8, seed=2)
     assert state.status()["chunks"] == 8
-    assert all(state.ram.find(order.entry.key) is None for order in orders)
+    assert all(state.ram.find(command.entry.key) is None for command in commands)
 
 
 def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order():
@@ -99,8 +99,8 @@ def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order():
         False,
         False,
     )
-    for order in reversed(two):
-        state.written(order.number)
+    for command in reversed(two):
+        state.written(command.number)
     assert (state.all_done(first), state.all_done(second)) == (False, False)
     state.written(one[0].number)
     assert not state.all_done(first)
@@ -116,8 +116,8 @@ def test_a_mark_does_not_wait_for_what_came_after_it():
     state = new(chunks_in_queue=8)
     first, one = commit(state, 2)
     commit(state, 2, seed=1)
-    for order in one:
-        state.written(order.number)
+    for command in one:
+        state.written(command.number)
     assert state.all_done(first)
 
 
@@ -126,20 +126,20 @@ def test_what_was_cleared_while_it_was_filled_is_not_written():
     names = prompt(2).chunks()
     granted = state.reserve("a", LAYOUT, names, 0)
     state.clear(None)
-    state.take_orders()
+    state.take_commands()
     state.commit("a", granted.reservation, [0, 1])
-    assert state.take_orders() == []
+    assert state.take_commands() == []
     assert state.ram.used_bytes == 0
 
 
 def test_what_is_cleared_while_it_is_written_keeps_its_memory_until_then():
     state = new()
-    _, orders = commit(state, 2)
+    _, commands = commit(state, 2)
     state.clear(None)
     assert state.ram.used_bytes == 2 * SLOT
-    for order in orders:
-        assert order.entry.doomed
-        state.written(order.number)
+    for command in commands:
+        assert command.entry.doomed
+        state.written(command.number)
     assert state.ram.used_bytes == 0
     assert state.status()["write_behind"] == {"chunks": 0, "bytes": 0}
 
@@ -148,5 +148,5 @@ def test_what_is_cleared_while_it_is_written_keeps_its_memory_until_then():
 def test_a_time_to_live_goes_with_the_chunk(ttl_s):
     state = new()
     state.ram._clock = lambda: 1000.5
-    _, orders = commit(state, 2, ttl_s=ttl_s)
-    assert [order.entry.expires_at for order in orders] == ([1091] * 2 if ttl_s else [0, 0])
+    _, commands = commit(state, 2, ttl_s=ttl_s)
+    assert [command.entry.expires_at for command in commands] == ([1091] * 2 if ttl_s else [0, 0])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="no numba in this environment")
 
-from kvhold.cache.orders import FetchOrder, ProbeOrder, WriteOrder
+from kvhold.cache.commands import FetchCommand, ProbeCommand, WriteCommand
 from kvhold.cache.state import CacheState
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
@@ -77,28 +77,28 @@ class Node:
         return found.sources.get("ram", 0), found.num_tokens - found.sources.get("ram", 0)
 
     def obey(self) -> None:
-        """What a mover does, at once."""
+        """What a tier worker does, at once."""
         writes = []
-        for order in self.state.take_orders():
-            match order:
-                case ProbeOrder():
+        for command in self.state.take_commands():
+            match command:
+                case ProbeCommand():
                     self.state.probed(
-                        order.search,
-                        {key: Place(0, SLOT) for key in order.keys if self.index.find(key)},
+                        command.search,
+                        {key: Place(0, SLOT) for key in command.keys if self.index.find(key)},
                     )
-                case FetchOrder():
-                    for arrival in order.arrivals:
-                        here = self.index.find(arrival.entry.key)
+                case FetchCommand():
+                    for pending_read in command.pending_reads:
+                        here = self.index.find(pending_read.entry.key)
                         assert here is not None
                         self.index.read(here, next(self.time_ns))
                         self.index.unread(here)
-                    for arrival in order.arrivals:
-                        self.state.fetched(arrival.entry, True)
-                case WriteOrder():
-                    writes.append(order)
-        self.write([order.entry.key for order in writes])
-        for order in writes:
-            self.state.written(order.number)
+                    for pending_read in command.pending_reads:
+                        self.state.fetched(pending_read.entry, True)
+                case WriteCommand():
+                    writes.append(command)
+        self.write([command.entry.key for command in writes])
+        for command in writes:
+            self.state.written(command.number)
         if writes:
             self.obey()
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cache.events import snapshot_of
-from kvhold.cache.mover import Mover, make_mover
-from kvhold.cache.recode import Wish
+from kvhold.cache.recode import ReencodeRequest
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
+from kvhold.cache.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.api import (
     EventBatch,
     Found,
@@ -56,7 +56,9 @@ class LocalCache:
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._read_only = np.frombuffer(self._arena.buffer.toreadonly(), dtype=np.uint8)
         try:
-            self.mover: Mover | None = make_mover(config, self._state, self._happen)
+            self.tier_worker: TierWorker | None = make_tier_worker(
+                config, self._state, self._happen
+            )
         except BaseException:
             self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
             self._arena.close()
@@ -201,7 +203,7 @@ class LocalCache:
     ) -> Recoding:
         with self._lock:
             self._check_open()
-            number = self._state.recode(self._owner, Wish(tier, codec, namespace, query))
+            number = self._state.recode(self._owner, ReencodeRequest(tier, codec, namespace, query))
             self._move()
         return Recoding(
             Recoded(), lambda: self._release(number), ask=lambda: self._ask_recoding(number)
@@ -222,7 +224,7 @@ class LocalCache:
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         with self._lock:
             self._check_open()
-            tiers = self.mover.status() if self.mover is not None else {}
+            tiers = self.tier_worker.status() if self.tier_worker is not None else {}
             return (
                 self._state.status()
                 | {
@@ -242,8 +244,8 @@ class LocalCache:
             self._closed = True
             self._state.gone(self._owner)
             self._lock.notify_all()
-        if self.mover is not None:
-            self.mover.close(drain_timeout_s=self._config.drain_timeout_s)
+        if self.tier_worker is not None:
+            self.tier_worker.close(drain_timeout_s=self._config.drain_timeout_s)
         self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
         self._arena.close()
 
@@ -268,11 +270,11 @@ class LocalCache:
 
     def _move(self) -> None:
         """Under the lock."""
-        if self.mover is not None:
-            self.mover.submit(self._state.take_orders())
+        if self.tier_worker is not None:
+            self.tier_worker.submit(self._state.take_commands())
 
     def _happen(self, event: Callable[[], None]) -> None:
-        """Runs in the mover's or scrubber's thread."""
+        """Runs in the tier worker's or scrubber's thread."""
         with self._lock:
             event()
             self._move()

@@ -1,11 +1,11 @@
-"""One tier's writes, in order: waiting, and in progress. Runs in the mover's loop."""
+"""One tier's writes, in order: waiting, and in progress. Runs in the tier worker's loop."""
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvhold.cache.landing import Written
-from kvhold.cache.orders import WriteOrder
+from kvhold.cache.commands import WriteCommand
+from kvhold.cache.read_buffer import Written
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard
@@ -26,14 +26,14 @@ class Write:
     frames:  made when a tier is ready
     """
 
-    order: WriteOrder
+    command: WriteCommand
     waiting: int = 0
     stale: bool = False
     frames: "dict[Coding, asyncio.Task[Written | None]]" = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return self.order.entry.nbytes
+        return self.command.entry.nbytes
 
 
 class Outbox:
@@ -87,7 +87,7 @@ class Outbox:
         dropped: list[Write] = []
         kept = deque[Write]()
         for write in self._queue:
-            (dropped if write.order.entry.key.startswith(prefix) else kept).append(write)
+            (dropped if write.command.entry.key.startswith(prefix) else kept).append(write)
         self._queue = kept
         self._nbytes -= sum(write.nbytes for write in dropped)
         self._tell()
@@ -95,7 +95,7 @@ class Outbox:
 
     def writing(self, prefix: bytes) -> set[Write]:
         """Return the writes in progress under `prefix`."""
-        return {write for write in self._writing if write.order.entry.key.startswith(prefix)}
+        return {write for write in self._writing if write.command.entry.key.startswith(prefix)}
 
     def is_writing(self, writes: set[Write]) -> bool:
         return not self._writing.isdisjoint(writes)

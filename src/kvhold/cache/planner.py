@@ -55,7 +55,7 @@ class Found:
 class Plan:
     """What to load.
 
-    chunks:     order the chunks before this number now
+    chunks:     request the chunks before this number now
     wait_s:     until they all arrive
     more_bytes: `{tier: bytes}`, ordered later
     """
@@ -145,7 +145,7 @@ class Planner:
         return costs[0] if costs is not None else 0.0
 
     def plan(self, number: int, work: Work, layout: Layout, found: Found) -> Plan:
-        """Plan a load. It orders at most a few times the bytes that a tier delivered at once."""
+        """Plan a load. It requests at most a few times the bytes that a tier delivered at once."""
         options = self._options_here(work, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),
@@ -174,10 +174,10 @@ class Planner:
         )
         return Plan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
-    def ordered(self, tier: int, nbytes: int) -> int:
+    def requested(self, tier: int, nbytes: int) -> int:
         """Note a read. Return the tier's `ordered_bytes` after it."""
-        self.speeds[tier].ordered(nbytes, self.clock())
-        return self.speeds[tier].ordered_bytes
+        self.speeds[tier].requested(nbytes, self.clock())
+        return self.speeds[tier].requested_bytes
 
     def ended(self, tier: int, nbytes: int, *, ok: bool) -> None:
         speed = self.speeds[tier]

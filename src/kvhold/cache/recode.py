@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from kvhold.cache.orders import Order, RecodeOrder, Space, StopOrder
+from kvhold.cache.commands import Command, ReencodeCommand, Space, StopCommand
 from kvhold.cache.presence import Presence
 from kvhold.codecs import check_codec
 from kvhold.codecs.budget import LOSSLESS
@@ -40,7 +40,7 @@ class RecodableTier:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReencodeRequest:
     tier: str
     codec: str
     namespace: bytes | None = None
@@ -54,9 +54,9 @@ class _Running:
 
 
 class Recodings:
-    def __init__(self, give_order: Callable[[Order], None]) -> None:
+    def __init__(self, give_command: Callable[[Command], None]) -> None:
         self.tiers: dict[str, RecodableTier] = {}
-        self._give_order = give_order
+        self._give_command = give_command
         # with the strictest budget so far; the latest is last
         self._known: OrderedDict[bytes, Space] = OrderedDict()
         self._shared: set[bytes] = set()  # named with several tenants
@@ -84,14 +84,18 @@ class Recodings:
             self._shared.discard(oldest)
 
     def begin(
-        self, number: int, owner: Hashable, wish: Wish, layouts: Mapping[bytes, Layout]
+        self,
+        number: int,
+        owner: Hashable,
+        request: ReencodeRequest,
+        layouts: Mapping[bytes, Layout],
     ) -> None:
-        """Order a recoding. Raises ConfigError."""
-        tier = self._tier(wish.tier)
-        check_codec(wish.codec)
-        if tier.above and wish.codec not in LOSES_NOTHING:
+        """Begin a re-encoding. Raises ConfigError."""
+        tier = self._tier(request.tier)
+        check_codec(request.codec)
+        if tier.above and request.codec not in LOSES_NOTHING:
             raise ConfigError(
-                f"tier {wish.tier}: some of what it holds may have come up from tier "
+                f"tier {request.tier}: some of what it holds may have come up from tier "
                 f"{tier.above}, whose codec may have lost something;"
                 " by a codec with a loss it would lose more, so only "
                 f"{' and '.join(LOSES_NOTHING)} are taken here"
@@ -101,20 +105,25 @@ class Recodings:
                 f"{_MOST_RECODINGS} recodings are under way or were not closed; close some first"
             )
         keys = None
-        if wish.query is not None:
-            keys = Presence(wish.query, layouts[wish.query.layout], _nothing).missing()
-        order = RecodeOrder(
-            number, tier.number, wish.codec, self._spaces(wish, tier, layouts), dict(layouts), keys
+        if request.query is not None:
+            keys = Presence(request.query, layouts[request.query.layout], _nothing).missing()
+        command = ReencodeCommand(
+            number,
+            tier.number,
+            request.codec,
+            self._spaces(request, tier, layouts),
+            dict(layouts),
+            keys,
         )
-        if wish.codec not in LOSES_NOTHING:
+        if request.codec not in LOSES_NOTHING:
             self.tiers = {
-                name: replace(one, above=one.above or wish.tier)
+                name: replace(one, above=one.above or request.tier)
                 if one.number < tier.number
                 else one
                 for name, one in self.tiers.items()
             }
         self._running[number] = _Running(owner, Recoded())
-        self._give_order(order)
+        self._give_command(command)
 
     def find(self, owner: Hashable, number: int) -> Recoded | None:
         running = self._running.get(number)
@@ -126,7 +135,7 @@ class Recodings:
 
     def drop(self, number: int) -> None:
         if not self._running.pop(number).recoded.done:
-            self._give_order(StopOrder(number))
+            self._give_command(StopCommand(number))
 
     def drop_all(self, owner: Hashable) -> None:
         for number in [
@@ -148,9 +157,9 @@ class Recodings:
         return tier
 
     def _spaces(
-        self, wish: Wish, tier: RecodableTier, layouts: Mapping[bytes, Layout]
+        self, request: ReencodeRequest, tier: RecodableTier, layouts: Mapping[bytes, Layout]
     ) -> dict[bytes, Space]:
-        digest = wish.namespace if wish.query is None else wish.query.namespace
+        digest = request.namespace if request.query is None else request.query.namespace
         if digest is None:
             return {
                 digest: space
@@ -161,11 +170,11 @@ class Recodings:
             raise ProtocolError(
                 f"the namespace to recode has {len(digest)} bytes; a digest has {NAMESPACE_BYTES}"
             )
-        if wish.query is not None and wish.namespace not in (None, digest):
+        if request.query is not None and request.namespace not in (None, digest):
             raise ProtocolError("the namespace to recode is not that of the prompt")
-        tenant = wish.query.tenant if wish.query is not None else None
+        tenant = request.query.tenant if request.query is not None else None
         known = self._known.get(digest)
-        if known is None and wish.codec not in LOSES_NOTHING:
+        if known is None and request.codec not in LOSES_NOTHING:
             raise ConfigError(
                 f"namespace {digest.hex()} is not known here, so its budget is not either, "
                 f"and only {' and '.join(LOSES_NOTHING)} can be"
@@ -173,11 +182,11 @@ class Recodings:
             )
         if tenant is None and tier.encrypted and (known is None or digest in self._shared):
             raise ConfigError(
-                f"tier {wish.tier} is encrypted, and whose key opens namespace "
+                f"tier {request.tier} is encrypted, and whose key opens namespace "
                 f"{digest.hex()} is not known here"
             )
         if known is None:
-            layout = layouts[wish.query.layout] if wish.query is not None else None
+            layout = layouts[request.query.layout] if request.query is not None else None
             return {digest: Space(layout, Terms(tenant=tenant or ""))}
         return {
             digest: known

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
-from kvhold.cache.landing import Writer, Written
-from kvhold.cache.orders import RecodeOrder, Space
+from kvhold.cache.commands import ReencodeCommand, Space
+from kvhold.cache.read_buffer import Writer, Written
 from kvhold.codecs import (
     Codec,
     Raw,
@@ -82,7 +82,7 @@ class _Looked:
 
 @dataclass
 class _Run:
-    order: RecodeOrder
+    command: ReencodeCommand
     guard: Guard
     keyring: Keyring | None
     codec: Codec
@@ -119,32 +119,32 @@ class Recoder:
         self._now = now
         self._turn = asyncio.Lock()
 
-    async def run(self, order: RecodeOrder) -> None:
+    async def run(self, command: ReencodeCommand) -> None:
         tally, stopped = _Tally(), "stopped"
         try:
             async with self._turn:
-                stopped = await self._recode(order, tally)
+                stopped = await self._recode(command, tally)
         except ConfigError as error:
             stopped = str(error)
         finally:
-            self._tell(order.number, tally.so_far(done=True, stopped=stopped))
+            self._tell(command.number, tally.so_far(done=True, stopped=stopped))
 
-    async def _recode(self, order: RecodeOrder, tally: _Tally) -> str:
+    async def _recode(self, command: ReencodeCommand, tally: _Tally) -> str:
         """Return why the order ended early, or ""."""
-        guard, keyring = self._stack.guards[order.tier], self._keyrings[order.tier]
-        codec = await self._in_thread(lambda: make_codec(order.codec))
-        run = _Run(order, guard, keyring, codec, _most_bytes(order), tally)
+        guard, keyring = self._stack.guards[command.tier], self._keyrings[command.tier]
+        codec = await self._in_thread(lambda: make_codec(command.codec))
+        run = _Run(command, guard, keyring, codec, _most_bytes(command), tally)
         log.info(
             "tier %s: what it holds of %d namespaces is written by %s",
             guard.name,
-            len(order.spaces),
+            len(command.spaces),
             codec.name,
         )
         silent: set[str] = set()
         keys = (
-            KeyList(order.keys)
-            if order.keys is not None
-            else await self._scan(guard, order.spaces, silent)
+            KeyList(command.keys)
+            if command.keys is not None
+            else await self._scan(guard, command.spaces, silent)
         )
         for part in keys.parts:
             if not guard.available:
@@ -176,13 +176,13 @@ class Recoder:
         there = [(key, size) for key, size in zip(keys, sizes, strict=True) if size is not None]
         if silent:
             self._count(run, "failed", len(keys))
-        elif run.order.keys is None:  # a prompt's chunks may never have been stored
+        elif run.command.keys is None:  # a prompt's chunks may never have been stored
             self._count(run, "missing", len(keys) - len(there))
         readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]
         self._count(run, "unknown", len(there) - len(readable))
         for batch in _batches(readable, run.guard.batch_bytes):
             await self._recode_batch(run, batch)
-            self._tell(run.order.number, run.tally.so_far())
+            self._tell(run.command.number, run.tally.so_far())
 
     async def _recode_batch(self, run: _Run, batch: Sequence[tuple[bytes, int]]) -> None:
         guard = run.guard
@@ -249,7 +249,7 @@ class Recoder:
 
     def _look(self, run: _Run, key: bytes, value: memoryview) -> _Looked:
         """Check and re-encode one frame, in a thread."""
-        space = run.order.spaces[key[:NAMESPACE_BYTES]]
+        space = run.command.spaces[key[:NAMESPACE_BYTES]]
         try:
             return self._recoded(run, key, space, value)
         except FrameError as fault:
@@ -264,7 +264,7 @@ class Recoder:
             else run.keyring.unseal(value, key=key, tenant=space.terms.tenant)
         )
         header = read_header(frame, frame_bytes=len(frame))
-        layout = space.layout or run.order.layouts.get(header.layout)
+        layout = space.layout or run.command.layouts.get(header.layout)
         if layout is None:
             return _Looked("unknown")
         layout.check_tokens(header.num_tokens)
@@ -332,11 +332,11 @@ def _batches(
         yield batch
 
 
-def _most_bytes(order: RecodeOrder) -> int:
+def _most_bytes(command: ReencodeCommand) -> int:
     """Return a limit that no frame of these layouts reaches."""
     layouts = [
-        *order.layouts.values(),
-        *(space.layout for space in order.spaces.values() if space.layout is not None),
+        *command.layouts.values(),
+        *(space.layout for space in command.spaces.values() if space.layout is not None),
     ]
     raw = Raw()
     sizes = [

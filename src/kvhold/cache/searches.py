@@ -1,7 +1,7 @@
 """Lookups below RAM: load a prompt's chunks from lower tiers, and pin them on arrival.
 
-    searches.begin_turns(number, ...)         # orders a probe
-    searches.probed(number, places)           # reserves memory; orders the reads
+    searches.begin_turns(number, ...)         # requests a probe
+    searches.probed(number, places)           # reserves memory; requests the reads
     searches.fetched(entry, ok)               # the last read ends the search
     search = searches.take(number)
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvhold.cache.chores import Turns
-from kvhold.cache.orders import Arrival, FetchOrder, Order, ProbeOrder
+from kvhold.cache.commands import Command, FetchCommand, PendingRead, ProbeCommand
 from kvhold.cache.planner import IN_RAM, Found, Marks, Planner
 from kvhold.cache.presence import Need, Prefix, Presence
 from kvhold.cache.writes import Writes
@@ -29,7 +29,7 @@ from kvhold.tiers.table import KeyTable
 
 _MOST_PINS = 400  # per step
 _MOST_RESERVED = 16  # per step
-_MOST_IN_ORDER = 250  # per order
+_MOST_PER_COMMAND = 250  # keys
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Search:
     awaited: set[bytes] = field(default_factory=set)
     here: Presence[Entry] = field(init=False)
     probing: bool = True
-    ordering: bool = False
+    requesting: bool = False
     settling: bool = False
     places: dict[bytes, Place] = field(default_factory=dict)
     silent: bool = False
@@ -85,7 +85,7 @@ class Search:
     @property
     def over(self) -> bool:
         """Whether nothing more will arrive."""
-        return not (self.probing or self.ordering or self.awaited or self.more)
+        return not (self.probing or self.requesting or self.awaited or self.more)
 
     def declines(self, key: bytes) -> bool:
         """Return whether the search chose not to load a chunk."""
@@ -105,7 +105,7 @@ class Search:
 
 @dataclass
 class _Coming:
-    arrival: Arrival
+    pending_read: PendingRead
     searches: set[int] = field(default_factory=set)
 
 
@@ -144,7 +144,7 @@ class Searches:
         ram: RamTier,
         writes: Writes,
         metrics: Metrics,
-        give_order: Callable[[Order], None],
+        give_command: Callable[[Command], None],
         planner: Planner,
         *,
         run: Callable[[Turns[None], int], None],
@@ -155,7 +155,7 @@ class Searches:
         self._ram = ram
         self._writes = writes
         self._metrics = metrics
-        self._give_order = give_order
+        self._give_command = give_command
         self._run = run
         self._unpin = unpin
         self._is_over = is_over
@@ -221,10 +221,10 @@ class Searches:
         if self._searches.get(number) is not search:
             return  # the search was released during these steps
         if keys:
-            self._give_order(ProbeOrder(number, keys))
+            self._give_command(ProbeCommand(number, keys))
         else:
-            search.probing, search.ordering = False, True
-            yield from self._order_turns(number, search)
+            search.probing, search.requesting = False, True
+            yield from self._request_turns(number, search)
 
     def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
         search = self._searches.get(number)
@@ -233,11 +233,11 @@ class Searches:
         search.probing = False
         search.places, search.silent = places, silent
         self._planner.probed(self._planner.clock() - search.began_s)
-        self._order(number, search)
+        self._request(number, search)
 
     def is_too_slow(self, number: int, here: int) -> bool:
         search = self._searches[number]
-        if search.work is None or search.ordering or search.over:
+        if search.work is None or search.requesting or search.over:
             return False
         waited_s = self._planner.clock() - search.began_s
         search.hurried = self._planner.is_too_slow(
@@ -252,23 +252,23 @@ class Searches:
         )
         return search.hurried
 
-    def _order(self, number: int, search: Search) -> None:
-        search.ordering = True
-        self._run(self._order_turns(number, search), search.num_keys)
+    def _request(self, number: int, search: Search) -> None:
+        search.requesting = True
+        self._run(self._request_turns(number, search), search.num_keys)
 
-    def _order_turns(self, number: int, search: Search) -> Turns[None]:
+    def _request_turns(self, number: int, search: Search) -> Turns[None]:
         held: list[Entry] = []  # found entries must not be evicted before the pin
-        arrivals: list[Arrival] = []
+        pending_reads: list[PendingRead] = []
         search.marks.plan = None
         try:
             presence: Presence[Entry | Place] = Presence(
                 search.query, search.layout, self._finder_anywhere(search, held)
             )
             prefix = yield from presence.take_turns()
-            chunks = yield from self._worth_ordering_turns(number, search, presence, prefix)
+            chunks = yield from self._worth_requesting_turns(number, search, presence, prefix)
             parts = _parts(chunks, max(1, _MOST_RESERVED // len(prefix.rows)))
             for part in reversed(parts):
-                if not self._may_order(number, search):
+                if not self._may_request(number, search):
                     return
                 found = [need.found for need in presence.needs(prefix, part)]
                 self._pin(
@@ -281,29 +281,29 @@ class Searches:
                 )
                 yield 3 * len(found)
             for part in parts:
-                if not self._may_order(number, search):
+                if not self._may_request(number, search):
                     return
                 needs = presence.needs(prefix, part)
-                has_room = self._reserve_all(number, search, needs, arrivals)
-                if len(arrivals) >= _MOST_IN_ORDER:
-                    self._give_order(FetchOrder(arrivals))
-                    arrivals = []
+                has_room = self._reserve_all(number, search, needs, pending_reads)
+                if len(pending_reads) >= _MOST_PER_COMMAND:
+                    self._give_command(FetchCommand(pending_reads))
+                    pending_reads = []
                 if not has_room:
                     search.forgo_more()
                     break  # later chunks are useless
                 yield 16 * len(needs)
             yield from prefix.empty_turns()
         finally:
-            if arrivals:
-                self._give_order(FetchOrder(arrivals))
+            if pending_reads:
+                self._give_command(FetchCommand(pending_reads))
             self._unpin(held)
-            search.ordering = False
+            search.requesting = False
             if not search.awaited:
                 search.forgo_more()
             if search.over and self._searches.get(number) is search:
                 self._is_over(number)
 
-    def _may_order(self, number: int, search: Search) -> bool:
+    def _may_request(self, number: int, search: Search) -> bool:
         if not self.may_begin(search.query):
             search.places = {}
             return False
@@ -314,26 +314,26 @@ class Searches:
         number: int,
         search: Search,
         needs: Sequence[Need[Entry | Place]],
-        arrivals: list[Arrival],
+        pending_reads: list[PendingRead],
     ) -> bool:
         """Reserve memory. Return False if it runs out."""
         for need in needs:
             if need.key in search.pinned:
                 continue
             if need.key not in self._coming:
-                arrival = self._reserve(search, need, search.places.get(need.key))
-                if arrival is None:
+                pending_read = self._reserve(search, need, search.places.get(need.key))
+                if pending_read is None:
                     return False
-                arrivals.append(arrival)
-                self._coming[need.key] = _Coming(arrival)
-                search.marks.by_tier[arrival.place.tier] = self._planner.ordered(
-                    arrival.place.tier, arrival.entry.nbytes
+                pending_reads.append(pending_read)
+                self._coming[need.key] = _Coming(pending_read)
+                search.marks.by_tier[pending_read.place.tier] = self._planner.requested(
+                    pending_read.place.tier, pending_read.entry.nbytes
                 )
             self._coming[need.key].searches.add(number)
             search.awaited.add(need.key)
         return True
 
-    def _worth_ordering_turns(
+    def _worth_requesting_turns(
         self,
         number: int,
         search: Search,
@@ -342,7 +342,7 @@ class Searches:
     ) -> Turns[range]:
         extent, nothing = prefix.extent, range(0)
         search.idle = 0 < extent.num_tokens <= search.have_tokens
-        if search.idle or not self._may_order(number, search):
+        if search.idle or not self._may_request(number, search):
             return nothing
         if search.work is None and not search.sample:
             return range(extent.chunks)
@@ -372,13 +372,13 @@ class Searches:
         plan = search.marks.plan = self._planner.plan(number, search.work, search.layout, found)
         for tier, first in survey.coming.items():
             if first < plan.chunks:
-                search.marks.by_tier[tier] = self._planner.speeds[tier].ordered_bytes
+                search.marks.by_tier[tier] = self._planner.speeds[tier].requested_bytes
         return range(plan.chunks)
 
     def _tier_of(self, search: Search, key: bytes) -> int:
         coming = self._coming.get(key)
         if coming is not None:
-            return coming.arrival.place.tier
+            return coming.pending_read.place.tier
         if key in search.pinned or self._ram.find(key) is not None:
             return IN_RAM
         place = search.places.get(key)
@@ -403,7 +403,7 @@ class Searches:
     def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> None:
         """End a read. why: its fault."""
         coming = self._coming.pop(entry.key)
-        self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=ok)
+        self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=ok)
         if ok:
             entry.expires_at = expires_at
             cleared = self._ram.is_doomed(entry)
@@ -413,11 +413,11 @@ class Searches:
             else:
                 self._metrics.add("kvhold_promoted_chunks")
                 self._metrics.add("kvhold_promoted_bytes", entry.nbytes)
-            if coming.arrival.place.tier > 0:
+            if coming.pending_read.place.tier > 0:
                 # a chunk loses precision only once
-                terms = Terms(max_error=0, tenant=coming.arrival.tenant)
+                terms = Terms(max_error=0, tenant=coming.pending_read.tenant)
                 self._writes.add(
-                    entry, coming.arrival.layout, terms, above=coming.arrival.place.tier
+                    entry, coming.pending_read.layout, terms, above=coming.pending_read.place.tier
                 )
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
@@ -429,7 +429,7 @@ class Searches:
     def given_up(self, entry: Entry) -> None:
         """End a failed read. Its memory may be written to until `let_go`."""
         coming = self._coming.pop(entry.key)
-        self._planner.ended(coming.arrival.place.tier, entry.nbytes, ok=False)
+        self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
         self._metrics.add("kvhold_withdrawn_chunks", reason=DEADLINE)
         self._tell(coming, entry, DEADLINE)
@@ -461,18 +461,18 @@ class Searches:
             if arrived:
                 self._ram.pin(entry)
                 search.pinned[entry.key] = entry
-                search.sources[entry.key] = coming.arrival.place.tier
+                search.sources[entry.key] = coming.pending_read.place.tier
             else:
                 search.faults[entry.key] = why_not
         for number, search in waiting.items():
-            if search.more and not search.awaited and not search.ordering:
-                self._order(number, search)
+            if search.more and not search.awaited and not search.requesting:
+                self._request(number, search)
             elif search.over:
                 self._is_over(number)
 
     def _reserve(
         self, search: Search, need: Need[Entry | Place], place: Place | None
-    ) -> Arrival | None:
+    ) -> PendingRead | None:
         # written by another owner, or held by a given-up read
         if place is None or self._ram.holds(need.key):
             stuck = any(entry.key == need.key for entry in self._given_up)
@@ -488,7 +488,7 @@ class Searches:
         if entries is None:
             self._withdraw(search, need.key, NO_ROOM)
             return None
-        return Arrival(entries[0], search.layout, place, search.query.tenant)
+        return PendingRead(entries[0], search.layout, place, search.query.tenant)
 
     def _withdraw(self, search: Search, key: bytes, why: str) -> None:
         self._metrics.add("kvhold_withdrawn_chunks", reason=why)
@@ -503,7 +503,7 @@ class Searches:
 
     def _find_or_coming(self, key: bytes) -> Entry | None:
         coming = self._coming.get(key)
-        return coming.arrival.entry if coming is not None else self._ram.find(key)
+        return coming.pending_read.entry if coming is not None else self._ram.find(key)
 
 
 def sources_turns(

@@ -36,11 +36,11 @@ class _Piece:
 
 class TierSpeed:
     def __init__(self) -> None:
-        self.ordered_bytes = 0
+        self.requested_bytes = 0
         self.ended_bytes = 0
         self._estimate = Estimate(2)
         self._piece: _Piece | None = None
-        self._last_s = -np.inf  # last end of a read, or order to an idle tier
+        self._last_s = -np.inf  # last end of a read, or request to an idle tier
         self._last_took_s = 0.0
 
     @property
@@ -55,23 +55,23 @@ class TierSpeed:
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes to order at once: estimates hold only near measured sizes."""
+        """The most bytes to request at once: estimates hold only near measured sizes."""
         return int(_GROWTH * self._estimate.most(1))
 
     def is_stale(self, now_s: float) -> bool:
         """Return whether to sample the tier, so that no bad estimate stays for ever."""
-        idle = self.ordered_bytes == self.ended_bytes
+        idle = self.requested_bytes == self.ended_bytes
         return idle and now_s - self._last_s > max(_STALE_S, _STALE_READS * self._last_took_s)
 
-    def ordered(self, nbytes: int, now_s: float) -> None:
-        if self.ordered_bytes == self.ended_bytes:
+    def requested(self, nbytes: int, now_s: float) -> None:
+        if self.requested_bytes == self.ended_bytes:
             self._piece, self._last_s = _Piece(now_s, 1.0), now_s
-        self.ordered_bytes += nbytes
+        self.requested_bytes += nbytes
 
     def ended(self, nbytes: int, now_s: float, *, ok: bool = True) -> None:
         """End a read. A failure says nothing about speed."""
         piece = self._piece
-        assert piece is not None and self.ended_bytes < self.ordered_bytes, (
+        assert piece is not None and self.ended_bytes < self.requested_bytes, (
             "nothing ends that was not ordered"
         )
         if now_s - self._last_s > _TOGETHER_S and self._last_s - piece.began_s >= _PIECE_S:
@@ -81,7 +81,7 @@ class TierSpeed:
         piece.nbytes += nbytes
         piece.whole &= ok
         self._last_s = now_s
-        if self.ended_bytes == self.ordered_bytes:
+        if self.ended_bytes == self.requested_bytes:
             self._note(piece, now_s)
             self._piece = None
 
@@ -90,7 +90,7 @@ class TierSpeed:
         costs = self._estimate.costs
         if costs is None:
             return np.zeros(len(nbytes))
-        before = self.ordered_bytes - self.ended_bytes
+        before = self.requested_bytes - self.ended_bytes
         waits: Floats = np.where(nbytes > 0, costs[0] + (before + nbytes) * costs[1], 0.0)
         return waits
 

@@ -1,4 +1,4 @@
-"""The state machine of the cache: calls and events in, answers and orders out; no I/O, no locks.
+"""The state machine of the cache: calls and events in, answers and commands out; no I/O, no locks.
 
     lookup -> a ticket with pins -> claim (own pins, one shard) -> release each
     reserve -> commit / abandon
@@ -18,13 +18,13 @@ from secrets import randbits
 from typing import Any
 
 from kvhold.cache.chores import TURN, Chores, Turns, emptied, emptied_dicts, finish
+from kvhold.cache.commands import ClearCommand, Command
 from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
-from kvhold.cache.orders import ClearOrder, Order
 from kvhold.cache.planner import Planner
 from kvhold.cache.presence import Extent, Prefix, Presence
-from kvhold.cache.recode import Recodings, Wish
+from kvhold.cache.recode import Recodings, ReencodeRequest
 from kvhold.cache.reservations import MAX_SHARDS, Granted, Reservation, Reservations
 from kvhold.cache.searches import Search, Searches, sources_turns
 from kvhold.cache.writes import Writes
@@ -165,22 +165,22 @@ class CacheState:
         self._holdings: dict[Owner, _Holdings] = {}
         # so that no ticket of an earlier run is valid
         self._numbers = count(randbits(48) << 8 | 1)
-        self._orders: list[Order] = []
+        self._commands: list[Command] = []
         self.in_use: dict[bytes, None] = {}
         """Namespaces with a reservation, added before the grant. Any thread may read it."""
-        self._writes = Writes(ram, metrics, self._give_order, limit_bytes=write_behind_bytes)
+        self._writes = Writes(ram, metrics, self._give_command, limit_bytes=write_behind_bytes)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self._searches = Searches(
             ram,
             self._writes,
             metrics,
-            self._give_order,
+            self._give_command,
             self.planner,
             run=self._run,
             unpin=self._unpin,
             is_over=self._is_over,
         )
-        self.recodings = Recodings(self._give_order)
+        self.recodings = Recodings(self._give_command)
         self._clears = 0
         self._gone = Gone()
         self._chores = Chores()
@@ -658,15 +658,15 @@ class CacheState:
         if self._has_lower:
             self._searches.clear(prefix)
             self._clears += 1
-            self._give_order(ClearOrder(prefix, learned))
+            self._give_command(ClearCommand(prefix, learned))
         return removed
 
-    def recode(self, owner: Owner, wish: Wish) -> int:
+    def recode(self, owner: Owner, request: ReencodeRequest) -> int:
         """Begin a recoding. Raises ConfigError, LayoutError, ProtocolError."""
-        if wish.query is not None:
-            _check_query(self.layout(wish.query.layout), wish.query)
+        if request.query is not None:
+            _check_query(self.layout(request.query.layout), request.query)
         number = next(self._numbers)
-        self.recodings.begin(number, owner, wish, self._layouts)
+        self.recodings.begin(number, owner, request, self._layouts)
         return number
 
     def step(self, units: int | None = None) -> bool:
@@ -720,19 +720,19 @@ class CacheState:
             "reservations": sum(len(h.reservations) for h in held),
         }
 
-    def take_orders(self) -> list[Order]:
-        """Return each order once."""
-        orders, self._orders = self._orders, []
-        return orders
+    def take_commands(self) -> list[Command]:
+        """Return each command once."""
+        commands, self._commands = self._commands, []
+        return commands
 
-    # Events from the mover.
+    # Events from the tier worker.
 
     def probed(self, search: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
         """End a probe. silent: some tier did not answer."""
         self._searches.probed(search, places, silent=silent)
 
     def fetched(self, entry: Entry, ok: bool, expires_at: int = 0, *, why: str = TIER_DOWN) -> None:
-        """End one read of a FetchOrder. Nothing writes to its memory any more."""
+        """End one read of a FetchCommand. Nothing writes to its memory any more."""
         if not ok and why != TIER_DOWN:
             self._gone.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
@@ -754,8 +754,8 @@ class CacheState:
         self._clears -= 1
         self._searches.cleared(prefix)
 
-    def _give_order(self, order: Order) -> None:
-        self._orders.append(order)
+    def _give_command(self, command: Command) -> None:
+        self._commands.append(command)
 
     def _of(self, owner: Owner) -> _Holdings:
         return self._holdings.setdefault(owner, _Holdings())

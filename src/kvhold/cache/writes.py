@@ -1,13 +1,13 @@
 """The bounded queue of chunks for lower tiers. It drops chunks instead of blocking.
 
-No I/O: the mover writes. A dropped chunk stays in RAM until it is evicted.
+No I/O: the tier worker writes. A dropped chunk stays in RAM until it is evicted.
 """
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvhold.cache.orders import Order, WriteOrder
+from kvhold.cache.commands import Command, WriteCommand
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.sizes import format_size
@@ -22,13 +22,13 @@ class Writes:
         self,
         ram: RamTier,
         metrics: Metrics,
-        give_order: Callable[[Order], None],
+        give_command: Callable[[Command], None],
         *,
         limit_bytes: int,
     ) -> None:
         self._ram = ram
         self._metrics = metrics
-        self._give_order = give_order
+        self._give_command = give_command
         self._limit_bytes = limit_bytes
         # oldest first; finding the first of a plain dict is slow
         self._held: OrderedDict[int, Entry] = OrderedDict()
@@ -49,7 +49,7 @@ class Writes:
     def add(
         self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None
     ) -> None:
-        """Hold an entry and order its write, unless the queue is full."""
+        """Hold an entry and request its write, unless the queue is full."""
         if self._ram.is_doomed(entry):
             return  # cleared while it was written
         if self.queued_bytes + entry.nbytes > self._limit_bytes:
@@ -59,7 +59,7 @@ class Writes:
         self._last += 1
         self._held[self._last] = entry
         self.queued_bytes += entry.nbytes
-        self._give_order(WriteOrder(self._last, entry, layout, terms, above))
+        self._give_command(WriteCommand(self._last, entry, layout, terms, above))
 
     def done(self, number: int) -> None:
         entry = self._held.pop(number)

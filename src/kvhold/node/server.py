@@ -28,9 +28,9 @@ from typing import Any
 
 from kvhold import __version__
 from kvhold.cache.chores import Running
-from kvhold.cache.mover import Mover, make_mover
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import CacheState, new_state
+from kvhold.cache.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError, ProtocolError
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
@@ -68,10 +68,10 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
 
 class Node:
-    _mover: Mover | None = None
+    _tier_worker: TierWorker | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
-        """Take the socket's lock, and create arena, state and mover.
+        """Take the socket's lock, and create arena, state and tier worker.
 
         idle_exit_s: end after this time without clients
 
@@ -90,7 +90,7 @@ class Node:
         self._prepare(config, arena, new_state(config, arena))
         try:
             _place_arena(self.arena, config.node.numa)
-            self._mover = make_mover(
+            self._tier_worker = make_tier_worker(
                 config, self.state, self._post, clears_path(self.path) if config.tiers else None
             )
         except BaseException:
@@ -153,8 +153,8 @@ class Node:
                 self.path.unlink(missing_ok=True)
             self._toucher.stop()
             self._scrubber.stop()
-            if self._mover is not None:
-                await loop.run_in_executor(None, self._end_mover)
+            if self._tier_worker is not None:
+                await loop.run_in_executor(None, self._end_tier_worker)
             self.arena.close()
             self._lock.close()
 
@@ -192,7 +192,7 @@ class Node:
         (recent_s, recent_cpu_s), self._recent_turns_s = self._recent_turns_s, (0.0, 0.0)
         return (
             self.state.status()
-            | (self._mover.status() if self._mover is not None else {})
+            | (self._tier_worker.status() if self._tier_worker is not None else {})
             | {
                 "version": __version__,
                 "protocol": m.PROTOCOL_VERSION,
@@ -221,8 +221,8 @@ class Node:
         )
 
     def move(self) -> None:
-        if self._mover is not None:
-            self._mover.submit(self.state.take_orders())
+        if self._tier_worker is not None:
+            self._tier_worker.submit(self.state.take_commands())
         if self.state.has_chores and None not in self._busy:
             self.go_on(None)
 
@@ -268,7 +268,7 @@ class Node:
             collect_all()
 
     def _post(self, event: Callable[[], None]) -> None:
-        """Called in the mover's thread, which may outlive the loop."""
+        """Called in the tier worker's thread, which may outlive the loop."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._happen, event)
@@ -284,9 +284,9 @@ class Node:
         for connection in self.connections:
             connection.ring()
 
-    def _end_mover(self) -> None:
-        if self._mover is not None:
-            self._mover.close(drain_timeout_s=self._config.drain_timeout_s)
+    def _end_tier_worker(self) -> None:
+        if self._tier_worker is not None:
+            self._tier_worker.close(drain_timeout_s=self._config.drain_timeout_s)
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> Listener:
         _remove_stale(self.path)

@@ -11,7 +11,7 @@ import msgspec
 
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
-from kvhold.cache.recode import Wish
+from kvhold.cache.recode import ReencodeRequest
 from kvhold.cache.state import CacheState, Leased
 from kvhold.core.api import Found, Recoded
 from kvhold.core.errors import KVHoldError, ProtocolError
@@ -279,7 +279,7 @@ class Session:
     def _recode(self, request: m.Recode) -> m.Answer:
         return m.Recoding(
             self._state.recode(
-                self, Wish(request.tier, request.codec, request.namespace, request.query)
+                self, ReencodeRequest(request.tier, request.codec, request.namespace, request.query)
             ),
             Recoded(),
         )

@@ -1,4 +1,4 @@
-"""The scheduler's orders to the workers for one step."""
+"""The scheduler's commands to the workers for one step."""
 
 from dataclasses import dataclass, field
 

@@ -194,7 +194,7 @@ class HostClears:
         def known(space: bytes, number: int) -> None:
             tell(space, number)
             self.shared.highest[space] = max(number, self.shared.highest.get(space, 0))
-            # after the mover's own post to the state
+            # after the tier worker's own post to the state
             self._loops[0].call_soon(self._hears, space, number)
 
         async def beginning(space: bytes, prefix: bytes) -> bool:

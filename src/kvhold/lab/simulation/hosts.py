@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from kvhold.cache.orders import ProbeOrder
+from kvhold.cache.commands import ProbeCommand
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.core.terms import FREE
@@ -58,28 +58,28 @@ class HostNode(SimNode):
 
     def _make_tier(self, store: Any) -> Any:
         if isinstance(store, CentralStore):
-            return store.tier(self.checker, self.mover_loop, self.host.name)
+            return store.tier(self.checker, self.tier_worker_loop, self.host.name)
         return super()._make_tier(store)
 
-    def _make_mover(self, draw: NodeDraw, journal: list[str]) -> Any:
-        mover: Any = super()._make_mover(draw, journal)
+    def _make_tier_worker(self, draw: NodeDraw, journal: list[str]) -> Any:
+        tier_worker: Any = super()._make_tier_worker(draw, journal)
         [shared] = [guard for guard in self.stack.guards if guard.traits.shared]
-        reached = mover._journal.reached(shared.name)
-        self.host.promise.node_began(shared, reached, [self.loop, self.mover_loop])
-        self._watch_probes(mover)
-        self._watch_births(mover)
-        return mover
+        reached = tier_worker._journal.reached(shared.name)
+        self.host.promise.node_began(shared, reached, [self.loop, self.tier_worker_loop])
+        self._watch_probes(tier_worker)
+        self._watch_births(tier_worker)
+        return tier_worker
 
-    def _watch_births(self, mover: Any) -> None:
+    def _watch_births(self, tier_worker: Any) -> None:
         """Note when each value in a tier, and each chunk read from there, was stored."""
-        frame, frames = mover._frame, {}
+        frame, frames = tier_worker._frame, {}
         born = self.host.promise.shared.born
 
         async def framing(guard: Any, coding: Any, write: Any) -> Any:
-            allocation = self.memory.allocations.get(write.order.entry.offset, -1)
+            allocation = self.memory.allocations.get(write.command.entry.offset, -1)
             written = await frame(guard, coding, write)
             if written is not None:
-                key = write.order.entry.key
+                key = write.command.entry.key
                 frames[id(written.parts)] = self.host.promise.born(
                     key, self.checker.origins.get(allocation), allocation
                 )
@@ -106,42 +106,42 @@ class HostNode(SimNode):
 
             guard.put, guard.get = putting, getting
 
-        mover._frame = framing
+        tier_worker._frame = framing
         for guard, store in zip(self.stack.guards, self.host.stores, strict=True):
             watch(guard, store.name)
 
     def _came_up(self, key: bytes, born: int) -> None:
         coming = self.state._searches._coming.get(key)
         if coming is not None:
-            allocation = self.memory.allocations.get(coming.arrival.entry.offset, -1)
+            allocation = self.memory.allocations.get(coming.pending_read.entry.offset, -1)
             if (origin := self.checker.origins.get(allocation)) is not None:
                 self.checker.origins[allocation] = replace(origin, born=born)
 
-    def _watch_probes(self, mover: Any) -> None:
-        probe, searches = mover._probe, self.state._searches
+    def _watch_probes(self, tier_worker: Any) -> None:
+        probe, searches = tier_worker._probe, self.state._searches
         reserve = searches._reserve
         began: dict[int, int] = {}
 
-        async def probing(order: ProbeOrder) -> None:
-            began[order.search] = self.world.number()
-            await probe(order)
+        async def probing(command: ProbeCommand) -> None:
+            began[command.search] = self.world.number()
+            await probe(command)
 
         def reserving(search: Any, need: Any, place: Any) -> Any:
-            arrival = reserve(search, need, place)
-            if arrival is not None:
+            pending_read = reserve(search, need, place)
+            if pending_read is not None:
                 number = next(number for number, one in searches._searches.items() if one is search)
-                is_shared = self.stack.guards[arrival.place.tier].traits.shared
-                allocation = self.memory.allocations[arrival.entry.offset]
+                is_shared = self.stack.guards[pending_read.place.tier].traits.shared
+                allocation = self.memory.allocations[pending_read.entry.offset]
                 self.checker.origins[allocation] = Origin(began.get(number, 0), is_shared)
-            return arrival
+            return pending_read
 
-        mover._probe, searches._reserve = probing, reserving  # type: ignore[method-assign]
+        tier_worker._probe, searches._reserve = probing, reserving  # type: ignore[method-assign]
 
     def kill(self) -> None:
         super().kill()
         for store in self.host.stores:
             if isinstance(store, CentralStore):
-                store.host_died(self.mover_loop)
+                store.host_died(self.tier_worker_loop)
 
 
 class Host(Simulation):
@@ -306,13 +306,15 @@ class Host(Simulation):
         if self.hosts.central is not None:
             self._check_frames()
 
-    def end_mover(self) -> None:
+    def end_tier_worker(self) -> None:
         assert self.node is not None
-        self._end_mover(self.node)
+        self._end_tier_worker(self.node)
 
     def _check_frames(self) -> None:
         assert self.node is not None
-        counts = self.node._mover._metrics.as_dict() if self.node._mover is not None else {}
+        counts = (
+            self.node._tier_worker._metrics.as_dict() if self.node._tier_worker is not None else {}
+        )
         damaged = [
             f"tier=tier-{number},"
             for number, store in enumerate(self.stores)
@@ -502,7 +504,7 @@ class Hosts:
         for host in hosts:
             yield host.check_end
         for host in hosts:
-            yield host.end_mover
+            yield host.end_tier_worker
         if self.central is not None:
             yield self.central.check_end
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvhold.cache import mover as mover_module
-from kvhold.cache.mover import Mover
+from kvhold.cache import tier_worker as tier_worker_module
 from kvhold.cache.state import CacheState
+from kvhold.cache.tier_worker import TierWorker
 from kvhold.core.config import Config
 from kvhold.core.errors import NodeError
 from kvhold.core.metrics import Metrics
@@ -130,7 +130,7 @@ class SimNode(server.Node):
         self.checker = checker
         self.number = number
         self.loop = world.new_loop(f"node-{number}")
-        self.mover_loop = world.new_loop(f"mover-{number}")
+        self.tier_worker_loop = world.new_loop(f"tiers-{number}")
         arena, metrics = SimArena(draw.arena_bytes), Metrics()
         ram = RamTier(
             arena,  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class SimNode(server.Node):
             FaultTier(self._make_tier(store), FaultConfig(seed=world.random.getrandbits(30)))
             for store in stores
         ]
-        self._mover = self._make_mover(draw, journal) if stores else None
+        self._tier_worker = self._make_tier_worker(draw, journal) if stores else None
         self.loop.create_task(self._watch_clients())
         self._most_clients = 16
         self.listening = ListeningSocket(world)
@@ -173,7 +173,7 @@ class SimNode(server.Node):
     def _make_tier(self, store: Store) -> Any:
         return SimTier(self.world, store, self.checker)
 
-    def _make_mover(self, draw: NodeDraw, journal: list[str]) -> Mover:
+    def _make_tier_worker(self, draw: NodeDraw, journal: list[str]) -> TierWorker:
         metrics = Metrics()
         guards = [
             Guard(tier, config, name=config.name, metrics=metrics)
@@ -182,13 +182,13 @@ class SimNode(server.Node):
         stack = Stack(guards)
         self.stack = stack
         self.state.tier_names = [guard.name for guard in guards]
-        self.state.recodings.tiers = mover_module._recodable(stack)
-        return Mover(
+        self.state.recodings.tiers = tier_worker_module._recodable(stack)
+        return TierWorker(
             self.state,
             stack,
             metrics,
             self._post,
-            loop=self.mover_loop,
+            loop=self.tier_worker_loop,
             journal=_SimJournal(journal),
         )
 
@@ -229,21 +229,21 @@ class SimNode(server.Node):
         )
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
-        """Stop as on SIGTERM: close connections, drain the mover, cancel its tasks anywhere."""
+        """Stop as on SIGTERM: close connections, drain the tier worker, cancel its tasks."""
 
         def end(_: Any = None) -> None:
             self.kill()
             ended()
 
-        def end_mover() -> None:
+        def end_tier_worker() -> None:
             self.end_conversations()
-            if self._mover is None:
+            if self._tier_worker is None:
                 self.world.later(0.001, end)
             else:
-                ending = self.mover_loop.create_task(self._mover.end(drain_s))
+                ending = self.tier_worker_loop.create_task(self._tier_worker.end(drain_s))
                 ending.add_done_callback(lambda done: self.world.later(0.0, end, done))
 
-        self.loop.call_soon(end_mover)
+        self.loop.call_soon(end_tier_worker)
 
     def kill(self) -> None:
         self.checker.node_died(clears_done=not self.state._clears)
@@ -253,7 +253,7 @@ class SimNode(server.Node):
         assert self._listener is not None
         self._listener.close()
         self.world.kill(self.loop)
-        self.world.kill(self.mover_loop)
+        self.world.kill(self.tier_worker_loop)
         if self.scrubber is not None:
             self.world.kill(self.scrubber.loop)
 

@@ -449,7 +449,7 @@ class Simulation:
         if not self.world.findings:
             self.checker.check_baseline()
             self._check_stores(node)
-            self._end_mover(node)
+            self._end_tier_worker(node)
 
     def _end_trouble(self) -> SimNode:
         world, self.over = self.world, True
@@ -511,7 +511,7 @@ class Simulation:
 
     def _rest(self, node: SimNode, since: str) -> None:
         def rests() -> bool:
-            guards = node.stack.guards if node._mover is not None else []
+            guards = node.stack.guards if node._tier_worker is not None else []
             owing = [
                 guard
                 for guard in guards
@@ -531,20 +531,20 @@ class Simulation:
             )
 
     def _check_stores(self, node: SimNode) -> None:
-        guards = node.stack.guards if node._mover is not None else []
+        guards = node.stack.guards if node._tier_worker is not None else []
         for store, guard in zip(self.stores, guards, strict=False):
             if store.values and not guard.config.read_only:
                 self.world.find(
                     f"tier {store.name} still has {len(store.values)} values after a clear"
                 )
 
-    def _end_mover(self, node: SimNode) -> None:
-        if node._mover is None:
+    def _end_tier_worker(self, node: SimNode) -> None:
+        if node._tier_worker is None:
             return
-        ending = node.mover_loop.create_task(node._mover.end(self.draw.node.drain_s))
+        ending = node.tier_worker_loop.create_task(node._tier_worker.end(self.draw.node.drain_s))
         if not self.world.run(ending.done, most_s=_REST_S):
-            self.world.find("the mover does not end")
+            self.world.find("the tier worker does not end")
             return
-        left = [task for task in node.mover_loop.tasks if not task.done()]
+        left = [task for task in node.tier_worker_loop.tasks if not task.done()]
         if left:
-            self.world.find(f"tasks are left when the mover has ended: {left}"[:500])
+            self.world.find(f"tasks are left when the tier worker has ended: {left}"[:500])

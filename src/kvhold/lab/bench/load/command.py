@@ -39,7 +39,7 @@ from kvhold.lab.bench.load.workloads import (
     TtftSweep,
 )
 from kvhold.lab.bench.load.workloads.dataset import SCORES, read_conversations, read_dataset
-from kvhold.lab.bench.load.workloads.long_doc_qa import Order
+from kvhold.lab.bench.load.workloads.long_doc_qa import Command
 from kvhold.lab.bench.load.workloads.multi_doc_qa import Sampling
 from kvhold.lab.bench.load.workloads.ttft_sweep import LENGTHS
 from kvhold.lab.bench.rows import needing
@@ -273,7 +273,7 @@ def command() -> None:
 )
 @click.option(
     "--order",
-    type=click.Choice(get_args(Order)),
+    type=click.Choice(get_args(Command)),
     default="random",
     show_default=True,
     help="Of the warm round.",

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvhold.cache.landing import Landing, Writer
-from kvhold.cache.orders import Arrival
+from kvhold.cache.commands import PendingRead
+from kvhold.cache.read_buffer import ReadBuffer, Writer
 from kvhold.codecs import Raw
 from kvhold.core.errors import FrameError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, make_key
@@ -129,14 +129,16 @@ def _make(ram: RamTier, layout: Layout, chance: random.Random) -> _Frame:
 
 
 def _receive(work: _Run, frame: _Frame, damaged: bytes) -> None:
-    landing = Landing.of(work.ram, Arrival(frame.entry, frame.layout, Place(0, len(frame.whole))))
+    read_buffer = ReadBuffer.of(
+        work.ram, PendingRead(frame.entry, frame.layout, Place(0, len(frame.whole)))
+    )
     at = 0
-    for part in landing.parts:
+    for part in read_buffer.parts:
         step = damaged[at : at + part.nbytes]
         part[: len(step)] = step
         at += len(step)
     try:
-        landing.accept(len(damaged), check=True)
+        read_buffer.accept(len(damaged), check=True)
     except FrameError as error:
         work.noticed[error.reason] += 1
     else:

@@ -237,15 +237,15 @@ def _over_one_tier(
                     _flip(engine, arena, offset)
 
             engine.store(cache, number, prompt, before_commit)
-            if when == "after it":  # before, during or after the mover frames it
+            if when == "after it":  # before, during or after the tier worker frames it
                 _flip(engine, arena, places[0])
             below += [prompt] if when == "below" else []
             tally.flipped[name] += when != "never"
         assert cache.flush(deadline_s=_PATIENT_S), f"{name} did not take the chunks in time"
-        assert cache.mover is not None
+        assert cache.tier_worker is not None
         keys = [make_key(prompt.namespace.digest, prompt.hash_at(0), 0, 0) for prompt in below]
         asyncio.run_coroutine_threadsafe(
-            _flip_below(cache, keys, chance), cache.mover._loop
+            _flip_below(cache, keys, chance), cache.tier_worker._loop
         ).result(_PATIENT_S)
         _drop_from_memory(cache)
         for number, prompt in enumerate(prompts):
@@ -270,9 +270,9 @@ def _flip(engine: _Engine, arena: OpenArena, offset: int) -> None:
 
 
 async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.Random) -> None:
-    """Flip a bit of each value, in the mover's loop."""
-    assert cache.mover is not None
-    tier = cache.mover._stack.guards[0]._tier
+    """Flip a bit of each value, in the tier worker's loop."""
+    assert cache.tier_worker is not None
+    tier = cache.tier_worker._stack.guards[0]._tier
     for key, size in zip(keys, await tier.probe(keys), strict=True):
         if size is None:
             continue

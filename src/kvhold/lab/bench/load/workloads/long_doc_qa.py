@@ -8,7 +8,7 @@ from typing import Literal
 from kvhold.lab.bench.load.prompts import Prompts
 from kvhold.lab.bench.load.work import COLD, WARM, Phase, Request, Session, Turn, single
 
-Order = Literal["random", "tile", "interleave"]
+Command = Literal["random", "tile", "interleave"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LongDocQA:
     question_tokens: int = 32
     output_tokens: int = 100
     repeats: int = 2
-    order: Order = "random"
+    order: Command = "random"
     seed: int = 0
     max_in_flight: int = 20
     pause_s: float = 0.0

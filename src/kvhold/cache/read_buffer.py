@@ -1,7 +1,7 @@
 """Frames of the arena's chunks: made for a tier, or read from a tier into the arena.
 
     written = Writer(make_codec("lossless"), keyring).framed(entry, layout, view, terms)
-    landing = Landing.of(ram, arrival, keyring); landing.accept(nbytes, check=True)
+    buffer = ReadBuffer.of(ram, pending_read, keyring); buffer.accept(nbytes, check=True)
 
 Any thread; the work releases the GIL.
 """
@@ -9,7 +9,7 @@ Any thread; the work releases the GIL.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvhold.cache.orders import Arrival
+from kvhold.cache.commands import PendingRead
 from kvhold.codecs import (
     Codec,
     Raw,
@@ -36,31 +36,33 @@ from kvhold.tiers.ram import Entry, RamTier
 _RAW = Raw()
 
 
-class Landing:
+class ReadBuffer:
     """The buffers of one read: the arena itself for a raw, unencrypted payload."""
 
     def __init__(
-        self, arrival: Arrival, chunk: memoryview, parts: Parts, keyring: Keyring | None
+        self, pending_read: PendingRead, chunk: memoryview, parts: Parts, keyring: Keyring | None
     ) -> None:
-        self.arrival = arrival
+        self.pending_read = pending_read
         self.parts = parts
         self._chunk = chunk
         self._keyring = keyring
 
     @classmethod
-    def of(cls, ram: RamTier, arrival: Arrival, keyring: Keyring | None = None) -> "Landing":
+    def of(
+        cls, ram: RamTier, pending_read: PendingRead, keyring: Keyring | None = None
+    ) -> "ReadBuffer":
         """Make the buffers. keyring: of an encrypted tier, where only a sealed value is a frame."""
-        entry, layout = arrival.entry, arrival.layout
+        entry, layout = pending_read.entry, pending_read.layout
         chunk = ram.view(entry)
         header_bytes = _header_bytes(entry, layout)
-        if keyring is None and arrival.place.nbytes == header_bytes + entry.nbytes:
-            return cls(arrival, chunk, (page_aligned(header_bytes), chunk), None)
+        if keyring is None and pending_read.place.nbytes == header_bytes + entry.nbytes:
+            return cls(pending_read, chunk, (page_aligned(header_bytes), chunk), None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
         # A larger value is a miss; an empty one is a frame that was cut short.
         return cls(
-            arrival,
+            pending_read,
             chunk,
-            (page_aligned(max(1, min(arrival.place.nbytes, 2 * most + OVERHEAD_BYTES))),),
+            (page_aligned(max(1, min(pending_read.place.nbytes, 2 * most + OVERHEAD_BYTES))),),
             keyring,
         )
 
@@ -69,10 +71,10 @@ class Landing:
 
         Returns the expiry (0: never). Raises FrameError.
         """
-        entry, layout = self.arrival.entry, self.arrival.layout
+        entry, layout = self.pending_read.entry, self.pending_read.layout
         frame = self.parts[0][:nbytes] if len(self.parts) == 1 else self.parts[0]
         if self._keyring is not None:
-            frame = self._keyring.unseal(frame, key=entry.key, tenant=self.arrival.tenant)
+            frame = self._keyring.unseal(frame, key=entry.key, tenant=self.pending_read.tenant)
         header = read_header(frame, frame_bytes=len(frame) if len(self.parts) == 1 else nbytes)
         check_identity(
             header,

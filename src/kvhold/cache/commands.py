@@ -1,4 +1,4 @@
-"""Orders of the state to the mover. The arrows name the state's methods for the answers."""
+"""Commands of the state to the tier worker. The arrows name the state's methods for the answers."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from kvhold.tiers.stack import Place
 
 
 @dataclass(frozen=True)
-class ProbeOrder:
+class ProbeCommand:
     """Find these keys in the tiers. -> `probed(search, places)`"""
 
     search: int
@@ -18,7 +18,7 @@ class ProbeOrder:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class PendingRead:
     """One chunk to be read into its reserved entry."""
 
     entry: Entry
@@ -28,17 +28,17 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class FetchOrder:
+class FetchCommand:
     """Read these chunks, roughly in order.
 
     -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` later
     """
 
-    arrivals: list[Arrival]
+    pending_reads: list[PendingRead]
 
 
 @dataclass(frozen=True)
-class WriteOrder:
+class WriteCommand:
     """Write this held entry. -> `written(number)`
 
     above: only to tiers above this one, where the chunk came from
@@ -52,7 +52,7 @@ class WriteOrder:
 
 
 @dataclass(frozen=True)
-class ClearOrder:
+class ClearCommand:
     """Remove all keys with this prefix. -> `cleared(prefix)`
 
     learned: another host has cleared the shared tiers
@@ -71,7 +71,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class RecodeOrder:
+class ReencodeCommand:
     """Re-encode a tier's chunks. -> `recoded(number, recoded)`, repeatedly
 
     spaces:  by namespace digest
@@ -88,10 +88,12 @@ class RecodeOrder:
 
 
 @dataclass(frozen=True)
-class StopOrder:
+class StopCommand:
     """Stop a recoding. -> `recoded(number, recoded)`"""
 
     number: int
 
 
-Order: TypeAlias = ProbeOrder | FetchOrder | WriteOrder | ClearOrder | RecodeOrder | StopOrder
+Command: TypeAlias = (
+    ProbeCommand | FetchCommand | WriteCommand | ClearCommand | ReencodeCommand | StopCommand
+)

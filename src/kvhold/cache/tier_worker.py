@@ -1,7 +1,7 @@
 """Moves chunks between the arena and the tiers: probes, checked reads, writes behind, clears.
 
-    mover = Mover(state, stack, metrics, post)         # a thread with its own event loop
-    mover.submit(state.take_orders())                  # never blocks
+    worker = TierWorker(state, stack, metrics, post)   # a thread with its own event loop
+    worker.submit(state.take_commands())               # never blocks
     post(lambda: state.fetched(entry, True))           # run where the state lives
 
 Frames are checked before the chunk is visible; a bad frame is removed. Raw payloads move without a
@@ -19,18 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvhold.cache.landing import Landing, Writer, Written
-from kvhold.cache.orders import (
-    Arrival,
-    ClearOrder,
-    FetchOrder,
-    Order,
-    ProbeOrder,
-    RecodeOrder,
-    StopOrder,
-    WriteOrder,
+from kvhold.cache.commands import (
+    ClearCommand,
+    Command,
+    FetchCommand,
+    PendingRead,
+    ProbeCommand,
+    ReencodeCommand,
+    StopCommand,
+    WriteCommand,
 )
 from kvhold.cache.outbox import Coding, Outbox, Write
+from kvhold.cache.read_buffer import ReadBuffer, Writer, Written
 from kvhold.cache.recode import LOSES_NOTHING, RecodableTier
 from kvhold.cache.recoder import Recoder
 from kvhold.cache.state import CacheState
@@ -60,12 +60,12 @@ _LEAVE_S = 5.0  # then hung calls are abandoned
 
 @dataclass(frozen=True)
 class _Arrived:
-    landing: Landing
+    read_buffer: ReadBuffer
     expires_at: int = 0
     fault: FrameError | None = None
 
 
-class Mover:
+class TierWorker:
     check = True
     """Off only to measure the cost of checks."""
 
@@ -116,13 +116,13 @@ class Mover:
         # runs before any order
         self._loop.call_soon(self._begin)
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvhold-mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvhold-tiers", daemon=True)
         if loop is None:
             self._thread.start()
 
-    def submit(self, orders: Sequence[Order]) -> None:
-        if orders and not self._closed:
-            self._loop.call_soon_threadsafe(self._accept, orders)
+    def submit(self, commands: Sequence[Command]) -> None:
+        if commands and not self._closed:
+            self._loop.call_soon_threadsafe(self._accept, commands)
 
     def status(self) -> dict[str, Any]:
         tiers = [
@@ -196,24 +196,24 @@ class Mover:
                     self._start(self._write_from(outbox))
         self._start(self._stack.check())
 
-    def _accept(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            match order:
-                case ProbeOrder():
-                    self._start(self._probe(order))
-                case FetchOrder():
-                    self._start(self._fetch(order))
-                case WriteOrder():
-                    self._queue(order)
-                case ClearOrder():
-                    owing = self._loop.create_task(self._owe(order))
+    def _accept(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case ProbeCommand():
+                    self._start(self._probe(command))
+                case FetchCommand():
+                    self._start(self._fetch(command))
+                case WriteCommand():
+                    self._queue(command)
+                case ClearCommand():
+                    owing = self._loop.create_task(self._owe(command))
                     self._owing.add(owing)
                     owing.add_done_callback(self._owing.discard)
-                    self._start(self._clear(order, owing))
-                case RecodeOrder(number=number):
-                    self._recodings[number] = self._start(self._recoder.run(order))
+                    self._start(self._clear(command, owing))
+                case ReencodeCommand(number=number):
+                    self._recodings[number] = self._start(self._recoder.run(command))
                     self._recodings[number].add_done_callback(partial(self._recoded, number))
-                case StopOrder(number=number):
+                case StopCommand(number=number):
                     if number in self._recodings:
                         self._recodings[number].cancel()
 
@@ -226,17 +226,17 @@ class Mover:
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the mover failed", exc_info=error)
+            log.error("the tier worker failed", exc_info=error)
 
-    async def _probe(self, order: ProbeOrder) -> None:
+    async def _probe(self, command: ProbeCommand) -> None:
         try:
             silent: set[str] = set()
-            await self._meet(order.keys)
-            places = await self._stack.probe(order.keys, silent)
+            await self._meet(command.keys)
+            places = await self._stack.probe(command.keys, silent)
         except BaseException:
-            self._post(lambda: self._state.probed(order.search, {}, silent=True))
+            self._post(lambda: self._state.probed(command.search, {}, silent=True))
             raise
-        self._post(lambda: self._state.probed(order.search, places, silent=bool(silent)))
+        self._post(lambda: self._state.probed(command.search, places, silent=bool(silent)))
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
         """Learn of clears before a disk that may have older chunks is probed.
@@ -249,46 +249,57 @@ class Mover:
                 guard.use(space)
             await guard.meet(spaces)
 
-    async def _fetch(self, order: FetchOrder) -> None:
-        by_tier: dict[int, list[Arrival]] = {}
-        for arrival in order.arrivals:
-            by_tier.setdefault(arrival.place.tier, []).append(arrival)
-        for tier, arrivals in by_tier.items():
+    async def _fetch(self, command: FetchCommand) -> None:
+        by_tier: dict[int, list[PendingRead]] = {}
+        for pending_read in command.pending_reads:
+            by_tier.setdefault(pending_read.place.tier, []).append(pending_read)
+        for tier, pending_reads in by_tier.items():
             guard = self._stack.guards[tier]
             for batch in _batches(
-                arrivals, lambda arrival: arrival.entry.nbytes, guard.batch_bytes
+                pending_reads, lambda pending_read: pending_read.entry.nbytes, guard.batch_bytes
             ):
                 self._start(self._fetch_batch(guard, self._codings[tier].keyring, batch))
 
     async def _fetch_batch(
-        self, guard: Guard, keyring: Keyring | None, batch: list[Arrival], *, again: bool = False
+        self,
+        guard: Guard,
+        keyring: Keyring | None,
+        batch: list[PendingRead],
+        *,
+        again: bool = False,
     ) -> None:
-        left = {id(arrival): arrival for arrival in batch}
+        left = {id(pending_read): pending_read for pending_read in batch}
         why: dict[int, str] = {}
         try:
             async with guard.gate.turn(Urgency.READ):
-                landings = [Landing.of(self._ram, arrival, keyring) for arrival in batch]
-                keys = [arrival.entry.key for arrival in batch]
-                outcome = await guard.get(keys, [landing.parts for landing in landings])
+                read_buffers = [
+                    ReadBuffer.of(self._ram, pending_read, keyring) for pending_read in batch
+                ]
+                keys = [pending_read.entry.key for pending_read in batch]
+                outcome = await guard.get(keys, [read_buffer.parts for read_buffer in read_buffers])
             if outcome.pending is not None:
                 self._give_up(left, outcome.pending)
                 return
             arrived = await self._loop.run_in_executor(
-                self._checking, self._check_all, landings, outcome.items
+                self._checking, self._check_all, read_buffers, outcome.items
             )
             good = [one for one in arrived if self._is_good(one)]
             self._tell_fetched(
-                [(left.pop(id(one.landing.arrival)).entry, one.expires_at) for one in good]
+                [(left.pop(id(one.read_buffer.pending_read)).entry, one.expires_at) for one in good]
             )
             why |= {
-                id(arrival): TIER_DOWN if failed else EVICTED
-                for arrival, failed in zip(batch, outcome.failed, strict=True)
+                id(pending_read): TIER_DOWN if failed else EVICTED
+                for pending_read, failed in zip(batch, outcome.failed, strict=True)
             }
             if not again:
                 missed = zip(batch, outcome.items, outcome.failed, strict=True)
                 resized = await self._resized(
                     guard,
-                    [arrival for arrival, size, failed in missed if size is None and not failed],
+                    [
+                        pending_read
+                        for pending_read, size, failed in missed
+                        if size is None and not failed
+                    ],
                 )
                 for number in resized:
                     del left[number]
@@ -297,7 +308,7 @@ class Mover:
                         self._fetch_batch(guard, keyring, list(resized.values()), again=True)
                     )
             why |= {
-                id(one.landing.arrival): BAD_FRAME if one.fault is not None else EXPIRED
+                id(one.read_buffer.pending_read): BAD_FRAME if one.fault is not None else EXPIRED
                 for one in arrived
             }
             # so that the next lookup does not find it
@@ -308,19 +319,24 @@ class Mover:
             raise
         finally:  # in every case: no search waits for ever, no memory is lost
             self._tell_fetched(
-                [(arrival.entry, why.get(number, TIER_DOWN)) for number, arrival in left.items()]
+                [
+                    (pending_read.entry, why.get(number, TIER_DOWN))
+                    for number, pending_read in left.items()
+                ]
             )
 
-    async def _resized(self, guard: Guard, missed: list[Arrival]) -> dict[int, Arrival]:
+    async def _resized(self, guard: Guard, missed: list[PendingRead]) -> dict[int, PendingRead]:
         """Return, by `id`, the missed arrivals that were re-encoded since the probe."""
-        sizes = await guard.probe([arrival.entry.key for arrival in missed]) if missed else []
+        sizes = (
+            await guard.probe([pending_read.entry.key for pending_read in missed]) if missed else []
+        )
         return {
-            id(arrival): replace(arrival, place=replace(arrival.place, nbytes=size))
-            for arrival, size in zip(missed, sizes, strict=True)
-            if size is not None and size != arrival.place.nbytes
+            id(pending_read): replace(pending_read, place=replace(pending_read.place, nbytes=size))
+            for pending_read, size in zip(missed, sizes, strict=True)
+            if size is not None and size != pending_read.place.nbytes
         }
 
-    def _give_up(self, left: dict[int, Arrival], pending: "asyncio.Task[Any]") -> None:
+    def _give_up(self, left: dict[int, PendingRead], pending: "asyncio.Task[Any]") -> None:
         entries = self._tell_given_up(left)
 
         def let_go(_: Any) -> None:
@@ -329,19 +345,19 @@ class Mover:
 
         pending.add_done_callback(let_go)
 
-    def _tell_given_up(self, left: dict[int, Arrival]) -> list[Entry]:
-        entries = [arrival.entry for arrival in left.values()]
+    def _tell_given_up(self, left: dict[int, PendingRead]) -> list[Entry]:
+        entries = [pending_read.entry for pending_read in left.values()]
         left.clear()
         for entry in entries:
             self._post(lambda entry=entry: self._state.given_up(entry))  # type: ignore[misc]
         return entries
 
     def _check_all(
-        self, landings: Sequence[Landing], sizes: Sequence[int | None]
+        self, read_buffers: Sequence[ReadBuffer], sizes: Sequence[int | None]
     ) -> list["_Arrived"]:
         return [
-            _accepted(landing, nbytes, check=self.check)
-            for landing, nbytes in zip(landings, sizes, strict=True)
+            _accepted(read_buffer, nbytes, check=self.check)
+            for read_buffer, nbytes in zip(read_buffers, sizes, strict=True)
             if nbytes is not None
         ]
 
@@ -354,7 +370,7 @@ class Mover:
     async def _remove_bad(self, guard: Guard, arrived: Sequence["_Arrived"]) -> None:
         keys = []
         for one in arrived:
-            key = one.landing.arrival.entry.key
+            key = one.read_buffer.pending_read.entry.key
             if one.fault is not None:
                 self._metrics.add(
                     "kvhold_tier_bad_frames", tier=guard.name, reason=one.fault.reason
@@ -364,7 +380,9 @@ class Mover:
             elif self._has_expired(one):
                 self._metrics.add("kvhold_expired_chunks", tier=guard.name)
                 self._metrics.add(
-                    "kvhold_expired_bytes", one.landing.arrival.entry.nbytes, tier=guard.name
+                    "kvhold_expired_bytes",
+                    one.read_buffer.pending_read.entry.nbytes,
+                    tier=guard.name,
                 )
                 keys.append(key)
         if keys:
@@ -388,20 +406,22 @@ class Mover:
         if ended:
             self._post(tell)
 
-    def _queue(self, order: WriteOrder) -> None:
-        write = Write(order)
+    def _queue(self, command: WriteCommand) -> None:
+        write = Write(command)
         for guard in self._shared:
-            guard.use(order.entry.key[:NAMESPACE_BYTES])
-        if self._is_barred(order.entry.key):
-            self._post(lambda: self._state.written(order.number))
+            guard.use(command.entry.key[:NAMESPACE_BYTES])
+        if self._is_barred(command.entry.key):
+            self._post(lambda: self._state.written(command.number))
             return
         for number, outbox in enumerate(self._outboxes):
-            if outbox.guard.config.read_only or (order.above is not None and number >= order.above):
+            if outbox.guard.config.read_only or (
+                command.above is not None and number >= command.above
+            ):
                 continue
             write.waiting += 1
             outbox.push(write)
         if not write.waiting:
-            self._post(lambda: self._state.written(order.number))
+            self._post(lambda: self._state.written(command.number))
 
     async def _write_from(self, outbox: Outbox) -> None:
         guard = outbox.guard
@@ -415,7 +435,7 @@ class Mover:
             except Exception:  # a fault loses one batch, not the tier
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
-            # The mover's end cancels this. The tier may still use the memory,
+            # The tier worker's end cancels this. The tier may still use the memory,
             # so it is not freed.
             outbox.finish(batch)
             self._dealt_with.set()
@@ -431,25 +451,25 @@ class Mover:
         if not guard.available:
             guard.drop(len(batch), reason="unavailable")
             return None
-        there = await guard.probe([write.order.entry.key for write in batch])
+        there = await guard.probe([write.command.entry.key for write in batch])
         missing = [
             write
             for write, size in zip(batch, there, strict=True)
-            if size is None and not self._ram.is_doomed(write.order.entry)
+            if size is None and not self._ram.is_doomed(write.command.entry)
         ]
         pending = []
-        for expires_at in sorted({write.order.entry.expires_at for write in missing}):
+        for expires_at in sorted({write.command.entry.expires_at for write in missing}):
             ttl_s = expires_at - self._ram.now() if expires_at else None
             if ttl_s is not None and ttl_s <= 0:
                 continue
-            group = [write for write in missing if write.order.entry.expires_at == expires_at]
+            group = [write for write in missing if write.command.entry.expires_at == expires_at]
             framed = [
                 (write, written)
                 for write in group
                 if (written := await self._frame(guard, coding, write))
             ]
             items = [
-                (write.order.entry.key, written.parts)
+                (write.command.entry.key, written.parts)
                 for write, written in framed
                 if not write.stale
             ]
@@ -462,14 +482,14 @@ class Mover:
         """Return a frame, made once per coding; None if damaged or without a key."""
         if coding not in write.frames:
             making = self._loop.run_in_executor(
-                self._encoding, self._make_frame, coding, write.order
+                self._encoding, self._make_frame, coding, write.command
             )
             write.frames[coding] = asyncio.ensure_future(_future_result(making))
         try:
             written = await asyncio.shield(write.frames[coding])
         except DamagedChunks:
             guard.drop(1, reason="damaged")
-            self._post(lambda: self._state.remove_damaged([write.order.entry], "writer"))
+            self._post(lambda: self._state.remove_damaged([write.command.entry], "writer"))
             return None
         if written is None:
             guard.drop(1, reason="no key")
@@ -483,13 +503,15 @@ class Mover:
         )
         return written
 
-    def _make_frame(self, coding: Coding, order: WriteOrder) -> Written | None:
+    def _make_frame(self, coding: Coding, command: WriteCommand) -> Written | None:
         writer = Writer(make_codec(coding.codec), coding.keyring)
-        return writer.framed(order.entry, order.layout, self._ram.view(order.entry), order.terms)
+        return writer.framed(
+            command.entry, command.layout, self._ram.view(command.entry), command.terms
+        )
 
     def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
         cleared = [
-            write.order.entry.key for write in batch if self._ram.is_doomed(write.order.entry)
+            write.command.entry.key for write in batch if self._ram.is_doomed(write.command.entry)
         ]
         # clears do not wait for hung calls; shared tiers wrote under old names
         if cleared and not guard.traits.shared:
@@ -501,7 +523,7 @@ class Mover:
             write.waiting -= 1
             if not write.waiting:
                 write.frames.clear()
-                self._post(lambda number=write.order.number: self._state.written(number))  # type: ignore[misc]
+                self._post(lambda number=write.command.number: self._state.written(number))  # type: ignore[misc]
 
     def _tell_recoded(self, number: int, recoded: Recoded) -> None:
         self._post(lambda: self._state.recoded(number, recoded))
@@ -558,15 +580,15 @@ class Mover:
             await self._journal.reach(numbers)
 
     async def _owe(
-        self, order: ClearOrder
+        self, command: ClearCommand
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, Debt]]]:
         """Journal a clear. Return the writes in progress, and the tiers' debts."""
         for outbox in self._outboxes:
-            self._finish(outbox.drop(order.prefix) if not order.learned else ())
-        writing = [(outbox, outbox.writing(order.prefix)) for outbox in self._outboxes]
-        debts = await self._stack.owe(order.prefix, shared=not order.learned)
+            self._finish(outbox.drop(command.prefix) if not command.learned else ())
+        writing = [(outbox, outbox.writing(command.prefix)) for outbox in self._outboxes]
+        debts = await self._stack.owe(command.prefix, shared=not command.learned)
         for guard, debt in debts:
-            if debt.prefix != order.prefix:  # it replaces debts that may still wait for writes
+            if debt.prefix != command.prefix:  # it replaces debts that may still wait for writes
                 writing += [
                     (outbox, outbox.writing(debt.prefix))
                     for outbox in self._outboxes
@@ -574,37 +596,37 @@ class Mover:
                 ]
         return writing, debts
 
-    async def _clear(self, order: ClearOrder, owing: "asyncio.Task[Any]") -> None:
+    async def _clear(self, command: ClearCommand, owing: "asyncio.Task[Any]") -> None:
         """Clear the tiers. `owing` comes first, so that a node that ends keeps the clear."""
         try:
             writing, debts = await asyncio.shield(owing)
             for outbox, writes in writing:
                 while outbox.is_writing(writes):
                     await self._some_written()
-            if order.learned:
-                self._barred[order.prefix] -= 1
-                if not self._barred[order.prefix]:
-                    del self._barred[order.prefix]
+            if command.learned:
+                self._barred[command.prefix] -= 1
+                if not self._barred[command.prefix]:
+                    del self._barred[command.prefix]
             await self._stack.pay(debts)
             await self._remember()
         finally:
-            self._post(lambda: self._state.cleared(order.prefix))
+            self._post(lambda: self._state.cleared(command.prefix))
 
 
-def _accepted(landing: Landing, nbytes: int, *, check: bool) -> _Arrived:
+def _accepted(read_buffer: ReadBuffer, nbytes: int, *, check: bool) -> _Arrived:
     try:
-        return _Arrived(landing, landing.accept(nbytes, check=check))
+        return _Arrived(read_buffer, read_buffer.accept(nbytes, check=check))
     except FrameError as fault:
-        return _Arrived(landing, fault=fault)
+        return _Arrived(read_buffer, fault=fault)
 
 
-def make_mover(
+def make_tier_worker(
     config: Config,
     state: CacheState,
     post: Callable[[Callable[[], None]], None],
     clears_file: Path | None = None,
-) -> Mover | None:
-    """Make the mover; None without tiers. Raises ConfigError.
+) -> TierWorker | None:
+    """Make the tier worker; None without tiers. Raises ConfigError.
 
     clears_file: the setting's default
     """
@@ -619,7 +641,7 @@ def make_mover(
     state.tier_names = [guard.name for guard in stack.guards]
     state.recodings.tiers = _recodable(stack)
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
-    return Mover(
+    return TierWorker(
         state,
         stack,
         metrics,

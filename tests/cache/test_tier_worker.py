@@ -1,5 +1,5 @@
-"""What the mover does with a tier that is slow, hangs, fails or lies: nothing waits for it, nothing
-is lost, nothing comes back.
+"""The tier worker and a tier that is slow, hangs, fails or lies: nothing waits for it, nothing is
+lost, nothing comes back.
 """
 
 import logging
@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvhold.cache import LocalCache, mover
-from kvhold.cache.landing import Landing
+from kvhold.cache import LocalCache, tier_worker
+from kvhold.cache.read_buffer import ReadBuffer
 from kvhold.core.errors import TierFull, TierUnavailable
 from kvhold.core.keys import make_key
 from kvhold.core.terms import Terms
@@ -284,7 +284,7 @@ class TestReads:
     ) -> None:
         framed: list[object] = []
         monkeypatch.setattr(
-            "kvhold.cache.landing.Writer.framed", lambda *arguments: framed.append(arguments)
+            "kvhold.cache.read_buffer.Writer.framed", lambda *arguments: framed.append(arguments)
         )
         with a_cache_over(place.url(breaker_failures=1, breaker_pause_s=1000)) as cache:
             place.faults["probe"] = TierUnavailable("memory", "probe", "gone")
@@ -344,10 +344,10 @@ class TestReads:
         with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             with monkeypatch.context() as patched:
-                patched.setattr(Landing, step, fails)
+                patched.setattr(ReadBuffer, step, fails)
                 assert read(cache, a_prompt(SPACE, 64)) == 0
             eventually(
-                lambda: any(record.message == "the mover failed" for record in caplog.records)
+                lambda: any(record.message == "the tier worker failed" for record in caplog.records)
             )
             assert at_rest(cache)
             assert read(cache, a_prompt(SPACE, 64)) == 64
@@ -479,7 +479,7 @@ class TestWrites:
     ) -> None:
         with a_cache_over(place.url()) as cache:
             with monkeypatch.context() as patched:
-                patched.setattr("kvhold.cache.landing.Writer.framed", lambda *_: 1 / 0)
+                patched.setattr("kvhold.cache.read_buffer.Writer.framed", lambda *_: 1 / 0)
                 store(cache, a_prompt(SPACE, 32))
                 assert cache.flush()
             assert (
@@ -504,7 +504,7 @@ class LateThread(threading.Thread):
 def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mover.threading, "Thread", LateThread)
+    monkeypatch.setattr(tier_worker.threading, "Thread", LateThread)
     LateThread.begins.clear()
     with a_cache_over(place.url()) as cache:
         monkeypatch.undo()
