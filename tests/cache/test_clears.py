@@ -747,10 +747,10 @@ class TestGenerations:
         names = guard.names([key])
         await guard.clear(key[:NAMESPACE_BYTES])
         await guard.put([(key, [memoryview(b"new")])])
-        assert (await guard.replace([(key, [memoryview(b"old, recoded")])], names=names)).items == [
-            False
-        ]
-        assert b"old, recoded" not in place.values.values()
+        assert (
+            await guard.replace([(key, [memoryview(b"old, reencoded")])], names=names)
+        ).items == [False]
+        assert b"old, reencoded" not in place.values.values()
 
     async def test_the_owner_of_memory_is_told_before_a_key_has_a_new_name(
         self, place: Place

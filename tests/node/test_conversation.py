@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhold.core.api import Recoded
+from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import ChunkNames, Query
 from kvhold.net import messages as m
@@ -19,7 +19,7 @@ GRANTING = {
     LOOKUP: (m.Found(7, 64), m.Release(7)),
     m.Claim(7, 0, 0): (m.Leased(8, [], [], []), m.Release(8)),
     m.Reserve(bytes(16), ChunkNames(bytes(32), b""), 0): (m.Granted(9, []), m.Abandon(9)),
-    m.Recode("disk", "raw"): (m.Recoding(10, Recoded()), m.Release(10)),
+    m.Reencode("disk", "raw"): (m.ReencodeStatus(10, ReencodeProgress()), m.Release(10)),
 }
 _requests: Decoder[m.Request] = Decoder(m.Request)
 
@@ -176,7 +176,9 @@ def test_a_late_answer_to_a_question_returns_nothing_that_its_caller_has(
     ]
     node.take()
     for call, answer in zip(
-        calls, (m.Recoding(77, Recoded()), m.Found(99, 64, arriving=True)), strict=True
+        calls,
+        (m.ReencodeStatus(77, ReencodeProgress()), m.Found(99, 64, arriving=True)),
+        strict=True,
     ):
         conversation.give_up(call)
         node.say(answer, call.number)

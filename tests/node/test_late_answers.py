@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.api import Recoded
+from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import DeadlineExceeded, NodeError
 from kvhold.core.keys import HASH_BYTES, ChunkNames
 from kvhold.net import messages as m
@@ -165,7 +165,7 @@ def test_a_late_answer_that_comes_in_pieces_is_read_to_its_end(tmp_path: Path) -
 
 
 def test_a_late_answer_to_a_question_gives_back_nothing_that_its_caller_has(tmp_path: Path) -> None:
-    """A recoding that is asked how far it is, and a hit that is asked how far it goes, stay the
+    """A reencoding that is asked how far it is, and a hit that is asked how far it goes, stay the
     caller's.
     """
     questions_are_late = threading.Event()
@@ -173,7 +173,7 @@ def test_a_late_answer_to_a_question_gives_back_nothing_that_its_caller_has(tmp_
     def answer_late(connection: socket.socket) -> None:
         questions_are_late.wait()
         connection.sendall(
-            bytes(encode(m.Recoding(77, Recoded(seen=5)), 1))
+            bytes(encode(m.ReencodeStatus(77, ReencodeProgress(seen=5)), 1))
             + bytes(encode(m.Found(99, 100, arriving=True), 2))
         )
 

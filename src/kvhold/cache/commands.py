@@ -72,7 +72,7 @@ class Space:
 
 @dataclass(frozen=True)
 class ReencodeCommand:
-    """Re-encode a tier's chunks. -> `recoded(number, recoded)`, repeatedly
+    """Re-encode a tier's chunks. -> `reencode_progressed(number, progress)`, repeatedly
 
     spaces:  by namespace digest
     layouts: by fingerprint
@@ -89,7 +89,7 @@ class ReencodeCommand:
 
 @dataclass(frozen=True)
 class StopCommand:
-    """Stop a recoding. -> `recoded(number, recoded)`"""
+    """Stop a re-encoding. -> `reencode_progressed(number, progress)`"""
 
     number: int
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cache.events import snapshot_of
-from kvhold.cache.recode import ReencodeRequest
+from kvhold.cache.reencodings import ReencodeRequest
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
 from kvhold.cache.tier_worker import TierWorker, make_tier_worker
@@ -20,8 +20,8 @@ from kvhold.core.api import (
     Found,
     Hit,
     Lease,
-    Recoded,
-    Recoding,
+    ReencodeProgress,
+    Reencoding,
     Reservation,
     mask_bytes,
 )
@@ -192,7 +192,7 @@ class LocalCache:
                 and not self._closed
             )
 
-    def recode(
+    def reencode(
         self,
         tier: str,
         codec: str,
@@ -200,13 +200,17 @@ class LocalCache:
         namespace: bytes | None = None,
         query: Query | None = None,
         deadline_s: float | None = None,
-    ) -> Recoding:
+    ) -> Reencoding:
         with self._lock:
             self._check_open()
-            number = self._state.recode(self._owner, ReencodeRequest(tier, codec, namespace, query))
+            number = self._state.reencode(
+                self._owner, ReencodeRequest(tier, codec, namespace, query)
+            )
             self._move()
-        return Recoding(
-            Recoded(), lambda: self._release(number), ask=lambda: self._ask_recoding(number)
+        return Reencoding(
+            ReencodeProgress(),
+            lambda: self._release(number),
+            ask=lambda: self._ask_reencoding(number),
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
@@ -304,10 +308,10 @@ class LocalCache:
         self._finish_chores()
         return found
 
-    def _ask_recoding(self, number: int) -> Recoded:
+    def _ask_reencoding(self, number: int) -> ReencodeProgress:
         with self._lock:
             self._check_open()
-            return self._state.recodings.find(self._owner, number) or Recoded(
+            return self._state.reencodings.find(self._owner, number) or ReencodeProgress(
                 done=True, stopped="closed"
             )
 

@@ -24,11 +24,11 @@ from kvhold.cache.events import EventLog
 from kvhold.cache.gone import Gone
 from kvhold.cache.planner import Planner
 from kvhold.cache.presence import Extent, Prefix, Presence
-from kvhold.cache.recode import Recodings, ReencodeRequest
+from kvhold.cache.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.reservations import MAX_SHARDS, Granted, Reservation, Reservations
 from kvhold.cache.searches import Search, Searches, sources_turns
 from kvhold.cache.writes import Writes
-from kvhold.core.api import ABSENT, EventBatch, Found, Recoded
+from kvhold.core.api import ABSENT, EventBatch, Found, ReencodeProgress
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
@@ -180,7 +180,7 @@ class CacheState:
             unpin=self._unpin,
             is_over=self._is_over,
         )
-        self.recodings = Recodings(self._give_command)
+        self.reencodings = Reencodings(self._give_command)
         self._clears = 0
         self._gone = Gone()
         self._chores = Chores()
@@ -201,7 +201,7 @@ class CacheState:
     def register(self, layout: Layout, namespace: bytes = b"", terms: Terms | None = None) -> None:
         self._layouts[layout.fingerprint] = layout
         if len(namespace) == NAMESPACE_BYTES and terms is not None:
-            self.recodings.learn(namespace, layout, terms)
+            self.reencodings.learn(namespace, layout, terms)
 
     def layout(self, fingerprint: bytes) -> Layout:
         layout = self._layouts.get(fingerprint)
@@ -523,10 +523,10 @@ class CacheState:
             self.ram.remove(entry, why=DAMAGED)
 
     def release(self, owner: Owner, number: int) -> None:
-        """Release a ticket, a lease or a recoding. Leases outlive their ticket."""
+        """Release a ticket, a lease or a re-encoding. Leases outlive their ticket."""
         held = self._tickets.get(number)
-        if self.recodings.find(owner, number) is not None:
-            self.recodings.drop(number)
+        if self.reencodings.find(owner, number) is not None:
+            self.reencodings.drop(number)
         elif number in self._searches and self._searches[number].owner == owner:
             search = self._searches.take(number)
             self._of(owner).tickets.discard(number)
@@ -571,7 +571,7 @@ class CacheState:
             offsets = yield from self._reservations.reserve_turns(
                 reservation, names, shard, groups=groups
             )
-            self.recodings.learn(names.namespace, layout, terms)
+            self.reencodings.learn(names.namespace, layout, terms)
         finally:
             if not reservation.chunks:
                 self._of(owner).reservations.pop(number, None)
@@ -624,7 +624,7 @@ class CacheState:
 
     def gone(self, owner: Owner) -> None:
         """Release the holdings of an owner that no longer touches the arena."""
-        self.recodings.drop_all(owner)
+        self.reencodings.drop_all(owner)
         held = self._holdings.get(owner)
         if held is None:
             return
@@ -661,12 +661,12 @@ class CacheState:
             self._give_command(ClearCommand(prefix, learned))
         return removed
 
-    def recode(self, owner: Owner, request: ReencodeRequest) -> int:
-        """Begin a recoding. Raises ConfigError, LayoutError, ProtocolError."""
+    def reencode(self, owner: Owner, request: ReencodeRequest) -> int:
+        """Begin a re-encoding. Raises ConfigError, LayoutError, ProtocolError."""
         if request.query is not None:
             _check_query(self.layout(request.query.layout), request.query)
         number = next(self._numbers)
-        self.recodings.begin(number, owner, request, self._layouts)
+        self.reencodings.begin(number, owner, request, self._layouts)
         return number
 
     def step(self, units: int | None = None) -> bool:
@@ -703,7 +703,7 @@ class CacheState:
             "pinned_chunks": self.ram.num_pinned,
             "clearing_chunks": self.ram.num_clearing,
             "arriving_chunks": self._searches.num_arriving,
-            "recodings": len(self.recodings),
+            "reencodings": len(self.reencodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
             "namespaces": {
                 namespace.hex(): nbytes for namespace, nbytes in self.ram.used_by_namespace.items()
@@ -744,8 +744,8 @@ class CacheState:
     def let_go(self, entry: Entry) -> None:
         self._searches.let_go(entry)
 
-    def recoded(self, number: int, recoded: Recoded) -> None:
-        self.recodings.progressed(number, recoded)
+    def reencode_progressed(self, number: int, progress: ReencodeProgress) -> None:
+        self.reencodings.progressed(number, progress)
 
     def written(self, number: int) -> None:
         self._writes.done(number)

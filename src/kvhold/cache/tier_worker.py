@@ -31,13 +31,13 @@ from kvhold.cache.commands import (
 )
 from kvhold.cache.outbox import Coding, Outbox, Write
 from kvhold.cache.read_buffer import ReadBuffer, Writer, Written
-from kvhold.cache.recode import LOSES_NOTHING, RecodableTier
-from kvhold.cache.recoder import Recoder
+from kvhold.cache.reencoder import Reencoder
+from kvhold.cache.reencodings import LOSES_NOTHING, ReencodableTier
 from kvhold.cache.state import CacheState
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
-from kvhold.core.api import Recoded
+from kvhold.core.api import ReencodeProgress
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, DamagedChunks, FrameError
 from kvhold.core.keys import NAMESPACE_BYTES
@@ -108,10 +108,10 @@ class TierWorker:
         self._dealt_with = asyncio.Event()
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
-        self._recoder = Recoder(
-            stack, keyrings, metrics, self._encoding, tell=self._tell_recoded, now=self._ram.now
+        self._reencoder = Reencoder(
+            stack, keyrings, metrics, self._encoding, tell=self._tell_reencoded, now=self._ram.now
         )
-        self._recodings: dict[int, asyncio.Task[Any]] = {}
+        self._reencodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
         # runs before any order
         self._loop.call_soon(self._begin)
@@ -211,11 +211,11 @@ class TierWorker:
                     owing.add_done_callback(self._owing.discard)
                     self._start(self._clear(command, owing))
                 case ReencodeCommand(number=number):
-                    self._recodings[number] = self._start(self._recoder.run(command))
-                    self._recodings[number].add_done_callback(partial(self._recoded, number))
+                    self._reencodings[number] = self._start(self._reencoder.run(command))
+                    self._reencodings[number].add_done_callback(partial(self._reencoded, number))
                 case StopCommand(number=number):
-                    if number in self._recodings:
-                        self._recodings[number].cancel()
+                    if number in self._reencodings:
+                        self._reencodings[number].cancel()
 
     def _start(self, work: Any) -> "asyncio.Task[Any]":
         task = self._loop.create_task(work)
@@ -525,11 +525,11 @@ class TierWorker:
                 write.frames.clear()
                 self._post(lambda number=write.command.number: self._state.written(number))  # type: ignore[misc]
 
-    def _tell_recoded(self, number: int, recoded: Recoded) -> None:
-        self._post(lambda: self._state.recoded(number, recoded))
+    def _tell_reencoded(self, number: int, progress: ReencodeProgress) -> None:
+        self._post(lambda: self._state.reencode_progressed(number, progress))
 
-    def _recoded(self, number: int, _: "asyncio.Task[Any]") -> None:
-        del self._recodings[number]
+    def _reencoded(self, number: int, _: "asyncio.Task[Any]") -> None:
+        del self._reencodings[number]
 
     async def _some_written(self) -> None:
         self._dealt_with.clear()
@@ -639,7 +639,7 @@ def make_tier_worker(
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     state.tier_names = [guard.name for guard in stack.guards]
-    state.recodings.tiers = _recodable(stack)
+    state.reencodings.tiers = _reencodable(stack)
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
     return TierWorker(
         state,
@@ -664,20 +664,20 @@ def _check_coding(guard: Guard, config: Config) -> None:
         )
 
 
-def _recodable(stack: Stack) -> dict[str, RecodableTier]:
-    tiers: dict[str, RecodableTier] = {}
+def _reencodable(stack: Stack) -> dict[str, ReencodableTier]:
+    tiers: dict[str, ReencodableTier] = {}
     lossy = ""
     for number, guard in reversed(list(enumerate(stack.guards))):
-        tiers[guard.name] = RecodableTier(
-            number, guard.config.encrypt, _why_not_recoded(guard), lossy
+        tiers[guard.name] = ReencodableTier(
+            number, guard.config.encrypt, _why_not_reencoded(guard), lossy
         )
         lossy = lossy if guard.config.codec in LOSES_NOTHING else guard.name
     return dict(reversed(tiers.items()))
 
 
-def _why_not_recoded(guard: Guard) -> str:
+def _why_not_reencoded(guard: Guard) -> str:
     if guard.config.read_only:
-        return "it is read_only; set that to false to have it recoded"
+        return "it is read_only; set that to false to have it re-encoded"
     return (
         ""
         if guard.traits.replaces

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import click
 from msgspec.structs import asdict
 
-from kvhold.core.api import Recoded
+from kvhold.core.api import ReencodeProgress
 from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAMESPACE_BYTES
@@ -56,10 +56,10 @@ def command(
     Chunks that are stored later use the tier's own setting. Budgets are kept. Chunks that a lossy
     codec has written are left alone.
     """
-    recode(codec, Options(tier, namespace, socket, as_json))
+    reencode(codec, Options(tier, namespace, socket, as_json))
 
 
-def recode(codec: str, options: Options) -> None:
+def reencode(codec: str, options: Options) -> None:
     """Exits with 1 if the re-encoding ended early."""
     config = load_config({"node": {"socket": options.socket}} if options.socket else {})
     namespace = _digest(options.namespace)
@@ -67,14 +67,14 @@ def recode(codec: str, options: Options) -> None:
         NodeClient(
             socket_path(config.node.socket), config.client, name="kvhold compress"
         ) as client,
-        client.recode(options.tier, codec, namespace=namespace) as recoding,
+        client.reencode(options.tier, codec, namespace=namespace) as reencoding,
     ):
-        recoded = recoding.wait()
+        progress = reencoding.wait()
     click.echo(
-        json.dumps(asdict(recoded), indent=2) if options.as_json else _describe(recoded, codec)
+        json.dumps(asdict(progress), indent=2) if options.as_json else _describe(progress, codec)
     )
-    if recoded.stopped:
-        click.echo(f"kvhold: it ended early: {recoded.stopped}", err=True)
+    if progress.stopped:
+        click.echo(f"kvhold: it ended early: {progress.stopped}", err=True)
         sys.exit(1)
 
 
@@ -92,25 +92,25 @@ def _digest(text: str | None) -> bytes | None:
     return digest
 
 
-def _describe(recoded: Recoded, codec: str) -> str:
-    if not recoded.seen:
+def _describe(progress: ReencodeProgress, codec: str) -> str:
+    if not progress.seen:
         return (
             "nothing to do: the tier holds no chunk of a namespace that the node knows; "
             "engines make theirs known when they connect"
         )
-    before, after = format_size(recoded.bytes_before), format_size(recoded.bytes_after)
+    before, after = format_size(progress.bytes_before), format_size(progress.bytes_after)
     lines = [
         (
-            f"{recoded.replaced} of {recoded.seen} chunks are written anew by {codec}: "
+            f"{progress.replaced} of {progress.seen} chunks were re-encoded with {codec}: "
             f"{before} before, {after} now"
         )
     ]
-    if recoded.over_budget:
+    if progress.over_budget:
         lines.append(
-            f"  {recoded.over_budget} of all are by another codec, because of their "
+            f"  {progress.over_budget} of all use another codec, because of their "
             "namespace's budget"
         )
     lines += [
-        f"  {count} {what}" for name, what in _RESULTS.items() if (count := getattr(recoded, name))
+        f"  {count} {what}" for name, what in _RESULTS.items() if (count := getattr(progress, name))
     ]
     return "\n".join(lines)

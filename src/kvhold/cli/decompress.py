@@ -2,7 +2,7 @@
 
 import click
 
-from kvhold.cli.compress import Options, recode
+from kvhold.cli.compress import Options, reencode
 
 
 @click.command()
@@ -29,4 +29,4 @@ def command(
 
     Precision that a codec has lost is not restored.
     """
-    recode(codec, Options(tier, namespace, socket, as_json))
+    reencode(codec, Options(tier, namespace, socket, as_json))

@@ -37,7 +37,7 @@ from kvhold.core.planning import Decision, Work
 from kvhold.core.terms import FREE, Terms
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
-_RECODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
+_REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
 
 ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
 
@@ -252,7 +252,7 @@ class Hit(Holding):
             self._found = self._ask(self.ticket, settle, growth)
 
 
-class Recoded(msgspec.Struct, frozen=True, array_like=True):
+class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
     """The progress of a re-encoding, in chunks of one group and one shard.
 
     `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
@@ -288,26 +288,30 @@ class Recoded(msgspec.Struct, frozen=True, array_like=True):
     bytes_after: int = 0
 
 
-class Recoding(Holding):
-    """A running re-encoding. `recoded` is the progress at the last refresh.
+class Reencoding(Holding):
+    """A running re-encoding. `progress` is the progress at the last refresh.
 
     Closing it early stops it. Finished chunks stay re-encoded.
     """
 
     def __init__(
-        self, recoded: Recoded, give_back: Callable[[], None], *, ask: Callable[[], Recoded]
+        self,
+        progress: ReencodeProgress,
+        give_back: Callable[[], None],
+        *,
+        ask: Callable[[], ReencodeProgress],
     ) -> None:
         super().__init__(give_back)
-        self.recoded = recoded
+        self.progress = progress
         self._ask = ask
 
-    def refresh(self) -> Recoded:
+    def refresh(self) -> ReencodeProgress:
         """Return the current progress."""
-        if not self.recoded.done:
-            self.recoded = self._ask()
-        return self.recoded
+        if not self.progress.done:
+            self.progress = self._ask()
+        return self.progress
 
-    def wait(self, until_s: float = float("inf")) -> Recoded:
+    def wait(self, until_s: float = float("inf")) -> ReencodeProgress:
         """Wait until it is done, or until the monotonic clock reads `until_s`.
 
         Returns the progress.
@@ -315,8 +319,8 @@ class Recoding(Holding):
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(pause_s, left_s))  # a re-encoding sends no notification
-            pause_s = min(_RECODING_PAUSE_S, 1.5 * pause_s)
-        return self.recoded
+            pause_s = min(_REENCODING_PAUSE_S, 1.5 * pause_s)
+        return self.progress
 
 
 class Lease(Holding):
@@ -600,7 +604,7 @@ class Cache(Protocol):
         Returns False if the deadline came first.
         """
 
-    def recode(
+    def reencode(
         self,
         tier: str,
         codec: str,
@@ -608,7 +612,7 @@ class Cache(Protocol):
         namespace: bytes | None = None,
         query: Query | None = None,
         deadline_s: float | None = None,
-    ) -> Recoding:
+    ) -> Reencoding:
         """Re-encode the chunks of a tier with another codec, in the background, online.
 
         A smaller codec compresses; `raw` or `lossless` decompresses. No request waits for it, and

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union
 
 import msgspec
 
-from kvhold.core.api import Event, Recoded
+from kvhold.core.api import Event, ReencodeProgress
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
@@ -184,11 +184,11 @@ class Damaged(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """The ticket or recoding is unknown."""
+    """The ticket or re-encoding is unknown."""
 
 
 class Release(Message, frozen=True):
-    """Release a ticket, a lease or a recoding, which stops."""
+    """Release a ticket, a lease or a re-encoding, which stops."""
 
     number: int
 
@@ -242,8 +242,8 @@ class Flushed(Message, frozen=True):
     mark: int
 
 
-class Recode(Message, frozen=True):
-    """Re-encode a tier's chunks. -> Recoding"""
+class Reencode(Message, frozen=True):
+    """Re-encode a tier's chunks. -> ReencodeStatus"""
 
     tier: str
     codec: str
@@ -252,16 +252,16 @@ class Recode(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Ask for progress. -> Recoding, or Gone"""
+    """Ask for progress. -> ReencodeStatus, or Gone"""
 
     number: int
 
 
-class Recoding(Message, frozen=True):
+class ReencodeStatus(Message, frozen=True):
     """The client must release it."""
 
     number: int
-    recoded: Recoded
+    progress: ReencodeProgress
 
 
 class Snapshot(Message, frozen=True):
@@ -390,7 +390,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Abandon,
     Clear,
     Flushed,
-    Recode,
+    Reencode,
     Progress,
     Snapshot,
     Events,
@@ -409,7 +409,7 @@ Answer = Union[  # noqa: UP007
     Leased,
     Gone,
     Granted,
-    Recoding,
+    ReencodeStatus,
     Happened,
     Report,
     ClientList,

@@ -25,8 +25,8 @@ from kvhold.core.api import (
     Found,
     Hit,
     Lease,
-    Recoded,
-    Recoding,
+    ReencodeProgress,
+    Reencoding,
     Reservation,
     mask_bytes,
 )
@@ -282,7 +282,7 @@ class NodeClient:
             link.pause(min(_FLUSH_PAUSE_S, left_s))
         return True
 
-    def recode(
+    def reencode(
         self,
         tier: str,
         codec: str,
@@ -290,21 +290,23 @@ class NodeClient:
         namespace: bytes | None = None,
         query: Query | None = None,
         deadline_s: float | None = None,
-    ) -> Recoding:
+    ) -> Reencoding:
         """See `Cache`. deadline_s: per request"""
-        link = self._current("recode")
-        begun = self._call(m.Recode(tier, codec, namespace, query), m.Recoding, deadline_s, link)
+        link = self._current("reencode")
+        begun = self._call(
+            m.Reencode(tier, codec, namespace, query), m.ReencodeStatus, deadline_s, link
+        )
 
-        def ask() -> Recoded:
+        def ask() -> ReencodeProgress:
             answer = self._ask(m.Progress(begun.number), deadline_s, link)
             if isinstance(answer, m.Gone):
-                return Recoded(done=True, stopped="closed")
-            if not isinstance(answer, m.Recoding):
+                return ReencodeProgress(done=True, stopped="closed")
+            if not isinstance(answer, m.ReencodeStatus):
                 raise self._misunderstood(answer, link)
-            return answer.recoded
+            return answer.progress
 
-        return Recoding(
-            begun.recoded, lambda: self._give_back(link, m.Release(begun.number)), ask=ask
+        return Reencoding(
+            begun.progress, lambda: self._give_back(link, m.Release(begun.number)), ask=ask
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:

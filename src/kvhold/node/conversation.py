@@ -16,7 +16,7 @@ from kvhold.net import messages as m
 from kvhold.net.wire import Bytes, Decoder, Splitter, encode, split_number
 
 _UNASKED = 0
-_GRANTING = (m.Lookup, m.Claim, m.Reserve, m.Recode)
+_GRANTING = (m.Lookup, m.Claim, m.Reserve, m.Reencode)
 
 _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 
@@ -178,7 +178,7 @@ def _return_of(answer: m.Answer) -> m.Message | None:
             return m.Release(answer.lease)
         case m.Granted() if answer.reservation:
             return m.Abandon(answer.reservation)
-        case m.Recoding():
+        case m.ReencodeStatus():
             return m.Release(answer.number)
         case _:
             return None

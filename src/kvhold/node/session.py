@@ -11,9 +11,9 @@ import msgspec
 
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
-from kvhold.cache.recode import ReencodeRequest
+from kvhold.cache.reencodings import ReencodeRequest
 from kvhold.cache.state import CacheState, Leased
-from kvhold.core.api import Found, Recoded
+from kvhold.core.api import Found, ReencodeProgress
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
 from kvhold.node.names import Names
@@ -108,7 +108,7 @@ class Session:
             m.Abandon: self._abandon,
             m.Clear: self._clear,
             m.Flushed: self._flushed,
-            m.Recode: self._recode,
+            m.Reencode: self._reencode,
             m.Progress: self._progress,
             m.Snapshot: self._snapshot,
             m.Events: self._events,
@@ -276,17 +276,17 @@ class Session:
         self._unwritten = None if done else request.mark
         return m.Done(int(done), self._state.mark)
 
-    def _recode(self, request: m.Recode) -> m.Answer:
-        return m.Recoding(
-            self._state.recode(
+    def _reencode(self, request: m.Reencode) -> m.Answer:
+        return m.ReencodeStatus(
+            self._state.reencode(
                 self, ReencodeRequest(request.tier, request.codec, request.namespace, request.query)
             ),
-            Recoded(),
+            ReencodeProgress(),
         )
 
     def _progress(self, request: m.Progress) -> m.Answer:
-        recoded = self._state.recodings.find(self, request.number)
-        return m.Gone() if recoded is None else m.Recoding(request.number, recoded)
+        progress = self._state.reencodings.find(self, request.number)
+        return m.Gone() if progress is None else m.ReencodeStatus(request.number, progress)
 
     def _snapshot(self, request: m.Snapshot) -> m.Answer:
         if request.page == 0:

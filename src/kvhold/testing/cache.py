@@ -734,7 +734,7 @@ class CacheContract:
             lambda: cache.claim(1),
             lambda: cache.reserve(PLAIN, prompt.chunks()),
             lambda: cache.clear(),
-            lambda: cache.recode("disk", "raw"),
+            lambda: cache.reencode("disk", "raw"),
             lambda: cache.status(),
             lambda: cache.arena_buffer,
             reservation.commit,
@@ -747,12 +747,12 @@ class CacheContract:
 
     # Layouts and invalid requests
 
-    def test_recoding_a_tier_that_is_not_there_is_an_error_that_says_so_and_ends_nothing(
+    def test_reencoding_a_tier_that_is_not_there_is_an_error_that_says_so_and_ends_nothing(
         self, cache: Cache, space: Namespace
     ) -> None:
         store(cache, a_prompt(space, 40))
         with pytest.raises(KVHoldError, match="tier 'nowhere' is unknown"):
-            cache.recode("nowhere", "raw")
+            cache.reencode("nowhere", "raw")
         assert read(cache, a_prompt(space, 40)) == 40
 
     def test_registering_twice_is_harmless(self, cache: Cache, space: Namespace) -> None:

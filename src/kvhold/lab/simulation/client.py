@@ -528,9 +528,9 @@ class Client:
             page += 1
         await self.call(link, m.Events(after), m.Happened)
 
-    async def recode(self, tier: str, codec: str, stop_s: float) -> None:
+    async def reencode(self, tier: str, codec: str, stop_s: float) -> None:
         link = await self.link()
-        begun = await self.call(link, m.Recode(tier, codec), m.Recoding)
+        begun = await self.call(link, m.Reencode(tier, codec), m.ReencodeStatus)
         try:
             await asyncio.sleep(stop_s)
         finally:

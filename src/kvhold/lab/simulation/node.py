@@ -182,7 +182,7 @@ class SimNode(server.Node):
         stack = Stack(guards)
         self.stack = stack
         self.state.tier_names = [guard.name for guard in guards]
-        self.state.recodings.tiers = tier_worker_module._recodable(stack)
+        self.state.reencodings.tiers = tier_worker_module._reencodable(stack)
         return TierWorker(
             self.state,
             stack,

@@ -256,7 +256,7 @@ class Simulation:
         elif dice < 0.97 and self.draw.node.event_buffer:
             await client.watch(random.randrange(20))
         elif dice < 0.98 and self.stores:
-            await client.recode(
+            await client.reencode(
                 f"tier-{random.randrange(len(self.stores))}",
                 random.choice(("raw", "lossless")),
                 random.random(),

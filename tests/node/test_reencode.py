@@ -58,38 +58,38 @@ def run(command: click.Command, *arguments: str) -> str:
     return result.stdout
 
 
-def test_a_client_has_a_tier_recoded_and_the_next_node_reads_every_byte(
+def test_a_client_has_a_tier_reencoded_and_the_next_node_reads_every_byte(
     over: MakeNode, tmp_path: Path
 ) -> None:
     node = over(on_disk(tmp_path))
     client = filled(a_client(node))
-    with client.recode("disk", "lossless") as recoding:
-        counts = recoding.wait(time.monotonic() + PATIENT_S)
+    with client.reencode("disk", "lossless") as reencoding:
+        counts = reencoding.wait(time.monotonic() + PATIENT_S)
         assert (counts.done, counts.seen, counts.replaced) == (True, 30, 30)
-        with client.recode("disk", "lossless", query=a_prompt(SPACE, 96).query()) as again:
+        with client.reencode("disk", "lossless", query=a_prompt(SPACE, 96).query()) as again:
             assert again.wait().same == 6
-    assert client.status()["recodings"] == 0
+    assert client.status()["reencodings"] == 0
     node.close()
     client = a_client(over(on_disk(tmp_path)))
     assert [read(client, a_prompt(SPACE, 160, seed)) for seed in range(3)] == [160] * 3
     is_at_baseline(client)
 
 
-def test_a_client_that_leaves_stops_its_recoding(over: MakeNode, tmp_path: Path) -> None:
+def test_a_client_that_leaves_stops_its_reencoding(over: MakeNode, tmp_path: Path) -> None:
     node = over("faults+" + on_disk(tmp_path, faults="replace:hang"))
     client, leaving = filled(a_client(node)), node.client()
-    leaving.recode("disk", "lossless")
-    eventually(lambda: client.status()["recodings"] == 1)
+    leaving.reencode("disk", "lossless")
+    eventually(lambda: client.status()["reencodings"] == 1)
     leaving.close()
-    eventually(lambda: client.status()["recodings"] == 0)
+    eventually(lambda: client.status()["reencodings"] == 0)
     is_at_baseline(client)
 
 
-def test_the_node_answers_while_a_recoding_hangs(over: MakeNode, tmp_path: Path) -> None:
+def test_the_node_answers_while_a_reencoding_hangs(over: MakeNode, tmp_path: Path) -> None:
     client = filled(a_client(over("faults+" + on_disk(tmp_path, faults="replace:hang:@1"))))
-    with client.recode("disk", "lossless") as recoding:
+    with client.reencode("disk", "lossless") as reencoding:
         assert [read(client, a_prompt(SPACE, 160, seed)) for seed in range(3)] == [160] * 3
-        assert not recoding.wait(time.monotonic()).done
+        assert not reencoding.wait(time.monotonic()).done
     is_at_baseline(client)
 
 
@@ -98,8 +98,8 @@ def test_after_kill_9_in_the_middle_every_frame_is_the_old_one_or_the_new_one(
 ) -> None:
     node = over(on_disk(tmp_path, batch_bytes="64KiB"))
     client = filled(a_client(node), 30)
-    recoding = client.recode("disk", "lossless")
-    eventually(lambda: recoding.refresh().replaced)
+    reencoding = client.reencode("disk", "lossless")
+    eventually(lambda: reencoding.refresh().replaced)
     node.kill()
     client = a_client(over(on_disk(tmp_path)))
     assert [read(client, a_prompt(SPACE, 160, seed)) for seed in range(30)] == [160] * 30
@@ -108,7 +108,7 @@ def test_after_kill_9_in_the_middle_every_frame_is_the_old_one_or_the_new_one(
         for name in client.status()["tier_counters"]
         if name.startswith("kvhold_tier_bad_frames")
     ]
-    with client.recode("disk", "lossless") as rest:
+    with client.reencode("disk", "lossless") as rest:
         counts = rest.wait(time.monotonic() + PATIENT_S)
     assert (counts.seen, counts.replaced + counts.same, counts.failed) == (300, 300, 0)
     assert counts.same > 0, "it was killed in the middle"
@@ -125,11 +125,11 @@ def test_a_namespace_is_known_again_when_its_engine_has_found_the_next_node(
         eventually(lambda: engine.ping())
     again = over(on_disk(tmp_path))
     eventually(lambda: engine.connected)
-    with again.client().recode("disk", "int8") as recoding:
-        assert recoding.wait(time.monotonic() + PATIENT_S).seen == 30
+    with again.client().reencode("disk", "int8") as reencoding:
+        assert reencoding.wait(time.monotonic() + PATIENT_S).seen == 30
 
 
-def test_what_cannot_be_recoded_is_refused_and_the_connection_goes_on(
+def test_what_cannot_be_reencoded_is_refused_and_the_connection_goes_on(
     over: MakeNode, tmp_path: Path
 ) -> None:
     client = filled(a_client(over(on_disk(tmp_path))))
@@ -140,23 +140,23 @@ def test_what_cannot_be_recoded_is_refused_and_the_connection_goes_on(
         ("disk", "int8", unknown, "is not known here"),
     ):
         with pytest.raises(NodeError, match=told):
-            client.recode(tier, codec, namespace=namespace)
+            client.reencode(tier, codec, namespace=namespace)
     assert client.connected
     is_at_baseline(client)
 
 
-def test_a_stranger_learns_nothing_of_a_recoding_and_cannot_stop_it(
+def test_a_stranger_learns_nothing_of_a_reencoding_and_cannot_stop_it(
     over: MakeNode, tmp_path: Path
 ) -> None:
     node = over("faults+" + on_disk(tmp_path, faults="replace:hang"))
     client = filled(a_client(node))
-    with client.recode("disk", "lossless"), RawClient(node.path, greet=True) as raw:
-        mine = raw.ask(m.Recode("disk", "lossless"))
-        assert isinstance(mine, m.Recoding)
+    with client.reencode("disk", "lossless"), RawClient(node.path, greet=True) as raw:
+        mine = raw.ask(m.Reencode("disk", "lossless"))
+        assert isinstance(mine, m.ReencodeStatus)
         for number in range(mine.number - 3, mine.number):
             assert raw.ask(m.Progress(number)) == m.Gone()
             raw.ask(m.Release(number))
-        assert client.status()["recodings"] == 2
+        assert client.status()["reencodings"] == 2
 
 
 class TestCommands:
@@ -164,7 +164,7 @@ class TestCommands:
         node = over(on_disk(tmp_path))
         client = filled(a_client(node))
         there = run(compress, "--tier", "disk", "--codec", "lossless", "--socket", str(node.path))
-        assert there.startswith("30 of 30 chunks are written anew by lossless: ")
+        assert there.startswith("30 of 30 chunks were re-encoded with lossless: ")
         back = run(
             decompress,
             "--tier",
@@ -174,7 +174,7 @@ class TestCommands:
             "--socket",
             str(node.path),
         )
-        assert back.startswith("30 of 30 chunks are written anew by raw: ")
+        assert back.startswith("30 of 30 chunks were re-encoded with raw: ")
         again = run(decompress, "--tier", "disk", "--socket", str(node.path))
         assert "0 of 30 chunks" in again
         assert "30 were so already" in again

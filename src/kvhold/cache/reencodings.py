@@ -1,6 +1,6 @@
-"""Recodings in the cache's state: known namespaces, running recodings, their owners.
+"""Re-encodings in the cache's state: known namespaces, running re-encodings, their owners.
 
-No I/O: `recoder.py` does the work. A digest does not reveal budget and tenant, so an engine must
+No I/O: `reencoder.py` does the work. A digest does not reveal budget and tenant, so an engine must
 have named the namespace.
 """
 
@@ -14,19 +14,19 @@ from kvhold.cache.presence import Presence
 from kvhold.codecs import check_codec
 from kvhold.codecs.budget import LOSSLESS
 from kvhold.codecs.frame import RAW
-from kvhold.core.api import Recoded
+from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.terms import Terms
 
 _MOST_SPACES = 1 << 16
-_MOST_RECODINGS = 64
+_MOST_REENCODINGS = 64
 LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
 
 
 @dataclass(frozen=True)
-class RecodableTier:
+class ReencodableTier:
     """A tier.
 
     refusal: why its chunks cannot be re-encoded, or empty
@@ -50,12 +50,12 @@ class ReencodeRequest:
 @dataclass
 class _Running:
     owner: Hashable
-    recoded: Recoded
+    progress: ReencodeProgress
 
 
-class Recodings:
+class Reencodings:
     def __init__(self, give_command: Callable[[Command], None]) -> None:
-        self.tiers: dict[str, RecodableTier] = {}
+        self.tiers: dict[str, ReencodableTier] = {}
         self._give_command = give_command
         # with the strictest budget so far; the latest is last
         self._known: OrderedDict[bytes, Space] = OrderedDict()
@@ -63,7 +63,7 @@ class Recodings:
         self._running: dict[int, _Running] = {}
 
     def __len__(self) -> int:
-        return sum(not running.recoded.done for running in self._running.values())
+        return sum(not running.progress.done for running in self._running.values())
 
     def learn(self, namespace: bytes, layout: Layout, terms: Terms) -> None:
         known = self._known.get(namespace)
@@ -100,9 +100,9 @@ class Recodings:
                 " by a codec with a loss it would lose more, so only "
                 f"{' and '.join(LOSES_NOTHING)} are taken here"
             )
-        if len(self._running) >= _MOST_RECODINGS:
+        if len(self._running) >= _MOST_REENCODINGS:
             raise ConfigError(
-                f"{_MOST_RECODINGS} recodings are under way or were not closed; close some first"
+                f"{_MOST_REENCODINGS} re-encodings run or were not closed; close one first"
             )
         keys = None
         if request.query is not None:
@@ -122,19 +122,19 @@ class Recodings:
                 else one
                 for name, one in self.tiers.items()
             }
-        self._running[number] = _Running(owner, Recoded())
+        self._running[number] = _Running(owner, ReencodeProgress())
         self._give_command(command)
 
-    def find(self, owner: Hashable, number: int) -> Recoded | None:
+    def find(self, owner: Hashable, number: int) -> ReencodeProgress | None:
         running = self._running.get(number)
-        return running.recoded if running is not None and running.owner == owner else None
+        return running.progress if running is not None and running.owner == owner else None
 
-    def progressed(self, number: int, recoded: Recoded) -> None:
+    def progressed(self, number: int, progress: ReencodeProgress) -> None:
         if number in self._running:
-            self._running[number].recoded = recoded
+            self._running[number].progress = progress
 
     def drop(self, number: int) -> None:
-        if not self._running.pop(number).recoded.done:
+        if not self._running.pop(number).progress.done:
             self._give_command(StopCommand(number))
 
     def drop_all(self, owner: Hashable) -> None:
@@ -143,7 +143,7 @@ class Recodings:
         ]:
             self.drop(number)
 
-    def _tier(self, name: str) -> RecodableTier:
+    def _tier(self, name: str) -> ReencodableTier:
         tier = self.tiers.get(name)
         if tier is None:
             near = get_close_matches(name, self.tiers, n=1)
@@ -157,7 +157,7 @@ class Recodings:
         return tier
 
     def _spaces(
-        self, request: ReencodeRequest, tier: RecodableTier, layouts: Mapping[bytes, Layout]
+        self, request: ReencodeRequest, tier: ReencodableTier, layouts: Mapping[bytes, Layout]
     ) -> dict[bytes, Space]:
         digest = request.namespace if request.query is None else request.query.namespace
         if digest is None:
@@ -168,10 +168,10 @@ class Recodings:
             }
         if len(digest) != NAMESPACE_BYTES:
             raise ProtocolError(
-                f"the namespace to recode has {len(digest)} bytes; a digest has {NAMESPACE_BYTES}"
+                f"the namespace has {len(digest)} bytes; a digest has {NAMESPACE_BYTES}"
             )
         if request.query is not None and request.namespace not in (None, digest):
-            raise ProtocolError("the namespace to recode is not that of the prompt")
+            raise ProtocolError("the namespace to re-encode is not that of the prompt")
         tenant = request.query.tenant if request.query is not None else None
         known = self._known.get(digest)
         if known is None and request.codec not in LOSES_NOTHING:

@@ -1,7 +1,7 @@
 """Re-encodes the chunks of a tier with another codec, online.
 
-One recoding, one batch and one chunk at a time. A batch takes its turn at the tier after all other
-users. If the tier fails, the remaining frames are unchanged.
+It works on one re-encoding, one batch and one chunk at a time. A batch takes its turn at the tier
+after all other users. If the tier fails, the remaining frames are unchanged.
 
 A chunk loses precision once: a lossy frame is only decoded to `raw` or `lossless`. A lossless frame
 does not say whether its chunk was lossy before.
@@ -31,7 +31,7 @@ from kvhold.codecs import (
 from kvhold.codecs.chunk import arranged
 from kvhold.codecs.frame import group_of
 from kvhold.codecs.sealing import OVERHEAD_BYTES, Keyring
-from kvhold.core.api import Recoded
+from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, FrameError, LayoutError
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
@@ -62,8 +62,8 @@ class _Tally:
     bytes_before: int = 0
     bytes_after: int = 0
 
-    def so_far(self, *, done: bool = False, stopped: str = "") -> Recoded:
-        return Recoded(
+    def so_far(self, *, done: bool = False, stopped: str = "") -> ReencodeProgress:
+        return ReencodeProgress(
             done, stopped, **{each.name: getattr(self, each.name) for each in fields(self)}
         )
 
@@ -100,7 +100,7 @@ class _Ready:
     written: Written
 
 
-class Recoder:
+class Reencoder:
     def __init__(
         self,
         stack: Stack,
@@ -108,7 +108,7 @@ class Recoder:
         metrics: Metrics,
         threads: Executor,
         *,
-        tell: Callable[[int, Recoded], None],
+        tell: Callable[[int, ReencodeProgress], None],
         now: Callable[[], float],
     ) -> None:
         self._stack = stack
@@ -123,13 +123,13 @@ class Recoder:
         tally, stopped = _Tally(), "stopped"
         try:
             async with self._turn:
-                stopped = await self._recode(command, tally)
+                stopped = await self._reencode(command, tally)
         except ConfigError as error:
             stopped = str(error)
         finally:
             self._tell(command.number, tally.so_far(done=True, stopped=stopped))
 
-    async def _recode(self, command: ReencodeCommand, tally: _Tally) -> str:
+    async def _reencode(self, command: ReencodeCommand, tally: _Tally) -> str:
         """Return why the order ended early, or ""."""
         guard, keyring = self._stack.guards[command.tier], self._keyrings[command.tier]
         codec = await self._in_thread(lambda: make_codec(command.codec))
@@ -149,12 +149,12 @@ class Recoder:
         for part in keys.parts:
             if not guard.available:
                 break
-            await self._recode_keys(run, part)
+            await self._reencode_keys(run, part)
         if silent or not guard.available:
             return f"tier {guard.name} failed: {guard.last_fault}"
-        recoded = tally.so_far()
+        progress = tally.so_far()
         log.info(
-            "tier %s: %d of %d chunks were replaced", guard.name, recoded.replaced, recoded.seen
+            "tier %s: %d of %d chunks were replaced", guard.name, progress.replaced, progress.seen
         )
         return ""
 
@@ -170,7 +170,7 @@ class Recoder:
                 await asyncio.sleep(0)
         return chosen
 
-    async def _recode_keys(self, run: _Run, keys: list[bytes]) -> None:
+    async def _reencode_keys(self, run: _Run, keys: list[bytes]) -> None:
         silent: set[str] = set()
         sizes = await run.guard.probe(keys, silent)
         there = [(key, size) for key, size in zip(keys, sizes, strict=True) if size is not None]
@@ -181,10 +181,10 @@ class Recoder:
         readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]
         self._count(run, "unknown", len(there) - len(readable))
         for batch in _batches(readable, run.guard.batch_bytes):
-            await self._recode_batch(run, batch)
+            await self._reencode_batch(run, batch)
             self._tell(run.command.number, run.tally.so_far())
 
-    async def _recode_batch(self, run: _Run, batch: Sequence[tuple[bytes, int]]) -> None:
+    async def _reencode_batch(self, run: _Run, batch: Sequence[tuple[bytes, int]]) -> None:
         guard = run.guard
         buffers = [page_aligned(size) for _, size in batch]
         async with guard.gate.turn(Urgency.REWRITE):
@@ -234,8 +234,8 @@ class Recoder:
                 tally.over_budget += one.looked.over_budget
                 tally.bytes_before += one.before
                 tally.bytes_after += written.nbytes
-                self._metrics.add("kvhold_recoded_bytes_before", one.before, tier=guard.name)
-                self._metrics.add("kvhold_recoded_bytes_after", written.nbytes, tier=guard.name)
+                self._metrics.add("kvhold_reencoded_bytes_before", one.before, tier=guard.name)
+                self._metrics.add("kvhold_reencoded_bytes_after", written.nbytes, tier=guard.name)
                 self._metrics.add("kvhold_encoded_chunks", tier=guard.name, codec=written.codec)
                 self._metrics.add(
                     "kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec
@@ -251,13 +251,13 @@ class Recoder:
         """Check and re-encode one frame, in a thread."""
         space = run.command.spaces[key[:NAMESPACE_BYTES]]
         try:
-            return self._recoded(run, key, space, value)
+            return self._reencoded(run, key, space, value)
         except FrameError as fault:
             return _Looked("bad", fault=fault)
         except LayoutError as error:  # the layout has no such key or number of tokens
             return _Looked("bad", fault=FrameError("identity", str(error)))
 
-    def _recoded(self, run: _Run, key: bytes, space: Space, value: memoryview) -> _Looked:
+    def _reencoded(self, run: _Run, key: bytes, space: Space, value: memoryview) -> _Looked:
         frame = (
             value
             if run.keyring is None
@@ -302,7 +302,7 @@ class Recoder:
         if count:
             run.tally.seen += count
             setattr(run.tally, result, getattr(run.tally, result) + count)
-            self._metrics.add("kvhold_recoded_chunks", count, tier=run.guard.name, result=result)
+            self._metrics.add("kvhold_reencoded_chunks", count, tier=run.guard.name, result=result)
 
     def _count_looked(self, run: _Run, key: bytes, looked: _Looked) -> None:
         assert looked.result is not None

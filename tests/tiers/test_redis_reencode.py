@@ -1,4 +1,4 @@
-"""What a real Redis holds is written anew while it is read: in strings and in parts, with the time
+"""A real Redis's values are re-encoded while they are read: in strings and in parts, with the time
 that it had left.
 """
 
@@ -33,11 +33,11 @@ def test_chunks_there_and_back_with_their_times(server: RedisServer, options: st
         store_values(cache, passing, Terms(ttl_s=5000))
         forget(cache)
         for codec in ("lossless", "raw", "lossless"):
-            with cache.recode("redis", codec) as recoding:
-                while not recoding.refresh().done:
+            with cache.reencode("redis", codec) as reencoding:
+                while not reencoding.refresh().done:
                     assert worst_error(cache, lasting) == worst_error(cache, passing) == 0
                     forget(cache)
-                counts = recoding.wait(time.monotonic() + PATIENT_S)
+                counts = reencoding.wait(time.monotonic() + PATIENT_S)
             assert (counts.replaced, counts.seen) == (8, 8), counts
         assert bad_frames(cache) == {}
         assert worst_error(cache, lasting) == worst_error(cache, passing) == 0

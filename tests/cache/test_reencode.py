@@ -1,4 +1,4 @@
-"""What a tier holds is written anew by another codec while it is read: nothing is lost twice, no
+"""A tier's chunks are re-encoded with another codec while they are read: nothing is lost twice, no
 budget is broken, nothing is torn.
 """
 
@@ -16,9 +16,9 @@ pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this en
 from msgspec.structs import asdict
 
 from kvhold.cache import LocalCache
-from kvhold.cache.recode import RecodableTier, Recodings, ReencodeRequest
+from kvhold.cache.reencodings import ReencodableTier, ReencodeRequest, Reencodings
 from kvhold.codecs import read_header
-from kvhold.core.api import Recoded
+from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError, ProtocolError, TierUnavailable
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.terms import FREE, Terms
@@ -59,21 +59,21 @@ def line(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return lines[request.param]
 
 
-def recoded(cache: LocalCache, codec: str, tier: str = "plugin", **of: Any) -> Recoded:
+def reencoded(cache: LocalCache, codec: str, tier: str = "plugin", **of: Any) -> ReencodeProgress:
     """To its end; the counts add up."""
-    with cache.recode(tier, codec, **of) as recoding:
-        counts = recoding.wait(time.monotonic() + PATIENT_S)
+    with cache.reencode(tier, codec, **of) as reencoding:
+        counts = reencoding.wait(time.monotonic() + PATIENT_S)
     assert counts.done
     assert counts.seen == sum(getattr(counts, name) for name in RESULTS)
     for name in RESULTS:
-        assert tier_counter(cache, "kvhold_recoded_chunks", tier=tier, result=name) >= getattr(
+        assert tier_counter(cache, "kvhold_reencoded_chunks", tier=tier, result=name) >= getattr(
             counts, name
         )
-    eventually(lambda: cache.status()["recodings"] == 0)
+    eventually(lambda: cache.status()["reencodings"] == 0)
     return counts
 
 
-def only(counts: Recoded) -> dict[str, Any]:
+def only(counts: ReencodeProgress) -> dict[str, Any]:
     """What is not nothing."""
     return {
         name: value
@@ -92,12 +92,16 @@ class TestThereAndBack:
     def test_without_a_loss_every_byte_comes_back(self, line: str) -> None:
         with wide_cache(line) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 256))
-            counts = recoded(cache, "lossless", "below")
+            counts = reencoded(cache, "lossless", "below")
             assert only(counts) == {"done": True, "seen": 4, "replaced": 4}
             assert 0 < counts.bytes_after < 0.8 * counts.bytes_before
             assert worst_error(cache, prompt) == 0
-            assert only(recoded(cache, "lossless", "below")) == {"done": True, "seen": 4, "same": 4}
-            back = recoded(cache, "raw", "below")
+            assert only(reencoded(cache, "lossless", "below")) == {
+                "done": True,
+                "seen": 4,
+                "same": 4,
+            }
+            back = reencoded(cache, "raw", "below")
             assert (back.replaced, back.bytes_before, back.bytes_after) == (
                 4,
                 counts.bytes_after,
@@ -111,16 +115,16 @@ class TestThereAndBack:
     def test_what_was_lost_is_lost_once(self, line: str) -> None:
         with wide_cache(line) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 256))
-            assert recoded(cache, "fp8", "below").replaced == 4
+            assert reencoded(cache, "fp8", "below").replaced == 4
             error = worst_error(cache, prompt)
             assert 0 < error < 0.05
-            assert only(recoded(cache, "int8", "below")) == {
+            assert only(reencoded(cache, "int8", "below")) == {
                 "done": True,
                 "seen": 4,
                 "kept_lossy": 4,
             }
             for codec in ("lossless", "raw"):
-                assert recoded(cache, codec, "below").replaced == 4
+                assert reencoded(cache, codec, "below").replaced == 4
                 forget(cache)
                 assert worst_error(cache, prompt) == error
 
@@ -133,7 +137,7 @@ class TestThereAndBack:
                 store(cache, prompt)
             forget(cache)
             for codec in ("lossless", "raw"):
-                counts = recoded(cache, codec, "below")
+                counts = reencoded(cache, codec, "below")
                 assert only(counts) == {"done": True, "seen": 120, "replaced": 120}
             assert [read(cache, prompt) for prompt in prompts] == [150] * 6
 
@@ -141,14 +145,14 @@ class TestThereAndBack:
         with a_cache_over(place.url()) as cache:
             store(cache, a_prompt(HYBRID_SPACE, 64))
             forget(cache)
-            assert only(recoded(cache, "int8")) == {"done": True, "seen": 12, "replaced": 12}
+            assert only(reencoded(cache, "int8")) == {"done": True, "seen": 12, "replaced": 12}
             states = {
                 read_header(value).codec
                 for key, value in place.values.items()
                 if HYBRID.groups[key[-4]].attention == "state"
             }
             assert states == {"lossless"}
-            assert recoded(cache, "int8").same == 12
+            assert reencoded(cache, "int8").same == 12
 
 
 class TestWhich:
@@ -158,10 +162,10 @@ class TestWhich:
             cache.register(other)
             for space in (WIDE_SPACE, other):
                 filled(cache, a_prompt(space, 128))
-            assert recoded(cache, "lossless", namespace=other.digest).seen == 2
+            assert reencoded(cache, "lossless", namespace=other.digest).seen == 2
             by_space = {key[:16]: read_header(value).codec for key, value in place.values.items()}
             assert by_space == {WIDE_SPACE.digest: "raw", other.digest: "lossless"}
-            assert only(recoded(cache, "lossless")) == {
+            assert only(reencoded(cache, "lossless")) == {
                 "done": True,
                 "seen": 4,
                 "replaced": 2,
@@ -174,7 +178,7 @@ class TestWhich:
             filled(cache, mine)
             filled(cache, other)
             query = a_prompt(WIDE_SPACE, 192, seed=1).query()
-            assert only(recoded(cache, "lossless", query=query)) == {
+            assert only(reencoded(cache, "lossless", query=query)) == {
                 "done": True,
                 "seen": 3,
                 "replaced": 3,
@@ -184,7 +188,7 @@ class TestWhich:
                 == ["lossless"] * 3 + ["raw"] * 5
             )
             assert (
-                recoded(cache, "lossless", query=a_prompt(WIDE_SPACE, 256, seed=9).query()).seen
+                reencoded(cache, "lossless", query=a_prompt(WIDE_SPACE, 256, seed=9).query()).seen
                 == 0
             )
 
@@ -200,9 +204,9 @@ class TestWhich:
                 match=rf"namespace {hidden.digest.hex()} is not known here, so its budget is not "
                 r"either",
             ):
-                cache.recode("plugin", "int8", namespace=hidden.digest)
-            assert recoded(cache, "int8").seen == 0, "all that are known"
-            assert recoded(cache, "lossless", namespace=hidden.digest).replaced == 2
+                cache.reencode("plugin", "int8", namespace=hidden.digest)
+            assert reencoded(cache, "int8").seen == 0, "all that are known"
+            assert reencoded(cache, "lossless", namespace=hidden.digest).replaced == 2
             assert worst_error(cache, a_prompt(hidden, 128)) == 0
 
     def test_frames_of_a_layout_that_nobody_has_registered_stay_as_they_are(
@@ -212,7 +216,7 @@ class TestWhich:
             filled(cache, a_prompt(WIDE_SPACE, 128))
         before = dict(place.values)
         with a_cache_over(place.url()) as cache:
-            assert only(recoded(cache, "lossless", namespace=WIDE_SPACE.digest)) == {
+            assert only(reencoded(cache, "lossless", namespace=WIDE_SPACE.digest)) == {
                 "done": True,
                 "seen": 2,
                 "unknown": 2,
@@ -225,8 +229,8 @@ class TestWhich:
         with wide_cache(place.url(codec="int8")) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             before = dict(place.values)
-            monkeypatch.setattr("kvhold.cache.recoder.find_codec", lambda name: None)
-            assert only(recoded(cache, "raw")) == {"done": True, "seen": 2, "unknown": 2}
+            monkeypatch.setattr("kvhold.cache.reencoder.find_codec", lambda name: None)
+            assert only(reencoded(cache, "raw")) == {"done": True, "seen": 2, "unknown": 2}
             assert place.values == before
 
 
@@ -249,11 +253,11 @@ class TestBudgets:
             prompt = filled(cache, a_prompt(space, 128))
         with wide_cache(place.url()) as cache:
             cache.register(space)
-            counts = recoded(cache, codec, namespace=space.digest)
+            counts = reencoded(cache, codec, namespace=space.digest)
             assert codecs_of(place) == {used}
             assert (counts.replaced, counts.over_budget) == (2, 0 if used == codec else 2)
             assert worst_error(cache, prompt) <= float(tags.get("kvhold.max_error", 1))
-            assert recoded(cache, codec, namespace=space.digest).replaced == 0
+            assert reencoded(cache, codec, namespace=space.digest).replaced == 0
 
     def test_of_the_budgets_that_a_namespace_was_named_with_the_strictest_holds(
         self, place: Place
@@ -261,7 +265,7 @@ class TestBudgets:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), Terms(max_error=0.001))
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=2))
-            assert only(recoded(cache, "int8")) == {
+            assert only(reencoded(cache, "int8")) == {
                 "done": True,
                 "seen": 4,
                 "replaced": 4,
@@ -289,7 +293,7 @@ class TestEncryption:
         with self.cache(place) as cache:
             cache.register(space)
             prompt = filled(cache, a_prompt(space, 128), Terms(tenant=space.tenant))
-            counts = recoded(cache, "lossless")
+            counts = reencoded(cache, "lossless")
             assert counts.replaced == 2
             assert counts.bytes_after < 0.8 * counts.bytes_before
             assert all(value.startswith(b"\x89kvseal\n") for value in place.values.values())
@@ -304,10 +308,10 @@ class TestEncryption:
         before = dict(place.values)
         with self.cache(place) as cache:
             with pytest.raises(ConfigError, match="whose key opens namespace"):
-                cache.recode("plugin", "lossless", namespace=space.digest)
-            assert recoded(cache, "lossless").seen == 0
+                cache.reencode("plugin", "lossless", namespace=space.digest)
+            assert reencoded(cache, "lossless").seen == 0
             assert place.values == before
-            assert recoded(cache, "lossless", query=prompt.query()).replaced == 2, (
+            assert reencoded(cache, "lossless", query=prompt.query()).replaced == 2, (
                 "a prompt names its tenant"
             )
             assert worst_error(cache, prompt) == 0
@@ -317,7 +321,7 @@ class TestEncryption:
             for seed, tenant in enumerate(("a", "")):
                 filled(cache, a_prompt(WIDE_SPACE, 128, seed), Terms(tenant=tenant))
             before = dict(place.values)
-            assert recoded(cache, "lossless").seen == 0
+            assert reencoded(cache, "lossless").seen == 0
             assert place.values == before
 
 
@@ -328,7 +332,7 @@ class TestWhatGoesWrong:
             one, other, *_ = sorted(place.values)
             place.values[one] = place.values[one][:-1] + bytes([place.values[one][-1] ^ 1])
             place.values[other] = b"no frame"
-            assert only(recoded(cache, "lossless")) == {
+            assert only(reencoded(cache, "lossless")) == {
                 "done": True,
                 "seen": 4,
                 "replaced": 2,
@@ -342,18 +346,18 @@ class TestWhatGoesWrong:
             filled(cache, a_prompt(WIDE_SPACE, 256))
             for key, codec in zip(sorted(place.values), ("int8", "fp8"), strict=False):
                 place.values[key] = place.values[key][:-1] + bytes([place.values[key][-1] ^ 1])
-                assert recoded(cache, codec).bad == 1
+                assert reencoded(cache, codec).bad == 1
             assert len(place.values) == 2
 
     def test_what_has_expired_is_removed(self, place: Place) -> None:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), Terms(ttl_s=1000))
             lasting = filled(cache, a_prompt(WIDE_SPACE, 128, seed=2))
-            assert recoded(cache, "lossless").replaced == 4
+            assert reencoded(cache, "lossless").replaced == 4
             expiring = {read_header(value).expires_at > 0 for value in place.values.values()}
             assert expiring == {True, False}, "a frame keeps its time"
             cache._state.ram._clock = lambda: time.time() + 2000
-            assert only(recoded(cache, "raw")) == {
+            assert only(reencoded(cache, "raw")) == {
                 "done": True,
                 "seen": 4,
                 "replaced": 2,
@@ -366,13 +370,13 @@ class TestWhatGoesWrong:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 256))
             place.hold("replace")
-            with cache.recode("plugin", "lossless") as recoding:
+            with cache.reencode("plugin", "lossless") as reencoding:
                 place.wait_for("replace")
                 gone = sorted(place.values)[:2]
                 for key in gone:
                     del place.values[key]
                 place.let_go("replace")
-                assert only(recoding.wait()) == {
+                assert only(reencoding.wait()) == {
                     "done": True,
                     "seen": 4,
                     "replaced": 2,
@@ -386,11 +390,11 @@ class TestWhatGoesWrong:
         ) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 512))
             place.hold("replace")
-            with cache.recode("plugin", "lossless") as recoding:
+            with cache.reencode("plugin", "lossless") as reencoding:
                 place.wait_for("replace")
                 place.faults["get"] = TierUnavailable("memory", "get", "pulled out")
                 place.let_go("replace")
-                counts = recoding.wait()
+                counts = reencoding.wait()
             assert counts.stopped == "tier plugin failed: memory: get: pulled out"
             assert 0 < counts.replaced < 8
             assert counts.replaced + counts.failed == counts.seen
@@ -399,13 +403,13 @@ class TestWhatGoesWrong:
             eventually(lambda: cache.status()["tiers"][0]["available"])
             assert worst_error(cache, prompt) == 0
             forget(cache)
-            assert recoded(cache, "lossless").replaced == 8 - counts.replaced
+            assert reencoded(cache, "lossless").replaced == 8 - counts.replaced
 
     def test_an_answer_that_never_came_counts_as_failed(self, place: Place) -> None:
         with wide_cache(place.url(breaker_failures=1)) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             place.faults["replace"] = TierUnavailable("memory", "replace", "pulled out")
-            counts = recoded(cache, "lossless")
+            counts = reencoded(cache, "lossless")
             assert (counts.failed, counts.stopped) == (
                 2,
                 "tier plugin failed: memory: replace: pulled out",
@@ -417,31 +421,32 @@ class TestWhatGoesWrong:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             place.faults["scan"] = TierUnavailable("memory", "scan", "pulled out")
             assert (
-                recoded(cache, "lossless").stopped == "tier plugin failed: memory: scan: pulled out"
+                reencoded(cache, "lossless").stopped
+                == "tier plugin failed: memory: scan: pulled out"
             )
 
     def test_one_that_is_closed_stops_and_the_next_one_begins(self, place: Place) -> None:
         with wide_cache(place.url(batch_bytes="64KiB")) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 512))
             place.hold("replace")
-            with cache.recode("plugin", "lossless"):
+            with cache.reencode("plugin", "lossless"):
                 place.wait_for("replace")
-                waiting = cache.recode("plugin", "int8")
+                waiting = cache.reencode("plugin", "int8")
             waiting.close()
-            eventually(lambda: cache.status()["recodings"] == 0)
+            eventually(lambda: cache.status()["reencodings"] == 0)
             place.let_go("replace")
             assert worst_error(cache, prompt) == 0
             forget(cache)
-            assert recoded(cache, "lossless").seen == 8
+            assert reencoded(cache, "lossless").seen == 8
 
     def test_an_ending_cache_does_not_wait_for_it(self, place: Place) -> None:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             place.hold("replace")
-            recoding = cache.recode("plugin", "lossless")
+            reencoding = cache.reencode("plugin", "lossless")
             place.wait_for("replace")
         with pytest.raises(KVHoldError, match="closed"):
-            recoding.wait()
+            reencoding.wait()
 
 
 class TestRefusals:
@@ -469,64 +474,64 @@ class TestRefusals:
             place.url(), place.url(name="shelf", read_only="true"), "null://?name=hole"
         ) as cache:
             with pytest.raises(ConfigError, match=told):
-                cache.recode(tier, codec)
-            assert cache.status()["recodings"] == 0
+                cache.reencode(tier, codec)
+            assert cache.status()["reencodings"] == 0
 
     def test_what_came_up_from_a_tier_with_a_loss_loses_no_more(self, place: Place) -> None:
         with a_cache_over(
             place.url(), place.url(name="below", codec="int8"), "null://?name=hole"
         ) as cache:
             with pytest.raises(ConfigError, match="may have come up from tier below, whose codec"):
-                cache.recode("plugin", "fp8")
-            assert recoded(cache, "lossless").done
-            assert recoded(cache, "fp8", "below").done
+                cache.reencode("plugin", "fp8")
+            assert reencoded(cache, "lossless").done
+            assert reencoded(cache, "fp8", "below").done
 
-    def test_nor_does_what_came_up_from_a_tier_that_was_recoded_with_a_loss(
+    def test_nor_does_what_came_up_from_a_tier_that_was_reencoded_with_a_loss(
         self, place: Place
     ) -> None:
         with a_cache_over(place.url(), place.url(name="below")) as cache:
-            assert recoded(cache, "fp8").done
-            assert recoded(cache, "fp8", "below").done
+            assert reencoded(cache, "fp8").done
+            assert reencoded(cache, "fp8", "below").done
             with pytest.raises(ConfigError, match="may have come up from tier below"):
-                cache.recode("plugin", "fp8")
+                cache.reencode("plugin", "fp8")
 
     def test_a_cache_without_tiers_says_so(self) -> None:
         with (
             a_cache_over() as cache,
             pytest.raises(ConfigError, match="this cache has memory alone"),
         ):
-            cache.recode("disk", "lossless")
+            cache.reencode("disk", "lossless")
 
     def test_names_of_impossible_sizes_and_layouts_that_are_not_there(self, place: Place) -> None:
         with a_cache_over(place.url()) as cache:
             with pytest.raises(ProtocolError, match="has 3 bytes"):
-                cache.recode("plugin", "lossless", namespace=b"abc")
+                cache.reencode("plugin", "lossless", namespace=b"abc")
             with pytest.raises(ProtocolError, match="not that of the prompt"):
-                cache.recode(
+                cache.reencode(
                     "plugin",
                     "lossless",
                     namespace=HYBRID_SPACE.digest,
                     query=a_prompt(SPACE, 32).query(),
                 )
             with pytest.raises(LayoutError, match="was not registered"):
-                cache.recode("plugin", "lossless", query=a_prompt(WIDE_SPACE, 64).query())
+                cache.reencode("plugin", "lossless", query=a_prompt(WIDE_SPACE, 64).query())
 
-    def test_namespaces_and_recodings_are_bounded(self) -> None:
+    def test_namespaces_and_reencodings_are_bounded(self) -> None:
         commands: list[object] = []
-        recodings = Recodings(commands.append)
-        recodings.tiers = {"disk": RecodableTier(0)}
+        reencodings = Reencodings(commands.append)
+        reencodings.tiers = {"disk": ReencodableTier(0)}
         for number in range(70_000):
-            recodings.learn(number.to_bytes(16, "big"), PLAIN, FREE)
-        recodings.begin(1, "me", ReencodeRequest("disk", "raw"), {})
+            reencodings.learn(number.to_bytes(16, "big"), PLAIN, FREE)
+        reencodings.begin(1, "me", ReencodeRequest("disk", "raw"), {})
         assert len(commands[0].spaces) == 1 << 16  # type: ignore[attr-defined]
-        recodings = Recodings(commands.append)
-        recodings.tiers = {"disk": RecodableTier(0)}
+        reencodings = Reencodings(commands.append)
+        reencodings.tiers = {"disk": ReencodableTier(0)}
         for number in range(1, 65):
-            recodings.begin(number, "me", ReencodeRequest("disk", "raw"), {})
-        with pytest.raises(ConfigError, match="64 recodings"):
-            recodings.begin(65, "me", ReencodeRequest("disk", "raw"), {})
-        recodings.drop_all("me")
-        assert len(recodings) == 0
+            reencodings.begin(number, "me", ReencodeRequest("disk", "raw"), {})
+        with pytest.raises(ConfigError, match="64 reencodings"):
+            reencodings.begin(65, "me", ReencodeRequest("disk", "raw"), {})
+        reencodings.drop_all("me")
+        assert len(reencodings) == 0
 
 
 class TestBesideRequests:
@@ -534,21 +539,21 @@ class TestBesideRequests:
         with wide_cache(line + "&batch_bytes=64KiB") as cache:
             prompts = [filled(cache, a_prompt(WIDE_SPACE, 256, seed)) for seed in range(4)]
             over = threading.Event()
-            turns: list[Recoded] = []
+            turns: list[ReencodeProgress] = []
 
             def back_and_forth() -> None:
                 while not over.is_set():
-                    turns.extend(recoded(cache, codec, "below") for codec in ("lossless", "raw"))
+                    turns.extend(reencoded(cache, codec, "below") for codec in ("lossless", "raw"))
 
-            recoder = threading.Thread(target=back_and_forth)
-            recoder.start()
+            reencoder = threading.Thread(target=back_and_forth)
+            reencoder.start()
             try:
                 for turn in range(24):
                     assert worst_error(cache, prompts[turn % 4]) == 0
                     forget(cache)
             finally:
                 over.set()
-                recoder.join()
+                reencoder.join()
             assert sum(counts.replaced for counts in turns) > 0
             assert all(counts.missing == counts.bad == counts.failed == 0 for counts in turns)
             assert bad_frames(cache) == {}
@@ -561,7 +566,7 @@ class TestBesideRequests:
         with wide_cache(place.url()) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 256))
             raw = dict(place.values)
-            recoded(cache, "lossless")
+            reencoded(cache, "lossless")
             small = dict(place.values)
             place.values = dict(raw if smaller else small)
             place.hold("get")
@@ -578,18 +583,18 @@ class TestBesideRequests:
         with wide_cache(place.url(concurrent_calls=2, batch_bytes="64KiB")) as cache:
             prompt = filled(cache, a_prompt(WIDE_SPACE, 512))
             place.hold("replace")
-            with cache.recode("plugin", "lossless") as recoding:
+            with cache.reencode("plugin", "lossless") as reencoding:
                 place.wait_for("replace")
                 assert worst_error(cache, prompt) == 0, "while a replacement hangs in the tier"
                 store_values(cache, a_prompt(WIDE_SPACE, 64, seed=2))
                 place.let_go("replace")
-                assert recoding.wait().replaced >= 8
+                assert reencoding.wait().replaced >= 8
             eventually(lambda: len(place.values) == 9)
 
     def test_it_does_not_change_what_is_stored_later(self, place: Place) -> None:
         with wide_cache(place.url()) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=1))
-            assert recoded(cache, "lossless").replaced == 2
+            assert reencoded(cache, "lossless").replaced == 2
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=2))
             assert codecs_of(place) == {"raw", "lossless"}
 
