@@ -12,7 +12,7 @@ pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this en
 from kvhold.codecs import read_header
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import Namespace, make_key
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import HYBRID, a_prompt, read, store
 from tests.cache.below import (
     HYBRID_SPACE,
@@ -139,32 +139,34 @@ class TestCodecs:
 
 class TestBudgets:
     @pytest.mark.parametrize(
-        ("codec", "terms", "used"),
+        ("codec", "store_options", "used"),
         [
-            ("fp8", Terms(), "fp8"),
-            ("fp8", Terms(max_error=0.04), "fp8"),
-            ("fp8", Terms(max_error=0.015), "int8"),
-            ("cachegen", Terms(max_error=0.2), "cachegen"),
-            ("cachegen", Terms(max_error=0.1), "cachegen-fine"),
-            ("cachegen-small", Terms(max_error=0.03), "int8"),
-            ("cachegen-fine", Terms(max_bits=2.8), "cachegen"),
-            ("fp8", Terms(max_error=0.001), "lossless"),
-            ("int8", Terms(max_error=0), "lossless"),
-            ("int8", Terms(max_bits=8.4), "cachegen-fine"),
-            ("int8", Terms(max_bits=8.4, max_error=0.01), "int8"),
-            ("raw", Terms(max_error=0), "raw"),
+            ("fp8", StoreOptions(), "fp8"),
+            ("fp8", StoreOptions(max_error=0.04), "fp8"),
+            ("fp8", StoreOptions(max_error=0.015), "int8"),
+            ("cachegen", StoreOptions(max_error=0.2), "cachegen"),
+            ("cachegen", StoreOptions(max_error=0.1), "cachegen-fine"),
+            ("cachegen-small", StoreOptions(max_error=0.03), "int8"),
+            ("cachegen-fine", StoreOptions(max_bits=2.8), "cachegen"),
+            ("fp8", StoreOptions(max_error=0.001), "lossless"),
+            ("int8", StoreOptions(max_error=0), "lossless"),
+            ("int8", StoreOptions(max_bits=8.4), "cachegen-fine"),
+            ("int8", StoreOptions(max_bits=8.4, max_error=0.01), "int8"),
+            ("raw", StoreOptions(max_error=0), "raw"),
         ],
         ids=str,
     )
     def test_the_next_better_codec_is_taken_where_one_loses_too_much(
-        self, place: Place, codec: str, terms: Terms, used: str
+        self, place: Place, codec: str, store_options: StoreOptions, used: str
     ) -> None:
         with wide_cache(place.url(codec=codec)) as cache:
             prompt = a_prompt(WIDE_SPACE, 128)
-            store_values(cache, prompt, terms)
+            store_values(cache, prompt, store_options)
             forget(cache)
             assert codecs_of(place) == {used}
-            assert worst_error(cache, prompt) <= (1 if terms.max_error is None else terms.max_error)
+            assert worst_error(cache, prompt) <= (
+                1 if store_options.max_error is None else store_options.max_error
+            )
 
 
 class TestEncryption:
@@ -240,8 +242,8 @@ class TestEncryption:
         ours, theirs = (Namespace("wide", WIDE, tags=(("tenant", name),)) for name in "ab")
         with wide_cache(place.url(encrypt="true"), encryption={"keys": self.KEYS}) as cache:
             prompt, other = a_prompt(ours, 64), a_prompt(theirs, 64)
-            store_values(cache, prompt, Terms(tenant="a"))
-            store_values(cache, other, Terms(tenant="b"))
+            store_values(cache, prompt, StoreOptions(tenant="a"))
+            store_values(cache, other, StoreOptions(tenant="b"))
             forget(cache)
             assert worst_error(cache, prompt) == 0
             forget(cache)
@@ -258,13 +260,13 @@ class TestEncryption:
         space = Namespace("wide", WIDE, tags=(("tenant", "a"),))
         old, new = a_prompt(space, 64, seed=1), a_prompt(space, 64, seed=2)
         with wide_cache(place.url(encrypt="true"), encryption={"keys": ["a=env:KEY_A"]}) as cache:
-            store_values(cache, old, Terms(tenant="a"))
+            store_values(cache, old, StoreOptions(tenant="a"))
             cache.flush()
         with wide_cache(
             place.url(encrypt="true"), encryption={"keys": ["a=env:NEW_A", "a=env:KEY_A"]}
         ) as cache:
             assert worst_error(cache, old) == 0
-            store_values(cache, new, Terms(tenant="a"))
+            store_values(cache, new, StoreOptions(tenant="a"))
             cache.flush()
         with wide_cache(place.url(encrypt="true"), encryption={"keys": ["a=env:NEW_A"]}) as cache:
             assert worst_error(cache, new) == 0
@@ -273,7 +275,7 @@ class TestEncryption:
 
     def test_a_tenant_without_a_key_is_not_written_and_counted(self, place: Place) -> None:
         with wide_cache(place.url(encrypt="true"), encryption={"keys": ["a=env:KEY_A"]}) as cache:
-            store_values(cache, a_prompt(WIDE_SPACE, 64), Terms(tenant="c"))
+            store_values(cache, a_prompt(WIDE_SPACE, 64), StoreOptions(tenant="c"))
             cache.flush()
             assert place.values == {}
             assert (
@@ -286,7 +288,7 @@ class TestEncryption:
         prompt = a_prompt(space, 64)
         tiers = place.url(encrypt="true"), second.url(encrypt="true", name="below")
         with wide_cache(*tiers, encryption={"keys": self.KEYS}) as cache:
-            store_values(cache, prompt, Terms(tenant="a"))
+            store_values(cache, prompt, StoreOptions(tenant="a"))
             forget(cache)
             place.values.clear()
             assert worst_error(cache, prompt) == 0

@@ -16,7 +16,7 @@ from kvhold.core.checksums import pack
 from kvhold.core.errors import DamagedChunks, FrameError
 from kvhold.core.keys import Namespace, make_key
 from kvhold.core.metrics import Metrics
-from kvhold.core.terms import FREE
+from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.memory.arena import Arena
 from kvhold.testing.cache import PLAIN, a_prompt, read, store
 from kvhold.tiers.policies import make_policy
@@ -55,7 +55,7 @@ def reserved(ram: RamTier) -> Entry:
 
 
 def frame(ram: RamTier, entry: Entry, codec: str) -> bytes:
-    written = Writer(make_codec(codec)).framed(entry, PLAIN, ram.view(entry), FREE)
+    written = Writer(make_codec(codec)).framed(entry, PLAIN, ram.view(entry), DEFAULT_OPTIONS)
     assert written is not None
     return b"".join(written.parts)
 

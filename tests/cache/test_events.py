@@ -12,7 +12,7 @@ from kvhold.cache import open_cache
 from kvhold.cache.events import EventLog
 from kvhold.core.api import Cache, Event
 from kvhold.core.keys import Namespace, make_key, split_key
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, flood, store
 
 SPACE = Namespace("model", PLAIN)
@@ -136,9 +136,9 @@ def test_an_event_names_the_chunk_its_place_and_the_one_before_it() -> None:
                 else b""
             )
         cache.clear()
-        gone = cache.events(events[-1].number).events
-        assert {event.kind for event in gone} == {"cleared"}
-        assert {event.key for event in gone} == {event.key for event in events}
+        release_owner = cache.events(events[-1].number).events
+        assert {event.kind for event in release_owner} == {"cleared"}
+        assert {event.key for event in release_owner} == {event.key for event in events}
 
 
 def test_nobody_hears_of_what_was_never_visible() -> None:
@@ -156,7 +156,7 @@ def test_what_has_outlived_its_time_is_told_when_it_is_noticed() -> None:
     with open_cache(ram_bytes="16MiB", huge_pages="never", event_buffer=1000) as cache:
         cache.register(SPACE)
         with cache.reserve(
-            PLAIN, a_prompt(SPACE, 16).chunks(), terms=Terms(ttl_s=50)
+            PLAIN, a_prompt(SPACE, 16).chunks(), store_options=StoreOptions(ttl_s=50)
         ) as reservation:
             reservation.commit()
         begin = cache.snapshot()

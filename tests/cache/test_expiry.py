@@ -16,8 +16,8 @@ from kvhold.core.api import ABSENT
 from kvhold.core.keys import HASH_BYTES, Namespace
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import Work
-from kvhold.core.terms import Terms
+from kvhold.core.planning import ComputeCost
+from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import Place
@@ -27,10 +27,10 @@ LAYOUTS = {
     "full": Layout(GROUPS[:1], tokens_per_chunk=2),
     "hybrid": Layout(GROUPS, tokens_per_chunk=2),
 }
-WORKS = {
+COSTS = {
     "unplanned": None,
-    "declined": Work("declined", 9, 0, 64, 1e-9, 1e-9, 0.0, 0.0, 0.0),
-    "planned": Work("planned", 9, 0, 64, 0.1, 1.0, 0.1, 0.01, 1e-9),
+    "declined": ComputeCost("declined", 9, 0, 64, 1e-9, 1e-9, 0.0, 0.0, 0.0),
+    "planned": ComputeCost("planned", 9, 0, 64, 0.1, 1.0, 0.1, 0.01, 1e-9),
 }
 MOST_LOOKS = 120  # in any of these calls
 
@@ -60,13 +60,15 @@ class Bench:
     def prompt(self, seed: int):
         return self.space.prompt(np.arange(7, dtype=np.int32) + 100 * seed)
 
-    def reserve(self, seed: int, first: int, terms: Terms):
+    def reserve(self, seed: int, first: int, store_options: StoreOptions):
         """From a chunk on, to the tail."""
-        return self.state.reserve("w", self.layout, self.prompt(seed).chunks(first), 0, terms=terms)
+        return self.state.reserve(
+            "w", self.layout, self.prompt(seed).chunks(first), 0, store_options=store_options
+        )
 
     def store(self, first: int = 0) -> None:
         self.state.commit(
-            "w", self.reserve(0, first, Terms(ttl_s=50)).reservation, range(4 - first)
+            "w", self.reserve(0, first, StoreOptions(ttl_s=50)).reservation, range(4 - first)
         )
         self.commands()
 
@@ -100,10 +102,10 @@ class Bench:
                 assert ABSENT not in needed
                 taken |= set(needed)
         self.clock.looks = 0
-        granted = self.reserve(1, 0, Terms())
+        granted = self.reserve(1, 0, StoreOptions())
         assert not taken & {offset for offsets in granted.offsets for offset in offsets}
-        self.state.gone("w")
-        self.state.gone("a")
+        self.state.release_owner("w")
+        self.state.release_owner("a")
         self.commands()
         assert self.state.status()["pinned_chunks"] == self.state.status()["arriving_chunks"] == 0
         self.state.clear(None)
@@ -116,30 +118,30 @@ def layout(request: pytest.FixtureRequest) -> Layout:
     return LAYOUTS[request.param]
 
 
-@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("num_tiers", [0, 1])
 def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(
-    layout: Layout, num_tiers: int, work: Work | None
+    layout: Layout, num_tiers: int, cost: ComputeCost | None
 ) -> None:
     hits = set()
     for looks in range(MOST_LOOKS):
         bench = Bench(layout, num_tiers=num_tiers)
         bench.store()
         bench.clock.looks = looks
-        found = bench.state.lookup("a", bench.prompt(0).query(), work)
+        found = bench.state.lookup("a", bench.prompt(0).query(), cost)
         while found.arriving:
             bench.commands()
             found = bench.state.refresh(found.ticket)
         hits.add(found.num_tokens)
         bench.check(found)
     assert bench.clock.looks < 0 or looks == MOST_LOOKS - 1
-    assert hits >= ({0} if work is WORKS["declined"] else {0, 7})
+    assert hits >= ({0} if cost is COSTS["declined"] else {0, 7})
 
 
-@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(
-    layout: Layout, prefetched: bool, work: Work | None
+    layout: Layout, prefetched: bool, cost: ComputeCost | None
 ) -> None:
     for looks in range(MOST_LOOKS):
         bench = Bench(layout, num_tiers=1)
@@ -149,7 +151,7 @@ def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(
         if prefetched:
             bench.state.prefetch("a", bench.prompt(0).query())
             bench.commands(below)
-        found = bench.state.lookup("a", bench.prompt(0).query(), work)
+        found = bench.state.lookup("a", bench.prompt(0).query(), cost)
         while found.arriving:
             bench.commands(below)
             found = bench.state.refresh(found.ticket)

@@ -13,15 +13,15 @@ from kvhold.cache.commands import ClearCommand, FetchCommand, ProbeCommand, Writ
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import MOST_CHUNK_BYTES, MOST_LAYERS, Group, Layout
-from kvhold.core.planning import Work
+from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import DEADLINE, SLOWER, WHOLE
 from kvhold.tiers.stack import Place
 from tests.cache.test_searches import Bench, all_keys
 
 SIZE = 2
 CHUNK_BYTES = 1500 * SIZE
-FAST = Work("fast", 16, 0, 64, 0.0, 1e-4, 0.0, 0.0, 0.0)  # 1.6 ms in all
-SLOW = Work("slow", 16, 0, 64, 0.0, 1.0, 0.0, 0.01, 0.0)  # 16 s
+FAST = ComputeCost("fast", 16, 0, 64, 0.0, 1e-4, 0.0, 0.0, 0.0)  # 1.6 ms in all
+SLOW = ComputeCost("slow", 16, 0, 64, 0.0, 1.0, 0.0, 0.01, 0.0)  # 16 s
 
 
 class World(Bench):
@@ -33,8 +33,8 @@ class World(Bench):
         self.state.planner.clock = lambda: self.now
         self.chunk_s = chunk_s
 
-    def ask(self, num_tokens=16, work=None, seed=0):
-        return self.state.lookup("a", self.prompt(num_tokens, seed).query(), work)
+    def ask(self, num_tokens=16, cost=None, seed=0):
+        return self.state.lookup("a", self.prompt(num_tokens, seed).query(), cost)
 
     def commands(self):
         """What is wanted of the tiers' reads; what is to be written or cleared, is."""
@@ -101,7 +101,7 @@ class World(Bench):
 
     def finish(self, found):
         final = self.state.refresh(found.ticket)
-        self.state.gone("a")
+        self.state.release_owner("a")
         return final
 
 
@@ -115,7 +115,7 @@ def test_without_work_all_is_ordered_at_once():
 
 def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more():
     world = World()
-    found = world.ask(work=SLOW)
+    found = world.ask(cost=SLOW)
     assert world.work_off() == [1, 7], "eight times what has come at once"
     final = world.finish(found)
     assert (final.num_tokens, final.reason) == (16, WHOLE)
@@ -132,7 +132,7 @@ def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more():
 def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_looked_for():
     world = World()
     world.learn()
-    found = world.ask(work=FAST)
+    found = world.ask(cost=FAST)
     assert (found.num_tokens, found.arriving, found.reason) == (0, False, SLOWER)
     assert world.commands() == []
     [decision] = world.state.planner.explain("fast")
@@ -140,7 +140,7 @@ def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_l
     assert decision.why.startswith("tiers were not asked") and decision.alternatives[
         "compute"
     ].compute_s == pytest.approx(1.6e-3)
-    found = world.ask(work=SLOW)
+    found = world.ask(cost=SLOW)
     world.work_off()
     assert world.finish(found).num_tokens == 16
 
@@ -169,8 +169,10 @@ def test_the_largest_query_is_planned_for_and_a_larger_one_is_refused():
 def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
     world = World()
     world.learn()
-    work = Work("part", 16, 0, 64, 0.0, world.chunk_s, 0.0, 0.0, 0.0)  # twice as slow as the tiers
-    found = world.ask(work=work)
+    cost = ComputeCost(
+        "part", 16, 0, 64, 0.0, world.chunk_s, 0.0, 0.0, 0.0
+    )  # twice as slow as the tiers
+    found = world.ask(cost=cost)
     keys = all_keys(world.prompt(16), 1)
     [probe] = world.commands()
     for speed in world.state.planner.speeds[1:]:
@@ -190,13 +192,15 @@ def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
 def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded():
     world = World()
     world.store(8)
-    found = world.ask(work=Work("small", 16, 0, 64, 0.0, 1e-4, 0.0, 0.01, 0.0))
+    found = world.ask(cost=ComputeCost("small", 16, 0, 64, 0.0, 1e-4, 0.0, 0.01, 0.0))
     assert (found.num_tokens, found.ticket, found.reason) == (0, 0, SLOWER)
     assert world.state.status()["pinned_chunks"] == 0
-    assert world.ask(work=Work("large", 16, 0, 64, 0.0, 1e-2, 0.0, 0.01, 0.0)).num_tokens == 16
-    assert world.ask(work=Work("has", 16, 16, 64, 0.0, 1e-4, 0.0, 0.01, 0.0)).num_tokens == 16, (
-        "what the engine has needs no load"
+    assert (
+        world.ask(cost=ComputeCost("large", 16, 0, 64, 0.0, 1e-2, 0.0, 0.01, 0.0)).num_tokens == 16
     )
+    assert (
+        world.ask(cost=ComputeCost("has", 16, 16, 64, 0.0, 1e-4, 0.0, 0.01, 0.0)).num_tokens == 16
+    ), "what the engine has needs no load"
     assert [decision.hit_tokens for decision in world.state.planner.explain("")] == [16, 16, 0]
     assert (
         world.state.metrics.value("kvhold_plans", choice="none")
@@ -208,8 +212,8 @@ def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded()
 def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here():
     world = World()
     world.learn()
-    work = Work("late", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0)  # 0.8 s
-    found = world.ask(work=work)
+    cost = ComputeCost("late", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0)  # 0.8 s
+    found = world.ask(cost=cost)
     world.answer_probes(world.commands())
     [command] = world.commands()
     assert len(command.pending_reads) == 8
@@ -227,15 +231,18 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
     assert decision.hit_tokens == 6 and decision.why.startswith("what was on its way")
     for pending_read in command.pending_reads[3:]:
         world.state.fetched(pending_read.entry, True)
-    assert world.ask(work=work).num_tokens == 16, "it came for the next one"
-    world.state.gone("a")
+    assert world.ask(cost=cost).num_tokens == 16, "it came for the next one"
+    world.state.release_owner("a")
     world.finished()
 
 
 def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
     world = World(chunk_s=0.3)  # all of it in 2.4 s
     # or computed in 1.6 s
-    began_s, found = (world.now, world.ask(work=Work("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0)))
+    began_s, found = (
+        world.now,
+        world.ask(cost=ComputeCost("first", 16, 0, 64, 0.0, 0.1, 0.0, 0.0, 0.0)),
+    )
     read = 0
     while world.state.refresh(found.ticket).arriving:
         commands = world.commands()
@@ -252,7 +259,7 @@ def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
             if not world.state.refresh(found.ticket).arriving:
                 break
     assert read <= 3 and world.now - began_s < 1
-    world.state.gone("a")
+    world.state.release_owner("a")
 
 
 @pytest.mark.parametrize(("compute_s", "loads"), [(2.0, True), (0.6, False)])
@@ -264,8 +271,8 @@ def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_tim
         world.ask(SIZE, seed=seed)
         assert world.work_off() == [1]
         world.now += 1
-    world.state.gone("a")
-    found = world.ask(work=Work("long", 16, 0, 64, 0.0, compute_s / 16, 0.0, 0.0, 0.0))
+    world.state.release_owner("a")
+    found = world.ask(cost=ComputeCost("long", 16, 0, 64, 0.0, compute_s / 16, 0.0, 0.0, 0.0))
     world.answer_probes(world.commands())
     [command] = world.commands()
     assert len(command.pending_reads) == 8
@@ -275,13 +282,13 @@ def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_tim
     )
     assert world.read([command]) == 8
     assert world.state.refresh(found.ticket).num_tokens == (16 if loads else 0)
-    world.state.gone("a")
+    world.state.release_owner("a")
 
 
 def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
     world = World()
     world.learn()
-    found = world.ask(work=Work("stuck", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
+    found = world.ask(cost=ComputeCost("stuck", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
     world.answer_probes(world.commands())
     world.commands()
     began_s = world.now
@@ -293,17 +300,17 @@ def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
         world.state.release("a", other.ticket)
     assert 0.5 < world.now - began_s < 1.2, "as long as computing takes, and twice what was thought"
     assert not world.state.refresh(found.ticket).arriving
-    world.state.gone("a")
+    world.state.release_owner("a")
 
 
 def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile():
     world = World()
     world.learn()
-    found = world.ask(work=Work("first", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
+    found = world.ask(cost=ComputeCost("first", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
     world.answer_probes(world.commands())
     coming = world.commands()
     for number in range(600):
-        world.ask(work=Work(f"other-{number}", 16, 16, 64, 0.0, 1.0), seed=300)
+        world.ask(cost=ComputeCost(f"other-{number}", 16, 16, 64, 0.0, 1.0), seed=300)
     world.now += 0.01
     assert world.state.planner.explain("first") == [], "forgotten"
     assert world.state.refresh(found.ticket).arriving
@@ -313,17 +320,17 @@ def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile():
 
 def test_who_is_told_to_make_do_does_so_for_another_reason():
     world = World()
-    found = world.ask(work=Work("unknown", 16))
+    found = world.ask(cost=ComputeCost("unknown", 16))
     world.answer_probes(world.commands())
     world.commands()
     final = world.state.refresh(found.ticket, settle=True)
     assert (final.num_tokens, final.reason) == (0, DEADLINE)
-    world.state.gone("a")
+    world.state.release_owner("a")
 
 
 def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
     world = World()
-    found = world.ask(work=SLOW)
+    found = world.ask(cost=SLOW)
     world.now += 14
     assert world.state.refresh(found.ticket).arriving
     world.now += 6
@@ -334,7 +341,7 @@ def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
         decision.waited_s,
         decision.hit_tokens,
     ) == (20, 0)
-    world.state.gone("a")
+    world.state.release_owner("a")
 
 
 def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_waits_for():
@@ -344,25 +351,25 @@ def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_wa
     tried = 0
     for seed in range(200, 220):
         world.now += 500
-        found = world.ask(work=Work("r", 16, 0, 64, 0.0, 0.01, 0.0, 0.0, 0.0), seed=seed)
+        found = world.ask(cost=ComputeCost("r", 16, 0, 64, 0.0, 0.01, 0.0, 0.0, 0.0), seed=seed)
         if found.arriving:
             break
         tried += sum(world.work_off())
-        if not world.ask(work=FAST, seed=seed + 100).arriving:
+        if not world.ask(cost=FAST, seed=seed + 100).arriving:
             assert world.commands() == [], "not twice in a moment"
     assert found.arriving, "it is used again"
     assert 1 <= tried <= 8, "a chunk each time"
-    world.state.gone("a")
+    world.state.release_owner("a")
 
 
 def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded():
     world = World()
     for number in range(600):
-        world.ask(work=Work(f"request-{number}", 16, 16, 64, 0.0, 1.0))
+        world.ask(cost=ComputeCost(f"request-{number}", 16, 16, 64, 0.0, 1.0))
         world.work_off()
     planner = world.state.planner
-    planner.came_of("request-599", load_s=0.5, compute_s=-1.0)
-    planner.came_of("nobody's", load_s=0.5, compute_s=-1.0)
+    planner.report_timing("request-599", load_s=0.5, compute_s=-1.0)
+    planner.report_timing("nobody's", load_s=0.5, compute_s=-1.0)
     assert len(planner.explain("request-5")) == 20
     [last] = planner.explain("request-599")
     assert (last.load_s, last.compute_s) == (0.5, -1.0)
@@ -371,7 +378,7 @@ def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded
         and planner.explain("request-77") == []
     ), "forgotten"
     assert planner.explain("")[0].request == "request-599"
-    world.state.gone("a")
+    world.state.release_owner("a")
 
 
 @settings(max_examples=150, deadline=None)
@@ -390,13 +397,13 @@ def test_no_decision_is_worse_than_the_better_of_loading_all_and_computing_all(
     world.learn()
     if in_memory:
         world.store(in_memory)
-    work = Work("r", 16, engine_has, 64, 0.0, token_s, 0.0, load_s, 0.0)
+    cost = ComputeCost("r", 16, engine_has, 64, 0.0, token_s, 0.0, load_s, 0.0)
 
     def total_s(hit_tokens, waited_s):
         left = max(1, 16 - max(hit_tokens, engine_has))
         return waited_s + (load_s if hit_tokens > engine_has else 0) + left * token_s
 
-    began_s, found = world.now, world.ask(work=work)
+    began_s, found = world.now, world.ask(cost=cost)
     world.work_off()
     final = world.finish(found) if found.ticket else found
     waited_s = world.now - began_s if found.arriving else 0.0

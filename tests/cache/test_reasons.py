@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvhold.cache import LocalCache
-from kvhold.cache.gone import Gone
+from kvhold.cache.eviction_history import EvictionHistory
 from kvhold.core.api import Hit
 from kvhold.core.errors import TierError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import PLAIN, a_prompt, flood, store
 from tests.cache.below import (
     HYBRID_SPACE,
@@ -128,7 +128,7 @@ class TestInMemory:
 
     def test_it_has_expired(self, cache: LocalCache) -> None:
         with cache.reserve(
-            PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)
+            PLAIN, a_prompt(SPACE, 32).chunks(), store_options=StoreOptions(ttl_s=50)
         ) as reservation:
             reservation.commit()
         assert ended(cache, SPACE, 32) == (32, "whole")
@@ -149,16 +149,16 @@ class TestInMemory:
             assert ended(cache, SPACE, 32) == (0, "no_room")
 
     def test_what_became_of_a_key_is_forgotten_in_the_end_and_memory_is_bounded(self) -> None:
-        gone = Gone(limit=10)
+        release_owner = EvictionHistory(limit=10)
         for number in range(35):
-            gone.add(bytes([number]), "evicted")
-            assert len(gone) <= 20
+            release_owner.add(bytes([number]), "evicted")
+            assert len(release_owner) <= 20
             assert all(
-                gone.why(bytes([recent])) == "evicted"
+                release_owner.why(bytes([recent])) == "evicted"
                 for recent in range(max(0, number - 9), number + 1)
             )
-        gone.add(bytes([34]), "cleared")
-        assert (gone.why(bytes([0])), gone.why(bytes([34]))) == (None, "cleared")
+        release_owner.add(bytes([34]), "cleared")
+        assert (release_owner.why(bytes([0])), release_owner.why(bytes([34]))) == (None, "cleared")
 
 
 class TestBelow:
@@ -298,7 +298,7 @@ class TestBelow:
 
     def test_it_has_expired_below(self, place: Place, above: LocalCache) -> None:
         with above.reserve(
-            PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=50)
+            PLAIN, a_prompt(SPACE, 32).chunks(), store_options=StoreOptions(ttl_s=50)
         ) as reservation:
             reservation.commit()
         forget(above)

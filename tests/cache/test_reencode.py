@@ -21,7 +21,7 @@ from kvhold.codecs import read_header
 from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError, ProtocolError, TierUnavailable
 from kvhold.core.keys import Namespace, Prompt
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, read, store
 from tests.cache.below import (
     HYBRID_SPACE,
@@ -82,8 +82,10 @@ def only(counts: ReencodeProgress) -> dict[str, Any]:
     }
 
 
-def filled(cache: LocalCache, prompt: Prompt, terms: Terms = FREE) -> Prompt:
-    store_values(cache, prompt, terms)
+def filled(
+    cache: LocalCache, prompt: Prompt, store_options: StoreOptions = DEFAULT_OPTIONS
+) -> Prompt:
+    store_values(cache, prompt, store_options)
     forget(cache)
     return prompt
 
@@ -263,7 +265,7 @@ class TestBudgets:
         self, place: Place
     ) -> None:
         with wide_cache(place.url()) as cache:
-            filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), Terms(max_error=0.001))
+            filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), StoreOptions(max_error=0.001))
             filled(cache, a_prompt(WIDE_SPACE, 128, seed=2))
             assert only(reencoded(cache, "int8")) == {
                 "done": True,
@@ -292,7 +294,7 @@ class TestEncryption:
         space = Namespace("wide", WIDE, tags=tags)
         with self.cache(place) as cache:
             cache.register(space)
-            prompt = filled(cache, a_prompt(space, 128), Terms(tenant=space.tenant))
+            prompt = filled(cache, a_prompt(space, 128), StoreOptions(tenant=space.tenant))
             counts = reencoded(cache, "lossless")
             assert counts.replaced == 2
             assert counts.bytes_after < 0.8 * counts.bytes_before
@@ -304,7 +306,7 @@ class TestEncryption:
     ) -> None:
         space = Namespace("wide", WIDE, tags=(("tenant", "a"),))
         with self.cache(place) as cache:
-            prompt = filled(cache, a_prompt(space, 128), Terms(tenant="a"))
+            prompt = filled(cache, a_prompt(space, 128), StoreOptions(tenant="a"))
         before = dict(place.values)
         with self.cache(place) as cache:
             with pytest.raises(ConfigError, match="whose key opens namespace"):
@@ -319,7 +321,7 @@ class TestEncryption:
     def test_a_namespace_of_several_tenants_is_left_alone(self, place: Place) -> None:
         with self.cache(place) as cache:
             for seed, tenant in enumerate(("a", "")):
-                filled(cache, a_prompt(WIDE_SPACE, 128, seed), Terms(tenant=tenant))
+                filled(cache, a_prompt(WIDE_SPACE, 128, seed), StoreOptions(tenant=tenant))
             before = dict(place.values)
             assert reencoded(cache, "lossless").seen == 0
             assert place.values == before
@@ -351,7 +353,7 @@ class TestWhatGoesWrong:
 
     def test_what_has_expired_is_removed(self, place: Place) -> None:
         with wide_cache(place.url()) as cache:
-            filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), Terms(ttl_s=1000))
+            filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), StoreOptions(ttl_s=1000))
             lasting = filled(cache, a_prompt(WIDE_SPACE, 128, seed=2))
             assert reencoded(cache, "lossless").replaced == 4
             expiring = {read_header(value).expires_at > 0 for value in place.values.values()}
@@ -372,8 +374,8 @@ class TestWhatGoesWrong:
             place.hold("replace")
             with cache.reencode("plugin", "lossless") as reencoding:
                 place.wait_for("replace")
-                gone = sorted(place.values)[:2]
-                for key in gone:
+                release_owner = sorted(place.values)[:2]
+                for key in release_owner:
                     del place.values[key]
                 place.let_go("replace")
                 assert only(reencoding.wait()) == {
@@ -382,7 +384,7 @@ class TestWhatGoesWrong:
                     "replaced": 2,
                     "missing": 2,
                 }
-            assert set(place.values).isdisjoint(gone)
+            assert set(place.values).isdisjoint(release_owner)
 
     def test_a_tier_that_dies_in_the_middle_keeps_the_rest_as_it_was(self, place: Place) -> None:
         with wide_cache(
@@ -521,14 +523,14 @@ class TestRefusals:
         reencodings = Reencodings(commands.append)
         reencodings.tiers = {"disk": ReencodableTier(0)}
         for number in range(70_000):
-            reencodings.learn(number.to_bytes(16, "big"), PLAIN, FREE)
+            reencodings.learn(number.to_bytes(16, "big"), PLAIN, DEFAULT_OPTIONS)
         reencodings.begin(1, "me", ReencodeRequest("disk", "raw"), {})
         assert len(commands[0].spaces) == 1 << 16  # type: ignore[attr-defined]
         reencodings = Reencodings(commands.append)
         reencodings.tiers = {"disk": ReencodableTier(0)}
         for number in range(1, 65):
             reencodings.begin(number, "me", ReencodeRequest("disk", "raw"), {})
-        with pytest.raises(ConfigError, match="64 reencodings"):
+        with pytest.raises(ConfigError, match="64 re-encodings"):
             reencodings.begin(65, "me", ReencodeRequest("disk", "raw"), {})
         reencodings.drop_all("me")
         assert len(reencodings) == 0
@@ -600,11 +602,11 @@ class TestBesideRequests:
 
 
 def test_a_budget_is_read_from_a_namespaces_tags_alone_where_they_say_one() -> None:
-    from kvhold.core.rules import terms_of
+    from kvhold.core.rules import store_options_of
 
-    assert terms_of(()) == FREE
-    assert terms_of((("kvhold.max_error", "0.02"), ("tenant", "a"))) == replace(
-        FREE, max_error=0.02, tenant="a"
+    assert store_options_of(()) == DEFAULT_OPTIONS
+    assert store_options_of((("kvhold.max_error", "0.02"), ("tenant", "a"))) == replace(
+        DEFAULT_OPTIONS, max_error=0.02, tenant="a"
     )
     for bad in ("much", "2", "nan", "-1"):
-        assert terms_of((("kvhold.max_error", bad),)) is None
+        assert store_options_of((("kvhold.max_error", bad),)) is None

@@ -38,7 +38,7 @@ from kvhold.core.api import ABSENT, Found
 from kvhold.core.config import Config
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
-from kvhold.core.planning import Work
+from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import (
     CLEARED,
     DEADLINE,
@@ -55,13 +55,13 @@ from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_o
 OWNERS = ("a", "b", "c")
 # what computing costs an engine: nobody says; it does not know; hardly anything; a lot, and loads
 # something; it has most already
-WORKS = (
+COSTS = (
     None,
     None,
-    Work("unknown", 9),
-    Work("fast", 9, 0, 4, 1e-9, 1e-9, 0.0, 1.0, 0.0),
-    Work("slow", 9, 0, 4, 0.1, 1.0, 0.1, 0.01, 1e-9),
-    Work("has", 9, 5, 4, 0.1, 1.0, 0.1, 0.01, 1e-9),
+    ComputeCost("unknown", 9),
+    ComputeCost("fast", 9, 0, 4, 1e-9, 1e-9, 0.0, 1.0, 0.0),
+    ComputeCost("slow", 9, 0, 4, 0.1, 1.0, 0.1, 0.01, 1e-9),
+    ComputeCost("has", 9, 5, 4, 0.1, 1.0, 0.1, 0.01, 1e-9),
 )
 HOLDS = 1_000_000_000_000  # bytes that a tier says a value has; the state does not look at them
 NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
@@ -197,12 +197,12 @@ class World(RuleBasedStateMachine):
         target=numbers,
         owner=owners,
         prompt=prompts,
-        work=st.sampled_from(WORKS),
+        cost=st.sampled_from(COSTS),
         have_tokens=st.sampled_from([0, 0, 3, 9]),
     )
-    def lookup(self, owner, prompt, work=None, have_tokens=0):
+    def lookup(self, owner, prompt, cost=None, have_tokens=0):
         asked_before = self.state.metrics.value("kvhold_lookup_tokens")
-        found = self.state.lookup(owner, prompt_of(*prompt).query(), work, have_tokens=have_tokens)
+        found = self.state.lookup(owner, prompt_of(*prompt).query(), cost, have_tokens=have_tokens)
         self.take_commands()
         asked = self.state.metrics.value("kvhold_lookup_tokens") - asked_before
         assert asked == (
@@ -234,10 +234,10 @@ class World(RuleBasedStateMachine):
         present = {entry.key for entry in search.pinned.values()} if search is not None else None
         over = search is not None and search.over
         found = self.state.refresh(number, settle=settle)
-        if search is not None and search.work is not None:
+        if search is not None and search.cost is not None:
             assert found.num_tokens in (0, longest(prompt_of(*self.searched[number][1]), present))
             assert not found.arriving or not (over or settle)
-            assert search.work.is_known or found.arriving == (not over and not settle), (
+            assert search.cost.is_known or found.arriving == (not over and not settle), (
                 "who knows nothing waits for all"
             )
         elif search is not None:
@@ -284,7 +284,7 @@ class World(RuleBasedStateMachine):
     @rule(owner=owners, seldom=st.integers(0, 3))
     def vanish(self, owner, seldom):
         if not seldom:
-            self.state.gone(owner)
+            self.state.release_owner(owner)
             self.leases = {
                 number: lease for number, lease in self.leases.items() if lease[0] != owner
             }
@@ -539,7 +539,7 @@ class World(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         for owner in OWNERS:
-            self.state.gone(owner)
+            self.state.release_owner(owner)
         self.leases.clear()
         while self.probes or self.reads or self.writes or self.clears:
             self.answer_write(0)
@@ -627,7 +627,7 @@ def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(group
     final = state.refresh(found.ticket)
     assert (final.num_tokens, final.arriving) == (longest(prompt, here | below, shards), False)
     assert set(state._commands) == set(), "what came from the first tier is not written there again"
-    state.gone("a")
+    state.release_owner("a")
     assert state.status()["pinned_chunks"] == 0
 
 
@@ -708,7 +708,7 @@ def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond
 
 
 @pytest.mark.parametrize(
-    ("have", "below", "ordered"),
+    ("have", "below", "requested"),
     [(0, 5, 5), (9, 5, 5), (10, 5, 0), (11, 5, 0), (4, 2, 0), (3, 2, 2), (9, 0, 0)],
 )
 def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already(
@@ -763,7 +763,7 @@ def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing():
     assert bench.state.refresh(ticket).num_tokens == 4
     bench.state.commit("w", reservation, [0])
     for owner in "aw":
-        bench.state.gone(owner)
+        bench.state.release_owner(owner)
     bench.finished()
 
 
@@ -791,7 +791,7 @@ def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of
         bench.state.fetched(pending_read.entry, True)
     assert [bench.state.refresh(number).num_tokens for number in (one, two.ticket)] == [8, 8]
     for owner in "ab":
-        bench.state.gone(owner)
+        bench.state.release_owner(owner)
     bench.finished()
 
 
@@ -815,7 +815,7 @@ def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing
     bench.state.fetched(again[0].entry, True)
     assert bench.state.refresh(three).num_tokens == 8
     for owner in "abc":
-        bench.state.gone(owner)
+        bench.state.release_owner(owner)
     bench.finished()
 
 
@@ -833,7 +833,7 @@ def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_le
     bench.state.fetched(second.entry, True)
     assert bench.state.refresh(two).num_tokens == 2
     assert bench.state.refresh(one).num_tokens == 0
-    bench.state.gone("b")
+    bench.state.release_owner("b")
     bench.finished()
 
 
@@ -848,7 +848,7 @@ def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_s
         bench.state.fetched(pending_read.entry, True)
     assert bench.state.lookup("c", bench.prompt(8).query()).num_tokens == 8
     for owner in "abc":
-        bench.state.gone(owner)
+        bench.state.release_owner(owner)
     bench.finished()
 
 
@@ -856,11 +856,11 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
     bench = Bench()
     ticket, pending_reads = bench.arriving(bench.prompt(7))
     assert bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens == []
-    assert bench.state.num_come(ticket) == 0
+    assert bench.state.num_arrived(ticket) == 0
     bench.state.fetched(pending_reads[1].entry, True)
     assert (
         bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens,
-        bench.state.num_come(ticket),
+        bench.state.num_arrived(ticket),
     ) == ([], 1)
     bench.state.fetched(pending_reads[0].entry, True)
     first = bench.state.claim("b", ticket, 0, 0, arriving=True)
@@ -876,7 +876,7 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
     assert (last.num_tokens, last.offsets) == ([1], [[pending_reads[3].entry.offset]])
     bench.state.release("a", ticket)
     assert bench.state.status()["pinned_chunks"] == 4, "leases have pins of their own"
-    bench.state.gone("b")
+    bench.state.release_owner("b")
     bench.finished()
 
 
@@ -906,7 +906,7 @@ def test_what_was_prefetched_is_nobody_s_ticket():
     for pending_read in fetch.pending_reads:
         bench.state.fetched(pending_read.entry, True)
     assert bench.state.lookup("b", bench.prompt(4).query()).num_tokens == 4
-    bench.state.gone("b")
+    bench.state.release_owner("b")
     bench.finished()
 
 
@@ -925,7 +925,7 @@ def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
     assert bench.state.all_done(0)
     assert bench.state.lookup("b", bench.prompt(4).query()).arriving
     for owner in "ab":
-        bench.state.gone(owner)
+        bench.state.release_owner(owner)
     bench.finished()
 
 
@@ -953,5 +953,5 @@ def test_what_came_from_the_second_tier_is_written_to_those_above_it_alone():
     ] == [(pending_read.entry.key, 1, 4_000_000_000) for pending_read in pending_reads]
     for command in commands:
         bench.state.written(command.number)
-    bench.state.gone("a")
+    bench.state.release_owner("a")
     bench.finished()

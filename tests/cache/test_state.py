@@ -208,7 +208,7 @@ class Life(RuleBasedStateMachine):
     def vanish(self, owner, seldom):
         if seldom:
             return
-        self.state.gone(owner)
+        self.state.release_owner(owner)
         for live in (self.live_reservations, self.live_tickets, self.live_leases):
             live -= {holding for holding in live if holding.owner == owner}
 
@@ -414,7 +414,7 @@ class Life(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "state"):
             for owner in "abc":
-                self.state.gone(owner)
+                self.state.release_owner(owner)
             assert self.state.holdings() == {"tickets": 0, "leases": 0, "reservations": 0}
             self.state.clear(None)
             finish_chores(self.state)

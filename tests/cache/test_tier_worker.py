@@ -13,7 +13,7 @@ from kvhold.cache import LocalCache, tier_worker
 from kvhold.cache.read_buffer import ReadBuffer
 from kvhold.core.errors import TierFull, TierUnavailable
 from kvhold.core.keys import make_key
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, check, read, store
 from tests.cache.below import (
     CHUNK_BYTES,
@@ -440,7 +440,9 @@ class TestWrites:
     def test_a_time_to_live_is_passed_on(self, place: Place, ttl_s: float | None) -> None:
         with a_cache_over(place.url()) as cache:
             names = a_prompt(SPACE, 32).chunks()
-            with cache.reserve(PLAIN, names, terms=Terms(ttl_s=ttl_s)) as reservation:
+            with cache.reserve(
+                PLAIN, names, store_options=StoreOptions(ttl_s=ttl_s)
+            ) as reservation:
                 reservation.commit()
             cache.flush()
             [one, two] = [place.ttls[key] for key in keys_of(32)]
@@ -451,7 +453,7 @@ class TestWrites:
         with a_cache_over(place.url()) as cache:
             place.hold("probe")
             with cache.reserve(
-                PLAIN, a_prompt(SPACE, 32).chunks(), terms=Terms(ttl_s=1)
+                PLAIN, a_prompt(SPACE, 32).chunks(), store_options=StoreOptions(ttl_s=1)
             ) as reservation:
                 reservation.commit()
             with cache._lock:

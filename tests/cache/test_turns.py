@@ -97,7 +97,7 @@ class TestCommit:
         )
         next(turns)
         turns.close()
-        state.gone("writer")
+        state.release_owner("writer")
         assert state.ram.num_pinned == 0
 
 
@@ -168,7 +168,7 @@ class TestClear:
         assert state.ram.used_bytes > used_bytes // 2
         leased = state.claim("reader", found.ticket, 0, 0)
         assert leased is not None
-        state.gone("reader")
+        state.release_owner("reader")
         assert state.ram.used_bytes == 0
 
     def test_is_not_undone_by_an_eviction_or_a_second_clear_before_memory_is_free(self) -> None:
@@ -210,7 +210,7 @@ class TestLongLookups:
         )
         leased = state.claim("reader", running.result.ticket, 1, 0)
         assert leased is not None and len(leased.offsets[0]) == 1700
-        state.gone("reader")
+        state.release_owner("reader")
         finish_chores(state)
         assert state.ram.num_pinned == 0
 
@@ -223,7 +223,7 @@ class TestLongLookups:
             for _ in range(steps):
                 running.step(300)
             running.close()
-            state.gone("reader")
+            state.release_owner("reader")
             finish_chores(state)
             assert state.ram.num_pinned == 0
 
@@ -259,7 +259,7 @@ class TestLongLookups:
                 len({keys[offset] for offset in leased.offsets[0]})
                 == running.result.num_tokens // 2
             )
-        state.gone("reader")
+        state.release_owner("reader")
 
     def test_a_ticket_that_is_released_while_it_is_claimed_keeps_its_pins_until_the_claim_ends(
         self,
@@ -280,7 +280,7 @@ class TestLongLookups:
         assert state.ram.num_pinned == len(
             [place for row in claiming.result.offsets for place in row if place >= 0]
         )
-        state.gone("worker")
+        state.release_owner("worker")
         finish_chores(state)
         assert state.ram.used_bytes == 0
 
@@ -304,7 +304,7 @@ def test_a_long_lookup_below_memory_begins_in_steps_and_asks_for_what_is_missing
     given_up = Running(state.lookup_turns("reader", prompt_of(1000).query()))
     assert not given_up.step(400)
     given_up.close()
-    state.gone("reader")
+    state.release_owner("reader")
     assert state.holdings()["tickets"] == 0
 
 
@@ -332,7 +332,7 @@ def test_chunks_that_a_lookup_has_found_are_not_evicted_between_its_steps(
         else []
     ):
         assert place in {entry.offset for entry in state.ram.entries() if entry.committed}
-    state.gone("reader")
+    state.release_owner("reader")
     finish_chores(state)
     assert state.ram.num_pinned == 0
 
@@ -399,8 +399,8 @@ class TestLongSearches:
         }
         leased = state.claim("worker", ticket, 1, 0)
         assert leased is not None and len(leased.num_tokens) == self.NUM_CHUNKS
-        state.gone("worker")
-        state.gone("reader")
+        state.release_owner("worker")
+        state.release_owner("reader")
         self.assert_baseline(state)
 
     @pytest.mark.parametrize("steps", range(0, 60, 5))
@@ -448,8 +448,8 @@ class TestLongSearches:
                 break
         assert refreshing.result.num_tokens == 2 * self.NUM_CHUNKS
         assert claiming.result is not None and len(claiming.result.num_tokens) == self.NUM_CHUNKS
-        state.gone("reader")
-        state.gone("worker")
+        state.release_owner("reader")
+        state.release_owner("worker")
         self.assert_baseline(state)
 
     def test_whose_settling_is_given_up_are_settled_by_the_next_one(self) -> None:
@@ -463,9 +463,9 @@ class TestLongSearches:
                 if claiming.step(10):
                     break
             claiming.close()
-            state.gone("worker")
+            state.release_owner("worker")
         assert state.refresh(ticket).num_tokens == 2 * self.NUM_CHUNKS
-        state.gone("reader")
+        state.release_owner("reader")
         self.assert_baseline(state)
 
     def test_that_arrive_are_lent_as_far_as_they_have_come(self) -> None:
@@ -479,7 +479,7 @@ class TestLongSearches:
             pass
         if lending.result is not None:
             assert len(lending.result.num_tokens) == len(lending.result.offsets[0]) <= self.IN_RAM
-        state.gone("worker")
+        state.release_owner("worker")
         self.assert_baseline(state)
 
 
@@ -489,14 +489,14 @@ def test_a_store_of_many_chunks_is_done_in_steps_and_one_given_up_leaves_nothing
     reserving = Running(state.reserve_turns("writer", LAYOUT, names, 0))
     assert not reserving.step(1000)
     reserving.close()
-    state.gone("writer")
+    state.release_owner("writer")
     finish_chores(state)
     assert state.ram.used_bytes == 0
     granted = state.reserve("writer", LAYOUT, names, 0)
     committing = Running(state.commit_turns("writer", granted.reservation, range(1000)))
     assert not committing.step(1000)
     committing.close()
-    state.gone("writer")
+    state.release_owner("writer")
     finish_chores(state)
     assert all(entry.committed for entry in state.ram.entries())
     state.clear(None)
@@ -560,7 +560,7 @@ def test_names_of_more_chunks_than_one_step_takes_are_reserved_once_each() -> No
     offsets = [*first.result.offsets[0], *second.offsets[0]]
     assert len({place for place in offsets if place >= 0}) == 400
     for owner in ("one", "two"):
-        state.gone(owner)
+        state.release_owner(owner)
         finish_chores(state)
     assert state.ram.used_bytes == 0
 
@@ -582,7 +582,7 @@ class TestLeaving:
         state.reserve("writer", LAYOUT, names, 0)
         nbytes = state.held_by("writer").nbytes
         assert nbytes == state.ram.used_bytes
-        state.gone("writer")
+        state.release_owner("writer")
         assert len(abandoned) < 300
         again = state.reserve("other", LAYOUT, names, 0)
         assert all(offset >= 0 for offsets in again.offsets for offset in offsets), (
@@ -603,7 +603,7 @@ class TestLeaving:
             "the rest is still its own"
         )
         turns.close()
-        state.gone("writer")
+        state.release_owner("writer")
         finish_chores(state)
         assert state.ram.used_bytes == 0
 

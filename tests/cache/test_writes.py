@@ -11,7 +11,7 @@ from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.keys import Namespace, make_key
 from kvhold.core.layout import Group, Layout
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 
 SLOT = 4096
 LAYOUT = Layout(
@@ -35,7 +35,7 @@ def prompt(num_chunks, seed=0):
 def commit(state, num_chunks, seed=0, ttl_s=None):
     """Store a prompt. Returns the mark and what was ordered."""
     names = prompt(num_chunks, seed).chunks()
-    granted = state.reserve("a", LAYOUT, names, 0, terms=Terms(ttl_s=ttl_s))
+    granted = state.reserve("a", LAYOUT, names, 0, store_options=StoreOptions(ttl_s=ttl_s))
     mark = state.commit("a", granted.reservation, range(num_chunks))
     return mark, state.take_commands()
 
@@ -82,7 +82,7 @@ def test_what_waits_is_not_evicted_and_what_was_written_is():
     _, commands = commit(state, 4)
     commit(state, 8, seed=1)
     assert state.lookup("b", prompt(4).query()).num_tokens == 8
-    state.gone("b")
+    state.release_owner("b")
     for command in commands:
         state.written(command.number)
     commit(state, 8, seed=2)

@@ -10,7 +10,7 @@ from kvhold.cache import LocalCache
 from kvhold.codecs import read_header
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.testing.values import as_float64, from_float64
 from tests.cache.below import PATIENT_S, cache_over
 from tests.tiers.memory import Place
@@ -27,9 +27,11 @@ def values_of(prompt: Prompt, chunk: int) -> bytes:
     return from_float64(rng.standard_normal(WIDE.chunk_bytes(0, 64) // 2), "bfloat16")
 
 
-def store_values(cache: LocalCache, prompt: Prompt, terms: Terms = FREE) -> None:
+def store_values(
+    cache: LocalCache, prompt: Prompt, store_options: StoreOptions = DEFAULT_OPTIONS
+) -> None:
     names = prompt.chunks()
-    with cache.reserve(WIDE, names, terms=terms) as reservation:
+    with cache.reserve(WIDE, names, store_options=store_options) as reservation:
         places = reservation.chunks(0)
         for chunk in range(len(names)):
             at = int(places.offsets[chunk])

@@ -9,7 +9,7 @@ from kvhold.codecs import codec_names, frame_within, make_codec, unframe_payload
 from kvhold.codecs.budget import LADDER, measured_error
 from kvhold.core.keys import make_key
 from kvhold.core.layout import Group, Layout
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.testing.values import from_float64
 
 LAYOUT = Layout(
@@ -55,7 +55,7 @@ def test_whatever_the_budget_it_is_kept(codec: str, max_error: float, content: s
     frame = frame_within(
         chunk,
         make_codec(codec),
-        Terms(max_error=max_error),
+        StoreOptions(max_error=max_error),
         key=KEY,
         layout=LAYOUT,
         num_tokens=64,
@@ -70,7 +70,13 @@ def test_whatever_the_budget_it_is_kept(codec: str, max_error: float, content: s
     )
     assert max(measured_error(one, other, "bfloat16") for one, other in pairs) <= max_error
     free = frame_within(
-        chunk, make_codec(codec), FREE, key=KEY, layout=LAYOUT, num_tokens=64, first_token=0
+        chunk,
+        make_codec(codec),
+        DEFAULT_OPTIONS,
+        key=KEY,
+        layout=LAYOUT,
+        num_tokens=64,
+        first_token=0,
     )
     assert free.fields.codec == codec
     assert content == "infinite" or len(free.payload) <= len(frame.payload)

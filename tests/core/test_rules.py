@@ -9,49 +9,49 @@ import pytest
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.rules import Rules, check_tags, request_rules
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 
 
 def test_a_request_that_says_nothing_may_do_everything() -> None:
     assert (
         request_rules(None, RulesConfig())
         == request_rules({}, RulesConfig())
-        == Rules(True, True, False, Terms(), ())
+        == Rules(True, True, False, StoreOptions(), ())
     )
 
 
 def test_a_request_may_say_what_it_does_not_want() -> None:
     asked = {"store": False, "load": False, "plan": False, "ttl_s": 5, "tags": {"b": "2", "a": "1"}}
     assert request_rules(asked, RulesConfig()) == Rules(
-        False, False, False, Terms(ttl_s=5.0), (("a", "1"), ("b", "2"))
+        False, False, False, StoreOptions(ttl_s=5.0), (("a", "1"), ("b", "2"))
     )
 
 
 def test_what_the_settings_forbid_stays_forbidden() -> None:
     settings = RulesConfig(store=False, load=False, plan=False, ttl_s=60)
     asked = {"store": True, "load": True, "plan": True, "ttl_s": 3600}
-    assert request_rules(asked, settings) == Rules(False, False, False, Terms(ttl_s=60.0))
-    assert request_rules({"ttl_s": 5}, settings).terms.ttl_s == 5
-    assert request_rules({}, settings).terms.ttl_s == 60
+    assert request_rules(asked, settings) == Rules(False, False, False, StoreOptions(ttl_s=60.0))
+    assert request_rules({"ttl_s": 5}, settings).store_options.ttl_s == 5
+    assert request_rules({}, settings).store_options.ttl_s == 60
 
 
 def test_a_budget_is_the_smaller_of_both_and_separates_what_was_stored_under_it() -> None:
     settings = RulesConfig(max_error=0.05, max_bits=4)
     rules = request_rules({"max_error": 0.01, "max_bits": 8}, settings)
-    assert (rules.terms.max_error, rules.terms.max_bits) == (0.01, 4)
+    assert (rules.store_options.max_error, rules.store_options.max_bits) == (0.01, 4)
     assert dict(rules.tags) == {"kvhold.max_error": "0.01", "kvhold.max_bits": "4"}
     assert (
         request_rules({"max_error": 0.01}, RulesConfig()).tags
         != request_rules({}, RulesConfig()).tags
         == ()
     )
-    assert request_rules({"max_error": 0}, RulesConfig()).terms == Terms(max_error=0)
+    assert request_rules({"max_error": 0}, RulesConfig()).store_options == StoreOptions(max_error=0)
 
 
 def test_a_tenant_is_what_the_tag_says_where_the_settings_name_none() -> None:
-    assert request_rules({"tags": {"tenant": "a"}}, RulesConfig()).terms.tenant == "a"
+    assert request_rules({"tags": {"tenant": "a"}}, RulesConfig()).store_options.tenant == "a"
     rules = request_rules({}, RulesConfig(tenant="b"))
-    assert (rules.terms.tenant, rules.tags) == ("b", (("tenant", "b"),))
+    assert (rules.store_options.tenant, rules.tags) == ("b", (("tenant", "b"),))
 
 
 @pytest.mark.parametrize("named", ["victim", "", "ACME", "acme "])
@@ -60,7 +60,7 @@ def test_a_request_cannot_name_another_tenant_than_the_configured_one(named: str
         request_rules({"tags": {"tenant": named}}, RulesConfig(tenant="acme"))
     assert "'acme'" not in str(caught.value), "nor does it learn the name"
     same = request_rules({"tags": {"tenant": "acme", "app": "x"}}, RulesConfig(tenant="acme"))
-    assert (same.terms.tenant, same.tags) == ("acme", (("app", "x"), ("tenant", "acme")))
+    assert (same.store_options.tenant, same.tags) == ("acme", (("app", "x"), ("tenant", "acme")))
 
 
 def test_ready_made_rules_must_be_of_the_configured_tenant() -> None:

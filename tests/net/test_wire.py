@@ -66,7 +66,7 @@ answers = st.one_of(
     st.builds(m.Report, st.dictionaries(st.text(), st.integers(0, 9) | st.text())),
     st.builds(m.Done, number),
     st.builds(m.Refused, st.text(), st.booleans()),
-    st.just(m.Gone()),
+    st.just(m.NotFound()),
 )
 
 
@@ -179,7 +179,7 @@ def test_one_sides_messages_are_not_the_others():
     with pytest.raises(ProtocolError):
         ANSWERS.decode(encode(m.Status())[LENGTH_BYTES:])
     with pytest.raises(ProtocolError):
-        REQUESTS.decode(encode(m.Gone())[LENGTH_BYTES:])
+        REQUESTS.decode(encode(m.NotFound())[LENGTH_BYTES:])
 
 
 def test_a_layout_that_cannot_be_is_refused_with_its_reason():

@@ -156,7 +156,7 @@ def test_an_answer_whose_caller_was_interrupted_is_returned_once(
 
 
 @pytest.mark.parametrize(
-    "answer", [m.Found(0, 0), m.Granted(0, []), m.Gone(), m.Refused("no", fatal=False)]
+    "answer", [m.Found(0, 0), m.Granted(0, []), m.NotFound(), m.Refused("no", fatal=False)]
 )
 def test_a_late_answer_that_granted_nothing_is_dropped(
     conversation: Conversation, node: Node, answer: m.Message

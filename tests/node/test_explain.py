@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvhold.cli.explain import command as explain
-from kvhold.core.planning import Work
+from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import SLOWER
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
@@ -16,7 +16,7 @@ from kvhold.testing.cache import a_prompt, store
 from tests.node.nodes import PATIENT_S, SPACE, RawClient, RunningNode
 
 DEAR, CHEAP = (
-    Work(f"cmpl-{name}", 160, 0, 2048, 1e-3, token_s, 0.0, 0.01, 1e-9)
+    ComputeCost(f"cmpl-{name}", 160, 0, 2048, 1e-3, token_s, 0.0, 0.01, 1e-9)
     for name, token_s in (("dear-1", 1.0), ("cheap-2", 1e-6))
 )
 
@@ -38,10 +38,10 @@ def run(client: NodeClient, *arguments: str) -> Result:
 
 def test_the_command_says_what_was_decided_why_and_what_came_of_it(client: NodeClient) -> None:
     query = a_prompt(SPACE, 160).query()
-    with client.lookup(query, work=DEAR) as hit:
+    with client.lookup(query, cost=DEAR) as hit:
         assert (hit.num_tokens, hit.arriving) == (160, False)
-    client.came_of(DEAR.request, load_s=0.0125, compute_s=1.5)
-    with client.lookup(query, work=CHEAP) as hit:
+    client.report_timing(DEAR.request, load_s=0.0125, compute_s=1.5)
+    with client.lookup(query, cost=CHEAP) as hit:
         assert (hit.num_tokens, hit.ticket, hit.reason) == (0, 0, SLOWER)
     with client.lookup(query) as hit:
         assert hit.num_tokens == 160, "who says nothing gets all"
@@ -90,7 +90,7 @@ def test_a_client_with_impossible_costs_is_hung_up_on(
     values = {name: getattr(DEAR, name) for name in DEAR.__struct_fields__} | changes
     with RawClient(client.path, greet=True) as raw:
         assert isinstance(
-            raw.ask(m.Lookup(a_prompt(SPACE, 160).query(), Work(**values))), m.Refused
+            raw.ask(m.Lookup(a_prompt(SPACE, 160).query(), ComputeCost(**values))), m.Refused
         )
         assert raw.is_closed()
     assert client.status()["held"]["tickets"] == 0

@@ -6,7 +6,7 @@ import pytest
 
 from kvhold.core.errors import NodeError
 from kvhold.core.keys import Namespace
-from kvhold.core.terms import FREE
+from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.net import messages as m
 from kvhold.node.membership import Departures, Duty, Lifetime, Membership
 from kvhold.testing.cache import PLAIN
@@ -32,7 +32,7 @@ def welcome_to(run: int, number: int = 1) -> m.Welcome:
 
 
 def a_request(model: str) -> m.Register:
-    return m.Register(PLAIN, Namespace(model=model, layout=PLAIN).digest, FREE)
+    return m.Register(PLAIN, Namespace(model=model, layout=PLAIN).digest, DEFAULT_OPTIONS)
 
 
 def test_a_retired_link_is_over_when_nobody_calls_or_holds_the_arena() -> None:

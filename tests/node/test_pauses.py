@@ -46,7 +46,7 @@ def test_requests_make_no_cycles_so_nothing_piles_up_while_the_collector_rests()
             ask(m.Release(found.ticket))
             ask(m.Release(leased.lease))
             ask(m.Prefetch(prompt.query()))
-            assert isinstance(ask(m.Claim(found.ticket, 0, 0)), m.Gone)
+            assert isinstance(ask(m.Claim(found.ticket, 0, 0)), m.NotFound)
         if number % 10 == 0:
             ask(m.Clear(SPACE.digest))
 

@@ -154,7 +154,7 @@ def test_a_stranger_learns_nothing_of_a_reencoding_and_cannot_stop_it(
         mine = raw.ask(m.Reencode("disk", "lossless"))
         assert isinstance(mine, m.ReencodeStatus)
         for number in range(mine.number - 3, mine.number):
-            assert raw.ask(m.Progress(number)) == m.Gone()
+            assert raw.ask(m.Progress(number)) == m.NotFound()
             raw.ask(m.Release(number))
         assert client.status()["reencodings"] == 2
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("kvhold.kernels.numba_rans", reason="no numba in this environment")
 
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import a_prompt
 from kvhold.testing.servers.redis import RedisServer
 from tests.cache.below import PATIENT_S, bad_frames, forget
@@ -30,7 +30,7 @@ def test_chunks_there_and_back_with_their_times(server: RedisServer, options: st
     with wide_cache(f"{server.url}?{PATIENT}&batch_bytes=64KiB{options}") as cache:
         lasting, passing = a_prompt(WIDE_SPACE, 256, seed=1), a_prompt(WIDE_SPACE, 256, seed=2)
         store_values(cache, lasting)
-        store_values(cache, passing, Terms(ttl_s=5000))
+        store_values(cache, passing, StoreOptions(ttl_s=5000))
         forget(cache)
         for codec in ("lossless", "raw", "lossless"):
             with cache.reencode("redis", codec) as reencoding:

@@ -25,7 +25,7 @@ from kvhold.core.config import ClientConfig, Config, NodeConfig, load_config
 from kvhold.core.errors import CapacityError, DeadlineExceeded, KVHoldError, NodeError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.integrations.transformers import Reuse
 from kvhold.node import NodeClient, connect
 from tests.transformers.models import prompt_of, small_chunks
@@ -213,10 +213,12 @@ class Failing:
             )
         return lease
 
-    def reserve(self, layout: Layout, names: ChunkNames, *, terms: Terms) -> Reservation:
+    def reserve(
+        self, layout: Layout, names: ChunkNames, *, store_options: StoreOptions
+    ) -> Reservation:
         self.num_reserved += 1
         self._fail("reserve")
-        reservation = self._cache.reserve(layout, names, terms=terms)
+        reservation = self._cache.reserve(layout, names, store_options=store_options)
         if self._operation == "partial":
             reservation._offsets = np.where(
                 np.arange(len(names)) == 1, ABSENT, reservation._offsets

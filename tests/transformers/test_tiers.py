@@ -13,7 +13,7 @@ from kvhold.cache import LocalCache, open_cache
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.rules import Rules
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.integrations.transformers import Outcome, Reuse
 from tests.transformers.models import prompt_of, small_chunks
 
@@ -60,7 +60,7 @@ class TestRules:
         self, llama: Any, cache: LocalCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
-        reuse.rules = Rules(terms=Terms(ttl_s=60))
+        reuse.rules = Rules(store_options=StoreOptions(ttl_s=60))
         reuse.generate(prompt_of(50), **GREEDY)
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last.num_loaded == 49

@@ -54,13 +54,13 @@ class Engine:
 
 
 def test_nothing_is_known_before_the_first_step():
-    work = Engine().costs.work("a", 100, 10)
+    cost = Engine().costs.cost("a", 100, 10)
     assert (
-        work.request,
-        work.num_tokens,
-        work.computed_tokens,
-        work.step_tokens,
-        work.is_known,
+        cost.request,
+        cost.num_tokens,
+        cost.computed_tokens,
+        cost.step_tokens,
+        cost.is_known,
     ) == ("a", 100, 10, 2048, False)
 
 
@@ -84,7 +84,7 @@ def test_a_lookup_does_not_wait_for_what_can_be_fitted_before(monkeypatch):
     before = len(fitted)
     engine.costs.prepare()
     assert len(fitted) == before + 1
-    assert engine.costs.work("a", 100, 0).is_known
+    assert engine.costs.cost("a", 100, 0).is_known
     assert len(fitted) == before + 1
 
 
@@ -103,8 +103,8 @@ def test_costs_are_those_of_steps_that_compute_prompts():
             engine.plan(cached=[("other", 9, 4)], drafts=["other"])
             engine.now += 3.0  # generating says nothing of prompts
             engine.costs.over()
-    work = engine.costs.work("a", 8192, 4096)
-    found = work.step_s + 2048 * work.token_s + 2048 * 5000 * work.pair_s
+    cost = engine.costs.cost("a", 8192, 4096)
+    found = cost.step_s + 2048 * cost.token_s + 2048 * 5000 * cost.pair_s
     assert found == pytest.approx(STEP_S + 2048 * TOKEN_S + 2048 * 5000 * PAIR_S, rel=0.02)
 
 
@@ -117,8 +117,8 @@ def test_of_steps_under_way_beside_each_other_each_lasts_from_the_end_of_the_one
         for one in seconds:
             engine.now += one
             engine.costs.over()
-    work = engine.costs.work("a", 1000, 0)
-    assert work.step_s + 1000 * work.token_s + 5e5 * work.pair_s == pytest.approx(
+    cost = engine.costs.cost("a", 1000, 0)
+    assert cost.step_s + 1000 * cost.token_s + 5e5 * cost.pair_s == pytest.approx(
         STEP_S + 1000 * TOKEN_S + 5e5 * PAIR_S, rel=0.02
     )
 
@@ -136,8 +136,8 @@ def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once():
         computed_s = 2 * STEP_S + 401 * TOKEN_S + PAIR_S * (300 * 750 + 100 * 950 + 11.5)
         assert took == Took(name, pytest.approx(0.01 + nbytes * 1e-9), pytest.approx(computed_s))
         assert engine.step(cached=[(name, 1000, 1), ("other", 12, 1)]) == []
-    work = engine.costs.work("a", 1000, 0)
-    assert work.load_s + (8 << 20) * work.load_byte_s == pytest.approx(
+    cost = engine.costs.cost("a", 1000, 0)
+    assert cost.load_s + (8 << 20) * cost.load_byte_s == pytest.approx(
         0.01 + (8 << 20) * 1e-9, rel=0.05
     )
 

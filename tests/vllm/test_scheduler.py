@@ -2057,7 +2057,7 @@ class TestRules:
         )
         one.run()
         assert one.stores
-        assert {each.terms.ttl_s for each in one.stores} == {ttl_s}
+        assert {each.store_options.ttl_s for each in one.stores} == {ttl_s}
 
     def test_what_has_outlived_its_time_is_computed_again(self, engine: MakeEngine) -> None:
         one = engine(real_worker=True)

@@ -114,7 +114,13 @@ class SlowCache:
         self._layout = layout
 
     def reserve(
-        self, layout: Layout, names: Any, shard: int = 0, *, terms: Any = None, groups: Any = None
+        self,
+        layout: Layout,
+        names: Any,
+        shard: int = 0,
+        *,
+        store_options: Any = None,
+        groups: Any = None,
     ) -> Reservation:
         self.go.wait(20)
         offsets, buffer = np.zeros((1, 1), dtype=np.int64), np.zeros(1 << 20, dtype=np.uint8)

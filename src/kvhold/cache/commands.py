@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvhold.core.layout import Layout
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import Place
 
@@ -47,7 +47,7 @@ class WriteCommand:
     number: int
     entry: Entry
     layout: Layout
-    terms: Terms = FREE
+    store_options: StoreOptions = DEFAULT_OPTIONS
     above: int | None = None
 
 
@@ -67,7 +67,7 @@ class Space:
     """A namespace. layout: None if the frames must say it."""
 
     layout: Layout | None
-    terms: Terms
+    store_options: StoreOptions
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import Decision, Work
-from kvhold.core.rules import terms_of
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.planning import ComputeCost, Decision
+from kvhold.core.rules import store_options_of
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 
 
@@ -81,20 +81,22 @@ class LocalCache:
     def register(self, namespace: Namespace) -> None:
         with self._lock:
             self._check_open()
-            self._state.register(namespace.layout, namespace.digest, terms_of(namespace.tags))
+            self._state.register(
+                namespace.layout, namespace.digest, store_options_of(namespace.tags)
+            )
 
     def lookup(
         self,
         query: Query,
         *,
-        work: Work | None = None,
+        cost: ComputeCost | None = None,
         have_tokens: int = 0,
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
         with self._lock:
             self._check_open()
-            found = self._state.lookup(self._owner, query, work, have_tokens=have_tokens)
+            found = self._state.lookup(self._owner, query, cost, have_tokens=have_tokens)
             self._move()
             if found.arriving and wait_s != 0:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
@@ -103,12 +105,12 @@ class LocalCache:
         ticket = found.ticket
         return Hit(found, lambda: self._release(ticket), ask=self._ask, pause=self._pause)
 
-    def came_of(
+    def report_timing(
         self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
     ) -> None:
         with self._lock:
             self._check_open()
-            self._state.planner.came_of(request, load_s=load_s, compute_s=compute_s)
+            self._state.planner.report_timing(request, load_s=load_s, compute_s=compute_s)
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
         with self._lock:
@@ -154,7 +156,7 @@ class LocalCache:
         shard: int = 0,
         *,
         groups: npt.ArrayLike | None = None,
-        terms: Terms = FREE,
+        store_options: StoreOptions = DEFAULT_OPTIONS,
         deadline_s: float | None = None,
     ) -> Reservation:
         mask = mask_bytes(groups, layout, names)
@@ -162,7 +164,7 @@ class LocalCache:
             self._check_open()
             layout = self._state.layout(layout.fingerprint)
             granted = self._state.reserve(
-                self._owner, layout, names, shard, groups=mask, terms=terms
+                self._owner, layout, names, shard, groups=mask, store_options=store_options
             )
         return Reservation(
             _table(granted.offsets),
@@ -246,7 +248,7 @@ class LocalCache:
             if self._closed:
                 return
             self._closed = True
-            self._state.gone(self._owner)
+            self._state.release_owner(self._owner)
             self._lock.notify_all()
         if self.tier_worker is not None:
             self.tier_worker.close(drain_timeout_s=self._config.drain_timeout_s)

@@ -1,7 +1,7 @@
 """Decides how much of a prompt's KV is worth waiting for, and remembers why.
 
-    planner.pays(work, query, layout, here)    # before the probe
-    planner.plan(number, work, layout, found)  # after it
+    planner.pays(cost, query, layout, here)    # before the probe
+    planner.plan(number, cost, layout, found)  # after it
     planner.is_too_slow(number, ...)           # during the reads
 
 An engine states its costs; tiers are measured (`speeds.py`). No I/O.
@@ -23,7 +23,15 @@ from kvhold.core.estimates import Estimate
 from kvhold.core.keys import HASH_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import Alternative, Decision, Options, Work, alternative, choose, total_s
+from kvhold.core.planning import (
+    Alternative,
+    ComputeCost,
+    Decision,
+    Options,
+    alternative,
+    choose,
+    total_s,
+)
 
 _REMEMBERED = 512
 _SHOWN = 20
@@ -94,17 +102,19 @@ class Planner:
     def names(self) -> Sequence[str]:
         return self._names()
 
-    def is_worth_loading(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> bool:
+    def is_worth_loading(
+        self, cost: ComputeCost, query: Query, layout: Layout, num_tokens: int
+    ) -> bool:
         """Compare a copy from memory with computing."""
         tokens = np.array([0, num_tokens])
-        nbytes = np.array([0, _load_bytes(layout, query.shards, work, num_tokens)])
-        return choose(work, Options(tokens, nbytes, np.zeros(2))) == 1
+        nbytes = np.array([0, _load_bytes(layout, query.shards, cost, num_tokens)])
+        return choose(cost, Options(tokens, nbytes, np.zeros(2))) == 1
 
-    def pays(self, work: Work, query: Query, layout: Layout, here: Extent) -> bool:
+    def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
         """Return whether a probe could pay, were all missing chunks in one tier."""
-        if not work.is_known or not all(speed.is_known for speed in self.speeds):
+        if not cost.is_known or not all(speed.is_known for speed in self.speeds):
             return True
-        options = self._options_here(work, query, layout, here.num_tokens)
+        options = self._options_here(cost, query, layout, here.num_tokens)
         size, last = layout.tokens_per_chunk, len(query.hashes) // HASH_BYTES
         chunks = np.arange(here.whole + 1, last + 1 + bool(query.tail_lengths))
         tokens = np.minimum(chunks * size, last * size + max(query.tail_lengths, default=0))
@@ -116,7 +126,7 @@ class Planner:
             )
             * query.shards
         )
-        first = work.computed_tokens // size
+        first = cost.computed_tokens // size
         more = [
             Options(
                 tokens,
@@ -125,7 +135,7 @@ class Planner:
             )
             for speed in self.speeds
         ]
-        return any(choose(work, _joined(options, one)) >= len(options.tokens) for one in more)
+        return any(choose(cost, _joined(options, one)) >= len(options.tokens) for one in more)
 
     def is_to_try(self) -> bool:
         now_s = self.clock()
@@ -144,16 +154,16 @@ class Planner:
         costs = self._probes.costs
         return costs[0] if costs is not None else 0.0
 
-    def plan(self, number: int, work: Work, layout: Layout, found: Found) -> Plan:
+    def plan(self, number: int, cost: ComputeCost, layout: Layout, found: Found) -> Plan:
         """Plan a load. It requests at most a few times the bytes that a tier delivered at once."""
-        options = self._options_here(work, found.query, layout, found.here.num_tokens)
+        options = self._options_here(cost, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),
             {tier: np.array(nbytes, np.int64) for tier, nbytes in found.below.items()},
         )
-        options = _joined(options, self._options_below(work, layout, found, waits))
-        chosen = choose(work, options)
-        self._decide(number, work, options, chosen, found.sources, memory=first - 1)
+        options = _joined(options, self._options_below(cost, layout, found, waits))
+        chosen = choose(cost, options)
+        self._decide(number, cost, options, chosen, found.sources, memory=first - 1)
         if chosen < first:
             return Plan(int(options.tokens[chosen]), 0, 0.0)
         num_tokens = int(options.tokens[chosen])
@@ -190,7 +200,7 @@ class Planner:
     def is_too_slow(
         self,
         number: int,
-        work: Work,
+        cost: ComputeCost,
         query: Query,
         layout: Layout,
         here: int,
@@ -199,7 +209,7 @@ class Planner:
         probing: bool,
         marks: Marks,
     ) -> bool:
-        if not work.is_known:
+        if not cost.is_known:
             return False
         now_s = self.clock()
         goal = here
@@ -218,19 +228,19 @@ class Planner:
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
         then = Options(
             np.array([goal]),
-            np.array([_load_bytes(layout, query.shards, work, goal)]),
+            np.array([_load_bytes(layout, query.shards, cost, goal)]),
             np.array([left_s]),
         )
-        now = self._options_here(work, query, layout, here)
-        if float(total_s(work, then)[0]) <= _SURELY * float(total_s(work, now).min()):
+        now = self._options_here(cost, query, layout, here)
+        if float(total_s(cost, then)[0]) <= _SURELY * float(total_s(cost, now).min()):
             return False
         self._metrics.add("kvhold_plans_cut_short")
         if number not in self._decisions:
             self._decide(
                 number,
-                work,
+                cost,
                 now,
-                choose(work, now),
+                choose(cost, now),
                 {"ram": here} if here else {},
                 memory=len(now.tokens) - 1,
             )
@@ -243,7 +253,7 @@ class Planner:
     def decided_here(
         self,
         number: int,
-        work: Work,
+        cost: ComputeCost,
         query: Query,
         layout: Layout,
         num_tokens: int,
@@ -251,11 +261,11 @@ class Planner:
         worth: bool,
         declined: bool,
     ) -> None:
-        options = self._options_here(work, query, layout, num_tokens)
+        options = self._options_here(cost, query, layout, num_tokens)
         last = len(options.tokens) - 1
         self._decide(
             number,
-            work,
+            cost,
             options,
             last if worth else 0,
             {"ram": num_tokens} if num_tokens else {},
@@ -274,7 +284,7 @@ class Planner:
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
         self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
 
-    def came_of(self, request: str, *, load_s: float, compute_s: float) -> None:
+    def report_timing(self, request: str, *, load_s: float, compute_s: float) -> None:
         for number, decision in reversed(self._decisions.items()):
             if decision.request == request:
                 self._change(number, load_s=load_s, compute_s=compute_s)
@@ -291,7 +301,7 @@ class Planner:
     def _decide(
         self,
         number: int,
-        work: Work,
+        cost: ComputeCost,
         options: Options,
         chosen: int,
         sources: Mapping[str, int],
@@ -299,20 +309,20 @@ class Planner:
         memory: int,
     ) -> None:
         shown = {"compute": 0, "memory": memory, "all": len(options.tokens) - 1, "chosen": chosen}
-        alternatives = {name: alternative(work, options, at) for name, at in shown.items()}
-        choice = _choice(work, alternatives)
+        alternatives = {name: alternative(cost, options, at) for name, at in shown.items()}
+        choice = _choice(cost, alternatives)
         before = self._decisions.pop(number, None)
         if before is None:
             self._metrics.add("kvhold_plans", choice=choice)
         self._decisions[number] = Decision(
-            request=work.request,
+            request=cost.request,
             at_s=before.at_s if before is not None else time.time(),
-            num_tokens=work.num_tokens,
-            computed_tokens=work.computed_tokens,
+            num_tokens=cost.num_tokens,
+            computed_tokens=cost.computed_tokens,
             found=dict(sources),
             alternatives=alternatives,
             chosen_tokens=alternatives["chosen"].num_tokens,
-            why=_why(work, alternatives, choice),
+            why=_why(cost, alternatives, choice),
         )
         while len(self._decisions) > _REMEMBERED:
             self._decisions.popitem(last=False)
@@ -321,13 +331,19 @@ class Planner:
         if number in self._decisions:
             self._decisions[number] = replace(self._decisions[number], **changes)
 
-    def _options_here(self, work: Work, query: Query, layout: Layout, num_tokens: int) -> Options:
+    def _options_here(
+        self, cost: ComputeCost, query: Query, layout: Layout, num_tokens: int
+    ) -> Options:
         ends = [0, num_tokens] if num_tokens else [0]
-        nbytes = [_load_bytes(layout, query.shards, work, end) for end in ends]
+        nbytes = [_load_bytes(layout, query.shards, cost, end) for end in ends]
         return Options(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
 
     def _options_below(
-        self, work: Work, layout: Layout, found: Found, waits: Mapping[int, "np.ndarray[Any, Any]"]
+        self,
+        cost: ComputeCost,
+        layout: Layout,
+        found: Found,
+        waits: Mapping[int, "np.ndarray[Any, Any]"],
     ) -> Options:
         """Return one option per chunk end beyond memory.
 
@@ -337,7 +353,7 @@ class Planner:
         ends = np.arange(1, count + 1) * size
         if count:
             ends[-1] = found.extent.num_tokens
-        is_copied = np.arange(count) >= work.computed_tokens // size
+        is_copied = np.arange(count) >= cost.computed_tokens // size
         copied = np.cumsum(np.where(is_copied, np.array(found.nbytes, np.int64), 0)).astype(
             np.int64
         )
@@ -350,9 +366,9 @@ class Planner:
         return Options(ends[beyond], copied[beyond], wait_s[beyond])
 
 
-def _load_bytes(layout: Layout, shards: int, work: Work, num_tokens: int) -> int:
+def _load_bytes(layout: Layout, shards: int, cost: ComputeCost, num_tokens: int) -> int:
     """Return the bytes to copy. A tail counts as a whole chunk."""
-    first = work.computed_tokens // layout.tokens_per_chunk
+    first = cost.computed_tokens // layout.tokens_per_chunk
     counts = [
         len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)
     ]
@@ -373,19 +389,19 @@ def _joined(one: Options, other: Options) -> Options:
     return Options(*(np.concatenate(pair) for pair in pairs))
 
 
-def _choice(work: Work, alternatives: Mapping[str, Alternative]) -> str:
+def _choice(cost: ComputeCost, alternatives: Mapping[str, Alternative]) -> str:
     """Name a choice. `has`: the engine has it all. `all`, `part`, `none`: the loaded share."""
     chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens
     if not everything:
         return "nothing"
-    if not work.is_known:
+    if not cost.is_known:
         return "unknown"
-    if everything <= work.computed_tokens:
+    if everything <= cost.computed_tokens:
         return "has"
-    return "all" if chosen == everything else "part" if chosen > work.computed_tokens else "none"
+    return "all" if chosen == everything else "part" if chosen > cost.computed_tokens else "none"
 
 
-def _why(work: Work, alternatives: Mapping[str, Alternative], choice: str) -> str:
+def _why(cost: ComputeCost, alternatives: Mapping[str, Alternative], choice: str) -> str:
     loaded, everything, computed = (
         _shown(alternatives[name].total_s) for name in ("chosen", "all", "compute")
     )

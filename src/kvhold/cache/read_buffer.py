@@ -1,6 +1,6 @@
 """Frames of the arena's chunks: made for a tier, or read from a tier into the arena.
 
-    written = Writer(make_codec("lossless"), keyring).framed(entry, layout, view, terms)
+    written = Writer(make_codec("lossless"), keyring).framed(entry, layout, view, options)
     buffer = ReadBuffer.of(ram, pending_read, keyring); buffer.accept(nbytes, check=True)
 
 Any thread; the work releases the GIL.
@@ -27,7 +27,7 @@ from kvhold.codecs.sealing import OVERHEAD_BYTES, Keyring
 from kvhold.core.checksums import pack, unpack
 from kvhold.core.errors import DamagedChunks
 from kvhold.core.layout import Layout
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.memory.pages import page_aligned
 from kvhold.memory.slab import ALIGNMENT
 from kvhold.tiers.base import Parts
@@ -112,7 +112,7 @@ class Writer:
     keyring: Keyring | None = None
 
     def framed(
-        self, entry: Entry, layout: Layout, view: memoryview, terms: Terms
+        self, entry: Entry, layout: Layout, view: memoryview, store_options: StoreOptions
     ) -> Written | None:
         """Return an entry's frame; None without its encryption key. Raises DamagedChunks.
 
@@ -123,7 +123,7 @@ class Writer:
         written = self.encoded(
             view,
             layout,
-            terms,
+            store_options,
             key=entry.key,
             num_tokens=entry.num_tokens,
             first_token=entry.first_token,
@@ -143,7 +143,7 @@ class Writer:
         self,
         chunk: memoryview,
         layout: Layout,
-        terms: Terms,
+        store_options: StoreOptions,
         *,
         key: bytes,
         num_tokens: int,
@@ -151,12 +151,12 @@ class Writer:
         expires_at: int,
         checksums: Sequence[int] | None = None,
     ) -> Written | None:
-        if self.keyring is not None and not self.keyring.seals(terms.tenant):
+        if self.keyring is not None and not self.keyring.seals(store_options.tenant):
             return None
         frame = frame_within(
             chunk,
             self.codec,
-            terms,
+            store_options,
             key=key,
             layout=layout,
             num_tokens=num_tokens,
@@ -168,7 +168,7 @@ class Writer:
         parts = (
             frame.parts
             if self.keyring is None
-            else self.keyring.seal(frame.parts, key=key, tenant=terms.tenant)
+            else self.keyring.seal(frame.parts, key=key, tenant=store_options.tenant)
         )
         return Written(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
 

@@ -261,7 +261,7 @@ class Reencoder:
         frame = (
             value
             if run.keyring is None
-            else run.keyring.unseal(value, key=key, tenant=space.terms.tenant)
+            else run.keyring.unseal(value, key=key, tenant=space.store_options.tenant)
         )
         header = read_header(frame, frame_bytes=len(frame))
         layout = space.layout or run.command.layouts.get(header.layout)
@@ -283,7 +283,7 @@ class Reencoder:
         written = Writer(run.codec, run.keyring).encoded(
             chunk,
             layout,
-            space.terms,
+            space.store_options,
             key=key,
             num_tokens=header.num_tokens,
             first_token=header.first_token,

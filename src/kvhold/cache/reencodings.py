@@ -18,7 +18,7 @@ from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, Query
 from kvhold.core.layout import Layout
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 
 _MOST_SPACES = 1 << 16
 _MOST_REENCODINGS = 64
@@ -65,18 +65,18 @@ class Reencodings:
     def __len__(self) -> int:
         return sum(not running.progress.done for running in self._running.values())
 
-    def learn(self, namespace: bytes, layout: Layout, terms: Terms) -> None:
+    def learn(self, namespace: bytes, layout: Layout, store_options: StoreOptions) -> None:
         known = self._known.get(namespace)
         if known is None:
-            self._known[namespace] = Space(layout, replace(terms, ttl_s=None))
-        elif known.terms != terms:
-            before = known.terms
+            self._known[namespace] = Space(layout, replace(store_options, ttl_s=None))
+        elif known.store_options != store_options:
+            before = known.store_options
             error, bits = (
-                _strictest(before.max_error, terms.max_error),
-                _strictest(before.max_bits, terms.max_bits),
+                _strictest(before.max_error, store_options.max_error),
+                _strictest(before.max_bits, store_options.max_bits),
             )
             self._known[namespace] = Space(layout, replace(before, max_error=error, max_bits=bits))
-            if terms.tenant != before.tenant:
+            if store_options.tenant != before.tenant:
                 self._shared.add(namespace)
         self._known.move_to_end(namespace)
         if len(self._known) > _MOST_SPACES:
@@ -187,11 +187,11 @@ class Reencodings:
             )
         if known is None:
             layout = layouts[request.query.layout] if request.query is not None else None
-            return {digest: Space(layout, Terms(tenant=tenant or ""))}
+            return {digest: Space(layout, StoreOptions(tenant=tenant or ""))}
         return {
             digest: known
             if tenant is None
-            else replace(known, terms=replace(known.terms, tenant=tenant))
+            else replace(known, store_options=replace(known.store_options, tenant=tenant))
         }
 
 

@@ -13,7 +13,7 @@ from math import ceil, inf
 
 from kvhold.cache.chores import Turns
 from kvhold.cache.counts import count_entries
-from kvhold.cache.gone import Gone
+from kvhold.cache.eviction_history import EvictionHistory
 from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT
 from kvhold.core.checksums import BYTES
@@ -29,7 +29,7 @@ from kvhold.core.keys import (
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import NO_ROOM
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 MAX_SHARDS = 0xFFFF
@@ -51,7 +51,7 @@ class Reservation:
     """Reserved chunks. is_given_up: others do not wait for its writer."""
 
     layout: Layout
-    terms: Terms
+    store_options: StoreOptions
     chunks: dict[int, list[Entry]]
     nbytes: int = 0
     is_given_up: bool = False
@@ -75,7 +75,7 @@ class Reservations:
         self,
         ram: RamTier,
         metrics: Metrics,
-        gone: Gone,
+        evictions: EvictionHistory,
         writes: Writes | None,
         *,
         stalled_after_s: float = inf,
@@ -83,7 +83,7 @@ class Reservations:
     ) -> None:
         self._ram = ram
         self._metrics = metrics
-        self._gone = gone
+        self._evictions = evictions
         self._writes = writes
         self._stalled_after_s = stalled_after_s
         self._clock = clock
@@ -99,14 +99,16 @@ class Reservations:
         groups: bytes | None = None,
     ) -> Turns[list[list[int]]]:
         """Reserve memory. Return offsets, `[group][chunk]`. Raises ProtocolError."""
-        layout, terms = reservation.layout, reservation.terms
+        layout, store_options = reservation.layout, reservation.store_options
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):
             raise ProtocolError(
                 f"groups has {len(groups)} bytes for {len(layout.groups)} groups of "
                 f"{len(names)} chunks; one each is needed"
             )
-        expires_at = 0 if terms.ttl_s is None else ceil(self._ram.now() + terms.ttl_s)
+        expires_at = (
+            0 if store_options.ttl_s is None else ceil(self._ram.now() + store_options.ttl_s)
+        )
         offsets = [[ABSENT] * len(names) for _ in layout.groups]
         now_s = self._clock()
         every_group, num_tokens, first_token = (
@@ -142,7 +144,7 @@ class Reservations:
                 if entries is None:  # later chunks are useless
                     self._metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
                     for one in wanted:
-                        self._gone.add(one.key, NO_ROOM)
+                        self._evictions.add(one.key, NO_ROOM)
                     break
                 reservation.add(chunk, entries)
                 self._writing.update((entry.key, (entry, now_s, reservation)) for entry in entries)
@@ -191,7 +193,7 @@ class Reservations:
             # in the tiers, the beginning comes first
             for of_chunk in reversed(committed):
                 for entry in of_chunk:
-                    self._writes.add(entry, reservation.layout, reservation.terms)
+                    self._writes.add(entry, reservation.layout, reservation.store_options)
                 self._ram.unpin_all([held.pop() for entry in of_chunk if entry.committed])
                 yield len(of_chunk)
         finally:  # the client may leave

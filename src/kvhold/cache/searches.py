@@ -20,9 +20,9 @@ from kvhold.cache.writes import Writes
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import Work
+from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_ROOM, TIER_DOWN
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import Place
 from kvhold.tiers.table import KeyTable
@@ -60,7 +60,7 @@ class Search:
     silent: bool = False
     sources: KeyTable[int] = field(default_factory=KeyTable)
     faults: dict[bytes, str] = field(default_factory=dict)
-    work: Work | None = None
+    cost: ComputeCost | None = None
     began_s: float = 0.0
     marks: Marks = field(default_factory=Marks)
     sample: bool = False
@@ -89,7 +89,7 @@ class Search:
 
     def declines(self, key: bytes) -> bool:
         """Return whether the search chose not to load a chunk."""
-        if self.work is None or key in self.faults:
+        if self.cost is None or key in self.faults:
             return False
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
@@ -189,7 +189,7 @@ class Searches:
         query: Query,
         layout: Layout,
         prefix: Prefix[Entry],
-        work: Work | None = None,
+        cost: ComputeCost | None = None,
         *,
         num_keys: int,
         have_tokens: int = 0,
@@ -204,7 +204,7 @@ class Searches:
             query,
             layout,
             num_keys,
-            work=work,
+            cost=cost,
             began_s=self._planner.clock(),
             sample=sample,
             have_tokens=have_tokens,
@@ -237,12 +237,12 @@ class Searches:
 
     def is_too_slow(self, number: int, here: int) -> bool:
         search = self._searches[number]
-        if search.work is None or search.requesting or search.over:
+        if search.cost is None or search.requesting or search.over:
             return False
         waited_s = self._planner.clock() - search.began_s
         search.hurried = self._planner.is_too_slow(
             number,
-            search.work,
+            search.cost,
             search.query,
             search.layout,
             here,
@@ -344,7 +344,7 @@ class Searches:
         search.idle = 0 < extent.num_tokens <= search.have_tokens
         if search.idle or not self._may_request(number, search):
             return nothing
-        if search.work is None and not search.sample:
+        if search.cost is None and not search.sample:
             return range(extent.chunks)
         survey = _Survey.of(extent.chunks)
         for part in _parts(range(extent.chunks), max(1, _MOST_PINS // 2 // len(prefix.rows))):
@@ -355,21 +355,21 @@ class Searches:
                 survey.add(need.chunk, nbytes, tier, is_coming=need.key in self._coming)
                 if (tier_before := search.sources.get(need.key)) is not None:
                     survey.slowest[need.chunk] = max(survey.slowest[need.chunk], tier_before)
-            if search.work is None and (
+            if search.cost is None and (
                 below := [
                     chunk for chunk in part if any(row[chunk] for row in survey.below.values())
                 ]
             ):
                 return range(below[0], below[0] + 1)
             yield 3 * len(needs)
-        if search.work is None:
+        if search.cost is None:
             return nothing
         here = yield from search.here.extent_turns()
         sources = _sources(
             survey.slowest, extent.num_tokens, search.layout.tokens_per_chunk, self._planner.names
         )
         found = Found(search.query, here, extent, survey.nbytes, survey.below, sources)
-        plan = search.marks.plan = self._planner.plan(number, search.work, search.layout, found)
+        plan = search.marks.plan = self._planner.plan(number, search.cost, search.layout, found)
         for tier, first in survey.coming.items():
             if first < plan.chunks:
                 search.marks.by_tier[tier] = self._planner.speeds[tier].requested_bytes
@@ -415,9 +415,12 @@ class Searches:
                 self._metrics.add("kvhold_promoted_bytes", entry.nbytes)
             if coming.pending_read.place.tier > 0:
                 # a chunk loses precision only once
-                terms = Terms(max_error=0, tenant=coming.pending_read.tenant)
+                store_options = StoreOptions(max_error=0, tenant=coming.pending_read.tenant)
                 self._writes.add(
-                    entry, coming.pending_read.layout, terms, above=coming.pending_read.place.tier
+                    entry,
+                    coming.pending_read.layout,
+                    store_options,
+                    above=coming.pending_read.place.tier,
                 )
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)

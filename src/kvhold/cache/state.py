@@ -21,7 +21,7 @@ from kvhold.cache.chores import TURN, Chores, Turns, emptied, emptied_dicts, fin
 from kvhold.cache.commands import ClearCommand, Command
 from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
-from kvhold.cache.gone import Gone
+from kvhold.cache.eviction_history import EvictionHistory
 from kvhold.cache.planner import Planner
 from kvhold.cache.presence import Extent, Prefix, Presence
 from kvhold.cache.reencodings import ReencodeRequest, Reencodings
@@ -34,7 +34,7 @@ from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import Work
+from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import (
     BEING_WRITTEN,
     CLEARED,
@@ -48,7 +48,7 @@ from kvhold.core.reasons import (
     TIER_DOWN,
     WHOLE,
 )
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier
@@ -182,14 +182,14 @@ class CacheState:
         )
         self.reencodings = Reencodings(self._give_command)
         self._clears = 0
-        self._gone = Gone()
+        self._evictions = EvictionHistory()
         self._chores = Chores()
         self._has_news = False
         self.turn_units = TURN  # per step
         self._reservations = Reservations(
             ram,
             metrics,
-            self._gone,
+            self._evictions,
             self._writes if num_tiers else None,
             stalled_after_s=stalled_after_s,
             clock=clock,
@@ -198,10 +198,12 @@ class CacheState:
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
         ram.watch = self._changed
 
-    def register(self, layout: Layout, namespace: bytes = b"", terms: Terms | None = None) -> None:
+    def register(
+        self, layout: Layout, namespace: bytes = b"", store_options: StoreOptions | None = None
+    ) -> None:
         self._layouts[layout.fingerprint] = layout
-        if len(namespace) == NAMESPACE_BYTES and terms is not None:
-            self.reencodings.learn(namespace, layout, terms)
+        if len(namespace) == NAMESPACE_BYTES and store_options is not None:
+            self.reencodings.learn(namespace, layout, store_options)
 
     def layout(self, fingerprint: bytes) -> Layout:
         layout = self._layouts.get(fingerprint)
@@ -212,17 +214,17 @@ class CacheState:
         return layout
 
     def lookup(
-        self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0
+        self, owner: Owner, query: Query, cost: ComputeCost | None = None, *, have_tokens: int = 0
     ) -> Found:
         """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
-        return finish(self.lookup_turns(owner, query, work, have_tokens=have_tokens))
+        return finish(self.lookup_turns(owner, query, cost, have_tokens=have_tokens))
 
     def lookup_turns(
-        self, owner: Owner, query: Query, work: Work | None = None, *, have_tokens: int = 0
+        self, owner: Owner, query: Query, cost: ComputeCost | None = None, *, have_tokens: int = 0
     ) -> Turns[Found]:
         layout = self.layout(query.layout)
         num_keys = _check_query(layout, query)
-        turns = self._look_up(owner, query, layout, work, have_tokens, num_keys)
+        turns = self._look_up(owner, query, layout, cost, have_tokens, num_keys)
         return finish(turns) if num_keys <= _ONE_TURN_KEYS else (yield from turns)
 
     def _look_up(
@@ -230,7 +232,7 @@ class CacheState:
         owner: Owner,
         query: Query,
         layout: Layout,
-        work: Work | None,
+        cost: ComputeCost | None,
         have_tokens: int,
         num_keys: int,
     ) -> Turns[Found]:
@@ -242,8 +244,8 @@ class CacheState:
                 prefix = yield from presence.take_turns()
                 extent, number, declined = prefix.extent, next(self._numbers), False
                 if self._is_worth_a_search(query, presence, extent):
-                    declined = work is not None and not self.planner.pays(
-                        work, query, layout, extent
+                    declined = cost is not None and not self.planner.pays(
+                        cost, query, layout, extent
                     )
                     if not declined:
                         self._of(owner).tickets.add(number)
@@ -253,7 +255,7 @@ class CacheState:
                             query,
                             layout,
                             prefix,
-                            work,
+                            cost,
                             num_keys=num_keys,
                             have_tokens=have_tokens,
                         )
@@ -266,7 +268,7 @@ class CacheState:
                 if clears == self.ram.num_clears:  # else the hit may have been cleared
                     answer = self._answer_from_ram(
                         _Looked(number, owner, query, layout, presence, extent),
-                        work,
+                        cost,
                         declined=declined,
                     )
                     if answer.ticket:
@@ -286,11 +288,13 @@ class CacheState:
         if number in self._searches:
             self._let_go(self._searches.take(number))
 
-    def _answer_from_ram(self, looked: "_Looked", work: Work | None, *, declined: bool) -> Found:
+    def _answer_from_ram(
+        self, looked: "_Looked", cost: ComputeCost | None, *, declined: bool
+    ) -> Found:
         answer = self._answer(looked.number, looked.presence, looked.extent)
-        if work is not None:
+        if cost is not None:
             answer = self._if_worth_loading(
-                looked.number, answer, looked.query, looked.layout, work, declined
+                looked.number, answer, looked.query, looked.layout, cost, declined
             )
         count_lookup(self.metrics, answer, looked.presence.asked_tokens)
         return answer
@@ -396,7 +400,7 @@ class CacheState:
         finally:
             self._unpin(held)
 
-    def num_come(self, ticket: int) -> int:
+    def num_arrived(self, ticket: int) -> int:
         return len(self._searches[ticket].sources) if ticket in self._searches else 0
 
     def claim(
@@ -546,13 +550,17 @@ class CacheState:
         shard: int,
         *,
         groups: bytes | None = None,
-        terms: Terms = FREE,
+        store_options: StoreOptions = DEFAULT_OPTIONS,
     ) -> Granted:
         """Reserve memory for missing chunks, up to the first that does not fit.
 
         groups: `[group][chunk]`, one byte each, 0: not written; None: all
         """
-        return finish(self.reserve_turns(owner, layout, names, shard, groups=groups, terms=terms))
+        return finish(
+            self.reserve_turns(
+                owner, layout, names, shard, groups=groups, store_options=store_options
+            )
+        )
 
     def reserve_turns(
         self,
@@ -562,16 +570,16 @@ class CacheState:
         shard: int,
         *,
         groups: bytes | None = None,
-        terms: Terms = FREE,
+        store_options: StoreOptions = DEFAULT_OPTIONS,
     ) -> Turns[Granted]:
         self.in_use[names.namespace] = None
-        number, reservation = next(self._numbers), Reservation(layout, terms, {})
+        number, reservation = next(self._numbers), Reservation(layout, store_options, {})
         self._of(owner).reservations[number] = reservation
         try:
             offsets = yield from self._reservations.reserve_turns(
                 reservation, names, shard, groups=groups
             )
-            self.reencodings.learn(names.namespace, layout, terms)
+            self.reencodings.learn(names.namespace, layout, store_options)
         finally:
             if not reservation.chunks:
                 self._of(owner).reservations.pop(number, None)
@@ -622,7 +630,7 @@ class CacheState:
         for reservation in held.reservations.values():
             reservation.is_given_up = True
 
-    def gone(self, owner: Owner) -> None:
+    def release_owner(self, owner: Owner) -> None:
         """Release the holdings of an owner that no longer touches the arena."""
         self.reencodings.drop_all(owner)
         held = self._holdings.get(owner)
@@ -734,7 +742,7 @@ class CacheState:
     def fetched(self, entry: Entry, ok: bool, expires_at: int = 0, *, why: str = TIER_DOWN) -> None:
         """End one read of a FetchCommand. Nothing writes to its memory any more."""
         if not ok and why != TIER_DOWN:
-            self._gone.add(entry.key, why)
+            self._evictions.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
 
     def given_up(self, entry: Entry) -> None:
@@ -769,8 +777,8 @@ class CacheState:
         try:
             prefix = yield from search.here.take_turns()
             answer = yield from self._answer_turns(number, search, prefix)
-            if search.work is not None and not self.planner.is_worth_loading(
-                search.work, search.query, search.layout, prefix.extent.num_tokens
+            if search.cost is not None and not self.planner.is_worth_loading(
+                search.cost, search.query, search.layout, prefix.extent.num_tokens
             ):
                 answer = Found(0, 0, reason=SLOWER)
             pinned = (yield from self._hold_turns(prefix)) if answer.ticket else []
@@ -779,7 +787,7 @@ class CacheState:
             if self._searches.get(number) is not search:
                 self._unpin(pinned)
                 return Found(0, 0)
-            if search.work is not None:
+            if search.cost is not None:
                 self.planner.settled(
                     number, answer.num_tokens, waited_s=self.planner.clock() - search.began_s
                 )
@@ -846,11 +854,17 @@ class CacheState:
         return news
 
     def _if_worth_loading(
-        self, number: int, answer: Found, query: Query, layout: Layout, work: Work, declined: bool
+        self,
+        number: int,
+        answer: Found,
+        query: Query,
+        layout: Layout,
+        cost: ComputeCost,
+        declined: bool,
     ) -> Found:
-        worth = self.planner.is_worth_loading(work, query, layout, answer.num_tokens)
+        worth = self.planner.is_worth_loading(cost, query, layout, answer.num_tokens)
         self.planner.decided_here(
-            number, work, query, layout, answer.num_tokens, worth=worth, declined=declined
+            number, cost, query, layout, answer.num_tokens, worth=worth, declined=declined
         )
         if answer.num_tokens and not worth:
             answer = Found(0, 0, reason=SLOWER)
@@ -937,7 +951,7 @@ class CacheState:
             return CLEARED
         places = search.places if search is not None else ()
         partly = any(key in places or self.ram.find(key) is not None for key in gap.siblings)
-        return self._gone.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
+        return self._evictions.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
 
     def _issue(
         self,
@@ -971,7 +985,7 @@ class CacheState:
         if self._log is not None:
             self._log.add(what, entry)
         if what in REASONS:
-            self._gone.add(entry.key, what)
+            self._evictions.add(entry.key, what)
         if what == CLEARED:
             self.metrics.add("kvhold_cleared_chunks")
             self.metrics.add("kvhold_cleared_bytes", entry.nbytes)

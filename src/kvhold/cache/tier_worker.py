@@ -506,7 +506,7 @@ class TierWorker:
     def _make_frame(self, coding: Coding, command: WriteCommand) -> Written | None:
         writer = Writer(make_codec(coding.codec), coding.keyring)
         return writer.framed(
-            command.entry, command.layout, self._ram.view(command.entry), command.terms
+            command.entry, command.layout, self._ram.view(command.entry), command.store_options
         )
 
     def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:

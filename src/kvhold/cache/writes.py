@@ -11,7 +11,7 @@ from kvhold.cache.commands import Command, WriteCommand
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.sizes import format_size
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.tiers.ram import Entry, RamTier
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,12 @@ class Writes:
         return not self._held or next(iter(self._held)) > mark
 
     def add(
-        self, entry: Entry, layout: Layout, terms: Terms = FREE, *, above: int | None = None
+        self,
+        entry: Entry,
+        layout: Layout,
+        store_options: StoreOptions = DEFAULT_OPTIONS,
+        *,
+        above: int | None = None,
     ) -> None:
         """Hold an entry and request its write, unless the queue is full."""
         if self._ram.is_doomed(entry):
@@ -59,7 +64,7 @@ class Writes:
         self._last += 1
         self._held[self._last] = entry
         self.queued_bytes += entry.nbytes
-        self._give_command(WriteCommand(self._last, entry, layout, terms, above))
+        self._give_command(WriteCommand(self._last, entry, layout, store_options, above))
 
     def done(self, number: int) -> None:
         entry = self._held.pop(number)

@@ -1,4 +1,4 @@
-"""Choose the codec of a chunk: the tier's codec, or one within the request's terms.
+"""Choose the codec of a chunk: the tier's codec, or one within the request's options.
 
 If a codec's error bound exceeds `max_error`, the frame's error is measured. `lossless` writes
 chunks that no other codec can.
@@ -16,7 +16,7 @@ from kvhold.codecs.elements import Elements
 from kvhold.codecs.frame import ALIGNMENT, group_of
 from kvhold.codecs.registry import make_codec
 from kvhold.core.layout import Layout
-from kvhold.core.terms import Terms
+from kvhold.core.store_options import StoreOptions
 
 LOSSLESS = "lossless"
 LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")  # largest error bound first
@@ -25,7 +25,7 @@ LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")  # large
 def frame_within(
     chunk: memoryview,
     codec: Codec,
-    terms: Terms,
+    store_options: StoreOptions,
     *,
     key: bytes,
     layout: Layout,
@@ -51,23 +51,28 @@ def frame_within(
         )
 
     group = group_of(key, layout)
-    if arranged(codec, layout, group) is None or (terms.max_error == 0 and not codec.lossless):
+    if arranged(codec, layout, group) is None or (
+        store_options.max_error == 0 and not codec.lossless
+    ):
         codec = make_codec(LOSSLESS)
     if codec.lossless:
         return framed(codec)
     best: Frame | None = None
     for stronger in _stronger(codec):
         frame = framed(stronger)
-        if not _is_within(frame, chunk, stronger, terms, layout):
+        if not _is_within(frame, chunk, stronger, store_options, layout):
             break
         best = frame
-        if terms.max_bits is None or _bits(frame, layout, group, num_tokens) <= terms.max_bits:
+        if (
+            store_options.max_bits is None
+            or _bits(frame, layout, group, num_tokens) <= store_options.max_bits
+        ):
             break
     if best is not None:
         return best
     for better in _better(codec):
         frame = framed(better)
-        if _is_within(frame, chunk, better, terms, layout):
+        if _is_within(frame, chunk, better, store_options, layout):
             return frame
     return framed(make_codec(LOSSLESS))
 
@@ -116,8 +121,10 @@ def _bits(frame: Frame, layout: Layout, group: int, num_tokens: int) -> float:
     )
 
 
-def _is_within(frame: Frame, chunk: memoryview, codec: Codec, terms: Terms, layout: Layout) -> bool:
-    if terms.max_error is None or codec.error_bound <= terms.max_error:
+def _is_within(
+    frame: Frame, chunk: memoryview, codec: Codec, store_options: StoreOptions, layout: Layout
+) -> bool:
+    if store_options.max_error is None or codec.error_bound <= store_options.max_error:
         return True
     fields = frame.fields
     group = layout.groups[group_of(fields.key, layout)]
@@ -128,6 +135,6 @@ def _is_within(frame: Frame, chunk: memoryview, codec: Codec, terms: Terms, layo
     layers = len(fields.lengths)
     before, after = (np.frombuffer(data, kind).reshape(layers, -1) for data in (chunk, decoded))
     return all(
-        measured_error(one, other, group.dtype) <= terms.max_error
+        measured_error(one, other, group.dtype) <= store_options.max_error
         for one, other in zip(before, after, strict=True)
     )

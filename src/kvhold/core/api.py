@@ -33,8 +33,8 @@ from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DeviceError, KVHoldError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import Decision, Work
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.planning import ComputeCost, Decision
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
 _REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
@@ -511,7 +511,7 @@ class Cache(Protocol):
         self,
         query: Query,
         *,
-        work: Work | None = None,
+        cost: ComputeCost | None = None,
         have_tokens: int = 0,
         wait_s: float | None = None,
         deadline_s: float | None = None,
@@ -520,7 +520,7 @@ class Cache(Protocol):
 
         Pin it.
 
-        work:        the caller's compute cost. The hit then has the length that gives the earliest
+        cost:        the caller's compute cost. The hit then has the length that gives the earliest
                      first token. A later `refresh` may settle it, if the rest would take longer to
                      load than to compute
         have_tokens: tokens that the caller already has. If no tier has more, the lookup loads
@@ -529,17 +529,17 @@ class Cache(Protocol):
                      so the hit may be arriving
         """
 
-    def came_of(
+    def report_timing(
         self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
     ) -> None:
-        """Report the timing of a request that was looked up with its `work`, for `explain`.
+        """Report the timing of a request that was looked up with its `cost`, for `explain`.
 
         load_s:    how long the load took; -1: there was none
         compute_s: how long computing the rest took; -1: there was none
         """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
-        """Return the latest decisions about lookups with a `work`, the newest first.
+        """Return the latest decisions about lookups with a `cost`, the newest first.
 
         request: only the decisions of this request, or of requests whose names contain it; empty:
                  all
@@ -573,14 +573,14 @@ class Cache(Protocol):
         shard: int = 0,
         *,
         groups: npt.ArrayLike | None = None,
-        terms: Terms = FREE,
+        store_options: StoreOptions = DEFAULT_OPTIONS,
         deadline_s: float | None = None,
     ) -> Reservation:
         """Reserve memory for the chunks of `names` that are missing and not being written.
 
         For each chunk, either every missing group gets memory, or none does.
 
-        terms:  the options under which the chunks are stored
+        store_options: the options under which the chunks are stored
         groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all. A
                 group may leave out chunks that its attention does not need: a hit may skip a chunk
                 whose sliding group is missing, if no missing chunk is in the window at the hit's

@@ -1,7 +1,7 @@
 """Predict a request's time to first token for each possible end of the load.
 
     options = Options(tokens=np.array([0, 512, 4000]), nbytes=..., wait_s=...)
-    options.tokens[choose(work, options)]
+    options.tokens[choose(cost, options)]
 
 An unknown cost counts as 0, so that it is tried and measured. Pure.
 """
@@ -24,7 +24,7 @@ _Cost = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 MOST_NAME = 200
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True):
+class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
     """A request and its engine's costs in seconds; 0 is unknown.
 
     computed_tokens: tokens whose KV the engine has
@@ -95,50 +95,50 @@ class Decision(msgspec.Struct, frozen=True):
     compute_s: float = -1.0
 
 
-def compute_s(work: Work, tokens: Ints) -> Floats:
+def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:
     """Return [n] seconds to compute all after the first `tokens` tokens.
 
     At least the last token is computed, for its output.
     """
-    num_left = np.maximum(work.num_tokens - np.maximum(tokens, work.computed_tokens), 1)
-    pairs = num_left * (work.num_tokens - num_left / 2)
+    num_left = np.maximum(cost.num_tokens - np.maximum(tokens, cost.computed_tokens), 1)
+    pairs = num_left * (cost.num_tokens - num_left / 2)
     seconds: Floats = (
-        -(-num_left // work.step_tokens) * work.step_s
-        + num_left * work.token_s
-        + pairs * work.pair_s
+        -(-num_left // cost.step_tokens) * cost.step_s
+        + num_left * cost.token_s
+        + pairs * cost.pair_s
     )
     return seconds
 
 
-def load_s(work: Work, tokens: Ints, nbytes: Ints) -> Floats:
+def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:
     """Return [n] seconds of the copy into the engine; 0 if it has the tokens."""
     seconds: Floats = np.where(
-        tokens > work.computed_tokens, work.load_s + nbytes * work.load_byte_s, 0.0
+        tokens > cost.computed_tokens, cost.load_s + nbytes * cost.load_byte_s, 0.0
     )
     return seconds
 
 
-def total_s(work: Work, options: Options) -> Floats:
+def total_s(cost: ComputeCost, options: Options) -> Floats:
     """Return [n] seconds until the first token."""
     return (
         options.wait_s
-        + load_s(work, options.tokens, options.nbytes)
-        + compute_s(work, options.tokens)
+        + load_s(cost, options.tokens, options.nbytes)
+        + compute_s(cost, options.tokens)
     )
 
 
-def choose(work: Work, options: Options) -> int:
+def choose(cost: ComputeCost, options: Options) -> int:
     """Return the best option; among equals, or without costs, the one that loads most."""
-    if not work.is_known:
+    if not cost.is_known:
         return len(options.tokens) - 1
-    totals = total_s(work, options)
+    totals = total_s(cost, options)
     return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])  # NaN counts as good
 
 
-def alternative(work: Work, options: Options, number: int) -> Alternative:
+def alternative(cost: ComputeCost, options: Options, number: int) -> Alternative:
     at = slice(number, number + 1)
     tokens = options.tokens[at]
-    load, compute = load_s(work, tokens, options.nbytes[at]), compute_s(work, tokens)
+    load, compute = load_s(cost, tokens, options.nbytes[at]), compute_s(cost, tokens)
     return Alternative(
         int(tokens[0]), float(options.wait_s[number]), float(load[0]), float(compute[0])
     )

@@ -13,7 +13,7 @@ from typing import Any
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import TENANT
-from kvhold.core.terms import FREE, MAX_BITS, MAX_TTL_S, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_BITS, MAX_TTL_S, StoreOptions
 
 _NAMES = ("store", "load", "plan", "ttl_s", "max_error", "max_bits", "tags")
 _MOST_QUOTED = 100  # characters of a request in an error
@@ -30,7 +30,7 @@ class Rules:
     store: bool = True
     load: bool = True
     plan: bool = False
-    terms: Terms = FREE
+    store_options: StoreOptions = DEFAULT_OPTIONS
     tags: tuple[tuple[str, str], ...] = ()
 
 
@@ -57,7 +57,7 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
     budget = {"kvhold.max_error": max_error, "kvhold.max_bits": max_bits}
     ttl_s = _least(asked, "ttl_s", settings.ttl_s or None, most=MAX_TTL_S)
     try:
-        terms = Terms(
+        store_options = StoreOptions(
             ttl_s=ttl_s, max_error=max_error, max_bits=max_bits, tenant=tags.get(TENANT, "")
         )
     except ValueError as error:
@@ -66,7 +66,7 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
         store=_flag(asked, "store") and settings.store,
         load=_flag(asked, "load") and settings.load,
         plan=_flag(asked, "plan") and settings.plan,
-        terms=terms,
+        store_options=store_options,
         tags=tuple(
             sorted(
                 (
@@ -87,7 +87,7 @@ def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
         )
 
 
-def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
+def store_options_of(tags: Iterable[tuple[str, str]]) -> StoreOptions | None:
     """Return the budget and tenant of a namespace's tags; None if invalid."""
     named = dict(tags)
     try:
@@ -96,7 +96,7 @@ def terms_of(tags: Iterable[tuple[str, str]]) -> Terms | None:
             for name in ("max_error", "max_bits")
             if f"kvhold.{name}" in named
         }
-        return Terms(tenant=named.get(TENANT, ""), **budget)
+        return StoreOptions(tenant=named.get(TENANT, ""), **budget)
     except ValueError:
         return None
 

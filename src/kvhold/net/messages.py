@@ -16,8 +16,8 @@ from kvhold.core.api import Event, ReencodeProgress
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
-from kvhold.core.planning import MOST_NAME, Decision, Work
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.planning import MOST_NAME, ComputeCost, Decision
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
@@ -69,7 +69,7 @@ class Register(Message, frozen=True):
 
     layout: Layout
     namespace: bytes = b""
-    terms: Terms | None = None
+    store_options: StoreOptions | None = None
     description: Annotated[bytes, msgspec.Meta(max_length=MAX_DESCRIPTION_BYTES)] = b""
 
 
@@ -77,7 +77,7 @@ class Lookup(Message, frozen=True):
     """Look up a prompt. -> Found"""
 
     query: Query
-    work: Work | None = None
+    cost: ComputeCost | None = None
     have_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
@@ -106,7 +106,7 @@ class Refresh(Message, frozen=True):
     growth: bool = False
 
 
-class Outcome(Message, frozen=True):
+class Timing(Message, frozen=True):
     """Report how long load and compute took; -1: not done."""
 
     request: _Name
@@ -155,7 +155,7 @@ class Prefetch(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """Ask for a lease of one shard's part of a hit. -> Leased, or Gone"""
+    """Ask for a lease of one shard's part of a hit. -> Leased, or NotFound"""
 
     ticket: int
     shard: int
@@ -183,7 +183,7 @@ class Damaged(Message, frozen=True):
     offsets: list[int]
 
 
-class Gone(Message, frozen=True):
+class NotFound(Message, frozen=True):
     """The ticket or re-encoding is unknown."""
 
 
@@ -202,7 +202,7 @@ class Reserve(Message, frozen=True):
     layout: bytes
     names: ChunkNames
     shard: int
-    terms: Terms = FREE
+    store_options: StoreOptions = DEFAULT_OPTIONS
     groups: bytes | None = None
 
 
@@ -252,7 +252,7 @@ class Reencode(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Ask for progress. -> ReencodeStatus, or Gone"""
+    """Ask for progress. -> ReencodeStatus, or NotFound"""
 
     number: int
 
@@ -378,7 +378,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Register,
     Lookup,
     Refresh,
-    Outcome,
+    Timing,
     Explain,
     Names,
     Prefetch,
@@ -407,7 +407,7 @@ Answer = Union[  # noqa: UP007
     Explained,
     Named,
     Leased,
-    Gone,
+    NotFound,
     Granted,
     ReencodeStatus,
     Happened,

@@ -41,9 +41,9 @@ from kvhold.core.errors import (
 )
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import Decision, Work
-from kvhold.core.rules import terms_of
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.planning import ComputeCost, Decision
+from kvhold.core.rules import store_options_of
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.net import messages as m
 from kvhold.node.link import Link
 from kvhold.node.membership import Departures, Duty, Membership
@@ -132,7 +132,10 @@ class NodeClient:
     def register(self, namespace: Namespace) -> None:
         """Register a namespace with this and each later node."""
         request = m.Register(
-            namespace.layout, namespace.digest, terms_of(namespace.tags), namespace.description
+            namespace.layout,
+            namespace.digest,
+            store_options_of(namespace.tags),
+            namespace.description,
         )
         with self._lock:
             self._membership.register(request)
@@ -143,14 +146,14 @@ class NodeClient:
         self,
         query: Query,
         *,
-        work: Work | None = None,
+        cost: ComputeCost | None = None,
         have_tokens: int = 0,
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
         """deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
-        found = self._call(m.Lookup(query, work, have_tokens), m.Found, deadline_s, link)
+        found = self._call(m.Lookup(query, cost, have_tokens), m.Found, deadline_s, link)
 
         def ask(ticket: int, settle: bool, growth: bool) -> Found:
             return _found(self._call(m.Refresh(ticket, settle, growth), m.Found, deadline_s, link))
@@ -168,10 +171,10 @@ class NodeClient:
                 raise
         return hit
 
-    def came_of(
+    def report_timing(
         self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
     ) -> None:
-        self._call(m.Outcome(request, load_s, compute_s), m.Done, deadline_s)
+        self._call(m.Timing(request, load_s, compute_s), m.Done, deadline_s)
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
         return self._call(m.Explain(request), m.Explained, deadline_s).decisions
@@ -210,7 +213,7 @@ class NodeClient:
         finally:
             if not isinstance(leased, m.Leased):
                 link.let_go()
-        if isinstance(leased, m.Gone):
+        if isinstance(leased, m.NotFound):
             return None
         if not isinstance(leased, m.Leased):
             raise self._misunderstood(leased, link)
@@ -237,11 +240,11 @@ class NodeClient:
         shard: int = 0,
         *,
         groups: npt.ArrayLike | None = None,
-        terms: Terms = FREE,
+        store_options: StoreOptions = DEFAULT_OPTIONS,
         deadline_s: float | None = None,
     ) -> Reservation:
         request = m.Reserve(
-            layout.fingerprint, names, shard, terms, mask_bytes(groups, layout, names)
+            layout.fingerprint, names, shard, store_options, mask_bytes(groups, layout, names)
         )
         link = self._current("reserve")
         buffer = link.hold(writable=True)
@@ -299,7 +302,7 @@ class NodeClient:
 
         def ask() -> ReencodeProgress:
             answer = self._ask(m.Progress(begun.number), deadline_s, link)
-            if isinstance(answer, m.Gone):
+            if isinstance(answer, m.NotFound):
                 return ReencodeProgress(done=True, stopped="closed")
             if not isinstance(answer, m.ReencodeStatus):
                 raise self._misunderstood(answer, link)

@@ -96,7 +96,7 @@ class Session:
             m.Register: self._register,
             m.Lookup: self._lookup,
             m.Refresh: self._refresh,
-            m.Outcome: self._outcome,
+            m.Timing: self._report_timing,
             m.Explain: self._explain,
             m.Names: self._list_names,
             m.Prefetch: self._prefetch,
@@ -138,7 +138,7 @@ class Session:
         news = [
             ticket
             for ticket, told in self._arriving.items()
-            if self._state.is_over(ticket) or self._state.num_come(ticket) > told
+            if self._state.is_over(ticket) or self._state.num_arrived(ticket) > told
         ]
         for ticket in news:
             del self._arriving[ticket]
@@ -152,7 +152,7 @@ class Session:
         return self._state.touches_memory(self)
 
     def gone(self) -> None:
-        self._state.gone(self)
+        self._state.release_owner(self)
         self._verbs.clear()  # breaks a reference cycle: a busy node does not collect cycles
         # the same: a method of the connection
         self._watch_process = _watch_nothing
@@ -175,7 +175,7 @@ class Session:
         return running.result if running.step() else running
 
     def _register(self, request: m.Register) -> m.Answer:
-        self._state.register(request.layout, request.namespace, request.terms)
+        self._state.register(request.layout, request.namespace, request.store_options)
         self._node.names.learn(
             request.namespace, f"{self.name} (pid {self.pid})", request.description
         )
@@ -183,7 +183,7 @@ class Session:
 
     def _lookup(self, request: m.Lookup) -> m.Answer | Running[m.Answer]:
         turns = self._state.lookup_turns(
-            self, request.query, request.work, have_tokens=request.have_tokens
+            self, request.query, request.cost, have_tokens=request.have_tokens
         )
         return self._in_turns(turns, self._found)
 
@@ -191,8 +191,8 @@ class Session:
         turns = self._state.refresh_turns(request.ticket, settle=request.settle)
         return self._in_turns(turns, lambda found: self._found(found, growth=request.growth))
 
-    def _outcome(self, request: m.Outcome) -> m.Answer:
-        self._state.planner.came_of(
+    def _report_timing(self, request: m.Timing) -> m.Answer:
+        self._state.planner.report_timing(
             request.request, load_s=request.load_s, compute_s=request.compute_s
         )
         return m.Done()
@@ -216,10 +216,10 @@ class Session:
             self, request.ticket, request.shard, request.first_chunk, arriving=request.arriving
         )
         return self._in_turns(
-            turns, lambda leased: m.Gone() if leased is None else self._lent(leased)
+            turns, lambda leased: m.NotFound() if leased is None else self._leased(leased)
         )
 
-    def _lent(self, leased: Leased) -> m.Answer:
+    def _leased(self, leased: Leased) -> m.Answer:
         """Refuse checksums that do not fit a message."""
         nbytes = sum(len(packed) for packed in leased.checksums)
         if nbytes > _MOST_CHECKSUMS:
@@ -242,7 +242,12 @@ class Session:
     def _reserve(self, request: m.Reserve) -> m.Answer | Running[m.Answer]:
         layout = self._state.layout(request.layout)
         turns = self._state.reserve_turns(
-            self, layout, request.names, request.shard, groups=request.groups, terms=request.terms
+            self,
+            layout,
+            request.names,
+            request.shard,
+            groups=request.groups,
+            store_options=request.store_options,
         )
         return self._in_turns(
             turns, lambda granted: m.Granted(granted.reservation, granted.offsets)
@@ -286,7 +291,7 @@ class Session:
 
     def _progress(self, request: m.Progress) -> m.Answer:
         progress = self._state.reencodings.find(self, request.number)
-        return m.Gone() if progress is None else m.ReencodeStatus(request.number, progress)
+        return m.NotFound() if progress is None else m.ReencodeStatus(request.number, progress)
 
     def _snapshot(self, request: m.Snapshot) -> m.Answer:
         if request.page == 0:
@@ -333,7 +338,7 @@ class Session:
     def _found(self, found: Found, *, growth: bool = False) -> m.Found:
         if found.arriving:
             self._arriving[found.ticket] = (
-                self._state.num_come(found.ticket) if growth else math.inf
+                self._state.num_arrived(found.ticket) if growth else math.inf
             )
         else:
             self._arriving.pop(found.ticket, None)

@@ -16,7 +16,7 @@ from kvhold.node import listener
 from kvhold.node.listener import Listener
 
 
-class Work:
+class ComputeCost:
     """Three awaits, and two of its cleaning up. Notes what it has done."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Work:
             self.done.append("cleaned up")
 
 
-def run(work: Work, at: int, *, early: bool) -> tuple[bool, float]:
+def run(work: ComputeCost, at: int, *, early: bool) -> tuple[bool, float]:
     """Whether it was interrupted, and how long it took."""
     world = World(1)
     world.may_stall = False
@@ -52,19 +52,19 @@ def run(work: Work, at: int, *, early: bool) -> tuple[bool, float]:
 def test_work_is_interrupted_at_the_chosen_await_and_cleans_up(
     at: int, early: bool, waits_s: float
 ) -> None:
-    work = Work()
+    work = ComputeCost()
     assert run(work, at, early=early) == (True, at - 1 + waits_s + 1.0)
     assert work.done == [*(f"step {number}" for number in range(1, at)), "cleaned up"]
 
 
 def test_an_interrupt_may_come_while_work_cleans_up() -> None:
-    work = Work()
+    work = ComputeCost()
     assert run(work, 4, early=True) == (True, 3.0)
     assert work.done == ["step 1", "step 2", "step 3"]
 
 
 def test_work_with_fewer_awaits_is_not_interrupted() -> None:
-    work = Work()
+    work = ComputeCost()
     assert run(work, 5, early=False) == (False, 4.0)
     assert work.done[-1] == "cleaned up"
 

@@ -120,7 +120,7 @@ class Shelf:
         with _FaultsAreMisses("store"):
             names = names_of(self.namespace, keys, prefix_keys)
             with self._cache.reserve(
-                self.namespace.layout, names, terms=self._rules.terms
+                self.namespace.layout, names, store_options=self._rules.store_options
             ) as reservation:
                 if reservation.granted:
                     places = tuple(reservation.chunks(group) for group in self._groups)

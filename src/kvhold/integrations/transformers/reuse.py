@@ -266,7 +266,9 @@ class Reuse:
         )
         if known == length or not len(names):
             return 0
-        with self.cache.reserve(layout, names, terms=self.rules.terms) as reservation:
+        with self.cache.reserve(
+            layout, names, store_options=self.rules.store_options
+        ) as reservation:
             places = reservation.chunks()
             granted = places.offsets != ABSENT
             if not granted.any():

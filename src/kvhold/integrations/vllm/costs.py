@@ -3,7 +3,7 @@
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
 in a step.
 
-`work`, `compute_s` and `prepare` are for any thread, the others for the scheduler's.
+`cost`, `compute_s` and `prepare` are for any thread, the others for the scheduler's.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvhold.core.estimates import Estimate
-from kvhold.core.planning import Work, compute_s
+from kvhold.core.planning import ComputeCost, compute_s
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -66,10 +66,10 @@ class Costs:
         self._requests: dict[str, _Request] = {}
         self._last_over_s = 0.0
 
-    def work(self, request: str, num_tokens: int, computed_tokens: int) -> Work:
+    def cost(self, request: str, num_tokens: int, computed_tokens: int) -> ComputeCost:
         token_s, step_s, pair_s = self._computing.costs or (0.0, 0.0, 0.0)
         load_s, load_byte_s = self._loading.costs or (0.0, 0.0)
-        return Work(
+        return ComputeCost(
             request,
             num_tokens,
             computed_tokens,
@@ -85,10 +85,10 @@ class Costs:
         """Return the seconds to compute the rest of a prompt. Before a measurement: a slow
         engine's.
         """
-        work = self.work("", num_tokens, computed_tokens)
-        if not work.is_known:
+        cost = self.cost("", num_tokens, computed_tokens)
+        if not cost.is_known:
             return (num_tokens - computed_tokens) * _SLOW_TOKEN_S
-        return float(compute_s(work, np.array([computed_tokens]))[0])
+        return float(compute_s(cost, np.array([computed_tokens]))[0])
 
     def prepare(self) -> None:
         """Fit the measurements (1 to 2 ms) before a lookup."""

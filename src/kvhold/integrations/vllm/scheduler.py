@@ -431,7 +431,7 @@ class SchedulerSide:
             followed.request.request_id,
             names,
             ids,
-            followed.rules.terms,
+            followed.rules.store_options,
             last,
             self._adapter_of(followed),
         )
@@ -527,11 +527,11 @@ class SchedulerSide:
             patience_s = followed.patience_s = self._patience(
                 followed.request.num_tokens, computed_tokens
             )
-            work = self._costs.work(*asking) if asking is not None else None
+            cost = self._costs.cost(*asking) if asking is not None else None
             if prompt is not None:
                 return self._cache.lookup(
                     self._asked(prompt).query(),
-                    work=work,
+                    cost=cost,
                     have_tokens=have_tokens,
                     wait_s=0,
                     deadline_s=patience_s,
@@ -579,7 +579,7 @@ class SchedulerSide:
 
     def _tell(self, took: Took) -> None:
         try:
-            self._cache.came_of(
+            self._cache.report_timing(
                 took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s
             )
         except KVHoldError as error:

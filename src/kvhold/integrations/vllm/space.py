@@ -79,7 +79,7 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> Rules:
     Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds.
     """
     rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
-    most = rules.terms.max_error
+    most = rules.store_options.max_error
     if is_coded and most is not None and most < ERROR_BOUND:
         raise ConfigError(
             f"kvhold.max_error = {most:g}: the engine's memory_codec {config.memory_codec} "

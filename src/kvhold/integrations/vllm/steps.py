@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvhold.core.keys import ChunkNames
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 
@@ -40,7 +40,7 @@ class Store:
     request_id: str
     names: ChunkNames
     block_ids: list[list[int]]
-    terms: Terms = FREE
+    store_options: StoreOptions = DEFAULT_OPTIONS
     last: bool = False
     adapter: AdapterUse | None = None
 

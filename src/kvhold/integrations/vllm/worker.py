@@ -384,7 +384,7 @@ class WorkerSide:
                 self._namespace.layout,
                 store.names,
                 shard,
-                terms=store.terms,
+                store_options=store.store_options,
                 groups=self._groups(store),
             )
         except KVHoldError as error:

@@ -14,7 +14,7 @@ from kvhold.core.api import ABSENT
 from kvhold.core.checksums import pack, unpack
 from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.lab.simulation.checker import Place, kv
 from kvhold.lab.simulation.device import SimDevice
 from kvhold.lab.simulation.link import SimLink, join
@@ -167,7 +167,7 @@ class Client:
         """Return the answer. Raises KVHoldError when it is late or of another type."""
         answer = await self._ask(link, request, within_s)
         if not isinstance(answer, expected):
-            if isinstance(answer, m.Gone):
+            if isinstance(answer, m.NotFound):
                 raise NodeError("gone")
             self._break(link, "an answer of the wrong kind")
             self.world.find(f"{self.name}: {type(request).__name__} was answered with {answer}")
@@ -220,7 +220,7 @@ class Client:
 
     async def register(self, space: Namespace) -> None:
         if space.digest not in self._told:
-            request = m.Register(space.layout, space.digest, FREE)
+            request = m.Register(space.layout, space.digest, DEFAULT_OPTIONS)
             self.membership.register(request)
             told = self._told
             await self.call(await self.link(), request, m.Done, _CONNECT_TIMEOUT_S)
@@ -280,7 +280,7 @@ class Client:
             link.retire()
 
     async def store(
-        self, prompt: Prompt, *, first: int, shard: int, terms: Terms, leave: float
+        self, prompt: Prompt, *, first: int, shard: int, store_options: StoreOptions, leave: float
     ) -> None:
         """leave: the chance to leave a chunk uncommitted."""
         await self.register(prompt.namespace)
@@ -291,7 +291,9 @@ class Client:
         try:
             device = await self._reached_by_device(link)
             granted = await self.call(
-                link, m.Reserve(prompt.namespace.layout.fingerprint, names, shard, terms), m.Granted
+                link,
+                m.Reserve(prompt.namespace.layout.fingerprint, names, shard, store_options),
+                m.Granted,
             )
             reservation = granted.reservation
             ready: dict[int, bytes] = {}

@@ -7,8 +7,8 @@ from typing import Any
 from kvhold.cache.chores import TURN
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.core.planning import Work
-from kvhold.core.terms import FREE, Terms
+from kvhold.core.planning import ComputeCost
+from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.lab.simulation.node import NodeDraw
 from kvhold.tiers.faults import Rule
 from kvhold.tiers.guard import GuardConfig
@@ -97,14 +97,18 @@ def draw_rules(random: Random) -> list[Rule]:
     return rules
 
 
-def draw_terms(random: Random) -> Terms:
-    return Terms(ttl_s=random.choice((0.5, 3.0, 30.0))) if random.random() < 0.15 else FREE
+def draw_store_options(random: Random) -> StoreOptions:
+    return (
+        StoreOptions(ttl_s=random.choice((0.5, 3.0, 30.0)))
+        if random.random() < 0.15
+        else DEFAULT_OPTIONS
+    )
 
 
-def draw_work(random: Random, prompt: Prompt) -> Any:
+def draw_cost(random: Random, prompt: Prompt) -> Any:
     if random.random() < 0.8:
         return None
-    return Work(
+    return ComputeCost(
         "request",
         prompt.num_tokens,
         step_s=0.001,

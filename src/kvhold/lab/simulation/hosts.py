@@ -13,7 +13,7 @@ from typing import Any
 from kvhold.cache.commands import ProbeCommand
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.core.terms import FREE
+from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.lab.simulation.central import CentralStore
 from kvhold.lab.simulation.checker import Checker
 from kvhold.lab.simulation.clears import HostClears, Markers, Origin, Shared, number_of
@@ -173,7 +173,7 @@ class Host(Simulation):
             await super()._operation(client)
 
     async def _store(self, client: Client, prompt: Prompt) -> None:
-        await client.store(prompt, first=0, shard=0, terms=FREE, leave=0)
+        await client.store(prompt, first=0, shard=0, store_options=DEFAULT_OPTIONS, leave=0)
 
     async def _load(self, client: Client, prompt: Prompt) -> None:
         await client.load(

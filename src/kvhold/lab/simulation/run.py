@@ -19,7 +19,7 @@ from kvhold.core.errors import KVHoldError
 from kvhold.lab.simulation.central import usual_steps
 from kvhold.lab.simulation.checker import Checker
 from kvhold.lab.simulation.client import Client, Share
-from kvhold.lab.simulation.draw import Draw, draw, draw_rules, draw_terms, draw_work
+from kvhold.lab.simulation.draw import Draw, draw, draw_cost, draw_rules, draw_store_options
 from kvhold.lab.simulation.interruption import Interruption
 from kvhold.lab.simulation.listening import SimOs
 from kvhold.lab.simulation.node import SimNode
@@ -232,7 +232,7 @@ class Simulation:
                         prompt,
                         first=first,
                         shard=number,
-                        terms=draw_terms(random),
+                        store_options=draw_store_options(random),
                         leave=random.choice((0, 0, 0.2, 1)),
                     )
         elif dice < 0.79:
@@ -241,7 +241,7 @@ class Simulation:
             await client.load(
                 prompt,
                 have_tokens=have,
-                work=draw_work(random, prompt),
+                work=draw_cost(random, prompt),
                 wait_s=wait_s,
                 share=random.random() < 0.3,
             )

@@ -19,7 +19,7 @@ from kvhold.core.errors import FrameError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.terms import FREE
+from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
@@ -122,7 +122,7 @@ def _make(ram: RamTier, layout: Layout, chance: random.Random) -> _Frame:
     )
     assert entries is not None
     ram.view(entries[0])[:] = chance.randbytes(nbytes)
-    written = Writer(Raw()).framed(entries[0], layout, ram.view(entries[0]), FREE)
+    written = Writer(Raw()).framed(entries[0], layout, ram.view(entries[0]), DEFAULT_OPTIONS)
     assert written is not None
     header, payload = written.parts
     return _Frame(entries[0], layout, bytes(header) + bytes(payload), len(header))

@@ -8,7 +8,7 @@ MAX_TENANT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StoreOptions:
     """The options for the chunks of one store. Raises ValueError that names the field.
 
     max_error: the most |decoded - original| over the largest |original| of a layer. Beyond it, a
@@ -34,4 +34,4 @@ class Terms:
             )
 
 
-FREE = Terms()
+DEFAULT_OPTIONS = StoreOptions()

@@ -3,7 +3,7 @@
 LIMIT = 1 << 15
 
 
-class Gone:
+class EvictionHistory:
     """Two generations; a full younger one replaces the older."""
 
     def __init__(self, limit: int = LIMIT) -> None:
