@@ -82,18 +82,18 @@ class TestRestarts:
             settle(cache)
             place.faults = dict(DOWN)
             cache.clear(namespace)
-            assert cache.status()["tiers"][0]["clears_owed"] == 1
+            assert cache.status()["tiers"][0]["pending_clears"] == 1
         assert chunks(place) == 4
         with cache_over(url, plugins=PLUGINS, **options) as cache:
             assert read(cache, PROMPT) == 0
             place.faults = {}
             eventually(lambda: not chunks(place))
-            eventually(lambda: cache.status()["tiers"][0]["clears_owed"] == 0)
+            eventually(lambda: cache.status()["tiers"][0]["pending_clears"] == 0)
             store(cache, PROMPT)
             forget(cache)
             assert read(cache, PROMPT) == 64
         with cache_over(url, plugins=PLUGINS, **options) as cache:
-            assert cache.status()["tiers"][0]["clears_owed"] == 0
+            assert cache.status()["tiers"][0]["pending_clears"] == 0
             assert read(cache, PROMPT) == 64
 
     def test_a_clear_that_was_interrupted_goes_on_after_a_restart(
@@ -116,20 +116,23 @@ class TestRestarts:
         journal = ClearsJournal(path)
         await journal.add("disk", NAMESPACE)
         await journal.add("redis", b"")
-        assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == (
+        assert (ClearsJournal(path).pending("disk"), ClearsJournal(path).pending("redis")) == (
             [NAMESPACE],
             [b""],
         )
         await journal.remove("disk", NAMESPACE)
-        assert ClearsJournal(path).owed("disk") == []
+        assert ClearsJournal(path).pending("disk") == []
         assert path.stat().st_mode & 0o777 == 0o600
         path.write_text("nonsense\n")
         journal = ClearsJournal(path)
         journal.begin(["disk", "redis"])
-        assert (journal.owed("disk"), journal.owed("redis")) == ([b""], [b""])
-        # one has paid, and the other still owes, after a restart too
+        assert (journal.pending("disk"), journal.pending("redis")) == ([b""], [b""])
+        # one clear has ended, the other is pending, after a restart too
         await journal.remove("disk", b"")
-        assert (ClearsJournal(path).owed("disk"), ClearsJournal(path).owed("redis")) == ([], [b""])
+        assert (ClearsJournal(path).pending("disk"), ClearsJournal(path).pending("redis")) == (
+            [],
+            [b""],
+        )
         path.unlink()
         path.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(ConfigError, match="cannot be read"):
@@ -153,17 +156,17 @@ class TestRestarts:
     def test_a_clear_waits_for_its_write_though_a_burst_of_clears_became_one_clear_of_everything(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvhold.tiers.guard._MOST_OWED", 5)
+        monkeypatch.setattr("kvhold.tiers.guard._MOST_PENDING", 5)
         with cache_over(place.url()) as cache:
             place.hold("put")
             store(cache, PROMPT)
             place.wait_for("put")
             for space in [NAMESPACE, *(bytes([n]) * NAMESPACE_BYTES for n in range(8))]:
                 cache.clear(space, deadline_s=0)
-            eventually(lambda: cache.status()["tiers"][0]["clears_owed"] == 1)
+            eventually(lambda: cache.status()["tiers"][0]["pending_clears"] == 1)
             place.let_go("put")
             settle(cache)
-            eventually(lambda: not cache.status()["tiers"][0]["clears_owed"])
+            eventually(lambda: not cache.status()["tiers"][0]["pending_clears"])
             assert read(cache, PROMPT) == 0 and not place.values
 
     def test_a_tier_keeps_its_debts_when_another_tier_gets_its_name(self, tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ class TestRestarts:
                 settle(cache)
                 second.faults = dict(DOWN)
                 cache.clear(NAMESPACE)
-                assert [tier["clears_owed"] for tier in cache.status()["tiers"]] == [0, 1]
+                assert [tier["pending_clears"] for tier in cache.status()["tiers"]] == [0, 1]
             second.faults = {}
             with cache_over(urls[1], clears_file=file) as cache:
                 assert read(cache, PROMPT) == 0
@@ -223,12 +226,12 @@ class TestRestarts:
         file = tmp_path / "clears"
         file.write_text("".join(f"gone\t{n:02x}{'0' * 30}\n" for n in range(5)))
         file.chmod(0o600)
-        for most, owed in ((5, 5), (4, 1)):
-            monkeypatch.setattr("kvhold.tiers.journal._MOST_OWED", most)
+        for most, pending in ((5, 5), (4, 1)):
+            monkeypatch.setattr("kvhold.tiers.journal._MOST_PENDING", most)
             journal = ClearsJournal(file)
             journal.begin([f"new {most}"])
-            assert len(journal.owed(f"new {most}")) == owed
-        assert journal.owed("new 4") == [b""]
+            assert len(journal.pending(f"new {most}")) == pending
+        assert journal.pending("new 4") == [b""]
 
     def test_a_journal_that_is_too_long_is_not_read_in_part(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,7 +242,7 @@ class TestRestarts:
         file.chmod(0o600)
         journal = ClearsJournal(file)
         journal.begin(["disk"])
-        assert journal.owed("disk") == [b""]
+        assert journal.pending("disk") == [b""]
 
     def test_clears_that_are_not_in_the_journal_yet_are_not_forgotten_by_a_cache_that_closes(
         self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -279,10 +282,12 @@ class TestRestarts:
             place.faults = {"scan": AWAY}
             place.let_go("delete")
             settle(cache)
-            assert cache.status()["tiers"][0]["clears_owed"] == 1
+            assert cache.status()["tiers"][0]["pending_clears"] == 1
             assert read(cache, later) == 0
             place.faults = {}
-            eventually(lambda: not place.values and not cache.status()["tiers"][0]["clears_owed"])
+            eventually(
+                lambda: not place.values and not cache.status()["tiers"][0]["pending_clears"]
+            )
 
     def test_a_clear_of_a_shared_tier_is_known_after_a_restart_though_its_marker_is_lost(
         self, place: Place, tmp_path: Path
@@ -308,7 +313,7 @@ class TestRestarts:
     async def test_of_two_that_write_generations_down_the_older_numbers_are_not_written_last(
         self, tmp_path: Path
     ) -> None:
-        """One that began earlier, of a refresh, has other tiers' debts to write down first."""
+        """One that began earlier, of a refresh, has other tiers' clears to write down first."""
 
         class SlowGuard:
             place, generations = "tier", dict[bytes, int]()
@@ -356,33 +361,33 @@ class TestRestarts:
     ) -> None:
         class Watched(ClearsJournal):
             async def remove(self, tier: str, prefix: bytes) -> None:
-                seen.append(guard.status()["clears_owed"])
+                seen.append(guard.status()["pending_clears"])
                 await super().remove(tier, prefix)
 
         seen: list[int] = []
         guard = Guard(memory.MemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())
         guard.resume_clears(Watched(tmp_path / "clears"))
         await guard.clear(NAMESPACE)
-        # whoever sees that nothing is owed finds that in the journal
-        assert (seen, guard.status()["clears_owed"]) == ([1], 0)
+        # when no clear is pending, the journal says so, too
+        assert (seen, guard.status()["pending_clears"]) == ([1], 0)
 
     @pytest.mark.parametrize("shared", [False, True])
     async def test_very_many_debts_are_paid_and_none_of_a_shared_tier_becomes_a_clear_of_everything(
         self, place: Place, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvhold.tiers.guard._MOST_OWED", 5)
+        monkeypatch.setattr("kvhold.tiers.guard._MOST_PENDING", 5)
         spaces = [bytes([number]) * NAMESPACE_BYTES for number in range(9)]
         tier = (SharedMemoryTier if shared else memory.MemoryTier)(place)
         path = tmp_path / "clears"
         guard = Guard(tier, GuardConfig(), name="tier", metrics=Metrics())
         guard.share(lambda prefix: None)
         guard.resume_clears(ClearsJournal(path))
-        debts = [await guard.owe(space) for space in spaces]
-        assert (b"" in ClearsJournal(path).owed("tier")) != shared
-        for debt in debts:
-            await guard.pay(debt)
-        assert guard.status()["clears_owed"] == 0
-        assert ClearsJournal(path).owed("tier") == []
+        pending_clears = [await guard.begin_clear(space) for space in spaces]
+        assert (b"" in ClearsJournal(path).pending("tier")) != shared
+        for pending_clear in pending_clears:
+            await guard.end_clear(pending_clear)
+        assert guard.status()["pending_clears"] == 0
+        assert ClearsJournal(path).pending("tier") == []
 
 
 class TestOtherHosts:
@@ -446,7 +451,7 @@ class TestOtherHosts:
             old = {name for name in place.values if not is_marker(name)}
             place.faults = {failing: TierError("memory", failing, "not now")}
             cache.clear(space)
-            assert cache.status()["tiers"][0]["clears_owed"] == 0
+            assert cache.status()["tiers"][0]["pending_clears"] == 0
             store(cache, PROMPT)
             settle(cache)
             forget(cache)

@@ -599,11 +599,11 @@ class TestClears:
             place.faults = {"scan": TierUnavailable("memory", "scan", "away")}
             cache.clear()
             assert read(cache, a_prompt(SPACE, 64)) == 0
-            assert cache.status()["tiers"][0]["clears_owed"] == 1
+            assert cache.status()["tiers"][0]["pending_clears"] == 1
             assert len(place.values) == 4
             place.faults = {}
             eventually(lambda: not place.values)
-            eventually(lambda: cache.status()["tiers"][0]["clears_owed"] == 0)
+            eventually(lambda: cache.status()["tiers"][0]["pending_clears"] == 0)
             put_below(cache, 64)
             assert read(cache, a_prompt(SPACE, 64)) == 64
 

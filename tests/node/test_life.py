@@ -108,8 +108,8 @@ def test_clears_are_remembered_where_they_outlive_a_reboot(
     assert one != other
     assert one == clears_path(Path("/run/one.sock"))
     asyncio.run(ClearsJournal(one).add("disk", b""))
-    assert ClearsJournal(one).owed("disk") == [b""]
-    assert ClearsJournal(other).owed("disk") == []
+    assert ClearsJournal(one).pending("disk") == [b""]
+    assert ClearsJournal(other).pending("disk") == []
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert clears_path(Path("/run/one.sock")).parent == tmp_path / ".local" / "state" / "kvhold"

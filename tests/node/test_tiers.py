@@ -392,14 +392,14 @@ def test_a_node_remembers_in_the_users_state_folder_which_clears_a_tier_owes(
     with node.client() as client:
         client.register(SPACE)
         client.clear(SPACE.digest)
-        eventually(lambda: client.status()["tiers"][0]["clears_owed"] == 1)
+        eventually(lambda: client.status()["tiers"][0]["pending_clears"] == 1)
     journal = clears_path(node.path)
     assert journal.is_relative_to(os.environ["XDG_STATE_HOME"])
     assert journal.stat().st_mode & 0o777 == 0o600
     node.kill()
     with start_node("--config", str(settings), "--ram-bytes", "16MiB").client() as client:
-        assert client.status()["tiers"][0]["clears_owed"] == 1
+        assert client.status()["tiers"][0]["pending_clears"] == 1
         blocked.unlink()
-        eventually(lambda: client.status()["tiers"][0]["clears_owed"] == 0)
-        # places alone: nothing is owed
+        eventually(lambda: client.status()["tiers"][0]["pending_clears"] == 0)
+        # places alone: no clear is pending
         eventually(lambda: not re.sub("^=.*\n", "", journal.read_text(), flags=re.MULTILINE))

@@ -212,29 +212,29 @@ class TestClears:
 
         monkeypatch.setattr(MemoryTier, "delete", delete_while_others_store)
         assert await bench.guard.clear(b"") == 3
-        assert bench.guard.status()["clears_owed"] == 0
+        assert bench.guard.status()["pending_clears"] == 0
         assert await bench.guard.probe([*KEYS[:2], b"another"]) == [5, None, 5]
 
     async def test_an_earlier_clear_does_not_pay_for_one_that_waits_for_a_write(
         self, bench: Bench, place: Place
     ) -> None:
         await bench.call("put")
-        first = await bench.guard.owe(b"")
-        second = await bench.guard.owe(b"")  # a write is under way that it has to wait for
-        assert await bench.guard.pay(first) == 3
+        first = await bench.guard.begin_clear(b"")
+        second = await bench.guard.begin_clear(b"")  # a write is under way that it has to wait for
+        assert await bench.guard.end_clear(first) == 3
         place.values[KEYS[0]] = b"of the write that ended now"
         assert await bench.guard.probe(KEYS) == [None] * 3
-        assert bench.guard.status()["clears_owed"] == 1
-        assert await bench.guard.pay(second) == 1
-        assert bench.guard.status()["clears_owed"] == 0
+        assert bench.guard.status()["pending_clears"] == 1
+        assert await bench.guard.end_clear(second) == 1
+        assert bench.guard.status()["pending_clears"] == 0
         assert place.values == {}
 
     async def test_a_later_clear_pays_for_an_earlier_one(self, bench: Bench) -> None:
         await bench.call("put")
-        first, second = await bench.guard.owe(b""), await bench.guard.owe(b"")
-        assert await bench.guard.pay(second) == 3
-        assert await bench.guard.pay(first) == 0
-        assert bench.guard.status()["clears_owed"] == 0
+        first, second = await bench.guard.begin_clear(b""), await bench.guard.begin_clear(b"")
+        assert await bench.guard.end_clear(second) == 3
+        assert await bench.guard.end_clear(first) == 0
+        assert bench.guard.status()["pending_clears"] == 0
 
     async def test_what_others_have_removed_meanwhile_is_not_owed(
         self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +248,7 @@ class TestClears:
 
         monkeypatch.setattr(MemoryTier, "delete", delete_after_others)
         assert await bench.guard.clear(b"") == 2
-        assert bench.guard.status()["clears_owed"] == 0
+        assert bench.guard.status()["pending_clears"] == 0
 
     async def test_what_the_tier_did_not_remove_is_owed_and_not_found(
         self, bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
@@ -259,7 +259,7 @@ class TestClears:
         await bench.call("put")
         monkeypatch.setattr(MemoryTier, "delete", delete_nothing)
         assert await bench.guard.clear(b"") == 0
-        assert bench.guard.status()["clears_owed"] == 1
+        assert bench.guard.status()["pending_clears"] == 1
         assert await bench.call("probe") == [None] * 3
         assert len(place.values) == 3
 

@@ -46,10 +46,10 @@ from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
-from kvhold.tiers.hidden import Debt
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Stack, make_stack
+from kvhold.tiers.suppressed import PendingClear
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class TierWorker:
         """Start working.
 
         loop:    instead of its own thread; then await `end` instead of `close`
-        journal: keeps the clears that tiers owe
+        journal: keeps the pending clears of tiers
         """
         self._journal = journal
         # prefixes cleared by another host, but not by the state yet
@@ -206,10 +206,10 @@ class TierWorker:
                 case WriteCommand():
                     self._queue(command)
                 case ClearCommand():
-                    owing = self._loop.create_task(self._owe(command))
-                    self._owing.add(owing)
-                    owing.add_done_callback(self._owing.discard)
-                    self._start(self._clear(command, owing))
+                    beginning = self._loop.create_task(self._begin_clear(command))
+                    self._owing.add(beginning)
+                    beginning.add_done_callback(self._owing.discard)
+                    self._start(self._clear(command, beginning))
                 case ReencodeCommand(number=number):
                     self._reencodings[number] = self._start(self._reencoder.run(command))
                     self._reencodings[number].add_done_callback(partial(self._reencoded, number))
@@ -570,7 +570,7 @@ class TierWorker:
             await self._remember()
 
     async def _remember(self) -> None:
-        """Journal the known clears of other hosts, after the debts they cause."""
+        """Journal the known clears of other hosts, after the pending clears that they begin."""
         if self._journal is None:
             return
         async with self._remembering:  # else an earlier call could write older numbers last
@@ -579,27 +579,29 @@ class TierWorker:
                 await guard.remember()
             await self._journal.reach(numbers)
 
-    async def _owe(
+    async def _begin_clear(
         self, command: ClearCommand
-    ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, Debt]]]:
-        """Journal a clear. Return the writes in progress, and the tiers' debts."""
+    ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
+        """Journal a clear. Return the writes in progress, and the tiers' pending clears."""
         for outbox in self._outboxes:
             self._finish(outbox.drop(command.prefix) if not command.learned else ())
         writing = [(outbox, outbox.writing(command.prefix)) for outbox in self._outboxes]
-        debts = await self._stack.owe(command.prefix, shared=not command.learned)
-        for guard, debt in debts:
-            if debt.prefix != command.prefix:  # it replaces debts that may still wait for writes
+        pending_clears = await self._stack.begin_clear(command.prefix, shared=not command.learned)
+        for guard, pending_clear in pending_clears:
+            if (
+                pending_clear.prefix != command.prefix
+            ):  # it replaces others, which may wait for writes
                 writing += [
-                    (outbox, outbox.writing(debt.prefix))
+                    (outbox, outbox.writing(pending_clear.prefix))
                     for outbox in self._outboxes
                     if outbox.guard is guard
                 ]
-        return writing, debts
+        return writing, pending_clears
 
-    async def _clear(self, command: ClearCommand, owing: "asyncio.Task[Any]") -> None:
+    async def _clear(self, command: ClearCommand, beginning: "asyncio.Task[Any]") -> None:
         """Clear the tiers. `owing` comes first, so that a node that ends keeps the clear."""
         try:
-            writing, debts = await asyncio.shield(owing)
+            writing, pending_clears = await asyncio.shield(beginning)
             for outbox, writes in writing:
                 while outbox.is_writing(writes):
                     await self._some_written()
@@ -607,7 +609,7 @@ class TierWorker:
                 self._barred[command.prefix] -= 1
                 if not self._barred[command.prefix]:
                     del self._barred[command.prefix]
-            await self._stack.pay(debts)
+            await self._stack.end_clear(pending_clears)
             await self._remember()
         finally:
             self._post(lambda: self._state.cleared(command.prefix))

@@ -297,7 +297,7 @@ class Config:
     )
     clears_file: str = setting(
         "",
-        "file that remembers clears which a tier still owes; a node's default is in "
+        "file that keeps the pending clears of tiers; a node's default is in "
         "$XDG_STATE_HOME/kvhold",
     )
     scrub_interval_s: float = setting(

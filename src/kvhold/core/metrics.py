@@ -280,7 +280,7 @@ TABLE = {
             "counter",
             "plans",
             (),
-            "Lookups for which tiers were not asked, because it would not have paid.",
+            "Lookups for which tiers were not asked, because computing was faster.",
         ),
         Metric(
             "kvhold_plans_cut_short",

@@ -63,7 +63,7 @@ def clears_path(path: Path) -> Path:
     if not _is_free_or_ours(folder):
         if folder != beside.parent:
             log.warning(
-                "%s cannot be used: clears that tiers owe are in %s, which a reboot may "
+                "%s cannot be used: pending clears are in %s, which a reboot may "
                 "remove; see clears_file",
                 folder,
                 beside,

@@ -21,8 +21,8 @@ from kvhold.tiers.base import Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.gate import Gate, Urgency
 from kvhold.tiers.generations import GenerationTier
-from kvhold.tiers.hidden import Debt, Hidden
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.suppressed import PendingClear, Suppressed
 from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _SCAN_TIMEOUT_S = 60.0
 _CLEAR_TIMEOUT_S = 60.0
 _LONGEST_PAUSE_S = 30.0
 _MOST_GARBAGE = 10_000
-_MOST_OWED = 1000
+_MOST_PENDING = 1000
 _PER_ITEM = ("probe", "get", "put", "replace", "delete")
 _LEAVE_S = 5.0  # wait of a cancelled caller for its memory
 
@@ -116,7 +116,7 @@ class Guard:
     def __init__(
         self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics, place: str = ""
     ) -> None:
-        """place: under which the journal of clears keeps the tier's debts; empty: the name.
+        """place: under which the journal of clears keeps its pending clears; empty: the name.
 
         A name may pass to another tier when the settings change. A place may not.
         """
@@ -131,12 +131,12 @@ class Guard:
         self._breaker = Breaker(
             failures=config.breaker_failures, first_pause_s=config.breaker_pause_s
         )
-        self._hidden = Hidden()
-        # name prefix of old values to remove -> number of its debt
+        self._suppressed = Suppressed()
+        # name prefix of old values to remove -> number of its clear
         self._garbage: dict[bytes, int] = {}
         self._remember: Callable[[], Awaitable[None]] | None = None
         self._mending: asyncio.Task[None] | None = None
-        self._paying: asyncio.Task[None] | None = None
+        self._retrying: asyncio.Task[None] | None = None
         self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
@@ -167,7 +167,7 @@ class Guard:
                 silent.add(self.name)
         found: list[int | None] = [None] * len(keys) if call.result is None else call.result
         found = [
-            None if size is None or self._hidden.hides(key) else size
+            None if size is None or self._suppressed.hides(key) else size
             for key, size in zip(keys, found, strict=True)
         ]
         self._count(
@@ -273,7 +273,7 @@ class Guard:
         removed = call.result if call.result is not None else [False] * len(keys)
         for key, gone in zip(keys, removed, strict=True):
             if gone:
-                self._hidden.removed(key)
+                self._suppressed.removed(key)
         self._count("delete", removed=sum(removed), absent=len(removed) - sum(removed))
         return removed
 
@@ -284,39 +284,41 @@ class Guard:
         visible = KeyList()
         for part in keys.taken():
             for key in part:
-                if not self._hidden.hides(key):
+                if not self._suppressed.hides(key):
                     visible.append(key)
             await asyncio.sleep(0)
         return visible
 
     async def clear(self, prefix: bytes) -> int:
-        return await self.pay(await self.owe(prefix))
+        return await self.end_clear(await self.begin_clear(prefix))
 
-    async def owe(self, prefix: bytes) -> Debt:
-        """Hide all values with this prefix. Return the debt, for `pay`.
+    async def begin_clear(self, prefix: bytes) -> PendingClear:
+        """Suppress all values with this prefix. Return the pending clear, for `end_clear`.
 
-        If there is a journal, the debt is on the disk when this returns. A tier that is not shared
-        and has too many debts gets one debt for all its values instead, which is due when all
-        writes of now have ended. In a read-only tier the values stay hidden.
+        If there is a journal, the clear is on the disk when this returns. A tier that is not shared
+        and has too many pending clears gets one of everything instead, which is due when all
+        writes of now have ended. In a read-only tier the values stay suppressed.
         """
         if (
             not self.traits.shared
-            and not self._hidden.debt(prefix)
-            and len(self._hidden.owed) >= _MOST_OWED
+            and not self._suppressed.number(prefix)
+            and len(self._suppressed.pending) >= _MOST_PENDING
         ):
             log.warning(
-                "tier %s owes over %d clears: all that it holds is removed", self.name, _MOST_OWED
+                "tier %s has over %d pending clears: all its values are removed",
+                self.name,
+                _MOST_PENDING,
             )
-            debt = Debt(b"", self._hidden.owe_everything_instead())
+            pending_clear = PendingClear(b"", self._suppressed.add_everything_instead())
         else:
-            debt = Debt(prefix, self._hidden.owe(prefix))
-        await self._write_journal(debt.prefix)
-        return debt
+            pending_clear = PendingClear(prefix, self._suppressed.add(prefix))
+        await self._write_journal(pending_clear.prefix)
+        return pending_clear
 
-    async def pay(self, debt: Debt) -> int:
-        """Remove the values of a debt. Return the number of removed values.
+    async def end_clear(self, pending_clear: PendingClear) -> int:
+        """Remove the values of a pending clear. Return the number of removed values.
 
-        Call this when the writes of the debt's prefix that were under way at `owe` have ended. If
+        Call this when the writes of its prefix that ran at `begin_clear` have ended. If
         the tier fails now, a background task tries again.
         """
         if self.config.read_only:
@@ -325,23 +327,23 @@ class Guard:
                 self.name,
             )
             return 0
-        self._hidden.fall_due(debt.prefix, debt.number)
-        removed = await self._pay(debt.prefix)
-        if (self._hidden.due(debt.prefix) or self._garbage) and (
-            self._paying is None or self._paying.done()
+        self._suppressed.fall_due(pending_clear.prefix, pending_clear.number)
+        removed = await self._clear_pending(pending_clear.prefix)
+        if (self._suppressed.due(pending_clear.prefix) or self._garbage) and (
+            self._retrying is None or self._retrying.done()
         ):
             log.warning(
                 "tier %s could not be cleared now; what was to go is not used, and goes "
                 "when it can",
                 self.name,
             )
-            self._paying = asyncio.ensure_future(self._pay_by_and_by())
+            self._retrying = asyncio.ensure_future(self._retry_clears())
         return removed
 
     async def _write_journal(self, prefix: bytes) -> None:
         if self._journal is not None:
             async with self._journal_turn:
-                if self._hidden.debt(prefix):
+                if self._suppressed.number(prefix):
                     await self._journal.add(self.place, prefix)
                 else:
                     await self._journal.remove(self.place, prefix)
@@ -382,24 +384,24 @@ class Guard:
         return self._tier.numbers if isinstance(self._tier, GenerationTier) else {}
 
     def hide(self, prefix: bytes) -> None:
-        """`remember` writes the debt to the disk."""
-        self._hidden.owe(prefix)
+        """`remember` writes the clear to the disk."""
+        self._suppressed.add(prefix)
 
     async def remember(self) -> None:
         if self._journal is not None:
-            for prefix in set(self._hidden.owed) - set(self._journal.owed(self.place)):
+            for prefix in set(self._suppressed.pending) - set(self._journal.pending(self.place)):
                 await self._write_journal(prefix)
 
     def resume_clears(self, journal: ClearsJournal) -> None:
         self._journal = journal
-        for prefix in journal.owed(self.place):
-            self._hidden.fall_due(prefix, self._hidden.owe(prefix))
+        for prefix in journal.pending(self.place):
+            self._suppressed.fall_due(prefix, self._suppressed.add(prefix))
         if (
-            self._hidden.owed
-            and (self._paying is None or self._paying.done())
+            self._suppressed.pending
+            and (self._retrying is None or self._retrying.done())
             and not self.config.read_only
         ):
-            self._paying = asyncio.ensure_future(self._pay_by_and_by(first_pause_s=0.0))
+            self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
 
     async def refresh(self) -> None:
         if isinstance(self._tier, GenerationTier) and self.available:
@@ -418,13 +420,13 @@ class Guard:
             "shared": self.traits.shared,
             "replaces": self.traits.replaces,
             "read_only": self.config.read_only,
-            "clears_owed": len(self._hidden.owed),
+            "pending_clears": len(self._suppressed.pending),
             "used_bytes": getattr(self._tier, "used_bytes", None),
             "index_bytes": getattr(self._tier, "index_bytes", None),
         }
 
     async def close(self) -> None:
-        for task in (self._mending, self._paying):
+        for task in (self._mending, self._retrying):
             if task is not None:
                 task.cancel()
                 await asyncio.wait((task,))
@@ -512,7 +514,7 @@ class Guard:
     def _succeeded(self) -> None:
         if self._breaker.succeeded():
             self._metrics.set("kvhold_tier_available", 1, tier=self.name)
-            self._hidden.mended()
+            self._suppressed.mended()
             log.info("tier %s is back", self.name)
 
     def _failed(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
@@ -536,7 +538,7 @@ class Guard:
     ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
-            self._hidden.unreadable(key)
+            self._suppressed.unreadable(key)
             return None
         return item
 
@@ -557,29 +559,31 @@ class Guard:
                 await asyncio.sleep(0)
         return keys, fault
 
-    async def _pay(self, prefix: bytes) -> int:
-        """Remove the values of one debt, but none stored meanwhile."""
+    async def _clear_pending(self, prefix: bytes) -> int:
+        """Remove the values of one pending clear, but none stored meanwhile."""
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
         async with turn:
-            debt = self._hidden.due(prefix)
-            if not debt:  # the call before has paid it
+            pending_clear = self._suppressed.due(prefix)
+            if not pending_clear:  # the call before has ended it
                 return 0
             if isinstance(self._tier, GenerationTier):
-                removed = await self._pay_by_generation(self._tier, prefix, debt)
+                removed = await self._clear_by_generation(self._tier, prefix, pending_clear)
             else:
-                removed = await self._pay_by_scan(prefix, debt)
+                removed = await self._clear_by_scan(prefix, pending_clear)
         return removed
 
-    async def _paid(self, prefix: bytes, debt: int) -> None:
-        """Settle a debt, first in the journal: else a restart would clear once more."""
+    async def _ended(self, prefix: bytes, pending_clear: int) -> None:
+        """End a pending clear, first in the journal: else a restart would clear once more."""
         async with self._journal_turn:
-            if self._journal is not None and self._hidden.debt(prefix) == debt:
+            if self._journal is not None and self._suppressed.number(prefix) == pending_clear:
                 await self._journal.remove(self.place, prefix)
-            self._hidden.paid(prefix, debt)
+            self._suppressed.settle(prefix, pending_clear)
 
-    async def _pay_by_generation(self, tier: GenerationTier, prefix: bytes, debt: int) -> int:
+    async def _clear_by_generation(
+        self, tier: GenerationTier, prefix: bytes, pending_clear: int
+    ) -> int:
         call = _Call[bytes]("clear", 0, _CLEAR_TIMEOUT_S)
         await self._run(call, lambda: tier.advance(prefix))
         if call.result is None:
@@ -587,12 +591,12 @@ class Guard:
         if self._remember is not None:
             # a restarted node would know this clear only by its marker, which the store may lose
             await self._remember()
-        await self._paid(prefix, debt)
+        await self._ended(prefix, pending_clear)
         removed, is_done = await self._remove_garbage(tier, call.result)
         if not is_done:
             while len(self._garbage) >= _MOST_GARBAGE:
                 self._garbage.pop(next(iter(self._garbage)))
-            self._garbage[call.result] = debt
+            self._garbage[call.result] = pending_clear
         return removed
 
     async def _remove_garbage(self, tier: GenerationTier, old: bytes) -> tuple[int, bool]:
@@ -616,7 +620,7 @@ class Guard:
             )
         return removed, True
 
-    async def _pay_by_scan(self, prefix: bytes, debt: int) -> int:
+    async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
         keys, fault = await self._scan(prefix)
         num_keys, left = len(keys), set[bytes]()
         for batch in keys.taken():
@@ -635,22 +639,22 @@ class Guard:
                 await asyncio.sleep(0)
             left = still
         if not left and fault is None:
-            await self._paid(prefix, debt)
+            await self._ended(prefix, pending_clear)
         return removed
 
-    async def _pay_by_and_by(self, first_pause_s: float | None = None) -> None:
+    async def _retry_clears(self, first_pause_s: float | None = None) -> None:
         pause_s = self.config.breaker_pause_s if first_pause_s is None else first_pause_s
-        while self._hidden.all_due or self._garbage:
+        while self._suppressed.all_due or self._garbage:
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, max(self.config.breaker_pause_s, 2 * pause_s))
-            for prefix in self._hidden.all_due if self.available else ():
-                await self._pay(prefix)
-            for old, debt in list(self._garbage.items()) if self.available else ():
+            for prefix in self._suppressed.all_due if self.available else ():
+                await self._clear_pending(prefix)
+            for old, pending_clear in list(self._garbage.items()) if self.available else ():
                 assert isinstance(self._tier, GenerationTier)
                 _, is_done = await self._remove_garbage(self._tier, old)
                 if not is_done:
                     break
-                if self._garbage.get(old) == debt:
+                if self._garbage.get(old) == pending_clear:
                     del self._garbage[old]
 
     async def _mend(self) -> None:

@@ -7,12 +7,12 @@ has one line: the tier's place, a tab, the namespace in hex, a tab, and the numb
 the last start has a line that begins with "=". The file is replaced in one step.
 
 One store may have several places, since its URL can be written in several ways (`place_of`). So a
-place that the last start did not have may be any store, and owes the clears of all places that have
-gone. That costs misses only.
+place that the last start did not have may be any store, and gets the pending clears of all places
+that have gone. That costs misses only.
 
-The file is bounded. A tier of one host with too many pending clears owes a clear of everything
+The file is bounded. A tier of one host with too many pending clears gets one of everything
 (`guard.py`). Clears of a shared tier beyond the bound are not written, and that is logged. If the
-file is invalid, `begin` makes every tier owe a clear of everything.
+file is invalid, `begin` gives every tier a pending clear of everything.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from kvhold.tiers.files.safe import open_folder, open_own_file
 
 log = logging.getLogger(__name__)
 
-_MOST_OWED = 100_000
+_MOST_PENDING = 100_000
 _MOST_REACHED = 20_000
 _MOST_BYTES = 16 << 20
 
 
 class ClearsJournal:
-    """`owed` is read once at the start. `add`, `remove` and `reach` are awaited from one loop."""
+    """`pending` is read once at the start. Await `add`, `remove` and `reach` from one loop."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
         """Raises ConfigError if the file cannot be read or is not ours."""
@@ -43,14 +43,14 @@ class ClearsJournal:
         self._any_owner = any_owner
         self._lock = threading.Lock()
         self._all_owe = False
-        self._owed: dict[str, dict[bytes, None]] = {}
+        self._pending: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
         self._last_places: set[str] = set()
         try:
             text = self._read()
         except OSError as error:
             raise ConfigError(
-                f"{path}: the clears that tiers owe cannot be read: {error.strerror}"
+                f"{path}: the pending clears cannot be read: {error.strerror}"
             ) from None
         try:
             for line in text.splitlines():
@@ -63,7 +63,7 @@ class ClearsJournal:
                 if numbers:
                     self._reached.setdefault(name, {})[bytes.fromhex(prefix)] = int(numbers[0])
                 else:
-                    self._owed.setdefault(name, {})[bytes.fromhex(prefix)] = None
+                    self._pending.setdefault(name, {})[bytes.fromhex(prefix)] = None
         except ValueError:
             log.warning("%s cannot be understood: every tier is cleared", path)
             self._all_owe = True
@@ -73,31 +73,31 @@ class ClearsJournal:
         with self._lock:
             if self._all_owe:
                 self._all_owe = False
-                self._owed = {tier: {b"": None} for tier in tiers}
+                self._pending = {tier: {b"": None} for tier in tiers}
                 self._reached = {}
             else:
                 gone = [
                     prefix
-                    for tier, prefixes in self._owed.items()
+                    for tier, prefixes in self._pending.items()
                     if tier not in tiers
                     for prefix in prefixes
                 ]
                 for tier in set(tiers) - self._last_places:
-                    together = self._owed.get(tier, {}) | dict.fromkeys(gone)
+                    together = self._pending.get(tier, {}) | dict.fromkeys(gone)
                     if together:
-                        fits = len(together) <= _MOST_OWED
-                        self._owed[tier] = together if fits else {b"": None}
-            had_file = bool(self._owed or self._reached or self._last_places)
+                        fits = len(together) <= _MOST_PENDING
+                        self._pending[tier] = together if fits else {b"": None}
+            had_file = bool(self._pending or self._reached or self._last_places)
             self._last_places = set(tiers)
             if had_file:
                 self._save()
 
-    def owed(self, tier: str) -> list[bytes]:
-        return list(self._owed.get(tier, ()))
+    def pending(self, tier: str) -> list[bytes]:
+        return list(self._pending.get(tier, ()))
 
     async def add(self, tier: str, prefix: bytes) -> None:
         """The clear is on the disk when this returns. A fault is only logged."""
-        await asyncio.to_thread(self._change, tier, prefix, owed=True)
+        await asyncio.to_thread(self._change, tier, prefix, pending=True)
 
     def reached(self, tier: str) -> dict[bytes, int]:
         return dict(self._reached.get(tier, {}))
@@ -122,9 +122,9 @@ class ClearsJournal:
                 self._save()
 
     def _lines(self) -> list[str]:
-        owed = [
+        pending = [
             f"{tier}\t{prefix.hex()}\n"
-            for tier, prefixes in self._owed.items()
+            for tier, prefixes in self._pending.items()
             for prefix in prefixes
         ]
         places = [f"={place}\n" for place in sorted(self._last_places)]
@@ -133,27 +133,27 @@ class ClearsJournal:
             for tier, of in self._reached.items()
             for space, number in of.items()
         ]
-        return places + owed + reached
+        return places + pending + reached
 
     async def remove(self, tier: str, prefix: bytes) -> None:
-        await asyncio.to_thread(self._change, tier, prefix, owed=False)
+        await asyncio.to_thread(self._change, tier, prefix, pending=False)
 
-    def _change(self, tier: str, prefix: bytes, *, owed: bool) -> None:
+    def _change(self, tier: str, prefix: bytes, *, pending: bool) -> None:
         with self._lock:
-            if owed:
+            if pending:
                 self._add(tier, prefix)
             else:
-                self._owed.setdefault(tier, {}).pop(prefix, None)
+                self._pending.setdefault(tier, {}).pop(prefix, None)
             self._save()
 
     def _add(self, tier: str, prefix: bytes) -> None:
-        """Add a debt, without saving it."""
-        prefixes = self._owed.setdefault(tier, {})
+        """Add a pending clear, without saving it."""
+        prefixes = self._pending.setdefault(tier, {})
         if not prefix:
-            self._owed[tier] = {b"": None}
-        elif prefix not in prefixes and len(prefixes) >= _MOST_OWED:
+            self._pending[tier] = {b"": None}
+        elif prefix not in prefixes and len(prefixes) >= _MOST_PENDING:
             log.error(
-                "%s: tier %s owes %d clears; a restart of the node would forget one more",
+                "%s: tier %s has %d pending clears; a restart of the node would forget one more",
                 self._path,
                 tier,
                 len(prefixes),

@@ -13,8 +13,8 @@ from typing import Any
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard
-from kvhold.tiers.hidden import Debt
 from kvhold.tiers.registry import make_tier, place_of
+from kvhold.tiers.suppressed import PendingClear
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,27 @@ class Stack:
 
         shared: false leaves out shared tiers, which another host has cleared
         """
-        return await self.pay(await self.owe(prefix, shared=shared))
+        return await self.end_clear(await self.begin_clear(prefix, shared=shared))
 
-    async def owe(self, prefix: bytes, *, shared: bool = True) -> list[tuple[Guard, Debt]]:
-        """Hide the chunks of a clear, and write it to the journal. Returns the debts for `pay`."""
+    async def begin_clear(
+        self, prefix: bytes, *, shared: bool = True
+    ) -> list[tuple[Guard, PendingClear]]:
+        """Suppress the chunks of a clear, and journal it. Returns the argument of `end_clear`."""
         guards = [guard for guard in self.guards if shared or not guard.traits.shared]
         return list(
-            zip(guards, await asyncio.gather(*(guard.owe(prefix) for guard in guards)), strict=True)
+            zip(
+                guards,
+                await asyncio.gather(*(guard.begin_clear(prefix) for guard in guards)),
+                strict=True,
+            )
         )
 
-    async def pay(self, debts: Sequence[tuple[Guard, Debt]]) -> int:
-        return sum(await asyncio.gather(*(guard.pay(debt) for guard, debt in debts)))
+    async def end_clear(self, pending_clears: Sequence[tuple[Guard, PendingClear]]) -> int:
+        return sum(
+            await asyncio.gather(
+                *(guard.end_clear(pending_clear) for guard, pending_clear in pending_clears)
+            )
+        )
 
     def status(self) -> list[dict[str, Any]]:
         """Safe from any thread."""

@@ -62,7 +62,7 @@ class SimArena:
 
 
 class _SimJournal(ClearsJournal):
-    """The journal of owed clears, in text that outlives the node."""
+    """The journal of pending clears, in text that outlives the node."""
 
     def __init__(self, disk: list[str]) -> None:
         self._disk = disk

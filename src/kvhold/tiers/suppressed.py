@@ -1,0 +1,87 @@
+"""The values that a tier holds and that must not be found: `suppressed.hides(key)`.
+
+- *Pending*: cleared but not removed yet. `journal.py` keeps these through a restart.
+- *Unreadable* (a bad sector): suppressed so that a tier below can deliver its copy.
+
+A clear is *pending* from its start until it has removed the values of its prefix. Its number keeps
+an earlier removal from ending a later clear. It is *due* when the writes that ran at its start have
+ended: an earlier removal would miss their values.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+_MOST_UNREADABLE = 10_000
+
+
+class PendingClear(NamedTuple):
+    """Remove all values with a prefix, b"" for all keys."""
+
+    prefix: bytes
+    number: int
+
+
+class Suppressed:
+    def __init__(self) -> None:
+        self._pending: dict[bytes, int] = {}
+        self._due: dict[bytes, int] = {}
+        self._lengths: set[int] = set()
+        self._num_clears = 0
+        self._unreadable: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def pending(self) -> list[bytes]:
+        return list(self._pending)
+
+    @property
+    def all_due(self) -> list[bytes]:
+        return [prefix for prefix in self._pending if prefix in self._due]
+
+    def add(self, prefix: bytes) -> int:
+        self._num_clears += 1
+        self._pending[prefix] = self._num_clears
+        self._lengths.add(len(prefix))
+        return self._num_clears
+
+    def add_everything_instead(self) -> int:
+        """Replace all pending clears by one of all values. Return its number."""
+        self._pending.clear()
+        self._due.clear()
+        return self.add(b"")
+
+    def fall_due(self, prefix: bytes, number: int) -> None:
+        """Let a pending clear, and earlier ones of its prefix, begin to remove values."""
+        if prefix in self._pending:
+            self._due[prefix] = max(number, self._due.get(prefix, 0))
+
+    def due(self, prefix: bytes) -> int:
+        """0 if none is due."""
+        return self._due.get(prefix, 0)
+
+    def number(self, prefix: bytes) -> int:
+        """Return the number of the pending clear, 0 without one."""
+        return self._pending.get(prefix, 0)
+
+    def settle(self, prefix: bytes, number: int) -> None:
+        """End a pending clear: the values that were there at its start are removed."""
+        if self._pending.get(prefix) == number:
+            del self._pending[prefix]
+        if self._due.get(prefix, 0) <= number:
+            self._due.pop(prefix, None)
+
+    def unreadable(self, key: bytes) -> None:
+        self._unreadable[key] = None
+        if len(self._unreadable) > _MOST_UNREADABLE:
+            self._unreadable.popitem(last=False)
+
+    def removed(self, key: bytes) -> None:
+        self._unreadable.pop(key, None)
+
+    def mended(self) -> None:
+        """After an outage, the tier may be another disk."""
+        self._unreadable.clear()
+
+    def hides(self, key: bytes) -> bool:
+        return key in self._unreadable or (
+            bool(self._pending) and any(key[:length] in self._pending for length in self._lengths)
+        )
