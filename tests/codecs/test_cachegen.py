@@ -186,7 +186,9 @@ def test_frequencies_fit_whatever_occurs(
         return
     escape = 1024 - table[0] - 2 * sum(table[1:])
     assert 1 <= len(table) <= 64 and min(table) >= 0 and escape >= 0
-    assert all(odds or not often for odds, often in zip(table, counts, strict=False))
+    assert all(
+        probabilities or not often for probabilities, often in zip(table, counts, strict=False)
+    )
     assert escape or not any(counts[len(table) :])
 
 
@@ -195,8 +197,8 @@ def test_frequencies_are_near_what_occurs() -> None:
     table = frequencies(counts)
     total = sum(counts)
     assert len(table) == 6  # of what is beyond, two occur
-    for count, odds, weight in zip(counts, table, [1, *[2] * 5], strict=False):
-        assert abs(odds * weight - count * 1024 / total) <= 3
+    for count, probabilities, weight in zip(counts, table, [1, *[2] * 5], strict=False):
+        assert abs(probabilities * weight - count * 1024 / total) <= 3
 
 
 def test_what_no_encoder_writes_is_refused() -> None:

@@ -20,7 +20,7 @@ SHAPES = [
 ]
 
 
-def odds(kinds: int, rng: np.random.Generator) -> np.ndarray:
+def probabilities(kinds: int, rng: np.random.Generator) -> np.ndarray:
     """[kinds, 256] of all sorts: one symbol alone, two, few, all that there are."""
     freq = np.zeros((kinds, 256), np.uint16)
     for row in freq:
@@ -43,7 +43,7 @@ def drawn(freq: np.ndarray, kinds: np.ndarray, rng: np.random.Generator) -> np.n
 def test_what_goes_in_comes_out(shape: tuple[int, int], num_kinds: int) -> None:
     rows, width = shape
     rng = np.random.default_rng(rows * width + num_kinds)
-    freq = odds(num_kinds, rng)
+    freq = probabilities(num_kinds, rng)
     kinds = rng.integers(num_kinds, size=rows * width).astype(np.uint8)
     symbols = drawn(freq, kinds, rng)
     words, counts = rans.encode(symbols, kinds, width, freq)
@@ -60,7 +60,7 @@ def test_what_goes_in_comes_out(shape: tuple[int, int], num_kinds: int) -> None:
 
 def test_it_takes_what_the_odds_say() -> None:
     rng = np.random.default_rng(1)
-    freq = odds(8, rng)
+    freq = probabilities(8, rng)
     kinds = rng.integers(8, size=200 * 512).astype(np.uint8)
     symbols = drawn(freq, kinds, rng)
     words, counts = rans.encode(symbols, kinds, 512, freq)
@@ -82,7 +82,7 @@ def test_a_kind_of_one_symbol_costs_nothing() -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_wrong_word_is_noticed_or_gives_some_symbols(wide: bool) -> None:
     rng = np.random.default_rng(2)
-    freq = odds(5, rng)
+    freq = probabilities(5, rng)
     kinds = rng.integers(5, size=50 * 96).astype(np.uint8)
     symbols = drawn(freq, kinds, rng)
     words, counts = rans.encode(symbols, kinds, 96, freq)

@@ -11,7 +11,6 @@ import pytest
 
 from kvhold.core.config import load_config
 from kvhold.integrations.weights import model_identity
-from kvhold.node.shelf import Shelf
 from kvhold.testing.cache import PLAIN, a_prompt, fill, store
 from kvhold.testing.tier import make_key
 from kvhold.tiers import guard
@@ -27,6 +26,11 @@ from tests.findings.both import (
     offsets_of,
     wrong_chunks,
 )
+
+try:
+    from kvhold.node.central_store import CentralStore
+except ImportError:  # 5f474b0
+    from kvhold.node.shelf import Shelf as CentralStore  # type: ignore[no-redef]
 from tests.tiers.memory import PLUGIN, a_place
 
 
@@ -97,7 +101,7 @@ class TestA6:
                 "tiers": [place.url()],
                 "plugins": [PLUGIN],
             }
-            shelf = Shelf(load_config(settings, environ={}))
+            shelf = CentralStore(load_config(settings, environ={}))
             place.values[late] = b"L" * nbytes
             place.deaf = True
             place.hold("get")

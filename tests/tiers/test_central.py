@@ -18,7 +18,7 @@ from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, Tie
 from kvhold.net import central as c
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.central import Central
-from kvhold.node.shelf import Shelf
+from kvhold.node.central_store import CentralStore
 from kvhold.testing import TierContract
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.testing.servers.central import CentralServer
@@ -166,7 +166,7 @@ class TestAccess:
             central = Central(
                 load_config({"ram_bytes": "4MiB", "listen": listen | enough}, environ={})
             )
-            central.shelf.arena.close()
+            central.central_store.arena.close()
 
     @pytest.mark.parametrize(
         "host", ["10.0.0.5", "cache.example", "[2001:db8::1]", "[::ffff:10.0.0.5]"]
@@ -454,11 +454,11 @@ def resident_bytes(pid: int) -> int:
     return (int(pages[1]) - int(pages[2])) * 4096
 
 
-async def all_pages(shelf: Shelf, most: int) -> list[bytes]:
-    page = await shelf.scans.page(b"", b"", most)
+async def all_pages(central_store: CentralStore, most: int) -> list[bytes]:
+    page = await central_store.scans.page(b"", b"", most)
     found = list(page.keys)
     while page.more:
-        page = await shelf.scans.page(b"", found[-1], most)
+        page = await central_store.scans.page(b"", found[-1], most)
         assert 0 < len(page.keys) <= most
         found += page.keys
     assert page.whole
@@ -467,22 +467,27 @@ async def all_pages(shelf: Shelf, most: int) -> list[bytes]:
 
 async def test_a_scan_of_many_pages_lists_what_is_there_once(tmp_path: Path) -> None:
     tiers = (f"disk://{tmp_path / 'kv'}?max_bytes=1MiB",)
-    shelf = Shelf(Config(ram_bytes=16 << 20, huge_pages="never", tiers=tiers))
+    central_store = CentralStore(Config(ram_bytes=16 << 20, huge_pages="never", tiers=tiers))
     try:
         keys = sorted(make_key(number) for number in range(100))
-        assert await shelf.ram.put([(key, [memoryview(b"x")]) for key in keys[:70]]) == [None] * 70
-        put = await shelf._stack.guards[0].put([(key, [memoryview(b"x")]) for key in keys[40:]])
+        assert (
+            await central_store.ram.put([(key, [memoryview(b"x")]) for key in keys[:70]])
+            == [None] * 70
+        )
+        put = await central_store._stack.guards[0].put(
+            [(key, [memoryview(b"x")]) for key in keys[40:]]
+        )
         assert put.items == [True] * 60
         for most in (1, 7, 99, 100, 1000):
-            found = await all_pages(shelf, most)
+            found = await all_pages(central_store, most)
             assert sorted(found) == keys, "those that are in both places once"
-        assert len(shelf.scans) == 0
+        assert len(central_store.scans) == 0
         for key in keys:  # scans that nobody goes on with are forgotten
-            await shelf.scans.page(b"", key, 1)
-            assert await shelf.scans.page(key, b"", 1) == ([key], False, True)
-        assert len(shelf.scans) <= 64
+            await central_store.scans.page(b"", key, 1)
+            assert await central_store.scans.page(key, b"", 1) == ([key], False, True)
+        assert len(central_store.scans) <= 64
     finally:
-        await shelf.close()
+        await central_store.close()
 
 
 async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
@@ -522,21 +527,21 @@ async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
 
 async def test_what_is_deleted_while_it_is_written_below_does_not_stay_there() -> None:
     with a_place() as below:
-        shelf = Shelf(
+        central_store = CentralStore(
             Config(ram_bytes=16 << 20, huge_pages="never", tiers=(below.url(),), plugins=(PLUGIN,))
         )
         try:
             below.hold("put")
-            room = shelf.reserve(make_key(1), 10, None)
+            room = central_store.reserve(make_key(1), 10, None)
             assert isinstance(room, Entry)
-            shelf.commit(room)
+            central_store.commit(room)
             await within_a_minute(lambda: below.inside["put"] > 0)
-            assert await shelf.delete([make_key(1)], set()) == [True]
+            assert await central_store.delete([make_key(1)], set()) == [True]
             below.let_go("put")
-            await within_a_minute(lambda: not shelf._tasks)
+            await within_a_minute(lambda: not central_store._tasks)
             assert not below.values
         finally:
-            await shelf.close()
+            await central_store.close()
 
 
 @pytest.mark.parametrize(
@@ -555,28 +560,28 @@ async def test_a_tier_below_keeps_a_value_as_long_as_the_client_says(
 
     monkeypatch.setattr("tests.tiers.memory.MemoryTier.put", put)
     with a_place() as place:
-        shelf = Shelf(
+        central_store = CentralStore(
             Config(ram_bytes=16 << 20, huge_pages="never", tiers=(place.url(),), plugins=(PLUGIN,))
         )
         try:
-            room = shelf.reserve(make_key(1), 10, ttl_s)
+            room = central_store.reserve(make_key(1), 10, ttl_s)
             assert isinstance(room, Entry)
-            shelf.commit(room)
-            await within_a_minute(lambda: not shelf._tasks)
+            central_store.commit(room)
+            await within_a_minute(lambda: not central_store._tasks)
             assert written == [below]
         finally:
-            await shelf.close()
+            await central_store.close()
     tier = a_tier(server.url)
     assert await tier.put([(make_key(1), [memoryview(b"x")])], ttl_s=ttl_s) == [None]
     await tier.close()
 
 
 async def test_a_scan_of_many_keys_looks_at_few_of_them_in_one_step() -> None:
-    shelf = Shelf(Config(ram_bytes=64 << 20, huge_pages="never"))
+    central_store = CentralStore(Config(ram_bytes=64 << 20, huge_pages="never"))
     try:
         num_keys = 10_000
         for begin in range(0, num_keys, 500):
-            await shelf.ram.put(
+            await central_store.ram.put(
                 [(make_key(number), [memoryview(b"x")]) for number in range(begin, begin + 500)]
             )
         steps = 0
@@ -588,9 +593,9 @@ async def test_a_scan_of_many_keys_looks_at_few_of_them_in_one_step() -> None:
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count_steps())
-        found = await all_pages(shelf, 5000)
+        found = await all_pages(central_store, 5000)
         counting.cancel()
         assert len(set(found)) == len(found) == num_keys
         assert steps >= num_keys // 500
     finally:
-        await shelf.close()
+        await central_store.close()

@@ -121,7 +121,7 @@ class Announcer(SchedulerSide):
     """Tells the witness which chunks a load is about."""
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        followed = self._followed.get(request.request_id)
+        followed = self._request_states.get(request.request_id)
         if followed is not None and followed.tracker is not None:
             prompt = followed.tracker.prompt
             tail = [prompt.tails[-HASH_BYTES:]] if prompt.tails else []

@@ -367,7 +367,7 @@ class Engine:
 
     def followed(self) -> int:
         """Requests that the connector keeps something about."""
-        return len(self.connector.scheduler._followed)
+        return len(self.connector.scheduler._request_states)
 
     def close(self) -> None:
         """Leave the node."""

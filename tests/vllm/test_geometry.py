@@ -28,10 +28,10 @@ from kvhold.core.config import Config, RulesConfig
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.layout import packing_name
 from kvhold.integrations.vllm import geometry
+from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of, preferred_layout
 from kvhold.integrations.vllm.hosts import check_places, place_of
 from kvhold.integrations.vllm.naming.walk import _add_draft_model, _rules
-from kvhold.integrations.vllm.proof import lots, prove, prove_coding
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.vllm.worker import _check_covered
 from kvhold.memory.coding import coded_view
@@ -241,7 +241,10 @@ class TestProof:
         prove(
             part,
             tensors,
-            [opaque_blocks(part.group, lot, block_axis=0) for lot in lots(tensors, shards)],
+            [
+                opaque_blocks(part.group, head_split, block_axis=0)
+                for head_split in head_splits(tensors, shards)
+            ],
             HostCopier(),
         )
         assert not any(tensor.any() for tensor in tensors)
@@ -435,7 +438,8 @@ def test_views_of_shards_are_slices_of_the_heads(config: VllmConfig) -> None:
     part = of_width(config, 1, groups(full()), head_shards=2).parts[0]
     tensor = torch.zeros(BLOCKS, 4, 16, 64)
     views: list[View] = [
-        opaque_blocks(part.group, lot, block_axis=0) for lot in lots([tensor, tensor], 2)
+        opaque_blocks(part.group, head_split, block_axis=0)
+        for head_split in head_splits([tensor, tensor], 2)
     ]
     assert [int(view.table[0, 0]) - tensor.data_ptr() for view in views] == [0, 2 * 16 * 64 * 4]
 

@@ -207,7 +207,7 @@ class TestStores:
         sums = []
         for _ in range(5):
             counted.next_pass()
-            tracker = counted.connector.scheduler._followed["a"].tracker
+            tracker = counted.connector.scheduler._request_states["a"].tracker
             assert tracker is not None
             sums.append((tracker.num_scheduled_tokens, tracker.computed_tokens))
         assert sums == [(400, 400), (800, 800), (1000, 1000), (1001, 1000), (1002, 1000)]
@@ -492,7 +492,7 @@ class TestWork:
         loaded.
         """
         engine.add(name, prompt, max_tokens=1)
-        naming = engine.connector.scheduler._followed[name].naming
+        naming = engine.connector.scheduler._request_states[name].naming
         assert naming is not None
         eventually(naming.done)
         counts = []
@@ -568,7 +568,7 @@ class TestPreemption:
             tight.add(name, prompt, max_tokens=100)
         tight.run(until=lambda: tight.preempted)
         (name,) = tight.preempted
-        assert tight.connector.scheduler._followed[name].lookup is None, (
+        assert tight.connector.scheduler._request_states[name].lookup is None, (
             "it was looked up last before it was preempted"
         )
         tight.hands.client.clear()
@@ -890,7 +890,7 @@ class TestAdapters:
         changing = engine()
         request = adapter("soon", b"before")
         changing.add("named", self.PROMPT, lora_request=request)
-        naming = changing.connector.scheduler._followed["named"].naming
+        naming = changing.connector.scheduler._request_states["named"].naming
         assert naming is not None and naming.result(timeout=10) is not None
         adapter("soon", b"after")
         changing.run()
@@ -950,7 +950,7 @@ class Restart:
 
 def followed(engine: Engine, request_id: str) -> Any:
     """What the connector keeps about a request."""
-    return engine.connector.scheduler._followed[request_id]
+    return engine.connector.scheduler._request_states[request_id]
 
 
 class TestLostNode:
@@ -1126,7 +1126,7 @@ class TestLostNode:
         """Whoever waits uses up the patience of the whole pass."""
         side, patience = warm.connector.scheduler, []
 
-        def resolve(followed: scheduler._Followed, patience_s: float) -> bool:
+        def resolve(followed: scheduler._RequestState, patience_s: float) -> bool:
             patience.append(patience_s)
             return real(followed, patience_s)
 
@@ -1151,7 +1151,7 @@ class TestLostNode:
         warm.step()
         pending = [
             followed.lookup
-            for followed in warm.connector.scheduler._followed.values()
+            for followed in warm.connector.scheduler._request_states.values()
             if followed.lookup is not None
         ]
         warm.abort(*map(str, range(50)))
@@ -1905,10 +1905,12 @@ class TestTiersBelow:
         """
         node, engine = start("get:hang", "&get_timeout_s=1000", settings=PATIENT)
         engine.add("waits", prompt)
-        eventually(lambda: engine.step() and engine.connector.scheduler._followed["waits"].arriving)
+        eventually(
+            lambda: engine.step() and engine.connector.scheduler._request_states["waits"].arriving
+        )
         node.hold_up()
         engine.step()
-        followed = engine.connector.scheduler._followed["waits"]
+        followed = engine.connector.scheduler._request_states["waits"]
         side = engine.connector.scheduler
         assert side._resolve(followed, WITHIN_FOR_EVER_S) is False
         side._patience_s = 0.0
@@ -1958,7 +1960,7 @@ class TestTiersBelow:
         names = [f"{number}" for number in range(20)]
         for name in names:
             engine.add(name, prompt)
-        followed = engine.connector.scheduler._followed
+        followed = engine.connector.scheduler._request_states
         eventually(lambda: engine.step() and all(followed[name].arriving for name in names))
         node.hold_up()
         engine.step()

@@ -185,7 +185,7 @@ def _detach(
 
 
 def _announce_central(central: Central, release: Callable[[], None] | None) -> None:
-    size = format_size(central.shelf.arena.nbytes)
+    size = format_size(central.central_store.arena.nbytes)
     click.echo(
         f"kvhold central cache ready on {central.host}:{central.port}: {size}, protocol "
         f"{CENTRAL_VERSION}"

@@ -220,7 +220,7 @@ def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
     reach = np.maximum(coding.lengths.astype(np.int64) - 1, 0)
     symbols, exceptions = bins.to_symbols(deviations, coding.kinds, offsets, reach)
     words, segments = rans.encode(
-        symbols, coding.kinds, place.width, _odds(coding.lengths, coding.frequencies)
+        symbols, coding.kinds, place.width, _probabilities(coding.lengths, coding.frequencies)
     )
     channels = (
         coding.classes
@@ -288,13 +288,13 @@ class _Coding:
         )
 
 
-def _odds(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
-    odds = np.zeros((lengths.size, 256), np.uint16)
-    odds[:, : bins.REACH + 1] = frequencies
-    odds[:, -bins.REACH :] = frequencies[:, :0:-1]
-    odds[lengths == 0, 0] = rans.SCALE
-    odds[:, bins.ESCAPE] = rans.SCALE - odds.sum(axis=1)
-    return odds
+def _probabilities(lengths: Bytes, frequencies: rans.Frequencies) -> rans.Frequencies:
+    probabilities = np.zeros((lengths.size, 256), np.uint16)
+    probabilities[:, : bins.REACH + 1] = frequencies
+    probabilities[:, -bins.REACH :] = frequencies[:, :0:-1]
+    probabilities[lengths == 0, 0] = rans.SCALE
+    probabilities[:, bins.ESCAPE] = rans.SCALE - probabilities.sum(axis=1)
+    return probabilities
 
 
 def _stored(lengths: Bytes) -> npt.NDArray[np.bool_]:

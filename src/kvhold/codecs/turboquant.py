@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvhold.codecs.elements import CODED, Elements, read_elements
 from kvhold.codecs.kivi import is_too_small, largest_magnitude
 from kvhold.codecs.quantised import Place, Quantised
-from kvhold.kernels import numba_turns as turns
+from kvhold.kernels import numba_hadamard as turns
 from kvhold.kernels.numba_floats import Floats
 from kvhold.kernels.numba_quantise import all_finite
 

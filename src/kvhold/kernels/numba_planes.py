@@ -166,7 +166,7 @@ def _restore(
     lengths_at, at = at, at + num_kinds
     if data.size < at:
         return TOO_SHORT
-    odds = np.zeros((num_kinds, 256), np.uint16)
+    probabilities = np.zeros((num_kinds, 256), np.uint16)
     for number in range(num_kinds):
         length = np.int64(data[lengths_at + number])
         if length > REACH + 1:
@@ -178,10 +178,10 @@ def _restore(
             often = np.int64(data[at]) | np.int64(data[at + 1]) << 8
             at += 2
             left -= 2 * often if m else often
-            odds[number, m] = odds[number, -m] = often
+            probabilities[number, m] = probabilities[number, -m] = often
         if left < 0:
             return BAD_FREQUENCIES
-        odds[number, 0 if length == 0 else ESCAPE] = left
+        probabilities[number, 0 if length == 0 else ESCAPE] = left
 
     if data.size - at < 4:
         return TOO_SHORT
@@ -209,7 +209,7 @@ def _restore(
     at += 2 * num_words
 
     symbols = np.empty(elements.size, np.uint8)
-    if not _decode(words, counts, kinds, width, segment_size, odds, wide, symbols):
+    if not _decode(words, counts, kinds, width, segment_size, probabilities, wide, symbols):
         return BAD_END
     if not _dequantise(symbols, offsets, steps, exceptions, kind, elements):
         return BAD_EXCEPTIONS

@@ -46,7 +46,7 @@ def prepare(view: View) -> None:
 def alignment_of(plan: Plan) -> tuple[int, int]:
     """In the engine's memory and in the arena, at most 16."""
     address = plan.chunks.address_seen_from(plan.view.device)
-    assert address is not None, "the door lets nothing through that the device cannot address"
+    assert address is not None, "the dispatcher admits only memory that the device can address"
     in_view, in_arena = _bits(plan.view)
     return _alignment(
         (

@@ -110,7 +110,7 @@ def _device_of(view: View) -> AbstractContextManager[None]:
 
 def _arena(plan: Plan) -> int:
     address = plan.chunks.address_seen_from(plan.view.device)
-    assert address is not None, "the door lets nothing through that the device cannot address"
+    assert address is not None, "the dispatcher admits only memory that the device can address"
     return address
 
 

@@ -29,8 +29,8 @@ from kvhold.net.addresses import is_loopback, network_of
 from kvhold.net.stream import Stream, accept_stream
 from kvhold.net.tls import server_context
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.central_store import CentralStore
 from kvhold.node.logins import Logins, StrangersLog
-from kvhold.node.shelf import Shelf
 from kvhold.tiers.ram import Entry
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ class _Stranger(Exception):
 
 
 class Central:
-    def __init__(self, config: Config, shelf: Shelf | None = None) -> None:
-        """shelf: `serve` closes it
+    def __init__(self, config: Config, central_store: CentralStore | None = None) -> None:
+        """central_store: `serve` closes it
 
         Raises ConfigError: an address that may not be exposed; CapacityError.
         """
@@ -66,7 +66,7 @@ class Central:
         self._tls = _tls(config.listen)
         if not is_loopback(self.host):
             self._check_exposed(config.listen)
-        self.shelf = Shelf(config) if shelf is None else shelf
+        self.central_store = CentralStore(config) if central_store is None else central_store
         self._stopped = asyncio.Event()
         self._conversations: set[asyncio.Task[None]] = set()
         self._logins: Logins[asyncio.Task[None]] = Logins()
@@ -81,7 +81,7 @@ class Central:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
-            await self.shelf.start()
+            await self.central_store.start()
             if on_ready is not None:
                 on_ready(self)
             await self._stopped.wait()
@@ -90,7 +90,7 @@ class Central:
                 task.cancel()
             await asyncio.wait((accepting, *self._conversations))
             listener.close()
-            await self.shelf.close()
+            await self.central_store.close()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -147,8 +147,8 @@ class Central:
             self._conversations.add(task)
             task.add_done_callback(lambda task, sock=sock: self._ended(task, sock))  # type: ignore[misc]
             if (crowded_out := self._logins.add(task, network_of(where[0]))) is not None:
-                self.shelf.metrics.add("kvhold_connections", result="refused")
-                self.shelf.metrics.add("kvhold_protocol_errors", reason="crowded out")
+                self.central_store.metrics.add("kvhold_connections", result="refused")
+                self.central_store.metrics.add("kvhold_protocol_errors", reason="crowded out")
                 crowded_out.cancel()
             await asyncio.sleep(0)  # an accept that succeeds at once yields to no task
 
@@ -181,7 +181,7 @@ class Central:
             await self._refuse(stream, str(error))
         except Exception:
             log.exception("a conversation failed")
-            self.shelf.metrics.add("kvhold_protocol_errors", reason="internal error")
+            self.central_store.metrics.add("kvhold_protocol_errors", reason="internal error")
         finally:
             if stream is not None:
                 stream.close()
@@ -215,7 +215,7 @@ class Central:
             return
         self._num_served += 1
         try:
-            self.shelf.metrics.add("kvhold_connections", result="accepted")
+            self.central_store.metrics.add("kvhold_connections", result="accepted")
             await stream.send([encode(c.Welcome(c.CENTRAL_VERSION, self._config.max_value_bytes))])
             while True:
                 prefix = await stream.read(LENGTH_BYTES)
@@ -227,10 +227,10 @@ class Central:
             self._num_served -= 1
 
     async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
-        self.shelf.metrics.add(
+        self.central_store.metrics.add(
             "kvhold_protocol_errors", reason="denied" if denied else "bad message"
         )
-        self.shelf.metrics.add("kvhold_connections", result="refused")
+        self.central_store.metrics.add("kvhold_connections", result="refused")
         if stream is not None and not stream.closed:
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_GREET_WITHIN_S):
@@ -242,7 +242,7 @@ class Central:
                 await stream.send([encode(c.Done())])
             case c.Probe():
                 await stream.send(
-                    [encode(c.Sizes(await self.shelf.probe(c.split_keys(request.keys))))]
+                    [encode(c.Sizes(await self.central_store.probe(c.split_keys(request.keys))))]
                 )
             case c.Get():
                 await self._get(stream, request)
@@ -250,7 +250,7 @@ class Central:
                 await self._put(stream, request)
             case c.Delete():
                 silent = set[str]()
-                removed = await self.shelf.delete(c.split_keys(request.keys), silent)
+                removed = await self.central_store.delete(c.split_keys(request.keys), silent)
                 await stream.send([encode(c.Removed(removed, whole=not silent))])
             case c.Scan():
                 await self._scan(stream, request)
@@ -266,10 +266,10 @@ class Central:
             raise ProtocolError(
                 "a get with lists of unequal length, or a range that begins before its value"
             )
-        await self.shelf.bring(keys)
+        await self.central_store.bring(keys)
         sizes: list[int | None] = []
         pieces: list[memoryview] = []
-        with self.shelf.all_lent(keys) as values:
+        with self.central_store.all_lent(keys) as values:
             for at, value in enumerate(values):
                 piece = (
                     None
@@ -296,7 +296,7 @@ class Central:
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
         """Return why the value is not stored ("full", "busy"), or ""."""
         room = (
-            self.shelf.reserve(key, nbytes, ttl_s)
+            self.central_store.reserve(key, nbytes, ttl_s)
             if nbytes <= self._config.max_value_bytes
             else "full"
         )
@@ -304,17 +304,17 @@ class Central:
             await stream.skip(nbytes)
             return room
         try:
-            await stream.read_into([self.shelf.ram.view(room)], nbytes)
+            await stream.read_into([self.central_store.ram.view(room)], nbytes)
         except BaseException:
-            self.shelf.ram.abandon(room)
+            self.central_store.ram.abandon(room)
             raise
-        self.shelf.commit(room)
+        self.central_store.commit(room)
         return ""
 
     async def _scan(self, stream: Stream, request: c.Scan) -> None:
         if len(request.prefix) > KEY_BYTES or len(request.after) not in (0, KEY_BYTES):
             raise ProtocolError("a scan's prefix or place has an impossible size")
-        page = await self.shelf.scans.page(request.prefix, request.after, _PAGE_KEYS)
+        page = await self.central_store.scans.page(request.prefix, request.after, _PAGE_KEYS)
         await stream.send([encode(c.Keys(b"".join(page.keys), page.more, page.whole))])
 
 

@@ -252,7 +252,7 @@ class Node:
             self.state.step()
             self.move()
             if self.state.take_news():
-                self._ring()
+                self._notify_all()
         self._is_turning = bool(self._busy)
         if self._is_turning and self._loop is not None:
             self._loop.call_soon(self._turn)
@@ -277,12 +277,12 @@ class Node:
         began = _now()
         event()
         self.move()
-        self._ring()
+        self._notify_all()
         self.took(began)
 
-    def _ring(self) -> None:
+    def _notify_all(self) -> None:
         for connection in self.connections:
-            connection.ring()
+            connection.notify()
 
     def _end_tier_worker(self) -> None:
         if self._tier_worker is not None:
@@ -392,7 +392,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._splitter = Splitter(m.MAX_HELLO_BYTES)
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
-        self._deaf = False
+        self._draining = False
         self._waiting: deque[bytes] = deque()
         self._answering: Running[m.Answer] | None = None
         self._answering_number = 0
@@ -551,7 +551,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _who(self) -> tuple[str, int]:
         return ("a client", 0) if self.session is None else (self.session.name, self.session.pid)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         if self.session is not None and not self._is_over() and self.session.take_news():
             self._send(m.News(), _UNASKED)
 
@@ -568,7 +568,7 @@ class _Connection(asyncio.BufferedProtocol):
             leases=held.leases,
             reservations=held.reservations,
             nbytes=held.nbytes,
-            ended=self._deaf,
+            ended=self._draining,
             device=self.session.uses_device,
             pinned_bytes=self.session.pinned_bytes,
         )
@@ -607,7 +607,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _is_over(self) -> bool:
-        return self._deaf or self._transport is None or self._transport.is_closing()
+        return self._draining or self._transport is None or self._transport.is_closing()
 
     def _greet(self, hello: m.Hello) -> None:
         if hello.magic != m.MAGIC:
@@ -690,7 +690,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._transport is None:
             return
         if self.session is not None and self.session.touches_memory:
-            self._deaf = True
+            self._draining = True
             self._transport.resume_reading()
         elif self.session is not None and self._transport.get_write_buffer_size():
             # `close` would wait until the client reads, with its hits pinned

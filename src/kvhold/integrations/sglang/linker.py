@@ -33,9 +33,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from kvhold.core.api import Hit
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.integrations.sglang.names import Part, check_keys, engine_of, namespace_of
+from kvhold.integrations.sglang.page_store import PageStore
 from kvhold.integrations.sglang.pools import Int64s, device_pages
 from kvhold.integrations.sglang.settings import linker_settings
-from kvhold.integrations.sglang.shelf import Shelf
 from kvhold.memory.copier import Copier, Mark, Piece, wait_for
 from kvhold.memory.device import proven_copier_for
 from kvhold.memory.placement import place_own_threads, place_this_thread
@@ -113,8 +113,8 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             cache=self._cache,
             allow_unproven=settings.config.allow_unproven,
         )
-        self._shelf = Shelf(self._cache, namespace, settings.config)
-        self._shelf.register()
+        self._page_store = PageStore(self._cache, namespace, settings.config)
+        self._page_store.register()
         self._copier.prepare()
         self._found: dict[str, _Found] = {}
         self._queued: dict[str, _Load] = {}
@@ -140,7 +140,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         check_keys(keys)
         self._forget(rid)
         self._forget_late()
-        hit = self._shelf.find(keys)
+        hit = self._page_store.find(keys)
         if hit is None:
             return []
         num_pages = hit.num_tokens // self._pages.layout.tokens_per_chunk
@@ -163,7 +163,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         if found is None or found.keys[: len(keys)] != keys:
             if found is not None:
                 found.hit.close()
-            hit = self._shelf.find(keys)
+            hit = self._page_store.find(keys)
             if hit is not None and hit.num_tokens < len(keys) * self._pages.layout.tokens_per_chunk:
                 hit.close()
                 hit = None
@@ -284,7 +284,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             for event in events:
                 event.synchronize()
             stored = all(
-                self._shelf.store(
+                self._page_store.store(
                     keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)
                 )
             )

@@ -21,9 +21,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvhold.integrations.sglang.names import Part, check_keys, engine_of, namespace_of
+from kvhold.integrations.sglang.page_store import Copy, PageStore
 from kvhold.integrations.sglang.pools import Pages, host_pages
 from kvhold.integrations.sglang.settings import storage_settings
-from kvhold.integrations.sglang.shelf import Copy, Shelf
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._config = settings.config
         self._engine = engine_of(settings)
         self._threads = settings.config.copy_threads or 2
-        self._pools: dict[str, tuple[Shelf, Pages]] = {}
+        self._pools: dict[str, tuple[PageStore, Pages]] = {}
         self.registered_pools: dict[str, Any] = {}
         self._cache = settings.open("sglang")
 
@@ -132,13 +132,15 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         known = self._pools.get(_KV)
         if known is None:
             return [None] * len(keys)
-        shelf, pages = known
+        page_store, pages = known
         flat = (
             [pages.new_flat() for _ in keys] if target_locations is None else list(target_locations)
         )
         good = [number for number, page in enumerate(flat) if pages.takes_flat(page)]
         kept = [flat[number] for number in good]
-        arrived = shelf.load([keys[number] for number in good], _part_of(pages.scatter_flat, kept))
+        arrived = page_store.load(
+            [keys[number] for number in good], _part_of(pages.scatter_flat, kept)
+        )
         answer: list[torch.Tensor | None] = [None] * len(keys)
         for number, page, whole in zip(good, kept, arrived, strict=True):
             answer[number] = page if whole else None
@@ -164,17 +166,17 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         known = self._pools.get(_KV)
         if known is None:
             return not keys
-        shelf, pages = known
+        page_store, pages = known
         good = [number for number, page in enumerate(values) if pages.takes_flat(page)]
         kept = [values[number] for number in good]
-        stored = shelf.store(
+        stored = page_store.store(
             [keys[number] for number in good], None, _part_of(pages.gather_flat, kept)
         )
         return len(good) == len(keys) and all(stored)
 
     def clear(self) -> None:
-        for shelf, _ in list(self._pools.values()):
-            shelf.clear()
+        for page_store, _ in list(self._pools.values()):
+            page_store.clear()
 
     def get_stats(self) -> Any:
         """Return the pages moved since the last call."""
@@ -183,10 +185,10 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         metrics = StorageMetrics()
-        for shelf, _ in list(self._pools.values()):
+        for page_store, _ in list(self._pools.values()):
             for tally, pages, rates in (
-                (shelf.loaded, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
-                (shelf.stored, metrics.backup_pgs, metrics.backup_bandwidth),
+                (page_store.loaded, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
+                (page_store.stored, metrics.backup_pgs, metrics.backup_bandwidth),
             ):
                 for num_pages, rate in tally.take():
                     pages.append(num_pages)
@@ -215,9 +217,9 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         namespace = namespace_of(
             self._engine, pages.layout, part, pool=name, replicated=replicated, salt=salt
         )
-        shelf = Shelf(self._cache, namespace, self._config)
-        shelf.register()
-        self._pools[name] = shelf, pages
+        page_store = PageStore(self._cache, namespace, self._config)
+        page_store.register()
+        self._pools[name] = page_store, pages
         log.info(
             "kvhold: pool %s, pages of %d tokens, namespace %s",
             name,
@@ -255,8 +257,8 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         known = self._pools.get(pool)
         if known is None or not keys or host_indices is None:
             return [False] * len(keys)
-        shelf, pages = known
-        return shelf.load(keys, _part_of(pages.scatter, pages.ids(host_indices, len(keys))))
+        page_store, pages = known
+        return page_store.load(keys, _part_of(pages.scatter, pages.ids(host_indices, len(keys))))
 
     def _store(
         self,
@@ -269,9 +271,9 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         known = self._pools.get(pool)
         if known is None or not keys or host_indices is None:
             return [False] * len(keys)
-        shelf, pages = known
+        page_store, pages = known
         prefix_keys = extra_info.prefix_keys if extra_info else None
-        return shelf.store(
+        return page_store.store(
             keys, prefix_keys, _part_of(pages.gather, pages.ids(host_indices, len(keys)))
         )
 

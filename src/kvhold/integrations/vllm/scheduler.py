@@ -59,7 +59,7 @@ _PATIENCE_S = 0.003  # a pass waits so long; RAM answers faster
 
 
 @dataclass
-class _Followed:
+class _RequestState:
     """A request from its arrival to its end.
 
     naming: its result is None if the request is not cached
@@ -85,7 +85,7 @@ class _Followed:
     first_token: int = 0
     loading: bool = False
     tried: int = -1
-    untold: "list[_Scheduled]" = field(default_factory=list)
+    pending_steps: "list[_Scheduled]" = field(default_factory=list)
     ask: "Callable[[], Hit | None] | None" = None
     is_lost: bool = False
     computed_tokens: int = 0
@@ -146,7 +146,7 @@ class SchedulerSide:
         )
         self._adapters = Adapters(can_observe)  # used on the lookup thread
         self._not_named: set[str] = set()
-        self._followed: dict[str, _Followed] = {}
+        self._request_states: dict[str, _RequestState] = {}
         self.tally = Tally()
         self._costs = Costs(step_tokens)
         self._media = media or Media()  # used on the lookup thread
@@ -179,10 +179,10 @@ class SchedulerSide:
             self.tally.add("refused_requests", 1)
             return
         # a session that continues its prompt
-        if (before := self._followed.pop(request.request_id, None)) is not None:
+        if (before := self._request_states.pop(request.request_id, None)) is not None:
             self._let_go(before)
         if rules.store or rules.load:
-            self._followed[request.request_id] = _Followed(
+            self._request_states[request.request_id] = _RequestState(
                 request, rules, naming=self._lookups.submit(self._name, request, rules)
             )
 
@@ -191,17 +191,17 @@ class SchedulerSide:
 
         None: ask again.
         """
-        followed = self._followed.get(request.request_id)
-        if followed is None:
+        request_state = self._request_states.get(request.request_id)
+        if request_state is None:
             return 0, False
-        if followed.tried != request.num_preemptions:
-            self._let_go(followed)
-            self._look_up(followed, request, computed_tokens)
-        if not self._would_load(followed, computed_tokens):
+        if request_state.tried != request.num_preemptions:
+            self._let_go(request_state)
+            self._look_up(request_state, request, computed_tokens)
+        if not self._would_load(request_state, computed_tokens):
             return 0, False
-        if followed.lookup is not None and not self._resolve(followed, self._patience_s):
+        if request_state.lookup is not None and not self._resolve(request_state, self._patience_s):
             return None, False
-        found = followed.hit.num_tokens if followed.hit is not None else 0
+        found = request_state.hit.num_tokens if request_state.hit is not None else 0
         # the pass must not write where a layer is being loaded
         if self._layerwise:
             found = min(found, (request.num_tokens - 1) // self._block * self._block)
@@ -209,21 +209,23 @@ class SchedulerSide:
             found = max(0, found // self._block - 1) * self._block
         if found <= computed_tokens or request.skip_reading_prefix_cache:
             return 0, False  # the engine may evict its own blocks before it allocates
-        followed.first_token = computed_tokens
+        request_state.first_token = computed_tokens
         return found - computed_tokens, not self._layerwise
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Plan a load into `blocks`; without a load, release the hit."""
-        followed = self._followed.get(request.request_id)
-        if followed is None or followed.loading:
+        request_state = self._request_states.get(request.request_id)
+        if request_state is None or request_state.loading:
             return
-        if not external_tokens or followed.hit is None:
-            if followed.lookup is None:  # a pending answer still decides which chunks are stored
-                self._let_go(followed)
+        if not external_tokens or request_state.hit is None:
+            if (
+                request_state.lookup is None
+            ):  # a pending answer still decides which chunks are stored
+                self._let_go(request_state)
             return
-        first_chunk = followed.first_token // self._namespace.layout.tokens_per_chunk
+        first_chunk = request_state.first_token // self._namespace.layout.tokens_per_chunk
         first = first_chunk * self._namespace.layout.tokens_per_chunk
-        last = followed.first_token + external_tokens
+        last = request_state.first_token + external_tokens
         tables = blocks.get_block_ids()
         ids = [
             _blocks(
@@ -231,8 +233,8 @@ class SchedulerSide:
                 tables[part.table],
                 first,
                 last,
-                unused=followed.hit.num_tokens,
-                skipped=followed.first_token,
+                unused=request_state.hit.num_tokens,
+                skipped=request_state.first_token,
             )
             for part in self._geometry.parts
         ]
@@ -241,17 +243,17 @@ class SchedulerSide:
         self._loads.append(
             Load(
                 request.request_id,
-                followed.hit.ticket,
+                request_state.hit.ticket,
                 first_chunk,
                 ids,
                 inside=self._layerwise,
-                patience_s=followed.patience_s,
-                adapter=self._adapter_of(followed),
+                patience_s=request_state.patience_s,
+                adapter=self._adapter_of(request_state),
             )
         )
         if not self._layerwise:
             self._costs.load_begins(request.request_id, self._load_bytes(ids))
-        followed.loading = True
+        request_state.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
         self.loaded(self._inside)  # that pass is over: layerwise is synchronous
@@ -272,9 +274,9 @@ class SchedulerSide:
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            if followed := self._followed.get(request_id):
-                followed.loading = False
-                self._let_go(followed)
+            if request_state := self._request_states.get(request_id):
+                request_state.loading = False
+                self._let_go(request_state)
 
     def step_over(self) -> None:
         for took in self._costs.over():
@@ -283,8 +285,8 @@ class SchedulerSide:
 
     def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
         """Forget an ended request. True: keep its blocks until its last tokens are stored."""
-        followed = self._followed.pop(request.request_id, None)
-        if followed is None:
+        request_state = self._request_states.pop(request.request_id, None)
+        if request_state is None:
             return False
         complete = request.status in (
             RequestStatus.FINISHED_STOPPED,
@@ -292,24 +294,24 @@ class SchedulerSide:
         )
         late = (
             complete
-            and bool(followed.untold)
-            and self._catch_up(followed, self._patience_s, last=True)
+            and bool(request_state.pending_steps)
+            and self._catch_up(request_state, self._patience_s, last=True)
         )
-        self._let_go(followed)
+        self._let_go(request_state)
         self._costs.forget(request.request_id)
-        if followed.naming is not None:
-            followed.naming.cancel()
-        if not complete or followed.tracker is None or not self._stores_for(followed):
+        if request_state.naming is not None:
+            request_state.naming.cancel()
+        if not complete or request_state.tracker is None or not self._stores_for(request_state):
             return False
-        if not late and not self._saves_decode(followed):
+        if not late and not self._saves_decode(request_state):
             return False
         reached = min(
             len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts
         )
-        taken = followed.tracker.finish(request.all_token_ids, reached // self._block)
-        if taken is None or not self._adapter_stays(followed):
+        taken = request_state.tracker.finish(request.all_token_ids, reached // self._block)
+        if taken is None or not self._adapter_stays(request_state):
             return False
-        store = self._store(followed, taken, tables, last=True)
+        store = self._store(request_state, taken, tables, last=True)
         if store is None:
             return False
         self._last_stores.append(store)
@@ -325,11 +327,11 @@ class SchedulerSide:
             self._namespace,
             self._configured.narrowed(tags=(("reset", token_hex(8)),)),
         )
-        for followed in self._followed.values():
-            self._let_go(followed)
-            followed.naming = followed.tracker = None
-            followed.untold.clear()
-            followed.tried = -1
+        for request_state in self._request_states.values():
+            self._let_go(request_state)
+            request_state.naming = request_state.tracker = None
+            request_state.pending_steps.clear()
+            request_state.tried = -1
         if self._announcer is not None:
             self._announcer.reset()
         try:
@@ -354,14 +356,14 @@ class SchedulerSide:
         """Tokens in a block; in a chunk, if there are no tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
-    def _would_load(self, followed: _Followed, computed_tokens: int) -> bool:
+    def _would_load(self, request_state: _RequestState, computed_tokens: int) -> bool:
         """Whether a load is allowed and useful.
 
         A load takes longer than computing one missing block.
         """
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
-        return self._loads_for(followed) and (
-            not computed_tokens or followed.request.num_tokens - computed_tokens > least_block
+        return self._loads_for(request_state) and (
+            not computed_tokens or request_state.request.num_tokens - computed_tokens > least_block
         )
 
     def _run(
@@ -373,45 +375,47 @@ class SchedulerSide:
         *,
         starts: bool,
     ) -> None:
-        followed = self._followed.get(request_id)
-        if followed is None:
+        request_state = self._request_states.get(request_id)
+        if request_state is None:
             return
-        followed.untold.append(
+        request_state.pending_steps.append(
             _Scheduled(output.num_scheduled_tokens[request_id], computed_tokens, starts)
         )
         if (
-            not self._catch_up(followed, 0.0)
-            or followed.tracker is None
-            or not self._stores_for(followed)
+            not self._catch_up(request_state, 0.0)
+            or request_state.tracker is None
+            or not self._stores_for(request_state)
         ):
             return
-        taken = followed.tracker.take(
-            followed.request.all_token_ids if self._saves_decode(followed) else ()
+        taken = request_state.tracker.take(
+            request_state.request.all_token_ids if self._saves_decode(request_state) else ()
         )
-        if taken is not None and self._adapter_stays(followed):
+        if taken is not None and self._adapter_stays(request_state):
             store = self._store(
-                followed, taken, output.kv_connector_block_state.get_block_ids(request_id)
+                request_state, taken, output.kv_connector_block_state.get_block_ids(request_id)
             )
             if store is not None:
                 stores.append(store)
 
-    def _catch_up(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
+    def _catch_up(
+        self, request_state: _RequestState, patience_s: float, *, last: bool = False
+    ) -> bool:
         """Pass the steps to the tracker. False: the lookup has no answer yet."""
-        if followed.lookup is not None:
-            if not self._resolve(followed, patience_s, last=last):
+        if request_state.lookup is not None:
+            if not self._resolve(request_state, patience_s, last=last):
                 return False
-            self._let_go(followed)
-        untold, followed.untold = followed.untold, []
-        if followed.tracker is not None:
-            for step in untold:
+            self._let_go(request_state)
+        pending_steps, request_state.pending_steps = request_state.pending_steps, []
+        if request_state.tracker is not None:
+            for step in pending_steps:
                 if step.starts:
-                    followed.tracker.start(step.computed_tokens)
-                followed.tracker.advance(step.num_tokens, step.computed_tokens)
+                    request_state.tracker.start(step.computed_tokens)
+                request_state.tracker.advance(step.num_tokens, step.computed_tokens)
         return True
 
     def _store(
         self,
-        followed: _Followed,
+        request_state: _RequestState,
         names: ChunkNames,
         tables: Sequence[list[int]],
         *,
@@ -426,14 +430,14 @@ class SchedulerSide:
         if self._undrafted is not None and self._undrafted.are_among(ids):
             return None
         if self._announcer is not None:
-            self._announcer.stored(followed.request, names)
+            self._announcer.stored(request_state.request, names)
         return Store(
-            followed.request.request_id,
+            request_state.request.request_id,
             names,
             ids,
-            followed.rules.store_options,
+            request_state.rules.store_options,
             last,
-            self._adapter_of(followed),
+            self._adapter_of(request_state),
         )
 
     def _load_bytes(self, block_ids: list[list[int]]) -> int:
@@ -443,30 +447,32 @@ class SchedulerSide:
             n * group.layers * group.block_bytes for n, group in zip(blocks, groups, strict=True)
         )
 
-    def _look_up(self, followed: _Followed, request: "Request", computed_tokens: int) -> None:
-        if followed.naming is None:
-            followed.naming = self._lookups.submit(self._name, request, followed.rules)
-        if request.num_preemptions and self._saves_decode(followed):
-            followed.naming = self._lookups.submit(
-                self._name_on, followed.naming, request, request.num_tokens
+    def _look_up(
+        self, request_state: _RequestState, request: "Request", computed_tokens: int
+    ) -> None:
+        if request_state.naming is None:
+            request_state.naming = self._lookups.submit(self._name, request, request_state.rules)
+        if request.num_preemptions and self._saves_decode(request_state):
+            request_state.naming = self._lookups.submit(
+                self._name_on, request_state.naming, request, request.num_tokens
             )
-        followed.tried = request.num_preemptions
-        followed.untold.clear()
-        followed.asked_s = followed.since_s = time.monotonic()
-        plans = followed.rules.plan and self._loads_for(followed)
+        request_state.tried = request.num_preemptions
+        request_state.pending_steps.clear()
+        request_state.asked_s = request_state.since_s = time.monotonic()
+        plans = request_state.rules.plan and self._loads_for(request_state)
         asking = (
             (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
         )
-        would_load = self._would_load(followed, computed_tokens)
+        would_load = self._would_load(request_state, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
         if plans and not would_load:
             self._costs.follow(request.request_id, request.num_tokens)
-        followed.patience_s = self._config.client.arrival_timeout_s
-        followed.no_hit, followed.computed_tokens = NO_ANSWER, computed_tokens
-        followed.ask = partial(
-            self._ask, followed, followed.naming, asking, have_tokens, computed_tokens
+        request_state.patience_s = self._config.client.arrival_timeout_s
+        request_state.no_hit, request_state.computed_tokens = NO_ANSWER, computed_tokens
+        request_state.ask = partial(
+            self._ask, request_state, request_state.naming, asking, have_tokens, computed_tokens
         )
-        followed.lookup = self._lookups.submit(followed.ask)
+        request_state.lookup = self._lookups.submit(request_state.ask)
 
     def _name(self, request: "Request", rules: Rules) -> Prompt | None:
         """Hash the prompt. Never raises, because the scheduler would raise it again."""
@@ -515,17 +521,17 @@ class SchedulerSide:
 
     def _ask(
         self,
-        followed: _Followed,
+        request_state: _RequestState,
         naming: "Future[Prompt | None]",
         asking: tuple[str, int, int] | None,
         have_tokens: int,
         computed_tokens: int,
     ) -> Hit | None:
         prompt = None if naming.cancelled() else naming.result()
-        followed.is_lost = False
+        request_state.is_lost = False
         try:
-            patience_s = followed.patience_s = self._patience(
-                followed.request.num_tokens, computed_tokens
+            patience_s = request_state.patience_s = self._patience(
+                request_state.request.num_tokens, computed_tokens
             )
             cost = self._costs.cost(*asking) if asking is not None else None
             if prompt is not None:
@@ -538,14 +544,14 @@ class SchedulerSide:
                 )
         except NodeLost as error:
             log.debug("kvhold: lookup: %s", error)
-            self._note_loss(followed)
+            self._note_loss(request_state)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
             log.exception("kvhold: lookup")
         return None
 
-    def _look_again(self, followed: _Followed, hit: Hit, settle: bool) -> Hit | None:
+    def _look_again(self, request_state: _RequestState, hit: Hit, settle: bool) -> Hit | None:
         try:
             if settle:
                 hit.settle()
@@ -554,7 +560,7 @@ class SchedulerSide:
             return hit
         except NodeLost as error:
             log.debug("kvhold: lookup: %s", error)
-            self._note_loss(followed)
+            self._note_loss(request_state)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
         except Exception:
@@ -562,10 +568,12 @@ class SchedulerSide:
         hit.close()
         return None
 
-    def _note_loss(self, followed: _Followed) -> None:
-        compute_s = self._costs.compute_s(followed.request.num_tokens, followed.computed_tokens)
-        followed.compute_s = min(compute_s, followed.patience_s)
-        followed.is_lost = True
+    def _note_loss(self, request_state: _RequestState) -> None:
+        compute_s = self._costs.compute_s(
+            request_state.request.num_tokens, request_state.computed_tokens
+        )
+        request_state.compute_s = min(compute_s, request_state.patience_s)
+        request_state.is_lost = True
 
     def _asked(self, prompt: Prompt) -> Prompt:
         """Leave out the prompt's last token, if the model does not allow it in a hit."""
@@ -585,113 +593,124 @@ class SchedulerSide:
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
 
-    def _resolve(self, followed: _Followed, patience_s: float, *, last: bool = False) -> bool:
+    def _resolve(
+        self, request_state: _RequestState, patience_s: float, *, last: bool = False
+    ) -> bool:
         """Take the lookup's answer if it is there in time and final.
 
         last: take any answer; a late one is a miss
         """
-        assert followed.lookup is not None
-        assert followed.naming is not None
-        began_s, hit, lookup = time.monotonic(), None, followed.lookup
+        assert request_state.lookup is not None
+        assert request_state.naming is not None
+        began_s, hit, lookup = time.monotonic(), None, request_state.lookup
         try:
             # no pass waits for arrivals
-            hit = lookup.result(timeout=0 if followed.arriving else patience_s)
-            followed.lookup = None
+            hit = lookup.result(timeout=0 if request_state.arriving else patience_s)
+            request_state.lookup = None
         except FutureTimeout:
-            if not last and began_s - followed.asked_s < followed.patience_s:
+            if not last and began_s - request_state.asked_s < request_state.patience_s:
                 return False
-            self._let_go(followed)
+            self._let_go(request_state)
         finally:
             self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began_s))
-        if hit is None and followed.is_lost and not last and self._waits(followed, began_s):
-            followed.lookup = followed.lookup or lookup
+        if (
+            hit is None
+            and request_state.is_lost
+            and not last
+            and self._waits(request_state, began_s)
+        ):
+            request_state.lookup = request_state.lookup or lookup
             return False
         if hit is not None and hit.arriving and not last:
             settle = (
-                bool(followed.untold)
-                or began_s - followed.since_s >= self._config.client.arrival_timeout_s
+                bool(request_state.pending_steps)
+                or began_s - request_state.since_s >= self._config.client.arrival_timeout_s
             )
-            followed.lookup, followed.arriving = (
-                self._lookups.submit(self._look_again, followed, hit, settle),
+            request_state.lookup, request_state.arriving = (
+                self._lookups.submit(self._look_again, request_state, hit, settle),
                 hit,
             )
-            followed.asked_s = began_s
+            request_state.asked_s = began_s
             return False
-        followed.hit, followed.arriving = hit, None
-        prompt = followed.naming.result() if followed.naming.done() else None
-        self._count(followed, prompt, hit)
+        request_state.hit, request_state.arriving = hit, None
+        prompt = request_state.naming.result() if request_state.naming.done() else None
+        self._count(request_state, prompt, hit)
         if (
             hit is not None
-            and not followed.untold
-            and followed.rules.plan
+            and not request_state.pending_steps
+            and request_state.rules.plan
             and (hit.num_tokens or hit.reason == SLOWER)
         ):
-            self._costs.follow(followed.request.request_id, followed.request.num_tokens)
+            self._costs.follow(request_state.request.request_id, request_state.request.num_tokens)
         if prompt is not None:
-            followed.tracker = RequestTracker(
+            request_state.tracker = RequestTracker(
                 prompt,
-                save_decode=self._saves_decode(followed),
+                save_decode=self._saves_decode(request_state),
                 store_tails=self._config.store_tails,
                 skip_last_n_tokens=self._config.skip_last_n_tokens,
             )
-            followed.tracker.found(hit.num_tokens if hit is not None else 0)
+            request_state.tracker.found(hit.num_tokens if hit is not None else 0)
             if self._announcer is not None and hit is not None:
-                self._announcer.found(followed.request, prompt, hit.num_tokens)
+                self._announcer.found(request_state.request, prompt, hit.num_tokens)
         return True
 
-    def _waits(self, followed: _Followed, now_s: float) -> bool:
+    def _waits(self, request_state: _RequestState, now_s: float) -> bool:
         """Whether a lookup waits for the next node: at most as long as computing takes."""
-        waited_s = now_s - followed.asked_s
-        followed.arriving = None
+        waited_s = now_s - request_state.asked_s
+        request_state.arriving = None
         if self._cache.connected:
-            if followed.ask is not None and waited_s < followed.patience_s:
-                followed.lookup = self._lookups.submit(followed.ask)
-            return followed.lookup is not None
+            if request_state.ask is not None and waited_s < request_state.patience_s:
+                request_state.lookup = self._lookups.submit(request_state.ask)
+            return request_state.lookup is not None
         if not self._cache.is_rejoining:
             return False
         away_s = now_s - self._cache.lost_at_s
-        if waited_s < followed.compute_s and away_s < max(_START_S, followed.compute_s):
+        if waited_s < request_state.compute_s and away_s < max(_START_S, request_state.compute_s):
             return True
-        followed.no_hit = NOT_AWAITED
+        request_state.no_hit = NOT_AWAITED
         return False
 
-    def _count(self, followed: _Followed, prompt: Prompt | None, hit: Hit | None) -> None:
-        request = followed.request
+    def _count(self, request_state: _RequestState, prompt: Prompt | None, hit: Hit | None) -> None:
+        request = request_state.request
         num_tokens = max(request.num_prompt_tokens, prompt.num_tokens if prompt is not None else 0)
         if hit is None:
-            reason = followed.no_hit if prompt is not None else NOT_NAMED
+            reason = request_state.no_hit if prompt is not None else NOT_NAMED
             self.tally.looked_up(num_tokens, sources={}, reason=reason)
         else:
             reason = hit.reason if hit.reason and hit.reason != WHOLE else BELOW_MINIMUM
             self.tally.looked_up(num_tokens, sources=hit.sources, reason=reason)
 
-    def _stores_for(self, followed: _Followed) -> bool:
-        trusted = self._stores_plain or followed.request.lora_request is not None
-        return self._may_store and followed.rules.store and trusted
+    def _stores_for(self, request_state: _RequestState) -> bool:
+        trusted = self._stores_plain or request_state.request.lora_request is not None
+        return self._may_store and request_state.rules.store and trusted
 
-    def _adapter_of(self, followed: _Followed) -> AdapterUse | None:
-        adapter = followed.request.lora_request
+    def _adapter_of(self, request_state: _RequestState) -> AdapterUse | None:
+        adapter = request_state.request.lora_request
         return self._adapters.use_of(adapter) if adapter is not None else None
 
-    def _adapter_stays(self, followed: _Followed) -> bool:
-        adapter = followed.request.lora_request
+    def _adapter_stays(self, request_state: _RequestState) -> bool:
+        adapter = request_state.request.lora_request
         return adapter is None or self._adapters.is_unchanged(adapter)
 
-    def _saves_decode(self, followed: _Followed) -> bool:
+    def _saves_decode(self, request_state: _RequestState) -> bool:
         """Whether generated tokens are stored.
 
         Not for a resumable session, whose later prompts may contain more than tokens.
         """
-        return self._config.save_decode and not followed.request.resumable
+        return self._config.save_decode and not request_state.request.resumable
 
-    def _loads_for(self, followed: _Followed) -> bool:
-        return self._may_load and followed.rules.load
+    def _loads_for(self, request_state: _RequestState) -> bool:
+        return self._may_load and request_state.rules.load
 
-    def _let_go(self, followed: _Followed) -> None:
-        if followed.lookup is not None and not followed.lookup.cancel():
-            self._lookups.submit(_close_late_hit, followed.lookup)
-        followed.lookup = None
-        hit, followed.hit, followed.arriving = followed.arriving or followed.hit, None, None
+    def _let_go(self, request_state: _RequestState) -> None:
+        if request_state.lookup is not None and not request_state.lookup.cancel():
+            self._lookups.submit(_close_late_hit, request_state.lookup)
+        request_state.lookup = None
+        hit, request_state.hit, request_state.arriving = (
+            request_state.arriving or request_state.hit,
+            None,
+            None,
+        )
         if hit is not None and hit.ticket:
             self._lookups.submit(hit.close)
 

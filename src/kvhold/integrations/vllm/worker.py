@@ -24,11 +24,11 @@ from kvhold.core.api import ABSENT, ChunkBytes, Lease, Reservation
 from kvhold.core.config import Config
 from kvhold.core.errors import DeviceError, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace
+from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.layerwise import Layerwise, blocks_of, blocks_of_chunks, log_damage
 from kvhold.integrations.vllm.naming.adapters import AdapterUse
 from kvhold.integrations.vllm.naming.loads import AdapterLoads
-from kvhold.integrations.vllm.proof import lots, prove, prove_coding
 from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
@@ -166,8 +166,8 @@ class WorkerSide:
                     f"can be divided by {len(self._held)}"
                 )
             plain = [
-                opaque_blocks(part.engine_group, lot, block_axis=0)
-                for lot in lots(tensors, len(self._held))
+                opaque_blocks(part.engine_group, head_split, block_axis=0)
+                for head_split in head_splits(tensors, len(self._held))
             ]
             prove(part, tensors, plain, self._copier)
             views = [coded_view(view, self._config.memory_codec) for view in plain]

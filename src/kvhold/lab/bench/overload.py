@@ -279,8 +279,8 @@ def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
 def scan_store(folder: str) -> None:
     import asyncio
 
+    from kvhold.node.central_store import CentralStore
     from kvhold.node.pauses import avoid_pauses
-    from kvhold.node.shelf import Shelf
 
     longest = [0.0, 0.0]
 
@@ -297,22 +297,22 @@ def scan_store(folder: str) -> None:
 
     async def measure() -> dict[str, Any]:
         tiers = (f"disk://{folder}?max_bytes=100GiB&read_only=true",)
-        shelf = Shelf(Config(ram_bytes=64 << 20, huge_pages="never", tiers=tiers))
-        await shelf.start()
+        central_store = CentralStore(Config(ram_bytes=64 << 20, huge_pages="never", tiers=tiers))
+        await central_store.start()
         watching = asyncio.create_task(watch())
-        await scan(shelf)
+        await scan(central_store)
         listing, longest[:] = tuple(longest), (0.0, 0.0)
-        num_keys = await scan(shelf)
+        num_keys = await scan(central_store)
         watching.cancel()
         measured = {"keys": num_keys, "listing": listing, "scan": tuple(longest)}
-        await shelf.close()
+        await central_store.close()
         return measured
 
-    async def scan(shelf: Shelf) -> int:
-        page = await shelf.scans.page(b"", b"", _PAGE_KEYS)
+    async def scan(central_store: CentralStore) -> int:
+        page = await central_store.scans.page(b"", b"", _PAGE_KEYS)
         num_keys = len(page.keys)
         while page.more:
-            page = await shelf.scans.page(b"", page.keys[-1], _PAGE_KEYS)
+            page = await central_store.scans.page(b"", page.keys[-1], _PAGE_KEYS)
             num_keys += len(page.keys)
         return num_keys
 

@@ -32,8 +32,8 @@ from kvhold.net import stream as stream_module
 from kvhold.net.stream import Address, Stream
 from kvhold.net.wire import LENGTH_BYTES, Decoder, encode
 from kvhold.node.central import Central
+from kvhold.node.central_store import CentralStore
 from kvhold.node.logins import Logins
-from kvhold.node.shelf import Shelf
 from kvhold.tiers import central as tier_module
 from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.central import CentralConfig, CentralTier
@@ -83,7 +83,7 @@ class _Arena(SimArena):
         """The garbage collector frees it."""
 
 
-class _SimShelf(Shelf):
+class _SimStore(CentralStore):
     def __init__(
         self,
         world: World,
@@ -98,8 +98,10 @@ class _SimShelf(Shelf):
 
 
 class _SimCentral(Central):
-    def __init__(self, config: Config, shelf: Shelf, network: Network, most_strangers: int) -> None:
-        super().__init__(config, shelf)
+    def __init__(
+        self, config: Config, central_store: CentralStore, network: Network, most_strangers: int
+    ) -> None:
+        super().__init__(config, central_store)
         self._network = network
         self._logins = Logins(most=most_strangers, most_of_network=max(1, most_strangers // 2))
 
@@ -189,7 +191,7 @@ class _WatchedTier:
         await self._tier.close()
 
 
-class CentralStore:
+class SimCentral:
     shared = True
     name = "central"
 
@@ -246,15 +248,17 @@ class CentralStore:
             if self._has_lower
             else []
         )
-        shelf = _SimShelf(
+        central_store = _SimStore(
             world, self._checker, self._config, _Arena(self._arena_bytes), guards, metrics
         )
-        shelf.ram.watch = self._changed
-        self._central = _SimCentral(self._config, shelf, self._network, self._most_strangers)
+        central_store.ram.watch = self._changed
+        self._central = _SimCentral(
+            self._config, central_store, self._network, self._most_strangers
+        )
         self._serving = loop.create_task(self._central.serve())
         world.note("the central cache starts")
         if self._pressure_s:
-            world.later(self._pressure_s, self._evict, shelf)
+            world.later(self._pressure_s, self._evict, central_store)
 
     def tier(self, checker: Checker, loop: SimLoop, host: str) -> Any:
         borrowed = _Borrowed(self.world, checker, f"{host}'s tier")
@@ -280,7 +284,7 @@ class CentralStore:
     @property
     def values(self) -> list[bytes]:
         here = (
-            [entry.key for entry in self._central.shelf.ram.entries()]
+            [entry.key for entry in self._central.central_store.ram.entries()]
             if self._central is not None
             else []
         )
@@ -288,13 +292,16 @@ class CentralStore:
 
     def lose(self, key: bytes) -> None:
         self.lower.values.pop(key, None)
-        if self._central is not None and (entry := self._central.shelf.ram.find(key)) is not None:
-            self._central.shelf.ram.remove(entry)
+        if (
+            self._central is not None
+            and (entry := self._central.central_store.ram.find(key)) is not None
+        ):
+            self._central.central_store.ram.remove(entry)
 
-    def _evict(self, shelf: Shelf) -> None:
-        if self.over or self._central is None or self._central.shelf is not shelf:
+    def _evict(self, central_store: CentralStore) -> None:
+        if self.over or self._central is None or self._central.central_store is not central_store:
             return
-        ram = shelf.ram
+        ram = central_store.ram
         for entry in ram.entries():
             if (
                 entry.committed
@@ -303,7 +310,7 @@ class CentralStore:
                 and self.random.random() < 0.7
             ):
                 ram.remove(entry, why=EVICTED)
-        self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, shelf)
+        self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, central_store)
 
     def _changed(self, what: str, entry: Entry) -> None:
         if what == ADMITTED:
@@ -452,9 +459,11 @@ class CentralStore:
             central = self._central
             if central is None or len(central._logins):
                 return False
-            shelf = central.shelf
-            below = all(guard.available and not guard._stuck for guard in shelf._stack.guards)
-            return below and not shelf._tasks and not shelf._bringing
+            central_store = central.central_store
+            below = all(
+                guard.available and not guard._stuck for guard in central_store._stack.guards
+            )
+            return below and not central_store._tasks and not central_store._bringing
 
         if not self.world.run(rests, most_s=_REST_S):
             self.world.find(
@@ -481,24 +490,24 @@ class CentralStore:
         self.rest()
         if self.world.findings or self._central is None:
             return
-        shelf: Any = self._central.shelf
+        central_store: Any = self._central.central_store
 
         def is_idle() -> bool:
             return (
-                all(entry.committed for entry in shelf.ram.entries())
-                and not shelf.ram.num_pinned
-                and not shelf._writing_bytes
+                all(entry.committed for entry in central_store.ram.entries())
+                and not central_store.ram.num_pinned
+                and not central_store._writing_bytes
             )
 
         if not self.world.run(is_idle, most_s=_REST_S):
             self.world.find(
                 "at the end of the central cache memory is reserved, pinned or on its way below"
             )
-        entries = shelf.ram.entries()
-        if len(shelf.memory.allocations) != len(entries):
+        entries = central_store.ram.entries()
+        if len(central_store.memory.allocations) != len(entries):
             self.world.find(
                 f"the central cache has {len(entries)} values in "
-                f"{len(shelf.memory.allocations)} places of memory"
+                f"{len(central_store.memory.allocations)} places of memory"
             )
         if self._serving is None or self._serving.done():
             self.world.find("the central cache has ended by itself")

@@ -14,7 +14,7 @@ from kvhold.cache.commands import ProbeCommand
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS
-from kvhold.lab.simulation.central import CentralStore
+from kvhold.lab.simulation.central import SimCentral
 from kvhold.lab.simulation.checker import Checker
 from kvhold.lab.simulation.clears import HostClears, Markers, Origin, Shared, number_of
 from kvhold.lab.simulation.client import Client
@@ -57,7 +57,7 @@ class HostNode(SimNode):
         )
 
     def _make_tier(self, store: Any) -> Any:
-        if isinstance(store, CentralStore):
+        if isinstance(store, SimCentral):
             return store.tier(self.checker, self.tier_worker_loop, self.host.name)
         return super()._make_tier(store)
 
@@ -140,7 +140,7 @@ class HostNode(SimNode):
     def kill(self) -> None:
         super().kill()
         for store in self.host.stores:
-            if isinstance(store, CentralStore):
+            if isinstance(store, SimCentral):
                 store.host_died(self.tier_worker_loop)
 
 
@@ -357,12 +357,12 @@ class Hosts:
         self.world = world
         self.random = random = world.random
         self.shared = Shared(world, Markers(world))
-        self.central: CentralStore | None = None
+        self.central: SimCentral | None = None
         self.over = False
         base = _draw_small(random)
         self.trouble = base.trouble
         if random.random() < 0.5:
-            self.central = CentralStore(world, self.shared.markers)
+            self.central = SimCentral(world, self.shared.markers)
             self.store: Any = self.central
         else:
             self.store = Store(
@@ -450,7 +450,7 @@ class Hosts:
         return False
 
     def fail_store(self, store: Any) -> None:
-        if isinstance(store, CentralStore):
+        if isinstance(store, SimCentral):
             store.trouble()
             return
         store.down = True

@@ -32,7 +32,7 @@ class Router:
         try:
             await self._run(operation, calls, bulk=bulk)
         except asyncio.CancelledError:
-            self.topology.doubt()
+            self.topology.invalidate()
             raise
         faults = [outage(call, operation) for call in calls]
         if calls and all(faults):
@@ -103,7 +103,7 @@ class Router:
             "MASTERDOWN",
         ):
             return False
-        self.topology.doubt()
+        self.topology.invalidate()
         if call in failed:
             return False
         failed[call] = node

@@ -55,7 +55,7 @@ class RedisTier:
 
     async def check(self) -> None:
         name = self._names.of(b"")
-        self._topology.doubt()
+        self._topology.invalidate()
         for node in await self._topology.primaries():
             await self._ping(node)
         await self._router.run("check", [Call(name, "STRLEN", name)], bulk=False)

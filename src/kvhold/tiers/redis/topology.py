@@ -1,6 +1,6 @@
 """Find the server of a key: a single one, Sentinel's primary, or a cluster slot's owner.
 
-Sentinels and cluster nodes are asked at the first use, and again after `doubt`. All are asked
+Sentinels and cluster nodes are asked at the first use, and again after `invalidate`. All are asked
 concurrently and the first good answer counts, so that a dead one costs no time.
 """
 
@@ -27,7 +27,7 @@ class Topology(Protocol):
     async def primaries(self) -> Sequence[Node]:
         """Return all servers that hold keys. Raises TierError."""
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Ask the servers again before the next key."""
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
@@ -50,7 +50,7 @@ class Single:
     async def primaries(self) -> Sequence[Node]:
         return (self._node,)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """The address is fixed."""
 
     def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
@@ -69,7 +69,7 @@ class Discovered:
         self._asking = asyncio.Lock()
         self._known = False
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         self._known = False
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Cluster(Discovered):
             return None
         if reply.code == "MOVED":
             self._owners[slot_of(name)] = address
-            self.doubt()
+            self.invalidate()
         return self._node(address)
 
     async def _ask(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvhold.core.config import load_config
-from kvhold.node.shelf import Shelf
+from kvhold.node.central_store import CentralStore
 from kvhold.testing.tier import make_key
 from kvhold.tiers import guard as guard_module
 from kvhold.tiers.base import Parts
@@ -49,85 +49,87 @@ class HungTier(MemoryTier):
 
 
 @pytest.fixture
-async def shelf(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Shelf]:
+async def central_store(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CentralStore]:
     """A store of 4 MiB above a tier that holds one value and hangs."""
     monkeypatch.setattr(guard_module, "_LEAVE_S", 0.01)
-    shelf = Shelf(
+    central_store = CentralStore(
         load_config({"ram_bytes": "4MiB", "tiers": ["memory://?max_bytes=16MiB"]}, environ={})
     )
-    (guard,) = shelf._stack.guards
+    (guard,) = central_store._stack.guards
     await guard.put([(make_key(1), [memoryview(bytes(VALUE))])])
     tier = guard._tier = HungTier(guard._tier)  # type: ignore[arg-type]
-    yield shelf
+    yield central_store
     tier.release.set()
-    await shelf.close()
+    await central_store.close()
 
 
-def put(shelf: Shelf, key: bytes) -> Entry | None:
+def put(central_store: CentralStore, key: bytes) -> Entry | None:
     """Another host's value; None where there is no room for it."""
-    entry = shelf.reserve(key, VALUE, None)
+    entry = central_store.reserve(key, VALUE, None)
     if not isinstance(entry, Entry):
         assert entry == "full"
         return None
-    shelf.ram.view(entry)[:] = b"P" * VALUE
+    central_store.ram.view(entry)[:] = b"P" * VALUE
     return entry
 
 
-async def fill(shelf: Shelf) -> list[Entry]:
+async def fill(central_store: CentralStore) -> list[Entry]:
     """All the memory that there is, taken by other hosts' puts."""
-    return [entry for n in range(100, 116) if (entry := put(shelf, make_key(n))) is not None]
+    return [
+        entry for n in range(100, 116) if (entry := put(central_store, make_key(n))) is not None
+    ]
 
 
 @pytest.mark.parametrize("given_up_by", ["its deadline", "its caller"])
 async def test_memory_of_a_read_that_was_given_up_goes_to_nobody_until_the_read_has_ended(
-    shelf: Shelf, given_up_by: str
+    central_store: CentralStore, given_up_by: str
 ) -> None:
-    (guard,) = shelf._stack.guards
+    (guard,) = central_store._stack.guards
     tier = guard._tier
     assert isinstance(tier, HungTier)
     if given_up_by == "its deadline":
         guard.config = guard_module.GuardConfig(get_timeout_s=0.05)
-        await shelf.bring([make_key(1)])
+        await central_store.bring([make_key(1)])
     else:
-        caller = asyncio.create_task(shelf.bring([make_key(1)]))
+        caller = asyncio.create_task(central_store.bring([make_key(1)]))
         await tier.entered.wait()
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
-    puts = await fill(shelf)
+    puts = await fill(central_store)
     assert len(puts) == 4 * MIB // VALUE - 1, "all but the memory of the late read"
     tier.release.set()
     await tier.ended.wait()
-    assert all(bytes(shelf.ram.view(entry)) == b"P" * VALUE for entry in puts), (
+    assert all(bytes(central_store.ram.view(entry)) == b"P" * VALUE for entry in puts), (
         "the late read has written over nobody's value"
     )
 
 
 async def test_memory_of_a_read_that_was_given_up_is_free_when_the_read_has_ended(
-    shelf: Shelf,
+    central_store: CentralStore,
 ) -> None:
-    (guard,) = shelf._stack.guards
+    (guard,) = central_store._stack.guards
     guard.config = guard_module.GuardConfig(get_timeout_s=0.05)
-    await shelf.bring([make_key(1)])
-    assert shelf.ram.used_bytes > 0
+    await central_store.bring([make_key(1)])
+    assert central_store.ram.used_bytes > 0
     assert isinstance(guard._tier, HungTier)
     guard._tier.release.set()
     await asyncio.wait(guard._stuck)
     await asyncio.sleep(0)
-    assert shelf.ram.used_bytes == 0
-    assert (await shelf.probe([make_key(1)])) == [VALUE]
+    assert central_store.ram.used_bytes == 0
+    assert (await central_store.probe([make_key(1)])) == [VALUE]
 
 
 async def test_whoever_waits_for_a_read_gets_it_though_the_one_who_began_it_has_left(
-    shelf: Shelf,
+    central_store: CentralStore,
 ) -> None:
-    (guard,) = shelf._stack.guards
+    (guard,) = central_store._stack.guards
     assert isinstance(guard._tier, HungTier)
-    first = asyncio.create_task(shelf.bring([make_key(1)]))
+    first = asyncio.create_task(central_store.bring([make_key(1)]))
     await guard._tier.entered.wait()
-    second = asyncio.create_task(shelf.bring([make_key(1)]))
+    second = asyncio.create_task(central_store.bring([make_key(1)]))
     await asyncio.sleep(0)
     first.cancel()
     guard._tier.release.set()
     await second
-    assert shelf.ram.find(make_key(1)) is not None
+    assert central_store.ram.find(make_key(1)) is not None

@@ -45,7 +45,7 @@ class Tally:
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
 
-class Shelf:
+class PageStore:
     def __init__(self, cache: Cache, namespace: Namespace, config: Config) -> None:
         self._rules = request_rules(None, config.rules)
         self.namespace = namespace.narrowed(tags=self._rules.tags)

@@ -41,8 +41,8 @@ def prove(
             place.copy_(torch.randint(0, 256, place.shape, generator=random, dtype=torch.uint8))
     before = [[bytes_of_block(tensor[block]).clone() for block in chosen] for tensor in tensors]
     try:
-        for view, lot in zip(views, lots(tensors, len(views)), strict=True):
-            _prove_one(part, view, lot, np.array(proved, dtype=np.int64), copier)
+        for view, head_split in zip(views, head_splits(tensors, len(views)), strict=True):
+            _prove_one(part, view, head_split, np.array(proved, dtype=np.int64), copier)
         for tensor, was in zip(tensors, before, strict=True):
             for block, expected in zip(chosen, was, strict=True):
                 if not torch.equal(bytes_of_block(tensor[block]), expected):
@@ -62,9 +62,9 @@ def prove_coding(
     part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
 ) -> None:
     """Raise LayoutError if the copier and the host encode or decode differently."""
-    for view, lot in zip(views, lots(tensors, len(views)), strict=True):
+    for view, head_split in zip(views, head_splits(tensors, len(views)), strict=True):
         if view.coding is not None:
-            _prove_codes(part, view, lot, copier)
+            _prove_codes(part, view, head_split, copier)
 
 
 def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier: Copier) -> None:
@@ -133,12 +133,13 @@ def _prove_one(
         copier.scatter([piece], after=copier.mark()).wait()
 
 
-def lots(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+def head_splits(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
     """Return the tensors of `count` shards: equal slices of axis 1."""
     if count == 1:
         return [list(tensors)]
     return [
-        list(lot) for lot in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)
+        list(head_split)
+        for head_split in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)
     ]
 
 

@@ -32,7 +32,7 @@ _NEVER = (
 ) - 1  # `expires_at` of a value that no lower tier may expire, whatever its settings
 
 
-class Shelf:
+class CentralStore:
     def __init__(self, config: Config) -> None:
         """Raises CapacityError; ConfigError: tiers that cannot be used."""
         metrics = Metrics()
