@@ -21,7 +21,7 @@ from kvhold.memory.arena import Arena
 from kvhold.testing.cache import PLAIN, a_prompt, read, store
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 
 SPACE = Namespace(model="model", layout=PLAIN)
 KEY = make_key(SPACE.digest, bytes(20), 0, 0)
@@ -63,7 +63,7 @@ def frame(ram: RamTier, entry: Entry, codec: str) -> bytes:
 def received(ram: RamTier, value: bytes) -> Entry:
     """The entry that a frame has come up into. Raises FrameError."""
     entry = reserved(ram)
-    read_buffer = ReadBuffer.of(ram, PendingRead(entry, PLAIN, Place(0, len(value))))
+    read_buffer = ReadBuffer.of(ram, PendingRead(entry, PLAIN, TierPlace(0, len(value))))
     at = 0
     for part in read_buffer.parts:
         part[:] = value[at : at + part.nbytes]

@@ -20,7 +20,7 @@ from kvhold.core.planning import ComputeCost
 from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import RamTier
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 from tests.cache.test_state import GROUPS, SLOT, SLOTS
 
 LAYOUTS = {
@@ -82,7 +82,7 @@ class Bench:
                     case ProbeCommand():
                         self.state.probed(
                             command.search,
-                            {key: Place(0, 1) for key in command.keys if key in below},
+                            {key: TierPlace(0, 1) for key in command.keys if key in below},
                         )
                     case ClearCommand():
                         self.state.cleared(command.prefix)

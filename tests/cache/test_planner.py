@@ -15,7 +15,7 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import MOST_CHUNK_BYTES, MOST_LAYERS, Group, Layout
 from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import DEADLINE, SLOWER, WHOLE
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 from tests.cache.test_searches import Bench, all_keys
 
 SIZE = 2
@@ -61,7 +61,7 @@ class World(Bench):
         for command in commands:
             assert isinstance(command, ProbeCommand)
             self.state.probed(
-                command.search, {key: Place(tier, 100) for key in command.keys if below(key)}
+                command.search, {key: TierPlace(tier, 100) for key in command.keys if below(key)}
             )
 
     def read(self, commands):
@@ -180,7 +180,9 @@ def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
             speed.requested(CHUNK_BYTES, world.now)
             world.now += 1
             speed.ended(CHUNK_BYTES, world.now)
-    world.state.probed(probe.search, {key: Place(keys.index(key) >= 5, 100) for key in probe.keys})
+    world.state.probed(
+        probe.search, {key: TierPlace(keys.index(key) >= 5, 100) for key in probe.keys}
+    )
     assert world.read(world.commands()) == 5
     final = world.finish(found)
     assert (final.num_tokens, final.reason, final.sources) == (10, SLOWER, {"tier-1": 10})

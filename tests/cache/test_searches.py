@@ -48,7 +48,7 @@ from kvhold.core.reasons import (
     TIER_DOWN,
     WHOLE,
 )
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
 from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
 
@@ -315,7 +315,7 @@ class World(RuleBasedStateMachine):
             self.probes.remove(command)
             self.state.probed(
                 command.search,
-                {key: Place(key[9] % 2, HOLDS) for key in command.keys if key in self.below},
+                {key: TierPlace(key[9] % 2, HOLDS) for key in command.keys if key in self.below},
             )
             self.take_commands()
         for read in [read for read in self.reads if given_up and not read.given_up][:1]:
@@ -332,7 +332,9 @@ class World(RuleBasedStateMachine):
             places = (
                 {}
                 if lost
-                else {key: Place(key[9] % 2, HOLDS) for key in command.keys if key in self.below}
+                else {
+                    key: TierPlace(key[9] % 2, HOLDS) for key in command.keys if key in self.below
+                }
             )
             self.state.probed(command.search, places)
             self.take_commands()
@@ -619,7 +621,9 @@ def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(group
     assert found.num_tokens <= longest(prompt, here | below, shards)
     for command in state.take_commands():
         assert not set(command.keys) & here, "nobody is asked for what is here"
-        state.probed(command.search, {key: Place(0, 100) for key in command.keys if key in below})
+        state.probed(
+            command.search, {key: TierPlace(0, 100) for key in command.keys if key in below}
+        )
     for command in state.take_commands():
         for pending_read in data.draw(st.permutations(command.pending_reads)):
             assert state.refresh(found.ticket).arriving
@@ -655,7 +659,7 @@ class Bench:
         """A lookup whose chunks are all on their way: its number, and the arrivals."""
         found = self.state.lookup(owner, prompt.query())
         [probe] = self.state.take_commands()
-        self.state.probed(probe.search, {key: Place(tier, 100) for key in probe.keys})
+        self.state.probed(probe.search, {key: TierPlace(tier, 100) for key in probe.keys})
         commands = self.state.take_commands()
         return found.ticket, [
             pending_read for command in commands for pending_read in command.pending_reads
@@ -701,7 +705,7 @@ def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond
     found = bench.state.lookup("a", bench.prompt(10).query())
     [probe] = bench.state.take_commands()
     bench.state.probed(
-        found.ticket, {key: Place(0, 1) for key in probe.keys if key != probe.keys[2]}
+        found.ticket, {key: TierPlace(0, 1) for key in probe.keys if key != probe.keys[2]}
     )
     [fetch] = bench.state.take_commands()
     assert [pending_read.entry.first_token for pending_read in fetch.pending_reads] == [0, 2]
@@ -717,7 +721,7 @@ def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=have)
     [probe] = bench.state.take_commands()
-    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys[:below]})
+    bench.state.probed(found.ticket, {key: TierPlace(0, 1) for key in probe.keys[:below]})
     pending_reads = [
         pending_read
         for command in bench.state.take_commands()
@@ -740,7 +744,7 @@ def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
     bench.state.take_commands()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=10)
     [probe] = bench.state.take_commands()
-    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
+    bench.state.probed(found.ticket, {key: TierPlace(0, 1) for key in probe.keys})
     assert bench.state.take_commands() == []
     final = bench.state.refresh(found.ticket)
     assert (final.num_tokens, final.arriving, final.reason, final.sources) == (
@@ -805,7 +809,7 @@ def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing
     assert bench.state.refresh(one).num_tokens == 2
     two = bench.state.lookup("b", prompt.query())
     [probe] = bench.state.take_commands()
-    bench.state.probed(probe.search, {key: Place(0, 100) for key in probe.keys})
+    bench.state.probed(probe.search, {key: TierPlace(0, 100) for key in probe.keys})
     assert bench.state.refresh(two.ticket) == Found(
         two.ticket, 2, sources={"ram": 2}, reason=DEADLINE
     )
@@ -901,7 +905,7 @@ def test_what_was_prefetched_is_nobody_s_ticket():
     ):
         call()
     assert bench.state.holdings() == NOTHING
-    bench.state.probed(probe.search, {key: Place(0, 1) for key in probe.keys})
+    bench.state.probed(probe.search, {key: TierPlace(0, 1) for key in probe.keys})
     [fetch] = bench.state.take_commands()
     for pending_read in fetch.pending_reads:
         bench.state.fetched(pending_read.entry, True)
@@ -917,7 +921,7 @@ def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
     bench.state.clear(bench.space.digest)
     [clear] = bench.state.take_commands()
     assert isinstance(clear, ClearCommand)
-    bench.state.probed(found.ticket, {key: Place(0, 1) for key in probe.keys})
+    bench.state.probed(found.ticket, {key: TierPlace(0, 1) for key in probe.keys})
     assert bench.state.lookup("b", bench.prompt(4).query()) == Found(0, 0, reason=CLEARED)
     assert bench.state.take_commands() == []
     assert not bench.state.all_done(0)

@@ -18,7 +18,7 @@ from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, Query
 from kvhold.core.layout import Group, Layout
 from kvhold.core.reasons import CLEARED, EVICTED
 from kvhold.tiers.ram import RamTier
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 
 FULL = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8")
 WINDOW = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=5)
@@ -357,7 +357,7 @@ class TestLongSearches:
         finish_chores(state)
         [command] = state.take_commands()
         assert isinstance(command, ProbeCommand)
-        state.probed(command.search, dict.fromkeys(command.keys, Place(0, 1 << 40)))
+        state.probed(command.search, dict.fromkeys(command.keys, TierPlace(0, 1 << 40)))
         return state, found.ticket
 
     def fetch_all(self, state: CacheState) -> int:

@@ -17,7 +17,7 @@ from kvhold.lab.bench.command import command
 
 pytest.importorskip("numba", reason="no numba in this environment")
 
-SMALL = bench.Sample(bench.synthetic().bits[:2, :, :40])
+SMALL = bench.CodecSample(bench.synthetic().bits[:2, :, :40])
 
 
 class Careless(Raw):
@@ -29,7 +29,7 @@ class Careless(Raw):
 
 def test_each_codec_on_each_kind_of_kv_is_a_row() -> None:
     names = ("fp8", "int8", "lossless", "raw")
-    sample = bench.Sample(np.ascontiguousarray(SMALL.bits))
+    sample = bench.CodecSample(np.ascontiguousarray(SMALL.bits))
     drops = {"fp8": 0.5, "raw": 0.0}
     rows = list(bench.rows(names, {"one": sample, "other": sample}, rounds=1, drops=drops))
     assert [(row.data, row.codec) for row in rows] == [
@@ -50,14 +50,16 @@ def test_a_codec_that_is_wrong_has_no_row(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench, "make_codec", careless)
     with pytest.raises(AssertionError, match="codec raw is off"):
         list(
-            bench.rows(["raw"], {"small": bench.Sample(np.ascontiguousarray(SMALL.bits))}, rounds=1)
+            bench.rows(
+                ["raw"], {"small": bench.CodecSample(np.ascontiguousarray(SMALL.bits))}, rounds=1
+            )
         )
 
 
 def test_chunks_behind_each_other_are_encoded_each_as_one() -> None:
     layers, chunks = (
         [],
-        bench.Sample(np.concatenate([SMALL.bits, SMALL.bits, SMALL.bits]), chunks=3),
+        bench.CodecSample(np.concatenate([SMALL.bits, SMALL.bits, SMALL.bits]), chunks=3),
     )
 
     class Watching(Raw):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold.core.errors import LayoutError
-from kvhold.core.naming import MAX_TEXT, Facts, Rules, Table, text_of, walk
+from kvhold.core.naming import MAX_TEXT, Facts, NamingRules, Table, text_of, walk
 
 
 class Kind(Enum):
@@ -108,26 +108,28 @@ def test_what_is_no_plain_value_is_refused_by_its_name(value: Any) -> None:
         text_of(value, "engine.field")
 
 
-def found(value: Any, rules: Rules) -> dict[str, str]:
+def found(value: Any, rules: NamingRules) -> dict[str, str]:
     facts: dict[str, str] = {}
     walk(value, "engine", rules, facts)
     return facts
 
 
 def test_harmless_fields_are_left_out_wherever_the_object_is() -> None:
-    rules = Rules({"Inner": Table.of("size", {"a port": "port"})})
+    rules = NamingRules({"Inner": Table.of("size", {"a port": "port"})})
     one, two = Outer(Inner(1, 5), [Inner(2, 6)], "n"), Outer(Inner(1, 7), [Inner(2, 8)], "n")
     assert found(one, rules) == found(two, rules)
     assert found(one, rules)["engine.inner.size"] == "1"
     two.inners[0].size = 3
     assert found(one, rules) != found(two, rules)
-    assert found(one, Rules()) != found(two, Rules()), "a class without a table is named whole"
+    assert found(one, NamingRules()) != found(two, NamingRules()), (
+        "a class without a table is named whole"
+    )
 
 
 def test_attributes_that_are_no_fields_are_named() -> None:
     one = Outer()
     one.extra = 1  # type: ignore[attr-defined]
-    assert found(one, Rules())["engine.extra"] == "1"
+    assert found(one, NamingRules())["engine.extra"] == "1"
 
 
 def test_facts_are_the_same_in_any_order() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.core.planning import ComputeCost, Options, alternative, choose, compute_s, total_s
+from kvhold.core.planning import ComputeCost, LoadOptions, alternative, choose, compute_s, total_s
 
 costs = st.floats(0, 1e-2)
 
@@ -32,11 +32,11 @@ def works(draw: st.DrawFn) -> ComputeCost:
 
 
 @st.composite
-def offers(draw: st.DrawFn) -> Options:
+def offers(draw: st.DrawFn) -> LoadOptions:
     ends = sorted(draw(st.sets(st.integers(0, 5000), min_size=1, max_size=12)))
     numbers = st.lists(st.integers(0, 1 << 24), min_size=len(ends), max_size=len(ends))
     waits = st.lists(st.floats(0, 10), min_size=len(ends), max_size=len(ends))
-    return Options(np.array(ends), np.array(draw(numbers)), np.array(draw(waits)))
+    return LoadOptions(np.array(ends), np.array(draw(numbers)), np.array(draw(waits)))
 
 
 def by_hand(cost: ComputeCost, tokens: int, nbytes: int, wait_s: float) -> float:
@@ -53,7 +53,7 @@ def by_hand(cost: ComputeCost, tokens: int, nbytes: int, wait_s: float) -> float
 
 
 @given(works(), offers())
-def test_the_choice_is_the_best_of_all(cost: ComputeCost, options: Options) -> None:
+def test_the_choice_is_the_best_of_all(cost: ComputeCost, options: LoadOptions) -> None:
     totals = [
         by_hand(cost, *one)
         for one in zip(
@@ -79,7 +79,8 @@ def test_an_engine_that_knows_nothing_yet_loads_all() -> None:
     assert not cost.is_known
     assert (
         choose(
-            cost, Options(np.array([0, 500, 990]), np.array([0, 1, 2]), np.array([0.0, 1.0, 5.0]))
+            cost,
+            LoadOptions(np.array([0, 500, 990]), np.array([0, 1, 2]), np.array([0.0, 1.0, 5.0])),
         )
         == 2
     )
@@ -87,7 +88,7 @@ def test_an_engine_that_knows_nothing_yet_loads_all() -> None:
 
 def test_a_part_is_loaded_where_the_rest_comes_too_slowly() -> None:
     cost = ComputeCost("r", 4000, 0, 2048, 0.005, 4e-4, 1e-8, 0.002, 1e-10)
-    options = Options(
+    options = LoadOptions(
         np.array([0, 1000, 2000, 4000]),
         np.array([0, 1, 2, 4]) << 20,
         np.array([0.0, 0.0, 0.1, 3.0]),
@@ -98,4 +99,4 @@ def test_a_part_is_loaded_where_the_rest_comes_too_slowly() -> None:
 def test_the_last_token_is_always_computed_and_what_the_engine_has_is_not_loaded() -> None:
     cost = ComputeCost("r", 100, 80, 64, 1.0, 0.01, 0.0, 5.0, 1.0)
     assert compute_s(cost, np.array([100, 80, 0])) == pytest.approx([1.01, 1.2, 1.2])
-    assert choose(cost, Options(np.array([0, 64, 96]), np.array([0, 10, 20]), np.zeros(3))) == 1
+    assert choose(cost, LoadOptions(np.array([0, 64, 96]), np.array([0, 10, 20]), np.zeros(3))) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
-from kvhold.core.rules import Rules, check_tags, request_rules
+from kvhold.core.rules import RequestRules, check_tags, request_rules
 from kvhold.core.store_options import StoreOptions
 
 
@@ -16,13 +16,13 @@ def test_a_request_that_says_nothing_may_do_everything() -> None:
     assert (
         request_rules(None, RulesConfig())
         == request_rules({}, RulesConfig())
-        == Rules(True, True, False, StoreOptions(), ())
+        == RequestRules(True, True, False, StoreOptions(), ())
     )
 
 
 def test_a_request_may_say_what_it_does_not_want() -> None:
     asked = {"store": False, "load": False, "plan": False, "ttl_s": 5, "tags": {"b": "2", "a": "1"}}
-    assert request_rules(asked, RulesConfig()) == Rules(
+    assert request_rules(asked, RulesConfig()) == RequestRules(
         False, False, False, StoreOptions(ttl_s=5.0), (("a", "1"), ("b", "2"))
     )
 
@@ -30,7 +30,9 @@ def test_a_request_may_say_what_it_does_not_want() -> None:
 def test_what_the_settings_forbid_stays_forbidden() -> None:
     settings = RulesConfig(store=False, load=False, plan=False, ttl_s=60)
     asked = {"store": True, "load": True, "plan": True, "ttl_s": 3600}
-    assert request_rules(asked, settings) == Rules(False, False, False, StoreOptions(ttl_s=60.0))
+    assert request_rules(asked, settings) == RequestRules(
+        False, False, False, StoreOptions(ttl_s=60.0)
+    )
     assert request_rules({"ttl_s": 5}, settings).store_options.ttl_s == 5
     assert request_rules({}, settings).store_options.ttl_s == 60
 

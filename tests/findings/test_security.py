@@ -53,7 +53,7 @@ def guarded(tmp_path: Path) -> Iterator[CentralServer]:
 class TestB2:
     def test_a_strangers_long_greeting_is_not_logged(self, guarded: CentralServer) -> None:
         body = msgspec.msgpack.encode(
-            central.Hello("HUSHHUSH" * (1 << 19), central.CENTRAL_VERSION, "")
+            central.CentralHello("HUSHHUSH" * (1 << 19), central.CENTRAL_VERSION, "")
         )
         before = len(guarded.log.read_bytes())
         with (

@@ -19,14 +19,14 @@ from kvhold.lab.verify import command as verify
 from kvhold.lab.verify.messages import Answered, Choice, Question, Started
 from kvhold.lab.verify.notes import Notes, Verdict, read_verdict
 from kvhold.lab.verify.paths import DEFAULT, PATHS
-from kvhold.lab.verify.prompts import Sizes, crowd_tokens, make_batches, make_crowd
-from kvhold.lab.verify.rows import Row, table
-from kvhold.lab.verify.run import Asked, judged
+from kvhold.lab.verify.prompts import PromptSizes, crowd_tokens, make_batches, make_crowd
+from kvhold.lab.verify.rows import VerifyRow, table
+from kvhold.lab.verify.run import EngineAnswers, judged
 from kvhold.lab.verify.ties import at_near_tie, is_near
 
 VOCABULARY = list(range(10, 250))
 SIZES = st.builds(
-    lambda block, blocks, spare: Sizes(
+    lambda block, blocks, spare: PromptSizes(
         block=block, chunk=block * blocks, limit=8 * block * blocks + spare
     ),
     st.sampled_from([16, 32, 128, 384]),
@@ -42,7 +42,7 @@ def prompts(batches: list[list[Question]]) -> list[list[int]]:
 class TestPrompts:
     @given(sizes=SIZES, seed=st.integers(0, 100))
     def test_they_meet_each_side_of_blocks_and_chunks_share_prefixes_and_come_again(
-        self, sizes: Sizes, seed: int
+        self, sizes: PromptSizes, seed: int
     ) -> None:
         asked = prompts(make_batches(VOCABULARY, sizes, seed=seed))
         lengths = {len(prompt) for prompt in asked}
@@ -70,7 +70,7 @@ class TestPrompts:
     def test_each_prompt_goes_to_the_model_and_to_each_adapter_and_never_to_both_at_once(
         self,
     ) -> None:
-        batches = make_batches(VOCABULARY, Sizes(32, 64, 2_000), seed=1, num_adapters=2)
+        batches = make_batches(VOCABULARY, PromptSizes(32, 64, 2_000), seed=1, num_adapters=2)
         asked = {
             adapter: [q.tokens for batch in batches for q in batch if q.adapter == adapter]
             for adapter in (None, 0, 1)
@@ -85,14 +85,16 @@ class TestPrompts:
     def test_the_same_words_are_asked_about_several_images(self) -> None:
         questions = [
             q
-            for batch in make_batches(VOCABULARY, Sizes(32, 64, 2_000), seed=1, images=True)
+            for batch in make_batches(VOCABULARY, PromptSizes(32, 64, 2_000), seed=1, images=True)
             for q in batch
             if q.images
         ]
         assert len({tuple(q.images) for q in questions if q.tokens == questions[0].tokens}) > 2
 
     @given(sizes=SIZES)
-    def test_a_crowd_wants_another_block_each_as_soon_as_it_answers(self, sizes: Sizes) -> None:
+    def test_a_crowd_wants_another_block_each_as_soon_as_it_answers(
+        self, sizes: PromptSizes
+    ) -> None:
         [crowd] = make_crowd(VOCABULARY, sizes, seed=1)
         assert len(crowd) > 3
         assert {len(question.tokens) for question in crowd} == {crowd_tokens(sizes)}
@@ -152,9 +154,11 @@ def started() -> Started:
     )
 
 
-def asked(*token_ids: list[int], preemptions: int = 0, rival: int = 99, lead: float = 1.0) -> Asked:
+def asked(
+    *token_ids: list[int], preemptions: int = 0, rival: int = 99, lead: float = 1.0
+) -> EngineAnswers:
     """rival: the next best token everywhere, and by how much it is behind."""
-    found = Asked(started())
+    found = EngineAnswers(started())
     choices = [
         [Choice(tokens=(token, rival), logits=(8.0, 8.0 - lead)) for token in answer]
         for answer in token_ids
@@ -171,7 +175,7 @@ def asked(*token_ids: list[int], preemptions: int = 0, rival: int = 99, lead: fl
 
 
 class TestJudgement:
-    BARE = Row("m", "plain", None, None, 0, "unsupported")
+    BARE = VerifyRow("m", "plain", None, None, 0, "unsupported")
     GOOD = Verdict(compared=7, wrong=0, unknown=0, in_part=0)
 
     def test_equal_tokens_and_exact_blocks_pass(self) -> None:
@@ -415,9 +419,9 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
         tmp_path: Path,
     ) -> None:
-        rows = [Row("m", "plain", None, None, 0, outcome, "because") for outcome in outcomes]  # type: ignore[arg-type]
+        rows = [VerifyRow("m", "plain", None, None, 0, outcome, "because") for outcome in outcomes]  # type: ignore[arg-type]
 
-        def found(*_: object, **__: object) -> Iterator[Row]:
+        def found(*_: object, **__: object) -> Iterator[VerifyRow]:
             yield from rows
 
         monkeypatch.setattr(verify, "_of_classes", found)
@@ -438,8 +442,8 @@ class TestCommand:
     def test_the_table_shows_each_row_and_the_reason_of_each_that_did_not_pass(self) -> None:
         text = table(
             [
-                Row("m", "plain", True, True, 26, "pass", blocks=18, ties=1),
-                Row("m", "tp2", False, None, 0, "FAIL", "it broke"),
+                VerifyRow("m", "plain", True, True, 26, "pass", blocks=18, ties=1),
+                VerifyRow("m", "tp2", False, None, 0, "FAIL", "it broke"),
             ]
         )
         lines = text.splitlines()

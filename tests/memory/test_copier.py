@@ -12,7 +12,7 @@ import pytest
 from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.checksums import Checksums
 from kvhold.memory.copier import Copier, HostCopier, Piece
-from kvhold.testing.device import Event, FakeDevice, fake_copier
+from kvhold.testing.device import FakeDevice, FakeEvent, fake_copier
 from tests.kernels.engines import BLOCKS, Engine, arena_for, make
 
 COPIERS: dict[str, Callable[[], Copier]] = {
@@ -124,8 +124,8 @@ class TestFakeDevice:
 
     def test_waiting_for_what_never_comes_is_an_error(self) -> None:
         device = FakeDevice(1)
-        device.put(device.engine, Event(device), lambda: None)
+        device.put(device.engine, FakeEvent(device), lambda: None)
         with pytest.raises(AssertionError, match="wait for each other"):
             device.synchronize()
         with pytest.raises(AssertionError, match="never fires"):
-            device.wait(Event(device))
+            device.wait(FakeEvent(device))

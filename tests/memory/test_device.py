@@ -20,15 +20,22 @@ from kvhold.core.api import ChunkBytes
 from kvhold.core.checksums import Checksums
 from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused
 from kvhold.memory.copier import HostCopier, Piece
-from kvhold.memory.device import Copies, DeviceCopier, Lane, PinnedArenas, Ring, Settings
-from kvhold.memory.device import Event as DriverEvent
+from kvhold.memory.device import (
+    Copies,
+    DeviceCopier,
+    DeviceEvent,
+    Lane,
+    PinnedArenas,
+    Ring,
+    Settings,
+)
 from kvhold.memory.device.batches import batches
 from kvhold.memory.device.copier import DeviceTransfer
 from kvhold.memory.device.crossover import NEVER, SIZES, direct_bytes
-from kvhold.memory.device.pinning import Arena as HeldArena
+from kvhold.memory.device.pinning import PinnedArena as HeldArena
 from kvhold.memory.device.pinning import Reach
 from kvhold.memory.device.ring import Slice
-from kvhold.testing.device import Event, FakeDevice, FakeDriver
+from kvhold.testing.device import FakeDevice, FakeDriver, FakeEvent
 from tests.kernels.engines import ARRANGEMENTS, BLOCKS, Engine, make
 
 SEEDS = range(30)
@@ -220,7 +227,9 @@ class Without(FakeDriver):
 
     lane = Lane.GATHER
 
-    def launch(self, lane: Lane, after: Sequence[DriverEvent], work: Callable[[], None]) -> Event:
+    def launch(
+        self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
+    ) -> FakeEvent:
         return super().launch(lane, [] if lane is self.lane else after, work)
 
 
@@ -249,7 +258,7 @@ class NoWaitOfDirectLoads(Without):
 class NoMark(FakeDriver):
     """Events of the engine's stream have fired when they are recorded."""
 
-    def record(self) -> Event:
+    def record(self) -> FakeEvent:
         event = super().record()
         event.has_fired = True
         return event
@@ -258,14 +267,16 @@ class NoMark(FakeDriver):
 class NoFence(FakeDriver):
     """The engine goes on."""
 
-    def hold(self, event: DriverEvent) -> None:
+    def hold(self, event: DeviceEvent) -> None:
         pass
 
 
 class NoWaitAtTheEnd(FakeDriver):
     """Who waits for copies does not."""
 
-    def launch(self, lane: Lane, after: Sequence[DriverEvent], work: Callable[[], None]) -> Event:
+    def launch(
+        self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
+    ) -> FakeEvent:
         event = super().launch(lane, after, work)
         event.wait = lambda: None  # type: ignore[method-assign]
         return event
@@ -347,7 +358,7 @@ class TestTransfer:
         class FailsOnce(FakeDriver):
             left = 2
 
-            def copy(self, lane: Lane, after: Sequence[DriverEvent], copies: Copies) -> Event:
+            def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> FakeEvent:
                 self.left -= 1
                 if not self.left:
                     raise error
@@ -396,7 +407,9 @@ class Failing(FakeDriver):
 
     left = 1
 
-    def launch(self, lane: Lane, after: Sequence[DriverEvent], work: Callable[[], None]) -> Event:
+    def launch(
+        self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
+    ) -> FakeEvent:
         self.left -= 1
         if self.left <= 0:
             raise DeviceError("an illegal memory access was encountered")
@@ -629,7 +642,7 @@ class TestRing:
             random, device = Random(seed), FakeDevice(seed)
             ring, used = (
                 Ring(np.zeros(random.choice([256, 1000, 4096, 8192]), np.uint8)),
-                list[tuple[Slice, Event]](),
+                list[tuple[Slice, FakeEvent]](),
             )
             for _ in range(200):
                 nbytes = random.randrange(1, 1200)

@@ -60,7 +60,7 @@ requests = st.one_of(
     st.sampled_from([m.Status(), m.Stop(), m.Ping()]),
 )
 answers = st.one_of(
-    st.builds(m.Found, number, number),
+    st.builds(m.LookupAnswer, number, number),
     st.builds(m.Leased, number, rows, st.lists(number)),
     st.builds(m.Granted, number, rows),
     st.builds(m.Report, st.dictionaries(st.text(), st.integers(0, 9) | st.text())),

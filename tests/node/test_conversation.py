@@ -16,7 +16,7 @@ from kvhold.node.conversation import Call, Conversation
 
 LOOKUP = m.Lookup(Query(bytes(32), bytes(16), 1, b""))
 GRANTING = {
-    LOOKUP: (m.Found(7, 64), m.Release(7)),
+    LOOKUP: (m.LookupAnswer(7, 64), m.Release(7)),
     m.Claim(7, 0, 0): (m.Leased(8, [], [], []), m.Release(8)),
     m.Reserve(bytes(16), ChunkNames(bytes(32), b""), 0): (m.Granted(9, []), m.Abandon(9)),
     m.Reencode("disk", "raw"): (m.ReencodeStatus(10, ReencodeProgress()), m.Release(10)),
@@ -156,7 +156,7 @@ def test_an_answer_whose_caller_was_interrupted_is_returned_once(
 
 
 @pytest.mark.parametrize(
-    "answer", [m.Found(0, 0), m.Granted(0, []), m.NotFound(), m.Refused("no", fatal=False)]
+    "answer", [m.LookupAnswer(0, 0), m.Granted(0, []), m.NotFound(), m.Refused("no", fatal=False)]
 )
 def test_a_late_answer_that_granted_nothing_is_dropped(
     conversation: Conversation, node: Node, answer: m.Message
@@ -177,7 +177,7 @@ def test_a_late_answer_to_a_question_returns_nothing_that_its_caller_has(
     node.take()
     for call, answer in zip(
         calls,
-        (m.ReencodeStatus(77, ReencodeProgress()), m.Found(99, 64, arriving=True)),
+        (m.ReencodeStatus(77, ReencodeProgress()), m.LookupAnswer(99, 64, arriving=True)),
         strict=True,
     ):
         conversation.give_up(call)
@@ -266,12 +266,14 @@ def test_every_grant_is_its_callers_or_is_returned_once(events: list[Any]) -> No
             answer_one(node, number, 1 << 20)
     assert conversation.error is None
     returned = [request.number for request in node.all_heard if isinstance(request, m.Release)]
-    granted = [call.answer.ticket for call in calls if isinstance(call.answer, m.Found)]
+    granted = [call.answer.ticket for call in calls if isinstance(call.answer, m.LookupAnswer)]
     assert all(
-        call.answer.ticket == call.number for call in calls if isinstance(call.answer, m.Found)
+        call.answer.ticket == call.number
+        for call in calls
+        if isinstance(call.answer, m.LookupAnswer)
     )
     assert sorted(returned) == sorted(
-        call.number for call in calls if call.late and isinstance(call.answer, m.Found)
+        call.number for call in calls if call.late and isinstance(call.answer, m.LookupAnswer)
     )
     assert len(set(granted)) == len(granted)
     assert all(call.answer is not None for call in calls if not call.late)
@@ -280,6 +282,8 @@ def test_every_grant_is_its_callers_or_is_returned_once(events: list[Any]) -> No
 def answer_one(node: Node, number: int, piece: int) -> None:
     """Lookups get a ticket with their own number. The bytes come in pieces."""
     request = node.heard.pop(number)
-    data = bytes(encode(m.Found(number, 64) if isinstance(request, m.Lookup) else m.Done(), number))
+    data = bytes(
+        encode(m.LookupAnswer(number, 64) if isinstance(request, m.Lookup) else m.Done(), number)
+    )
     for start in range(0, len(data), piece):
         node.say_bytes(data[start : start + piece])

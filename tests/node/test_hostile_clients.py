@@ -260,4 +260,9 @@ def test_requests_sent_together_are_answered_each_with_its_number(
         raw.socket.sendall(b"".join(map(raw.encoded, questions)))
         answers, numbers = zip(*((raw.hear(), raw.answered) for _ in questions), strict=True)
         assert list(numbers) == list(range(1, 1 + len(questions)))
-        assert [type(answer) for answer in answers] == [m.Done, m.NotFound, m.Found, m.Report] * 50
+        assert [type(answer) for answer in answers] == [
+            m.Done,
+            m.NotFound,
+            m.LookupAnswer,
+            m.Report,
+        ] * 50

@@ -174,7 +174,7 @@ def test_a_late_answer_to_a_question_gives_back_nothing_that_its_caller_has(tmp_
         questions_are_late.wait()
         connection.sendall(
             bytes(encode(m.ReencodeStatus(77, ReencodeProgress(seen=5)), 1))
-            + bytes(encode(m.Found(99, 100, arriving=True), 2))
+            + bytes(encode(m.LookupAnswer(99, 100, arriving=True), 2))
         )
 
     with FakeNode(tmp_path / "s", [WELCOME, answer_late]):

@@ -228,7 +228,7 @@ def test_a_node_that_does_not_greet_is_given_up_in_time(tmp_path: Path) -> None:
 
 
 ANSWERS = {
-    "another kind": (bytes(encode(m.Found(1, 1), 1)), ProtocolError),
+    "another kind": (bytes(encode(m.LookupAnswer(1, 1), 1)), ProtocolError),
     "another one's": (bytes(encode(m.Done(), 2)), ProtocolError),
     "without a number": (bytes(encode(m.Done())), ProtocolError),
     "garbage": (b"\x03\x00\x00\x00\xc1\xc1\xc1", ProtocolError),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvhold.core.errors import ConfigError
-from kvhold.integrations.sglang.settings import Settings, linker_settings, storage_settings
+from kvhold.integrations.sglang.settings import SGLangSettings, linker_settings, storage_settings
 from tools.setup_env import SGLANG, sglang_folder
 
 OF_SGLANG = {
@@ -42,7 +42,7 @@ def test_nothing_need_be_said(
 ) -> None:
     monkeypatch.setenv("KVHOLD_MODEL_ID", "from the environment")
     read = storage_settings(nothing)
-    assert read == Settings(read.config)
+    assert read == SGLangSettings(read.config)
     assert read.config.model_id == "from the environment"
 
 

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
 from kvhold.integrations.sglang import KVHoldStorage
-from kvhold.integrations.sglang.names import Engine, Part, names_of, namespace_of
+from kvhold.integrations.sglang.names import PagePart, SGLangEngine, names_of, namespace_of
 from kvhold.integrations.sglang.pools import OpaquePages, PlainPages, host_pages
 from tests.sglang.pools import (
     PAGE,
@@ -590,7 +590,7 @@ def test_metrics_count_what_was_moved_once(open_storage: Any) -> None:
 
 def test_names_chain_as_the_prompt_does() -> None:
     layout = host_pages(mha_host("page_first"), kv_dtype="", threads=1).layout
-    space = namespace_of(Engine("m"), layout, Part(), pool="kv", replicated=False)
+    space = namespace_of(SGLangEngine("m"), layout, PagePart(), pool="kv", replicated=False)
     whole = names_of(space, KEYS[:4], [])
     later = names_of(space, KEYS[2:4], KEYS[:2])
     assert (whole.parent, whole.first_token, len(whole)) == (b"", 0, 4)
@@ -598,7 +598,7 @@ def test_names_chain_as_the_prompt_does() -> None:
     assert later.parent == whole.hashes[20:40]
     assert later.first_token == 2 * PAGE
     assert names_of(space, KEYS[2:4], None).hashes == later.hashes
-    other = namespace_of(Engine("n"), layout, Part(), pool="kv", replicated=False)
+    other = namespace_of(SGLangEngine("n"), layout, PagePart(), pool="kv", replicated=False)
     assert names_of(other, KEYS[:4], []).hashes != whole.hashes
 
 

@@ -27,7 +27,7 @@ from kvhold.memory.arena import Arena
 from kvhold.tiers.disk.index import Index
 from kvhold.tiers.policies import POLICIES, make_policy
 from kvhold.tiers.ram import RamTier
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 from tests.sizing.traces import paths
 
 SLOT = 4096
@@ -84,7 +84,7 @@ class Node:
                 case ProbeCommand():
                     self.state.probed(
                         command.search,
-                        {key: Place(0, SLOT) for key in command.keys if self.index.find(key)},
+                        {key: TierPlace(0, SLOT) for key in command.keys if self.index.find(key)},
                     )
                 case FetchCommand():
                     for pending_read in command.pending_reads:

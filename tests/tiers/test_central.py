@@ -300,14 +300,14 @@ class TestHostileClients:
                 pass
             return answer
 
-    HELLO = bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "")))
+    HELLO = bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "")))
 
     @pytest.mark.parametrize(
         ("says", "told"),
         [
             ((b"GET / HTTP/1.1\r\n\r\n",), b"must be its Hello, of at most 4096 bytes"),
-            ((bytes(encode(c.Hello("x", 1, ""))),), b"must be its Hello"),
-            ((bytes(encode(c.Hello(c.CENTRAL_MAGIC, 99, ""))),), b"protocol 2"),
+            ((bytes(encode(c.CentralHello("x", 1, ""))),), b"must be its Hello"),
+            ((bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, 99, ""))),), b"protocol 2"),
             ((HELLO, b"\xff\xff\xff\xff"), b"announced"),
             ((HELLO, b"\x05\x00\x00\x00hello"), b"not a message"),
             ((HELLO, bytes(encode(c.Probe(b"short")))), b"not keys"),
@@ -348,12 +348,12 @@ class TestHostileClients:
         self, server: CentralServer
     ) -> None:
         answer = self.ask(
-            server, bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, "")))
+            server, bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, "")))
         )
         greeting = Decoder[c.Greeting](c.Greeting).decode(
             answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)]
         )
-        assert isinstance(greeting, c.Refused)
+        assert isinstance(greeting, c.CentralRefused)
         assert not greeting.denied
 
 
@@ -379,11 +379,11 @@ class TestStrangers:
     @pytest.mark.parametrize(
         "hello",
         [
-            c.Hello("HUSHHUSH" * ((1 << 20) - 100), c.CENTRAL_VERSION, ""),
-            c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * (1 << 19)),
-            c.Hello("HUSHHUSH" * 500, c.CENTRAL_VERSION, ""),
-            c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * 500),
-            c.Hello(c.CENTRAL_MAGIC, 99, "HUSHHUSH"),
+            c.CentralHello("HUSHHUSH" * ((1 << 20) - 100), c.CENTRAL_VERSION, ""),
+            c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * (1 << 19)),
+            c.CentralHello("HUSHHUSH" * 500, c.CENTRAL_VERSION, ""),
+            c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * 500),
+            c.CentralHello(c.CENTRAL_MAGIC, 99, "HUSHHUSH"),
             c.Probe(b"HUSHHUSH" * 100),
         ],
         ids=["magic of 8 MiB", "token of 4 MiB", "magic", "token", "version", "no Hello"],

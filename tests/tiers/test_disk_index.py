@@ -280,9 +280,9 @@ async def test_a_delete_and_a_scan_wait_for_files_that_are_being_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a crash brings back a value whose deletion was acknowledged."""
-    may_go_on, write = threading.Event(), jobs.Write.run
+    may_go_on, write = threading.Event(), jobs.FileWrite.run
 
-    def held(job: jobs.Write, stop: threading.Event) -> None:
+    def held(job: jobs.FileWrite, stop: threading.Event) -> None:
         may_go_on.wait(10)
         write(job, stop)
 
@@ -295,7 +295,7 @@ async def test_a_delete_and_a_scan_wait_for_files_that_are_being_evicted(
     tier = DiskTier(DiskConfig(path=str(tmp_path), max_bytes=64 << 10))
     try:
         assert await tier.put([(make_key(0), value())]) == [None]
-        monkeypatch.setattr(jobs.Write, "run", held)
+        monkeypatch.setattr(jobs.FileWrite, "run", held)
         putting = asyncio.create_task(tier.put([(make_key(1), value())]))
         for _ in range(1000):
             if await tier.probe([make_key(0)]) == [None]:  # it is evicted, and its file is there

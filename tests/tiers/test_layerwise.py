@@ -20,7 +20,7 @@ from kvhold.codecs import (
 from kvhold.codecs.frame import checksum
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
-from kvhold.lab.bench.places import PLACES, Place, open_place
+from kvhold.lab.bench.places import PLACES, BenchPlace, open_place
 from kvhold.testing.servers.base import NotInstalled
 from kvhold.tiers.base import Tier
 from kvhold.tiers.registry import make_tier
@@ -57,7 +57,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module", params=list(PLACES))
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest) -> Iterator[BenchPlace]:
     try:
         with open_place(request.param) as place:
             yield place
@@ -80,7 +80,7 @@ async def read_range(tier: Tier, key: bytes, start: int, nbytes: int) -> memoryv
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [64, 17, 1])
 async def test_any_layer_is_read_alone_and_checked(
-    place: Place, name: str, num_tokens: int
+    place: BenchPlace, name: str, num_tokens: int
 ) -> None:
     """R3: whole chunks and tails, each group with its own dtype and shape; the size that a probe
     tells is the frame's, to the byte.
@@ -113,7 +113,7 @@ async def test_any_layer_is_read_alone_and_checked(
 @pytest.mark.parametrize("shape", [(40,), (4, 8), (3, 2, 8), (2, 1, 4, 8), (1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float32"])
 async def test_shapes_of_any_rank_and_dtype_are_stated_and_come_back(
-    place: Place, shape: tuple[int, ...], dtype: str
+    place: BenchPlace, shape: tuple[int, ...], dtype: str
 ) -> None:
     """R1, R3: no axis, dtype or length is guessed, and writing a header twice gives the
     same bytes.

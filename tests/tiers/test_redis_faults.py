@@ -13,7 +13,7 @@ from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.testing.servers.redis import RedisServer, ReplyError
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.redis import RedisTier
-from kvhold.tiers.redis.names import Names
+from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.split import Head
 from kvhold.tiers.url import parse_url
 from tests.tiers.conftest import opened, start_or_skip
@@ -54,7 +54,7 @@ def at(url: str) -> RedisTier:
 
 
 def name(key: bytes) -> bytes:
-    return Names("kvhold:").of(key)
+    return RedisNames("kvhold:").of(key)
 
 
 async def turns(number: int) -> None:

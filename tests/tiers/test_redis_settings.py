@@ -10,7 +10,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES
 from kvhold.net.stream import Address
 from kvhold.tiers.redis import RedisConfig, RedisTier
-from kvhold.tiers.redis.names import Names
+from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.resp import command, set_pieces
 from kvhold.tiers.redis.settings import config_from
 from kvhold.tiers.redis.split import HEAD_BYTES, Head, cut, looks_like_head
@@ -101,10 +101,10 @@ def test_what_cannot_be_is_said_before_any_io(line: str, names: str) -> None:
     st.text(st.characters(codec="ascii", exclude_characters="{}\r\n"), max_size=9),
 )
 def test_a_name_is_one_keys(key: bytes, prefix: str) -> None:
-    names = Names(prefix)
+    names = RedisNames(prefix)
     assert names.key(names.of(key)) == key
     assert names.key(names.of(key)[:-1]) is None
-    assert Names(prefix + "x").key(names.of(key)) is None
+    assert RedisNames(prefix + "x").key(names.of(key)) is None
 
 
 @given(st.integers(1, 5000), st.integers(1, 900), st.data())

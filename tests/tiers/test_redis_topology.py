@@ -11,7 +11,7 @@ from kvhold.core.errors import TierError, TierUnavailable
 from kvhold.testing.servers.redis import RedisCluster, RedisSentinels, RedisServer, wait_for
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.redis import RedisTier
-from kvhold.tiers.redis.names import Names
+from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.topology import slot_of
 from kvhold.tiers.url import parse_url
 from tests.tiers.conftest import opened, start_or_skip
@@ -27,7 +27,7 @@ def at(url: str) -> RedisTier:
 
 
 def slot(key: bytes) -> int:
-    return slot_of(Names("kvhold:").of(key))
+    return slot_of(RedisNames("kvhold:").of(key))
 
 
 def test_slots_are_those_of_the_specification() -> None:
@@ -101,7 +101,9 @@ class TestSlotsThatMove:
         )
         try:
             assert await tier.probe(keys) == [SIZES[0], None]
-            source.call("MIGRATE", "127.0.0.1", target.port, Names("kvhold:").of(keys[0]), 0, 5000)
+            source.call(
+                "MIGRATE", "127.0.0.1", target.port, RedisNames("kvhold:").of(keys[0]), 0, 5000
+            )
             assert await tier.probe(keys) == [SIZES[0], None], "ASK leads to the other side"
             assert await fetch(tier, keys, SIZES[:2]) == [VALUES[keys[0]], None]
             assert await tier.delete([keys[0]]) == [True]

@@ -12,7 +12,7 @@ import torch
 from kvhold.cache import LocalCache, open_cache
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
-from kvhold.core.rules import Rules
+from kvhold.core.rules import RequestRules
 from kvhold.core.store_options import StoreOptions
 from kvhold.integrations.transformers import Outcome, Reuse
 from tests.transformers.models import prompt_of, small_chunks
@@ -42,7 +42,7 @@ class TestRules:
         self, llama: Any, cache: LocalCache
     ) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
-        reuse.rules = Rules(store=False)
+        reuse.rules = RequestRules(store=False)
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last == Outcome(num_tokens=50)
         assert cache.status()["chunks"] == 0
@@ -52,7 +52,7 @@ class TestRules:
     ) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
         expected = reuse.generate(prompt_of(50), **GREEDY)
-        reuse.rules = Rules(load=False)
+        reuse.rules = RequestRules(load=False)
         assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), expected)
         assert reuse.last == Outcome(num_tokens=50, num_loaded=0, num_stored=0)
 
@@ -60,7 +60,7 @@ class TestRules:
         self, llama: Any, cache: LocalCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
-        reuse.rules = Rules(store_options=StoreOptions(ttl_s=60))
+        reuse.rules = RequestRules(store_options=StoreOptions(ttl_s=60))
         reuse.generate(prompt_of(50), **GREEDY)
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last.num_loaded == 49
@@ -76,16 +76,16 @@ class TestRules:
         assert dict(reuse.rules.tags) == {"tenant": "acme"}
         for tags in ((), (("tenant", "victim"),)):
             with pytest.raises(ConfigError, match=r"rules\.tenant"):
-                reuse.rules = Rules(tags=tags)
+                reuse.rules = RequestRules(tags=tags)
         assert dict(reuse.rules.tags) == {"tenant": "acme"}
 
     def test_other_tags_other_kv(self, llama: Any, cache: LocalCache) -> None:
         reuse = Reuse(llama, cache, config=small_chunks())
-        reuse.rules = Rules(tags=(("tenant", "a"),))
+        reuse.rules = RequestRules(tags=(("tenant", "a"),))
         reuse.generate(prompt_of(50), **GREEDY)
-        reuse.rules = Rules(tags=(("tenant", "b"),))
+        reuse.rules = RequestRules(tags=(("tenant", "b"),))
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last.num_loaded == 0
-        reuse.rules = Rules(tags=(("tenant", "a"),))
+        reuse.rules = RequestRules(tags=(("tenant", "a"),))
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last.num_loaded == 49

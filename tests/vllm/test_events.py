@@ -26,7 +26,7 @@ from kvhold.core.api import Event
 from kvhold.core.config import ClientConfig, load_config
 from kvhold.core.keys import make_key, place_suffix
 from kvhold.integrations.vllm import events as events_module
-from kvhold.integrations.vllm.events import Announced, Announcer, Described, Table, with_events
+from kvhold.integrations.vllm.events import Announced, Announcer, ChunkTable, Described, with_events
 from kvhold.integrations.vllm.naming import adapters
 from kvhold.node import NodeClient
 from tests.vllm.router import Block, Router
@@ -43,7 +43,7 @@ IMPATIENT = {
         "heartbeat_interval_s": 0.2,
     }
 }
-TABLES = (Table(0, 16, "full_attention", None), Table(1, 16, "sliding_window", 64))
+TABLES = (ChunkTable(0, 16, "full_attention", None), ChunkTable(1, 16, "sliding_window", 64))
 SHARDS = 2
 
 

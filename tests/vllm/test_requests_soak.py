@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvhold.lab.bench.command import command
 from kvhold.lab.checkpoints import make_checkpoint
 from kvhold.lab.verify.engine import Engines
-from kvhold.lab.verify.messages import STAGES, Arrival, Ask, Question, Serve, Start
+from kvhold.lab.verify.messages import STAGES, Ask, Question, Serve, Start, VerifyArrival
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -69,7 +69,9 @@ def test_requests_that_arrive_while_others_run_are_answered_as_alone(engines: En
     ]
     served = engines.serve(
         Serve(
-            arrivals=[Arrival(tokens=p, max_tokens=6, step=3 * at) for at, p in enumerate(prompts)],
+            arrivals=[
+                VerifyArrival(tokens=p, max_tokens=6, step=3 * at) for at, p in enumerate(prompts)
+            ],
             margins=True,
         )
     )
@@ -83,19 +85,23 @@ def test_requests_that_arrive_while_others_run_are_answered_as_alone(engines: En
 
 def test_a_request_is_aborted_in_the_stage_that_was_named(engines: Engines) -> None:
     prompt = TOKENS + TOKENS[:60]  # 5 blocks, 5 steps of prefill
-    whole = engines.serve(Serve(arrivals=[Arrival(tokens=prompt, max_tokens=20)])).token_ids[0]
+    whole = engines.serve(Serve(arrivals=[VerifyArrival(tokens=prompt, max_tokens=20)])).token_ids[
+        0
+    ]
     stages = ["arrived", "prefill", "decode"]
     for stage in stages:
         served = engines.serve(
-            Serve(arrivals=[Arrival(tokens=prompt, max_tokens=20, abort=stage, abort_after=2)])
+            Serve(
+                arrivals=[VerifyArrival(tokens=prompt, max_tokens=20, abort=stage, abort_after=2)]
+            )
         )
         assert (served.aborted_in, served.ends) == ([stage], ["abort"])
         got = served.token_ids[0]
         assert got == whole[: len(got)]
         assert (0 < len(got) < 20) == (stage == "decode")
     waiting = [
-        Arrival(tokens=prompt, max_tokens=20),
-        *[Arrival(tokens=prompt, max_tokens=20, abort="waiting") for _ in range(3)],
+        VerifyArrival(tokens=prompt, max_tokens=20),
+        *[VerifyArrival(tokens=prompt, max_tokens=20, abort="waiting") for _ in range(3)],
     ]
     served = engines.serve(Serve(arrivals=waiting))
     assert served.token_ids[0] == whole
@@ -104,14 +110,14 @@ def test_a_request_is_aborted_in_the_stage_that_was_named(engines: Engines) -> N
 
 def test_a_request_that_ends_before_its_stage_comes_is_served(engines: Engines) -> None:
     served = engines.serve(
-        Serve(arrivals=[Arrival(tokens=TOKENS, max_tokens=2, abort="preempted")])
+        Serve(arrivals=[VerifyArrival(tokens=TOKENS, max_tokens=2, abort="preempted")])
     )
     assert (served.aborted_in, served.ends, len(served.token_ids[0])) == ([""], ["length"], 2)
 
 
 def test_preemptions_are_counted(engines: Engines) -> None:
     crowd = [
-        Arrival(tokens=TOKENS[at:] + TOKENS[:at][:-4] + TOKENS[:22], max_tokens=40)
+        VerifyArrival(tokens=TOKENS[at:] + TOKENS[:at][:-4] + TOKENS[:22], max_tokens=40)
         for at in range(4)
     ]
     alone = [engines.serve(Serve(arrivals=[arrival])) for arrival in crowd]

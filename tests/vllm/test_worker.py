@@ -29,7 +29,7 @@ from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide, _Reserving, _settle
 from kvhold.memory.coding import ERROR_BOUND, coded_group
-from kvhold.memory.copy import Planned
+from kvhold.memory.copy import PlannedCopy
 from kvhold.testing.damage import OpenArena
 from tests.vllm.scheduling import (
     LAYERS,
@@ -343,14 +343,14 @@ def test_the_stores_of_one_pass_wait_for_the_node_together_and_late_room_is_give
 def test_the_next_pass_waits_until_the_last_one_s_blocks_are_read(
     side: WorkerSide, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caches, gather, go = tensors(), Planned.gather, threading.Event()
+    caches, gather, go = tensors(), PlannedCopy.gather, threading.Event()
     side.register(caches)
 
     def slow(*arguments: Any, **options: Any) -> None:
         go.wait(20)
         gather(*arguments, **options)
 
-    monkeypatch.setattr(Planned, "gather", slow)
+    monkeypatch.setattr(PlannedCopy, "gather", slow)
     prompt = namespace.prompt(make_prompt("slow reading", 4 * BLOCK))
     side.begin(Steps(stores=[Store("a", prompt.chunks(), [[1, 2, 3, 4]])]))
     side.store()

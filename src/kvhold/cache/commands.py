@@ -6,7 +6,7 @@ from typing import TypeAlias
 from kvhold.core.layout import Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.tiers.ram import Entry
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PendingRead:
 
     entry: Entry
     layout: Layout
-    place: Place
+    place: TierPlace
     tenant: str = ""
 
 

@@ -12,7 +12,7 @@ from kvhold.tiers.guard import Guard
 
 
 @dataclass(frozen=True)
-class Coding:
+class FrameCoding:
     codec: str
     keyring: Keyring | None
 
@@ -29,7 +29,7 @@ class Write:
     command: WriteCommand
     waiting: int = 0
     stale: bool = False
-    frames: "dict[Coding, asyncio.Task[Written | None]]" = field(default_factory=dict)
+    frames: "dict[FrameCoding, asyncio.Task[Written | None]]" = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +37,7 @@ class Write:
 
 
 class Outbox:
-    def __init__(self, guard: Guard, coding: Coding, metrics: Metrics) -> None:
+    def __init__(self, guard: Guard, coding: FrameCoding, metrics: Metrics) -> None:
         self.guard = guard
         self.coding = coding
         self.ready = asyncio.Event()

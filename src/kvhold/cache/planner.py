@@ -27,7 +27,7 @@ from kvhold.core.planning import (
     Alternative,
     ComputeCost,
     Decision,
-    Options,
+    LoadOptions,
     alternative,
     choose,
     total_s,
@@ -42,7 +42,7 @@ IN_RAM = -1
 
 
 @dataclass(frozen=True)
-class Found:
+class ChunkPlaces:
     """Where a prompt's chunks are.
 
     here:   the hit in memory
@@ -60,7 +60,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """What to load.
 
     chunks:     request the chunks before this number now
@@ -79,7 +79,7 @@ class Marks:
     """The ends of a search's reads in the tiers' queues, as `TierSpeed.ordered_bytes`."""
 
     by_tier: dict[int, int] = field(default_factory=dict)
-    plan: Plan | None = None
+    plan: LoadPlan | None = None
 
 
 class Planner:
@@ -108,7 +108,7 @@ class Planner:
         """Compare a copy from memory with computing."""
         tokens = np.array([0, num_tokens])
         nbytes = np.array([0, _load_bytes(layout, query.shards, cost, num_tokens)])
-        return choose(cost, Options(tokens, nbytes, np.zeros(2))) == 1
+        return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
         """Return whether a probe could pay, were all missing chunks in one tier."""
@@ -128,7 +128,7 @@ class Planner:
         )
         first = cost.computed_tokens // size
         more = [
-            Options(
+            LoadOptions(
                 tokens,
                 np.maximum(chunks - first, 0) * a_chunk,
                 self._probe_s + speed.wait_s((chunks - here.whole) * a_chunk + 1),
@@ -154,7 +154,7 @@ class Planner:
         costs = self._probes.costs
         return costs[0] if costs is not None else 0.0
 
-    def plan(self, number: int, cost: ComputeCost, layout: Layout, found: Found) -> Plan:
+    def plan(self, number: int, cost: ComputeCost, layout: Layout, found: ChunkPlaces) -> LoadPlan:
         """Plan a load. It requests at most a few times the bytes that a tier delivered at once."""
         options = self._options_here(cost, found.query, layout, found.here.num_tokens)
         first, waits = (
@@ -165,7 +165,7 @@ class Planner:
         chosen = choose(cost, options)
         self._decide(number, cost, options, chosen, found.sources, memory=first - 1)
         if chosen < first:
-            return Plan(int(options.tokens[chosen]), 0, 0.0)
+            return LoadPlan(int(options.tokens[chosen]), 0, 0.0)
         num_tokens = int(options.tokens[chosen])
         chunks = wanted = -(-num_tokens // layout.tokens_per_chunk)
         for tier, nbytes in waits.items():
@@ -182,7 +182,7 @@ class Planner:
             if chunks < wanted
             else {}
         )
-        return Plan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
+        return LoadPlan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
     def requested(self, tier: int, nbytes: int) -> int:
         """Note a read. Return the tier's `ordered_bytes` after it."""
@@ -226,7 +226,7 @@ class Planner:
             goal = max(here, marks.plan.num_tokens)
             # other reads may end while this search's hang
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
-        then = Options(
+        then = LoadOptions(
             np.array([goal]),
             np.array([_load_bytes(layout, query.shards, cost, goal)]),
             np.array([left_s]),
@@ -302,7 +302,7 @@ class Planner:
         self,
         number: int,
         cost: ComputeCost,
-        options: Options,
+        options: LoadOptions,
         chosen: int,
         sources: Mapping[str, int],
         *,
@@ -333,18 +333,18 @@ class Planner:
 
     def _options_here(
         self, cost: ComputeCost, query: Query, layout: Layout, num_tokens: int
-    ) -> Options:
+    ) -> LoadOptions:
         ends = [0, num_tokens] if num_tokens else [0]
         nbytes = [_load_bytes(layout, query.shards, cost, end) for end in ends]
-        return Options(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
+        return LoadOptions(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
 
     def _options_below(
         self,
         cost: ComputeCost,
         layout: Layout,
-        found: Found,
+        found: ChunkPlaces,
         waits: Mapping[int, "np.ndarray[Any, Any]"],
-    ) -> Options:
+    ) -> LoadOptions:
         """Return one option per chunk end beyond memory.
 
         If a group has no full attention, only the last one.
@@ -363,7 +363,7 @@ class Planner:
         beyond = ends > found.here.num_tokens
         if any(group.attention != "full" for group in layout.groups):
             beyond &= ends == found.extent.num_tokens
-        return Options(ends[beyond], copied[beyond], wait_s[beyond])
+        return LoadOptions(ends[beyond], copied[beyond], wait_s[beyond])
 
 
 def _load_bytes(layout: Layout, shards: int, cost: ComputeCost, num_tokens: int) -> int:
@@ -384,9 +384,9 @@ def _needed(layout: Layout, num_tokens: int) -> Iterable[range]:
     ]
 
 
-def _joined(one: Options, other: Options) -> Options:
+def _joined(one: LoadOptions, other: LoadOptions) -> LoadOptions:
     pairs = [(getattr(one, name), getattr(other, name)) for name in ("tokens", "nbytes", "wait_s")]
-    return Options(*(np.concatenate(pair) for pair in pairs))
+    return LoadOptions(*(np.concatenate(pair) for pair in pairs))
 
 
 def _choice(cost: ComputeCost, alternatives: Mapping[str, Alternative]) -> str:

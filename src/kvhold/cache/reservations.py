@@ -39,7 +39,7 @@ _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 
 @dataclass(frozen=True)
-class Granted:
+class Grant:
     """The answer to a reserve. reservation: 0 if nothing was granted. offsets: `[group][chunk]`."""
 
     reservation: int
@@ -47,7 +47,7 @@ class Granted:
 
 
 @dataclass
-class Reservation:
+class ReservedChunks:
     """Reserved chunks. is_given_up: others do not wait for its writer."""
 
     layout: Layout
@@ -88,11 +88,11 @@ class Reservations:
         self._stalled_after_s = stalled_after_s
         self._clock = clock
         # with its start and its reservation
-        self._writing: dict[bytes, tuple[Entry, float, Reservation]] = {}
+        self._writing: dict[bytes, tuple[Entry, float, ReservedChunks]] = {}
 
     def reserve_turns(
         self,
-        reservation: Reservation,
+        reservation: ReservedChunks,
         names: ChunkNames,
         shard: int,
         *,
@@ -156,7 +156,7 @@ class Reservations:
         return offsets
 
     def commit_turns(
-        self, reservation: Reservation, chunks: Sequence[int], checksums: bytes | None
+        self, reservation: ReservedChunks, chunks: Sequence[int], checksums: bytes | None
     ) -> Turns[None]:
         """Make chunks visible, the last one first.
 
@@ -212,7 +212,7 @@ class Reservations:
         for entry in entries:
             self._ram.commit(entry)
 
-    def abandon_turns(self, reservation: Reservation) -> Turns[None]:
+    def abandon_turns(self, reservation: ReservedChunks) -> Turns[None]:
         """Free chunks. The reservation keeps those not freed yet."""
         while reservation.chunks:
             entries = reservation.take(next(reversed(reservation.chunks)))
@@ -253,7 +253,9 @@ class Reservations:
                 del self._writing[entry.key]
 
 
-def _keep_checksums(reservation: Reservation, chunks: Sequence[int], packed: bytes) -> Turns[None]:
+def _keep_checksums(
+    reservation: ReservedChunks, chunks: Sequence[int], packed: bytes
+) -> Turns[None]:
     entries = [entry for chunk in chunks for entry in reservation.chunks[chunk]]
     by_group = [BYTES * group.layers for group in reservation.layout.groups]
     sizes: list[int] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from kvhold.cache.chores import Turns
 from kvhold.cache.commands import Command, FetchCommand, PendingRead, ProbeCommand
-from kvhold.cache.planner import IN_RAM, Found, Marks, Planner
+from kvhold.cache.planner import IN_RAM, ChunkPlaces, Marks, Planner
 from kvhold.cache.presence import Need, Prefix, Presence
 from kvhold.cache.writes import Writes
 from kvhold.core.keys import Query
@@ -24,7 +24,7 @@ from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_ROOM, TIER_DOWN
 from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier, Wanted
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 from kvhold.tiers.table import KeyTable
 
 _MOST_PINS = 400  # per step
@@ -56,7 +56,7 @@ class Search:
     probing: bool = True
     requesting: bool = False
     settling: bool = False
-    places: dict[bytes, Place] = field(default_factory=dict)
+    places: dict[bytes, TierPlace] = field(default_factory=dict)
     silent: bool = False
     sources: KeyTable[int] = field(default_factory=KeyTable)
     faults: dict[bytes, str] = field(default_factory=dict)
@@ -93,10 +93,10 @@ class Search:
             return False
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
-    def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | Place]":
+    def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | TierPlace]":
         """Return the presence in any place. Failed and awaited chunks are absent."""
 
-        def anywhere(key: bytes) -> Entry | Place | None:
+        def anywhere(key: bytes) -> Entry | TierPlace | None:
             lost = key in self.faults or key in self.awaited
             return self.pinned.get(key) or (None if lost else find(key) or self.places.get(key))
 
@@ -226,7 +226,7 @@ class Searches:
             search.probing, search.requesting = False, True
             yield from self._request_turns(number, search)
 
-    def probed(self, number: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
+    def probed(self, number: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
         search = self._searches.get(number)
         if search is None:
             return
@@ -261,7 +261,7 @@ class Searches:
         pending_reads: list[PendingRead] = []
         search.marks.plan = None
         try:
-            presence: Presence[Entry | Place] = Presence(
+            presence: Presence[Entry | TierPlace] = Presence(
                 search.query, search.layout, self._finder_anywhere(search, held)
             )
             prefix = yield from presence.take_turns()
@@ -313,7 +313,7 @@ class Searches:
         self,
         number: int,
         search: Search,
-        needs: Sequence[Need[Entry | Place]],
+        needs: Sequence[Need[Entry | TierPlace]],
         pending_reads: list[PendingRead],
     ) -> bool:
         """Reserve memory. Return False if it runs out."""
@@ -337,8 +337,8 @@ class Searches:
         self,
         number: int,
         search: Search,
-        presence: Presence[Entry | Place],
-        prefix: Prefix[Entry | Place],
+        presence: Presence[Entry | TierPlace],
+        prefix: Prefix[Entry | TierPlace],
     ) -> Turns[range]:
         extent, nothing = prefix.extent, range(0)
         search.idle = 0 < extent.num_tokens <= search.have_tokens
@@ -368,7 +368,7 @@ class Searches:
         sources = _sources(
             survey.slowest, extent.num_tokens, search.layout.tokens_per_chunk, self._planner.names
         )
-        found = Found(search.query, here, extent, survey.nbytes, survey.below, sources)
+        found = ChunkPlaces(search.query, here, extent, survey.nbytes, survey.below, sources)
         plan = search.marks.plan = self._planner.plan(number, search.cost, search.layout, found)
         for tier, first in survey.coming.items():
             if first < plan.chunks:
@@ -386,10 +386,10 @@ class Searches:
 
     def _finder_anywhere(
         self, search: Search, held: list[Entry]
-    ) -> Callable[[bytes], Entry | Place | None]:
+    ) -> Callable[[bytes], Entry | TierPlace | None]:
         """Return a function that holds the entries that it finds."""
 
-        def find(key: bytes) -> Entry | Place | None:
+        def find(key: bytes) -> Entry | TierPlace | None:
             entry = self._find_or_coming(key)
             if entry is None:
                 return None if key in search.faults else search.places.get(key)
@@ -474,7 +474,7 @@ class Searches:
                 self._is_over(number)
 
     def _reserve(
-        self, search: Search, need: Need[Entry | Place], place: Place | None
+        self, search: Search, need: Need[Entry | TierPlace], place: TierPlace | None
     ) -> PendingRead | None:
         # written by another owner, or held by a given-up read
         if place is None or self._ram.holds(need.key):

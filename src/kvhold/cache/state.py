@@ -25,7 +25,7 @@ from kvhold.cache.eviction_history import EvictionHistory
 from kvhold.cache.planner import Planner
 from kvhold.cache.presence import Extent, Prefix, Presence
 from kvhold.cache.reencodings import ReencodeRequest, Reencodings
-from kvhold.cache.reservations import MAX_SHARDS, Granted, Reservation, Reservations
+from kvhold.cache.reservations import MAX_SHARDS, Grant, Reservations, ReservedChunks
 from kvhold.cache.searches import Search, Searches, sources_turns
 from kvhold.cache.writes import Writes
 from kvhold.core.api import ABSENT, EventBatch, Found, ReencodeProgress
@@ -52,7 +52,7 @@ from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
 
 
 @dataclass(frozen=True)
-class Leased:
+class ClaimAnswer:
     """The answer to a claim.
 
     offsets:   `[group][chunk]`, or ABSENT
@@ -121,7 +121,7 @@ class _Holdings:
     tickets: set[int] = field(default_factory=set)
     leases: dict[int, list[Entry]] = field(default_factory=dict)
     lease_bytes: dict[int, int] = field(default_factory=dict)
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    reservations: dict[int, ReservedChunks] = field(default_factory=dict)
 
 
 def new_state(config: Config, arena: Arena) -> "CacheState":
@@ -405,13 +405,13 @@ class CacheState:
 
     def claim(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
-    ) -> Leased | None:
+    ) -> ClaimAnswer | None:
         """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
         return finish(self.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving))
 
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
-    ) -> Turns[Leased | None]:
+    ) -> Turns[ClaimAnswer | None]:
         """The ticket's pins stay until the last step."""
         if first_chunk < 0:
             raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
@@ -460,7 +460,7 @@ class CacheState:
         shard: int,
         first_chunk: int,
         extent: Extent,
-    ) -> Turns[Leased | None]:
+    ) -> Turns[ClaimAnswer | None]:
         rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
         num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
         return (
@@ -475,7 +475,7 @@ class CacheState:
         rows: list[list[Entry | None]],
         num_tokens: list[int],
         may_go_on: Callable[[], bool] = lambda: True,
-    ) -> Turns[Leased]:
+    ) -> Turns[ClaimAnswer]:
         """Pin entries. may_go_on: whether those not lent yet are still pinned."""
         lease, holdings = next(self._numbers), self._of(owner)
         leased = holdings.leases[lease] = []
@@ -500,7 +500,7 @@ class CacheState:
             leased += entries
             holdings.lease_bytes[lease] += _bytes_of(entries)
             count_entries(self.metrics, "loaned", entries)
-        return Leased(lease, offsets, num_tokens, [b"".join(sums) for sums in checksums])
+        return ClaimAnswer(lease, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
         """Remove chunks that a reader reports. A wrong report costs only a miss."""
@@ -551,7 +551,7 @@ class CacheState:
         *,
         groups: bytes | None = None,
         store_options: StoreOptions = DEFAULT_OPTIONS,
-    ) -> Granted:
+    ) -> Grant:
         """Reserve memory for missing chunks, up to the first that does not fit.
 
         groups: `[group][chunk]`, one byte each, 0: not written; None: all
@@ -571,9 +571,9 @@ class CacheState:
         *,
         groups: bytes | None = None,
         store_options: StoreOptions = DEFAULT_OPTIONS,
-    ) -> Turns[Granted]:
+    ) -> Turns[Grant]:
         self.in_use[names.namespace] = None
-        number, reservation = next(self._numbers), Reservation(layout, store_options, {})
+        number, reservation = next(self._numbers), ReservedChunks(layout, store_options, {})
         self._of(owner).reservations[number] = reservation
         try:
             offsets = yield from self._reservations.reserve_turns(
@@ -583,7 +583,7 @@ class CacheState:
         finally:
             if not reservation.chunks:
                 self._of(owner).reservations.pop(number, None)
-        return Granted(number if reservation.chunks else 0, offsets)
+        return Grant(number if reservation.chunks else 0, offsets)
 
     def commit(
         self, owner: Owner, reservation: int, chunks: Sequence[int], checksums: bytes | None = None
@@ -735,7 +735,7 @@ class CacheState:
 
     # Events from the tier worker.
 
-    def probed(self, search: int, places: dict[bytes, Place], *, silent: bool = False) -> None:
+    def probed(self, search: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
         """End a probe. silent: some tier did not answer."""
         self._searches.probed(search, places, silent=silent)
 

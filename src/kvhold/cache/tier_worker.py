@@ -29,7 +29,7 @@ from kvhold.cache.commands import (
     StopCommand,
     WriteCommand,
 )
-from kvhold.cache.outbox import Coding, Outbox, Write
+from kvhold.cache.outbox import FrameCoding, Outbox, Write
 from kvhold.cache.read_buffer import ReadBuffer, Writer, Written
 from kvhold.cache.reencoder import Reencoder
 from kvhold.cache.reencodings import LOSES_NOTHING, ReencodableTier
@@ -98,7 +98,7 @@ class TierWorker:
         self._outboxes: list[Outbox] = []
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
         self._codings = [
-            Coding(guard.config.codec, keyring if guard.config.encrypt else None)
+            FrameCoding(guard.config.codec, keyring if guard.config.encrypt else None)
             for guard in stack.guards
         ]
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -445,7 +445,7 @@ class TierWorker:
                 pending.add_done_callback(partial(self._finish_late, guard, batch))
 
     async def _write_batch(
-        self, guard: Guard, coding: Coding, batch: list[Write]
+        self, guard: Guard, coding: FrameCoding, batch: list[Write]
     ) -> "asyncio.Task[Any] | None":
         """Write chunks. Return a task if calls still use their memory."""
         if not guard.available:
@@ -478,7 +478,7 @@ class TierWorker:
                 pending.append(outcome.pending)
         return asyncio.ensure_future(_all(pending)) if pending else None
 
-    async def _frame(self, guard: Guard, coding: Coding, write: Write) -> Written | None:
+    async def _frame(self, guard: Guard, coding: FrameCoding, write: Write) -> Written | None:
         """Return a frame, made once per coding; None if damaged or without a key."""
         if coding not in write.frames:
             making = self._loop.run_in_executor(
@@ -503,7 +503,7 @@ class TierWorker:
         )
         return written
 
-    def _make_frame(self, coding: Coding, command: WriteCommand) -> Written | None:
+    def _make_frame(self, coding: FrameCoding, command: WriteCommand) -> Written | None:
         writer = Writer(make_codec(coding.codec), coding.keyring)
         return writer.framed(
             command.entry, command.layout, self._ram.view(command.entry), command.store_options

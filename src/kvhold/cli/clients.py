@@ -7,7 +7,7 @@ import msgspec
 
 from kvhold.core.config import load_config
 from kvhold.core.sizes import format_size
-from kvhold.net.messages import Client
+from kvhold.net.messages import ClientInfo
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
@@ -28,14 +28,14 @@ def command(socket: str | None, as_json: bool) -> None:
         click.echo(as_table(clients))
 
 
-def as_row(client: Client) -> dict[str, object]:
+def as_row(client: ClientInfo) -> dict[str, object]:
     row = msgspec.structs.asdict(client)
     return {"id": name_of(client)} | {
         name: value for name, value in row.items() if name != "number"
     }
 
 
-def as_table(clients: list[Client]) -> str:
+def as_table(clients: list[ClientInfo]) -> str:
     lines = [
         (
             f"{'ID':6} {'NAME':20} {'PID':>8} {'SILENT':>8} {'HITS':>6} {'LEASES':>6} "
@@ -53,6 +53,6 @@ def as_table(clients: list[Client]) -> str:
     return "\n".join(lines)
 
 
-def name_of(client: Client) -> str:
+def name_of(client: ClientInfo) -> str:
     """A letter and a number, unlike a process id."""
     return f"c{client.number}"

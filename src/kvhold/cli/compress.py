@@ -26,7 +26,7 @@ _RESULTS = {
 
 
 @dataclass(frozen=True)
-class Options:
+class CompressOptions:
     tier: str
     namespace: str | None
     socket: str | None
@@ -56,10 +56,10 @@ def command(
     Chunks that are stored later use the tier's own setting. Budgets are kept. Chunks that a lossy
     codec has written are left alone.
     """
-    reencode(codec, Options(tier, namespace, socket, as_json))
+    reencode(codec, CompressOptions(tier, namespace, socket, as_json))
 
 
-def reencode(codec: str, options: Options) -> None:
+def reencode(codec: str, options: CompressOptions) -> None:
     """Exits with 1 if the re-encoding ended early."""
     config = load_config({"node": {"socket": options.socket}} if options.socket else {})
     namespace = _digest(options.namespace)

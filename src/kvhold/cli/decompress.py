@@ -2,7 +2,7 @@
 
 import click
 
-from kvhold.cli.compress import Options, reencode
+from kvhold.cli.compress import CompressOptions, reencode
 
 
 @click.command()
@@ -29,4 +29,4 @@ def command(
 
     Precision that a codec has lost is not restored.
     """
-    reencode(codec, Options(tier, namespace, socket, as_json))
+    reencode(codec, CompressOptions(tier, namespace, socket, as_json))

@@ -8,7 +8,7 @@ from kvhold.cli.clients import name_of
 from kvhold.core.config import load_config
 from kvhold.core.errors import NodeError
 from kvhold.core.sizes import format_size
-from kvhold.net.messages import Client
+from kvhold.net.messages import ClientInfo
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
@@ -39,7 +39,7 @@ def command(client: str, socket: str | None) -> None:
         click.echo(f"ended {name_of(one)} ({one.name}, pid {one.pid}){_what_is_left(one)}")
 
 
-def _what_is_left(client: Client) -> str:
+def _what_is_left(client: ClientInfo) -> str:
     if not client.leases and not client.reservations:
         return ""
     return (

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.codecs.elements import CODED, Elements, Reader
-from kvhold.codecs.quantised import Place, Quantised
+from kvhold.codecs.quantised import LayerShape, Quantised
 from kvhold.kernels import numba_bins as bins
 from kvhold.kernels import numba_planes as planes
 from kvhold.kernels import numba_rans_kinds as rans
@@ -55,7 +55,7 @@ class Fineness:
     values: float
     parts: float
 
-    def of(self, place: Place, plane: int) -> float:
+    def of(self, place: LayerShape, plane: int) -> float:
         """A latent plane (MLA) counts as keys."""
         early = 4 * place.layer < place.layers
         if plane == 0:
@@ -76,7 +76,7 @@ class CacheGen(Quantised):
         early_keys=0.9, keys=1.05, early_values=1.1, values=1.2, parts=3.5
     )
 
-    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+    def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         found = elements.reshape(place.planes, -1)
         measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in found]
         # NaN if any element is NaN.
@@ -101,7 +101,7 @@ class CacheGen(Quantised):
                 end += piece.size
         return end
 
-    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+    def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
         reader = Reader(encoded, self.name, place.layer)
         form = reader.byte()
         if form != CODED:
@@ -148,7 +148,7 @@ class _Steps:
     def choose(
         cls,
         plane: Elements,
-        place: Place,
+        place: LayerShape,
         channels: bins.Channels,
         largest: float,
         fineness: float,
@@ -186,7 +186,7 @@ class _Steps:
             np.clip(offsets, -bins.MOST, bins.MOST).astype(np.int8),
         )
 
-    def of_channels(self, place: Place) -> tuple[Floats, Codes]:
+    def of_channels(self, place: LayerShape) -> tuple[Floats, Codes]:
         groups = _groups(place.heads, place.head_dim, self.share)
         return _widths(self.base)[self.octaves][groups], self.offsets[groups]
 
@@ -213,7 +213,7 @@ def _bounds(heads: int, head_dim: int) -> Counts:
     return bounds
 
 
-def _plane_pieces(plane: Elements, place: Place, steps: _Steps) -> list[Bytes]:
+def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Bytes]:
     of_channels, offsets = steps.of_channels(place)
     deviations = bins.quantise(plane, place.dtype, of_channels, offsets)
     coding = _Coding.choose(deviations, place, _groups(place.heads, place.head_dim, steps.share))
@@ -258,7 +258,7 @@ class _Coding:
     frequencies: rans.Frequencies
 
     @classmethod
-    def choose(cls, deviations: bins.Deviations, place: Place, groups: Counts) -> "_Coding":
+    def choose(cls, deviations: bins.Deviations, place: LayerShape, groups: Counts) -> "_Coding":
         """Shift tokens if the gain is more than half a byte per run."""
         bounds = _bounds(place.heads, place.head_dim)
         found = bins.magnitudes(deviations, place.width, bounds)
@@ -307,11 +307,11 @@ def _pack_shifts(shifts: Codes) -> Bytes:
     return np.asarray(halves[::2] | halves[1::2] << np.uint8(4))
 
 
-def _read_plane(reader: Reader, place: Place, plane: Elements) -> None:
+def _read_plane(reader: Reader, place: LayerShape, plane: Elements) -> None:
     base, share, shifted, num_kinds = _HEAD.unpack(reader.take(_HEAD.size))
     if not 0 <= base < np.inf or share > 15 or shifted > 1 or not 1 <= num_kinds <= CLASSES:
         raise reader.wrong(f"a plane that begins with {base}, {share}, {shifted}, {num_kinds}")
-    shape = planes.Shape(
+    shape = planes.PlaneShape(
         place.tokens,
         _groups(place.heads, place.head_dim, share),
         _bounds(place.heads, place.head_dim),

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvhold.codecs.elements import Elements
-from kvhold.codecs.quantised import Place, Quantised, read_scales
+from kvhold.codecs.quantised import LayerShape, Quantised, read_scales
 from kvhold.kernels import numba_quantise as quantise
 from kvhold.kernels.numba_floats import LEAST_NORMAL
 
@@ -28,7 +28,7 @@ class FP8(Quantised):
     name: ClassVar[str] = "fp8"
     error_bound: ClassVar[float] = 0.04  # 1/28 + 1/256
 
-    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+    def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         largest = quantise.column_largest(elements, place.dtype, place.planes, place.width)
         form, scales = BY_CHANNEL, largest
         if place.tokens < TOKENS_FOR_CHANNELS:
@@ -48,7 +48,7 @@ class FP8(Quantised):
         np.frombuffer(out[1 : 1 + 4 * scales.size], "<f4")[:] = scales.reshape(-1)
         return end
 
-    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+    def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
         form = encoded[0]
         scales = place.planes * place.heads * (place.head_dim if form == BY_CHANNEL else 1)
         if form not in (BY_CHANNEL, BY_HEAD) or len(encoded) != 1 + 4 * scales + target.size:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvhold.codecs.elements import CODED, Elements
-from kvhold.codecs.quantised import Place, Quantised, read_scales
+from kvhold.codecs.quantised import LayerShape, Quantised, read_scales
 from kvhold.kernels import numba_quantise as quantise
 
 RUN = 128
@@ -21,7 +21,7 @@ class Int8(Quantised):
     name: ClassVar[str] = "int8"
     error_bound: ClassVar[float] = 1 / 127
 
-    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+    def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         scales = _scales(place)
         end = 1 + 4 * scales + elements.size
         if end > place.nbytes or not quantise.all_finite(elements, place.dtype):
@@ -33,7 +33,7 @@ class Int8(Quantised):
         np.frombuffer(out[1 : 1 + 4 * scales], "<f4")[:] = largest
         return end
 
-    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+    def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
         scales = _scales(place)
         if encoded[0] != CODED or len(encoded) != 1 + 4 * scales + target.size:
             raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
@@ -42,5 +42,5 @@ class Int8(Quantised):
         quantise.int8_decode(codes, largest, place.dtype, place.head_dim, RUN, target)
 
 
-def _scales(place: Place) -> int:
+def _scales(place: LayerShape) -> int:
     return place.planes * place.tokens * place.heads * -(-place.head_dim // RUN)

@@ -10,7 +10,7 @@ import numpy as np
 from kvhold.codecs.elements import CODED, Elements
 from kvhold.codecs.int8 import RUN
 from kvhold.codecs.kivi import is_too_small, read_values, values_bytes, write_values
-from kvhold.codecs.quantised import Place, Quantised, read_scales
+from kvhold.codecs.quantised import LayerShape, Quantised, read_scales
 from kvhold.kernels import numba_quantise as quantise
 
 VALUE_BITS = 4
@@ -25,7 +25,7 @@ class K8V4(Quantised):
     name: ClassVar[str] = "k8v4"
     error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256
 
-    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+    def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         begin = 1 + _keys_bytes(place)
         end = begin + (place.planes - 1) * values_bytes(place, VALUE_BITS)
         if end > place.nbytes or not quantise.all_finite(elements, place.dtype):
@@ -43,7 +43,7 @@ class K8V4(Quantised):
         np.frombuffer(out[1 : 1 + largest.nbytes], "<f4")[:] = largest
         return end
 
-    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+    def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
         begin = 1 + _keys_bytes(place)
         if encoded[0] != CODED or len(encoded) != begin + (place.planes - 1) * values_bytes(
             place, VALUE_BITS
@@ -59,9 +59,9 @@ class K8V4(Quantised):
             read_values(encoded[begin:], place, VALUE_BITS, plane)
 
 
-def _scales(place: Place) -> int:
+def _scales(place: LayerShape) -> int:
     return place.tokens * place.heads * -(-place.head_dim // RUN)
 
 
-def _keys_bytes(place: Place) -> int:
+def _keys_bytes(place: LayerShape) -> int:
     return 4 * _scales(place) + place.tokens * place.width

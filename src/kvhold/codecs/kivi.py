@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvhold.codecs.elements import CODED, Elements, read_elements
-from kvhold.codecs.quantised import Place, Quantised
+from kvhold.codecs.quantised import LayerShape, Quantised
 from kvhold.core.layout import DTYPE_BYTES
 from kvhold.kernels import numba_groups as groups
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes
@@ -32,7 +32,7 @@ class KIVI(Quantised):
     error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256
     bits: ClassVar[int] = 4
 
-    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+    def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         if not all_finite(elements, place.dtype):
             return None
         planes = elements.reshape(place.planes, place.tokens, place.width)
@@ -48,7 +48,7 @@ class KIVI(Quantised):
         out[0] = CODED
         return end
 
-    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+    def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
         begin = 1 + keys_bytes(place, self.bits)
         if encoded[0] != CODED or len(encoded) != begin + (place.planes - 1) * values_bytes(
             place, self.bits
@@ -68,18 +68,18 @@ class KIVI2(KIVI):
     bits: ClassVar[int] = 2
 
 
-def keys_bytes(place: Place, bits: int) -> int:
+def keys_bytes(place: LayerShape, bits: int) -> int:
     full, rest = divmod(place.tokens, groups.GROUP)
     coded = full * groups.GROUP * groups.packed_width(place.width, bits)
     return coded + (2 * full + rest) * place.width * DTYPE_BYTES[place.dtype]
 
 
-def values_bytes(place: Place, bits: int) -> int:
+def values_bytes(place: LayerShape, bits: int) -> int:
     ends = 2 * groups.num_groups(place.width, place.head_dim) * DTYPE_BYTES[place.dtype]
     return place.tokens * (ends + groups.packed_width(place.width, bits))
 
 
-def write_keys(plane: Elements, place: Place, bits: int, out: memoryview) -> float:
+def write_keys(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
     """Encode keys [tokens, width]. Return the largest coded magnitude."""
     full = place.tokens // groups.GROUP
     ends = np.empty((full, 2, place.width), plane.dtype)
@@ -92,7 +92,7 @@ def write_keys(plane: Elements, place: Place, bits: int, out: memoryview) -> flo
     return largest_magnitude(ends, place.dtype)
 
 
-def read_keys(encoded: memoryview, place: Place, bits: int, plane: Elements) -> None:
+def read_keys(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
     """Undo `write_keys`. Raises FrameError."""
     full = place.tokens // groups.GROUP
     ends = _read_ends(encoded, place, (full, 2, place.width))
@@ -103,7 +103,7 @@ def read_keys(encoded: memoryview, place: Place, bits: int, plane: Elements) -> 
     plane[full * groups.GROUP :].reshape(-1).view(np.uint8)[:] = rest
 
 
-def write_values(plane: Elements, place: Place, bits: int, out: memoryview) -> float:
+def write_values(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
     """Encode values [tokens, width]. Return the largest magnitude."""
     ends = np.empty((place.tokens, 2, groups.num_groups(place.width, place.head_dim)), plane.dtype)
     codes = np.frombuffer(out, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
@@ -114,7 +114,7 @@ def write_values(plane: Elements, place: Place, bits: int, out: memoryview) -> f
     return largest_magnitude(ends, place.dtype)
 
 
-def read_values(encoded: memoryview, place: Place, bits: int, plane: Elements) -> None:
+def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
     """Undo `write_values`. Raises FrameError."""
     ends = _read_ends(
         encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim))
@@ -123,7 +123,7 @@ def read_values(encoded: memoryview, place: Place, bits: int, plane: Elements) -
     groups.rows_decode(codes, ends, place.dtype, head_dim=place.head_dim, bits=bits, elements=plane)
 
 
-def is_too_small(largest: float, place: Place) -> bool:
+def is_too_small(largest: float, place: LayerShape) -> bool:
     """Return whether a layer's largest magnitude is a denormal or below 2**-100.
 
     Such layers are stored unchanged, to keep the error bound.
@@ -139,13 +139,13 @@ def largest_magnitude(elements: Elements, dtype: str) -> float:
     return float(np.asarray(wide, np.uint32).view(np.float32))
 
 
-def _keys_parts(data: Bytes, place: Place, bits: int, ends: Elements) -> tuple[Bytes, Bytes]:
+def _keys_parts(data: Bytes, place: LayerShape, bits: int, ends: Elements) -> tuple[Bytes, Bytes]:
     tokens, packed = len(ends) * groups.GROUP, groups.packed_width(place.width, bits)
     begin = ends.nbytes + tokens * packed
     return data[ends.nbytes : begin].reshape(tokens, packed), data[begin:]
 
 
-def _read_ends(encoded: memoryview, place: Place, shape: tuple[int, int, int]) -> Elements:
+def _read_ends(encoded: memoryview, place: LayerShape, shape: tuple[int, int, int]) -> Elements:
     """Raises FrameError unless the ends [groups, 2, ...] are finite and in order."""
     nbytes = shape[0] * shape[1] * shape[2] * DTYPE_BYTES[place.dtype]
     ends = read_elements(encoded[:nbytes], place.kind).reshape(shape)

@@ -22,7 +22,7 @@ from kvhold.kernels.numba_floats import KINDS, Floats
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerShape:
     """One layer of `layers`: [planes, tokens, heads, head_dim] of `dtype`."""
 
     codec: str
@@ -107,19 +107,19 @@ class Quantised(ABC):
             raise place.wrong(f"{len(encoded)} bytes of the form {RAW}")
 
     @abstractmethod
-    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+    def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         """Write a form, and then the codes. Return the bytes, at most `place.nbytes`.
 
         None: store the layer unchanged.
         """
 
     @abstractmethod
-    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+    def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
         """The form is not RAW. Trust nothing else."""
 
-    def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> Place:
+    def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> LayerShape:
         found = layout.groups[group]
-        return Place(
+        return LayerShape(
             self.name,
             layer,
             found.layers,
@@ -131,7 +131,7 @@ class Quantised(ABC):
         )
 
 
-def read_scales(data: memoryview, place: Place) -> Floats:
+def read_scales(data: memoryview, place: LayerShape) -> Floats:
     """Return float32 [n]. Raises FrameError if one is negative or not finite."""
     scales: Floats = read_elements(data, "<f4")
     if not (scales >= 0).all() or not np.isfinite(scales).all():

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvhold.codecs.elements import CODED, Elements, read_elements
 from kvhold.codecs.kivi import is_too_small, largest_magnitude
-from kvhold.codecs.quantised import Place, Quantised
+from kvhold.codecs.quantised import LayerShape, Quantised
 from kvhold.kernels import numba_hadamard as turns
 from kvhold.kernels.numba_floats import Floats
 from kvhold.kernels.numba_quantise import all_finite
@@ -30,7 +30,7 @@ class TurboQuant4(Quantised):
     name: ClassVar[str] = "turboquant4"
     error_bound: ClassVar[float] = 0.15  # 0.145, and 1.145 / 256
 
-    def _code(self, elements: Elements, place: Place, out: memoryview) -> int | None:
+    def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         heads, head_dim = elements.size // place.head_dim, place.head_dim
         begin, end = _parts(place)
         if end > place.nbytes or not all_finite(elements, place.dtype):
@@ -54,7 +54,7 @@ class TurboQuant4(Quantised):
         data[1:begin] = scales.reshape(-1).astype("<f4").view(np.uint8)
         return end
 
-    def _restore(self, encoded: memoryview, place: Place, target: Elements) -> None:
+    def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
         heads, head_dim = target.size // place.head_dim, place.head_dim
         begin, end = _parts(place)
         if encoded[0] != CODED or len(encoded) < end:
@@ -81,7 +81,7 @@ class TurboQuant4(Quantised):
             end += nbytes
 
 
-def _parts(place: Place) -> tuple[int, int]:
+def _parts(place: LayerShape) -> tuple[int, int]:
     heads = place.planes * place.tokens * place.heads
     begin = 1 + 4 * heads * -(-place.head_dim // turns.RUN)
     return begin, begin + heads * turns.head_bytes(place.head_dim)

@@ -61,7 +61,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Rules:
+class NamingRules:
     """How a configuration is walked.
 
     tables:   by class name; the nearest base class applies
@@ -81,7 +81,7 @@ class Rules:
         return any(table is not None and name in table.harmless for table in tables)
 
 
-_PLAIN_VALUES = Rules()
+_PLAIN_VALUES = NamingRules()
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Facts:
 NO_FACTS = Facts()
 
 
-def walk(value: Any, name: str, rules: Rules, found: dict[str, str], depth: int = 0) -> None:
+def walk(value: Any, name: str, rules: NamingRules, found: dict[str, str], depth: int = 0) -> None:
     """Add the facts of `value`, named `name`, to `found`.
 
     Raises LayoutError for a value that is not plain.
@@ -123,7 +123,7 @@ def walk(value: Any, name: str, rules: Rules, found: dict[str, str], depth: int 
         walk(item, f"{name}.{field_name}", rules, found, depth + 1)
 
 
-def text_of(value: Any, name: str, rules: Rules = _PLAIN_VALUES, depth: int = 0) -> str:
+def text_of(value: Any, name: str, rules: NamingRules = _PLAIN_VALUES, depth: int = 0) -> str:
     """Return a value's text; if it is longer than MAX_TEXT, its digest. Raises as `walk` does."""
     text = _text(value, name, rules, depth)
     if len(text) <= MAX_TEXT:
@@ -134,7 +134,7 @@ def text_of(value: Any, name: str, rules: Rules = _PLAIN_VALUES, depth: int = 0)
     )
 
 
-def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
+def _text(value: Any, name: str, rules: NamingRules, depth: int) -> str:
     _check_depth(name, depth)
     for kind in type(value).__mro__:
         if kind in rules.atoms:
@@ -177,7 +177,7 @@ def _text(value: Any, name: str, rules: Rules, depth: int) -> str:
     )
 
 
-def _is_open(value: Any, rules: Rules) -> bool:
+def _is_open(value: Any, rules: NamingRules) -> bool:
     if value is None or isinstance(value, (*_PLAIN, type, Enum, Mapping)):
         return False
     kind = type(value)
@@ -188,7 +188,7 @@ def _is_open(value: Any, rules: Rules) -> bool:
     )
 
 
-def _fields_of(value: Any, rules: Rules) -> list[tuple[str, Any]]:
+def _fields_of(value: Any, rules: NamingRules) -> list[tuple[str, Any]]:
     kind = type(value)
     declared = (
         {f.name for f in dataclasses.fields(kind)}

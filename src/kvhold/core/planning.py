@@ -48,7 +48,7 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Options:
+class LoadOptions:
     """The points at which a load may end.
 
     tokens: [n] present at that point
@@ -118,7 +118,7 @@ def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:
     return seconds
 
 
-def total_s(cost: ComputeCost, options: Options) -> Floats:
+def total_s(cost: ComputeCost, options: LoadOptions) -> Floats:
     """Return [n] seconds until the first token."""
     return (
         options.wait_s
@@ -127,7 +127,7 @@ def total_s(cost: ComputeCost, options: Options) -> Floats:
     )
 
 
-def choose(cost: ComputeCost, options: Options) -> int:
+def choose(cost: ComputeCost, options: LoadOptions) -> int:
     """Return the best option; among equals, or without costs, the one that loads most."""
     if not cost.is_known:
         return len(options.tokens) - 1
@@ -135,7 +135,7 @@ def choose(cost: ComputeCost, options: Options) -> int:
     return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])  # NaN counts as good
 
 
-def alternative(cost: ComputeCost, options: Options, number: int) -> Alternative:
+def alternative(cost: ComputeCost, options: LoadOptions, number: int) -> Alternative:
     at = slice(number, number + 1)
     tokens = options.tokens[at]
     load, compute = load_s(cost, tokens, options.nbytes[at]), compute_s(cost, tokens)

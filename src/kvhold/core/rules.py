@@ -20,7 +20,7 @@ _MOST_QUOTED = 100  # characters of a request in an error
 
 
 @dataclass(frozen=True)
-class Rules:
+class RequestRules:
     """A request's rules.
 
     plan: load only where loading is faster than computing
@@ -34,7 +34,7 @@ class Rules:
     tags: tuple[tuple[str, str], ...] = ()
 
 
-def request_rules(asked: Any, settings: RulesConfig) -> Rules:
+def request_rules(asked: Any, settings: RulesConfig) -> RequestRules:
     """Return a request's rules. Raises ConfigError for an unknown rule or an invalid value."""
     asked = {} if asked is None else asked
     if not isinstance(asked, Mapping):
@@ -62,7 +62,7 @@ def request_rules(asked: Any, settings: RulesConfig) -> Rules:
         )
     except ValueError as error:
         raise ConfigError(f"kvhold: {error}") from None
-    return Rules(
+    return RequestRules(
         store=_flag(asked, "store") and settings.store,
         load=_flag(asked, "load") and settings.load,
         plan=_flag(asked, "plan") and settings.plan,

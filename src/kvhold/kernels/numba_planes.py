@@ -28,7 +28,7 @@ WRONG = {
 }
 
 
-class Shape(NamedTuple):
+class PlaneShape(NamedTuple):
     """A plane. groups: int64 [width], the group of each channel, ascending from 0."""
 
     tokens: int
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 def restore(
     data: Bytes,
-    shape: Shape,
+    shape: PlaneShape,
     widths: Floats,
     num_kinds: int,
     shifted: bool,

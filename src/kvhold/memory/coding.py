@@ -13,7 +13,7 @@ import numpy as np
 from kvhold.core.errors import LayoutError
 from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Group, packing_name
 from kvhold.kernels.view import Coding, View
-from kvhold.memory.copy import Planned
+from kvhold.memory.copy import PlannedCopy
 
 ERROR_BOUND = 1 / 127  # |decoded - original| over the largest magnitude of a run
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -61,7 +61,7 @@ def coded_block(view: View, plain: bytes) -> tuple[bytes, bytes]:
     return codes.tobytes() + scales.tobytes(), back.tobytes()
 
 
-def infinite_chunks(planned: Planned) -> set[int]:
+def infinite_chunks(planned: PlannedCopy) -> set[int]:
     """Return the numbers of chunks with an infinity or a NaN, which cannot be decoded.
 
     The gathered bytes must have arrived.

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvhold.core.api import ChunkBytes
 from kvhold.core.errors import DamagedChunks, DeviceError
-from kvhold.memory.copy import Planned, Unit, plan_copy
+from kvhold.memory.copy import PlannedCopy, Unit, plan_copy
 from kvhold.memory.views import View
 
 
@@ -45,7 +45,7 @@ class Piece:
     unit: Unit = "blocks"
 
     @cached_property
-    def planned(self) -> Planned:
+    def planned(self) -> PlannedCopy:
         """Raises the errors of `plan_copy`."""
         return plan_copy(self.view, self.ids, self.buffer, self.places, unit=self.unit)
 

@@ -33,7 +33,7 @@ from kvhold.kernels import (
 from kvhold.memory.views import View
 
 __all__ = [
-    "Planned",
+    "PlannedCopy",
     "Unit",
     "gather_blocks",
     "gather_slots",
@@ -81,7 +81,7 @@ def scatter_slots(
 
 def plan_copy(
     view: View, ids: Int64s, buffer: Buffer, places: ChunkBytes, *, unit: Unit = "blocks"
-) -> "Planned":
+) -> "PlannedCopy":
     """Plan a copy, to run it later or layer by layer.
 
     Raises ValueError if something is out of bounds, LayoutError for slots of opaque packings.
@@ -99,11 +99,11 @@ def plan_copy(
         raise LayoutError(
             f"the chunks have checksums of {places.sums.layers} layers, the view has {view.layers}"
         )
-    return Planned(plan, np.flatnonzero(kept), np.unique(plan.chunk), places.sums)
+    return PlannedCopy(plan, np.flatnonzero(kept), np.unique(plan.chunk), places.sums)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCopy:
     """A plan of the chunks that are present.
 
     numbers: [planned chunks], among `places`

@@ -11,7 +11,7 @@ import msgspec
 
 from kvhold.core.keys import KEY_BYTES
 
-CENTRAL_VERSION = 2
+CENTRAL_VERSION = 3
 CENTRAL_MAGIC = "kvhold-central"
 DEFAULT_PORT = 7710
 MAX_HELLO_BYTES = 4 << 10
@@ -22,7 +22,7 @@ class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base record."""
 
 
-class Hello(CentralMessage, frozen=True):
+class CentralHello(CentralMessage, frozen=True):
     """`magic` and `version` keep their places in every version."""
 
     magic: str
@@ -30,12 +30,12 @@ class Hello(CentralMessage, frozen=True):
     token: str
 
 
-class Welcome(CentralMessage, frozen=True):
+class CentralWelcome(CentralMessage, frozen=True):
     version: int
     max_value_bytes: int
 
 
-class Refused(CentralMessage, frozen=True):
+class CentralRefused(CentralMessage, frozen=True):
     """denied: the client lacks the rights"""
 
     reason: str
@@ -67,7 +67,7 @@ class Get(CentralMessage, frozen=True):
     starts: list[int] | None = None
 
 
-class Sizes(CentralMessage, frozen=True):
+class ValueSizes(CentralMessage, frozen=True):
     """Size of each value; None: missing, larger than `room`, or a bad range."""
 
     sizes: list[int | None]
@@ -113,7 +113,7 @@ class Scan(CentralMessage, frozen=True):
     after: bytes
 
 
-class Keys(CentralMessage, frozen=True):
+class CentralKeys(CentralMessage, frozen=True):
     """whole: no tier failed"""
 
     keys: bytes
@@ -121,13 +121,13 @@ class Keys(CentralMessage, frozen=True):
     whole: bool = True
 
 
-class Done(CentralMessage, frozen=True):
+class CentralDone(CentralMessage, frozen=True):
     """The cache answers."""
 
 
-Greeting = Union[Welcome, Refused]  # noqa: UP007 - msgspec reads the union
+Greeting = Union[CentralWelcome, CentralRefused]  # noqa: UP007 - msgspec reads the union
 Request = Union[Check, Probe, Get, Put, Delete, Scan]  # noqa: UP007
-Answer = Union[Sizes, Stored, Removed, Keys, Done, Refused]  # noqa: UP007
+Answer = Union[ValueSizes, Stored, Removed, CentralKeys, CentralDone, CentralRefused]  # noqa: UP007
 
 
 def split_keys(joined: bytes) -> list[bytes]:

@@ -74,14 +74,14 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Look up a prompt. -> Found"""
+    """Look up a prompt. -> LookupAnswer"""
 
     query: Query
     cost: ComputeCost | None = None
     have_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Found(Message, frozen=True):
+class LookupAnswer(Message, frozen=True):
     """A pinned hit. `sources` and `reason` are set when it is final.
 
     arriving: it may still grow; ask again with Refresh
@@ -95,7 +95,7 @@ class Found(Message, frozen=True):
 
 
 class Refresh(Message, frozen=True):
-    """Ask for the length of an arriving hit. -> Found
+    """Ask for the length of an arriving hit. -> LookupAnswer
 
     settle: make the hit final now
     growth: send News already when the hit grows
@@ -124,7 +124,7 @@ class Explained(Message, frozen=True):
     decisions: list[Decision]
 
 
-class Names(Message, frozen=True):
+class ListNamespaces(Message, frozen=True):
     """List namespaces by digest. -> Named"""
 
     after: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
@@ -328,7 +328,7 @@ class Kick(Message, frozen=True):
     pid: int = 0
 
 
-class Client(msgspec.Struct, frozen=True):
+class ClientInfo(msgspec.Struct, frozen=True):
     """A client. nbytes: arena bytes in its leases and reservations"""
 
     number: int
@@ -346,7 +346,7 @@ class Client(msgspec.Struct, frozen=True):
 
 
 class ClientList(Message, frozen=True):
-    clients: list[Client]
+    clients: list[ClientInfo]
     more: bool = False
 
 
@@ -380,7 +380,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Refresh,
     Timing,
     Explain,
-    Names,
+    ListNamespaces,
     Prefetch,
     Claim,
     Damaged,
@@ -403,7 +403,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Ping,
 ]
 Answer = Union[  # noqa: UP007
-    Found,
+    LookupAnswer,
     Explained,
     Named,
     Leased,

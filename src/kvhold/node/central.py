@@ -41,7 +41,7 @@ _TOKEN_NEEDED, _TOKEN_WRONG = "a token is needed", "the token is wrong"
 _HERE = f"this is a kvhold central cache, protocol {c.CENTRAL_VERSION}"
 _NO_HELLO = f"{_HERE}; the first message must be its Hello, of at most {c.MAX_HELLO_BYTES} bytes"
 _OTHER_VERSION = f"{_HERE}; the client speaks another one"
-_hello: Decoder[c.Hello] = Decoder(c.Hello)
+_hello: Decoder[c.CentralHello] = Decoder(c.CentralHello)
 _request: Decoder[c.Request] = Decoder(c.Request)
 
 
@@ -216,7 +216,9 @@ class Central:
         self._num_served += 1
         try:
             self.central_store.metrics.add("kvhold_connections", result="accepted")
-            await stream.send([encode(c.Welcome(c.CENTRAL_VERSION, self._config.max_value_bytes))])
+            await stream.send(
+                [encode(c.CentralWelcome(c.CENTRAL_VERSION, self._config.max_value_bytes))]
+            )
             while True:
                 prefix = await stream.read(LENGTH_BYTES)
                 async with asyncio.timeout(self._config.request_timeout_s):
@@ -234,15 +236,19 @@ class Central:
         if stream is not None and not stream.closed:
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_GREET_WITHIN_S):
-                    await stream.send([encode(c.Refused(reason, denied))])
+                    await stream.send([encode(c.CentralRefused(reason, denied))])
 
     async def _answer(self, stream: Stream, request: c.Request) -> None:
         match request:
             case c.Check():
-                await stream.send([encode(c.Done())])
+                await stream.send([encode(c.CentralDone())])
             case c.Probe():
                 await stream.send(
-                    [encode(c.Sizes(await self.central_store.probe(c.split_keys(request.keys))))]
+                    [
+                        encode(
+                            c.ValueSizes(await self.central_store.probe(c.split_keys(request.keys)))
+                        )
+                    ]
                 )
             case c.Get():
                 await self._get(stream, request)
@@ -279,7 +285,7 @@ class Central:
                 sizes.append(None if piece is None else len(piece))
                 if piece is not None:
                     pieces.append(piece)
-            await stream.send([encode(c.Sizes(sizes)), *pieces])
+            await stream.send([encode(c.ValueSizes(sizes)), *pieces])
 
     async def _put(self, stream: Stream, request: c.Put) -> None:
         keys = c.split_keys(request.keys)
@@ -315,7 +321,7 @@ class Central:
         if len(request.prefix) > KEY_BYTES or len(request.after) not in (0, KEY_BYTES):
             raise ProtocolError("a scan's prefix or place has an impossible size")
         page = await self.central_store.scans.page(request.prefix, request.after, _PAGE_KEYS)
-        await stream.send([encode(c.Keys(b"".join(page.keys), page.more, page.whole))])
+        await stream.send([encode(c.CentralKeys(b"".join(page.keys), page.more, page.whole))])
 
 
 def _piece(value: memoryview, room: int, start: int | None) -> memoryview | None:

@@ -23,7 +23,7 @@ from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
-from kvhold.tiers.stack import Place, Stack, make_stack
+from kvhold.tiers.stack import Stack, TierPlace, make_stack
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class CentralStore:
         missing = [key for key in dict.fromkeys(keys) if not self.ram.holds(key)]
         for_others = [self._bringing[key] for key in keys if key in self._bringing]
         places = await self._stack.probe(missing) if missing else {}
-        by_tier: dict[int, list[tuple[bytes, Place]]] = {}
+        by_tier: dict[int, list[tuple[bytes, TierPlace]]] = {}
         for key, place in places.items():
             by_tier.setdefault(place.tier, []).append((key, place))
         reads = [
@@ -173,7 +173,7 @@ class CentralStore:
         await self._stack.close()
         self.arena.close()
 
-    async def _bring_from(self, guard: Guard, found: list[tuple[bytes, Place]]) -> None:
+    async def _bring_from(self, guard: Guard, found: list[tuple[bytes, TierPlace]]) -> None:
         """Only `close` cancels this; the memory is then not reused."""
         entries: list[Entry] = []
         for key, place in found:

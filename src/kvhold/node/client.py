@@ -153,10 +153,12 @@ class NodeClient:
     ) -> Hit:
         """deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
-        found = self._call(m.Lookup(query, cost, have_tokens), m.Found, deadline_s, link)
+        found = self._call(m.Lookup(query, cost, have_tokens), m.LookupAnswer, deadline_s, link)
 
         def ask(ticket: int, settle: bool, growth: bool) -> Found:
-            return _found(self._call(m.Refresh(ticket, settle, growth), m.Found, deadline_s, link))
+            return _found(
+                self._call(m.Refresh(ticket, settle, growth), m.LookupAnswer, deadline_s, link)
+            )
 
         ticket = found.ticket
         hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask, pause=link.pause)
@@ -186,7 +188,7 @@ class NodeClient:
         spaces: list[m.KnownSpace] = []
         while True:
             page = self._call(
-                m.Names(spaces[-1].digest if spaces else b"", prefix), m.Named, deadline_s
+                m.ListNamespaces(spaces[-1].digest if spaces else b"", prefix), m.Named, deadline_s
             )
             spaces += page.spaces
             if not page.more or not page.spaces:
@@ -330,7 +332,7 @@ class NodeClient:
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         return self._call(m.Status(), m.Report, deadline_s).values
 
-    def clients(self, *, deadline_s: float | None = None) -> list[m.Client]:
+    def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
         """Return the node's clients. deadline_s: per page"""
         part = self._call(m.Clients(), m.ClientList, deadline_s)
         found = list(part.clients)
@@ -341,7 +343,7 @@ class NodeClient:
 
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
-    ) -> list[m.Client]:
+    ) -> list[m.ClientInfo]:
         """Return the ended clients as they were."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
@@ -575,5 +577,5 @@ def _operation(request: m.Message) -> str:
     return type(request).__name__.lower()
 
 
-def _found(found: m.Found) -> Found:
+def _found(found: m.LookupAnswer) -> Found:
     return Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)

@@ -172,7 +172,7 @@ def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
 
 def _return_of(answer: m.Answer) -> m.Message | None:
     match answer:
-        case m.Found() if answer.ticket:
+        case m.LookupAnswer() if answer.ticket:
             return m.Release(answer.ticket)
         case m.Leased():
             return m.Release(answer.lease)

@@ -555,10 +555,10 @@ class _Connection(asyncio.BufferedProtocol):
         if self.session is not None and not self._is_over() and self.session.take_news():
             self._send(m.News(), _UNASKED)
 
-    def describe(self) -> m.Client:
+    def describe(self) -> m.ClientInfo:
         assert self.session is not None
         held = self._node.state.held_by(self.session)
-        return m.Client(
+        return m.ClientInfo(
             number=self.number,
             name=self.session.name,
             pid=self.session.pid,

@@ -12,7 +12,7 @@ import msgspec
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
 from kvhold.cache.reencodings import ReencodeRequest
-from kvhold.cache.state import CacheState, Leased
+from kvhold.cache.state import CacheState, ClaimAnswer
 from kvhold.core.api import Found, ReencodeProgress
 from kvhold.core.errors import KVHoldError, ProtocolError
 from kvhold.net import messages as m
@@ -98,7 +98,7 @@ class Session:
             m.Refresh: self._refresh,
             m.Timing: self._report_timing,
             m.Explain: self._explain,
-            m.Names: self._list_names,
+            m.ListNamespaces: self._list_names,
             m.Prefetch: self._prefetch,
             m.Claim: self._claim,
             m.Damaged: self._damaged,
@@ -200,7 +200,7 @@ class Session:
     def _explain(self, request: m.Explain) -> m.Answer:
         return m.Explained(self._state.planner.explain(request.request))
 
-    def _list_names(self, request: m.Names) -> m.Answer:
+    def _list_names(self, request: m.ListNamespaces) -> m.Answer:
         page, more = self._node.names.page(request.after, request.prefix)
         used = self._state.ram.used_bytes_of
         spaces = [msgspec.structs.replace(space, nbytes=used(space.digest)) for space in page]
@@ -219,7 +219,7 @@ class Session:
             turns, lambda leased: m.NotFound() if leased is None else self._leased(leased)
         )
 
-    def _leased(self, leased: Leased) -> m.Answer:
+    def _leased(self, leased: ClaimAnswer) -> m.Answer:
         """Refuse checksums that do not fit a message."""
         nbytes = sum(len(packed) for packed in leased.checksums)
         if nbytes > _MOST_CHECKSUMS:
@@ -335,11 +335,13 @@ class Session:
     def _ping(self, request: m.Ping) -> m.Answer:
         return m.Done()
 
-    def _found(self, found: Found, *, growth: bool = False) -> m.Found:
+    def _found(self, found: Found, *, growth: bool = False) -> m.LookupAnswer:
         if found.arriving:
             self._arriving[found.ticket] = (
                 self._state.num_arrived(found.ticket) if growth else math.inf
             )
         else:
             self._arriving.pop(found.ticket, None)
-        return m.Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)
+        return m.LookupAnswer(
+            found.ticket, found.num_tokens, found.arriving, found.sources, found.reason
+        )

@@ -36,7 +36,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Row:
+class SimulatedRow:
     """The result of one simulated cache.
 
     hit_rate:         tokens found / tokens of all prompts
@@ -64,7 +64,7 @@ class Row:
     events_per_s: float
 
 
-def simulate(cut: Cut, num_tokens: int, setup: Setup) -> Row:
+def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
     """Replay a trace. num_tokens: of all prompts, partial chunks included
 
     With two tiers, `belady` takes two replays: one memory of both sizes, and memory alone. Byte
@@ -103,11 +103,11 @@ def _row(
     replayed: Replayed,
     in_memory: Replayed,
     elapsed_s: float,
-) -> Row:
+) -> SimulatedRow:
     chunk_bytes, total = cut.tokens_per_chunk * setup.token_bytes, max(1, num_tokens)
     found = int(replayed.found.sum())
     from_ram = int(in_memory.found[:, 0].sum())
-    return Row(
+    return SimulatedRow(
         policy=setup.policy,
         capacity_bytes=setup.ram_bytes,
         disk_bytes=setup.disk_bytes,

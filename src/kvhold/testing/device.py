@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.errors import DeviceRefused
-from kvhold.memory.device import Copies, DeviceCopier, Lane, PinnedArenas, Settings
-from kvhold.memory.device import Event as DriverEvent
+from kvhold.memory.device import Copies, DeviceCopier, DeviceEvent, Lane, PinnedArenas, Settings
 
 _HESITATION_S = 0.005
 
 
-class Event:
+class FakeEvent:
     def __init__(self, device: "FakeDevice") -> None:
         self.has_fired = False
         self._device = device
@@ -40,38 +39,38 @@ class Event:
         self._device.wait(self)
 
 
-class Stream:
+class FakeStream:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.operations: deque[Callable[[], None] | Event] = deque()  # an Event is a wait
+        self.operations: deque[Callable[[], None] | FakeEvent] = deque()  # an Event is a wait
 
 
 class FakeDevice:
     def __init__(self, seed: int) -> None:
-        self.engine = Stream("engine")
+        self.engine = FakeStream("engine")
         self._streams = [self.engine]
-        self._gates: deque[Event] = deque()
+        self._gates: deque[FakeEvent] = deque()
         self._random = Random(seed)
         self._lock = threading.RLock()
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str) -> FakeStream:
         with self._lock:
-            self._streams.append(Stream(name))
+            self._streams.append(FakeStream(name))
             return self._streams[-1]
 
     def compute(self, work: Callable[[], None]) -> None:
         self.put(self.engine, work)
 
-    def put(self, stream: Stream, *operations: "Callable[[], None] | Event") -> Event:
+    def put(self, stream: FakeStream, *operations: "Callable[[], None] | FakeEvent") -> FakeEvent:
         """Append operations and an event, which is returned."""
-        event = Event(self)
+        event = FakeEvent(self)
         with self._lock:
             stream.operations += [*operations, lambda: setattr(event, "has_fired", True)]
         return event
 
-    def delay(self, stream: Stream) -> None:
+    def delay(self, stream: FakeStream) -> None:
         """Stop a stream until a caller waits and nothing else can run."""
-        gate = Event(self)
+        gate = FakeEvent(self)
         with self._lock:
             self._gates.append(gate)
             stream.operations.append(gate)
@@ -102,7 +101,7 @@ class FakeDevice:
             pause_s = self._random.random() * _HESITATION_S
         time.sleep(pause_s)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: FakeEvent) -> None:
         with self._lock:
             while not event.has_fired:
                 assert self._step(), "the event that is waited for never fires"
@@ -125,17 +124,17 @@ class FakeDevice:
         if not ready:
             return False
         operation = self._random.choice(ready).operations.popleft()
-        if not isinstance(operation, Event):
+        if not isinstance(operation, FakeEvent):
             operation()
         return True
 
 
-def _is_ready(operation: Callable[[], None] | Event) -> bool:
-    return not isinstance(operation, Event) or operation.has_fired
+def _is_ready(operation: Callable[[], None] | FakeEvent) -> bool:
+    return not isinstance(operation, FakeEvent) or operation.has_fired
 
 
 class FakeDriver:
-    """A `Driver` (`memory/device/driver.py`) with views of host memory."""
+    """A `DeviceDriver` (`memory/device/driver.py`) with views of host memory."""
 
     def __init__(
         self, device: FakeDevice, *, has_direct_copies: bool = True, refuses_pinning: bool = False
@@ -149,7 +148,7 @@ class FakeDriver:
     def delay(self, seconds: float) -> None:
         self._device.delay(self._device.engine)
 
-    def late_mark(self, seconds: float) -> Event:
+    def late_mark(self, seconds: float) -> FakeEvent:
         late = self._device.new_stream("late")
         self._device.delay(late)
         return self._device.put(late)
@@ -160,20 +159,22 @@ class FakeDriver:
     def compute(self, work: Callable[[], None]) -> None:
         self._device.compute(work)
 
-    def record(self) -> Event:
+    def record(self) -> FakeEvent:
         return self._device.put(self._device.engine)
 
-    def hold(self, event: DriverEvent) -> None:
-        assert isinstance(event, Event)
+    def hold(self, event: DeviceEvent) -> None:
+        assert isinstance(event, FakeEvent)
         self._device.put(self._device.engine, event)
 
-    def launch(self, lane: Lane, after: Sequence[DriverEvent], work: Callable[[], None]) -> Event:
+    def launch(
+        self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
+    ) -> FakeEvent:
         event = self._device.put(self._streams[lane], *_own(after), work)
         self._device.run_some()
         return event
 
-    def copy(self, lane: Lane, after: Sequence[DriverEvent], copies: Copies) -> Event:
-        """See `Driver`. Unpinned copies are done on return, as a driver may do."""
+    def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> FakeEvent:
+        """See `DeviceDriver`. Unpinned copies are done on return, as a driver may do."""
 
         def work() -> None:
             for host, device, nbytes in zip(
@@ -237,6 +238,6 @@ def fake_copier(
     return DeviceCopier(driver, PinnedArenas(driver), sizes)
 
 
-def _own(events: Sequence[DriverEvent]) -> list[Event]:
-    assert all(isinstance(event, Event) for event in events), "events of another device"
-    return [event for event in events if isinstance(event, Event)]
+def _own(events: Sequence[DeviceEvent]) -> list[FakeEvent]:
+    assert all(isinstance(event, FakeEvent) for event in events), "events of another device"
+    return [event for event in events if isinstance(event, FakeEvent)]

@@ -118,12 +118,12 @@ class CentralTier:
         return cls(url.apply(base))
 
     async def check(self) -> None:
-        await self._ask("check", c.Check(), c.Done)
+        await self._ask("check", c.Check(), c.CentralDone)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         if not keys:
             return []
-        sizes = (await self._ask("probe", c.Probe(b"".join(keys)), c.Sizes)).sizes
+        sizes = (await self._ask("probe", c.Probe(b"".join(keys)), c.ValueSizes)).sizes
         self._same_length("probe", keys, sizes)
         return sizes
 
@@ -165,7 +165,7 @@ class CentralTier:
         """Tier contract. If the server has forgotten the scan, keys come twice."""
         after, more = b"", True
         while more:
-            page = await self._ask("scan", c.Scan(prefix, after), c.Keys)
+            page = await self._ask("scan", c.Scan(prefix, after), c.CentralKeys)
             if not page.whole:
                 raise TierIncomplete("kvhold", "scan", _BELOW)
             try:
@@ -183,12 +183,14 @@ class CentralTier:
     async def _open(self) -> Stream:
         stream = await self._connect(self._address, self._tls)
         try:
-            await stream.send([encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))])
+            await stream.send(
+                [encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))]
+            )
             greeting = _greeting.decode(await _body(stream, c.MAX_HELLO_BYTES))
         except BaseException:
             stream.close()
             raise
-        if isinstance(greeting, c.Refused):
+        if isinstance(greeting, c.CentralRefused):
             stream.close()
             kind = TierDenied if greeting.denied else TierUnavailable
             raise kind("kvhold", "connect", f"{self._address}: {greeting.reason[:_MOST_QUOTED]}")
@@ -286,7 +288,7 @@ class _GetBatch(Exchange):
 
     async def take(self, stream: Stream) -> None:
         answer = _answer.decode(await _body(stream))
-        if not isinstance(answer, c.Sizes) or len(answer.sizes) != len(self.items):
+        if not isinstance(answer, c.ValueSizes) or len(answer.sizes) != len(self.items):
             raise ProtocolError("the answer to a get is not of as many sizes")
         for one, size in zip(self.items, answer.sizes, strict=True):
             if size is not None:

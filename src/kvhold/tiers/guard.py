@@ -75,7 +75,7 @@ class GuardConfig:
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[Result]):
+class TierOutcome(Generic[Result]):
     """One answer per key.
 
     pending: a task that still uses the caller's memory, which must stay reserved
@@ -179,7 +179,7 @@ class Guard:
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
-    ) -> Outcome[int | None]:
+    ) -> TierOutcome[int | None]:
         call = _Call[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
         await self._run(call, lambda: self._tier.get(keys, into, starts=starts))
         answers = call.result or [None] * len(keys)
@@ -190,11 +190,11 @@ class Guard:
         self._count("get", hit=len(arrived), miss=len(keys) - len(arrived))
         self._metrics.add("kvhold_tier_bytes", sum(arrived), tier=self.name, operation="get")
         failed = [call.result is None or isinstance(item, TierError) for item in answers]
-        return Outcome(items, call.pending, failed)
+        return TierOutcome(items, call.pending, failed)
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
-    ) -> Outcome[bool]:
+    ) -> TierOutcome[bool]:
         call = _Call[list[TierError | None]]("put", len(items), self.config.put_timeout_s)
         tier = self._tier
         put = (
@@ -217,7 +217,7 @@ class Guard:
             size_of(parts) for (_, parts), there in zip(items, stored, strict=True) if there
         )
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="put")
-        return Outcome(stored, call.pending)
+        return TierOutcome(stored, call.pending)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the current names, which change with each clear of a shared tier."""
@@ -229,7 +229,7 @@ class Guard:
 
     async def replace(
         self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None
-    ) -> Outcome[bool | None]:
+    ) -> TierOutcome[bool | None]:
         """Replace stored values, as `base.replace`; `None` where it failed.
 
         names: taken before the read, so that no value from before a clear replaces a later one
@@ -258,7 +258,7 @@ class Guard:
             size_of(parts) for (_, parts), answer in zip(items, done, strict=True) if answer
         )
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="replace")
-        return Outcome(done, call.pending)
+        return TierOutcome(done, call.pending)
 
     def drop(self, count: int, *, reason: str) -> None:
         self._metrics.add("kvhold_tier_dropped_chunks", count, tier=self.name, reason=reason)

@@ -29,7 +29,7 @@ from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
 from kvhold.tiers.s3_faults import (
     OBSTORE_FAULTS,
-    Place,
+    BucketPlace,
     fault_of,
     is_conflict,
     is_missing_object,
@@ -61,7 +61,7 @@ class S3Tier:
         )
         self._config = config
         self._root = prefix_of(config)
-        self._place = Place(self.traits.name, config.bucket, endpoint_of(config))
+        self._place = BucketPlace(self.traits.name, config.bucket, endpoint_of(config))
         self._transfers = asyncio.Semaphore(config.parallel)
         self._questions = asyncio.Semaphore(config.parallel_probes)
         self._store: S3Store | None = None

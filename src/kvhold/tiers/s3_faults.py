@@ -39,7 +39,7 @@ _METADATA_PATHS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketPlace:
     tier: str
     bucket: str
     endpoint: str
@@ -67,7 +67,7 @@ def is_conflict(error: BaseException) -> bool:
     return _code_of(str(error)) == "ConditionalRequestConflict"
 
 
-def fault_of(error: BaseException, *, operation: str, place: Place) -> TierError:
+def fault_of(error: BaseException, *, operation: str, place: BucketPlace) -> TierError:
     text = str(error)
     status, code = status_of(error), _code_of(text)
     kind: type[TierError]

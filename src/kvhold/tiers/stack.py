@@ -18,7 +18,7 @@ from kvhold.tiers.suppressed import PendingClear
 
 
 @dataclass(frozen=True)
-class Place:
+class TierPlace:
     tier: int
     nbytes: int
 
@@ -35,19 +35,19 @@ class Stack:
 
     async def probe(
         self, keys: Sequence[bytes], silent: set[str] | None = None
-    ) -> dict[bytes, Place]:
+    ) -> dict[bytes, TierPlace]:
         """Return the place of each key that a tier has. One call per tier.
 
         silent: receives the names of tiers that did not answer
         """
-        places: dict[bytes, Place] = {}
+        places: dict[bytes, TierPlace] = {}
         missing = list(keys)
         for number, guard in enumerate(self.guards):
             if not missing:
                 break
             sizes = await guard.probe(missing, silent)
             places |= {
-                key: Place(number, size)
+                key: TierPlace(number, size)
                 for key, size in zip(missing, sizes, strict=True)
                 if size is not None
             }

@@ -1,12 +1,14 @@
 """`kvhold bench overload` in small: every row is there, and what is exact in it is."""
 
-from kvhold.lab.bench.overload import Load, rows
+from kvhold.lab.bench.overload import OverloadSizes, rows
 
 
 def test_an_overloaded_node_loses_nobody_and_every_long_command_has_its_row() -> None:
     measured = {
         row.name: row
-        for row in rows(Load(clients=12, chunks=3000, long_tokens=4000, storing=4, lookups=20))
+        for row in rows(
+            OverloadSizes(clients=12, chunks=3000, long_tokens=4000, storing=4, lookups=20)
+        )
     }
     for name in ("connections lost", "refused stores"):
         assert measured[name].value == 0

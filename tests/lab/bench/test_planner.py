@@ -10,7 +10,7 @@ import pytest
 
 from kvhold.core.errors import ConfigError
 from kvhold.lab.bench.planner.figures import make_row
-from kvhold.lab.bench.planner.run import LOAD, PLAN, Cell, cells
+from kvhold.lab.bench.planner.run import LOAD, PLAN, PlannerCell, cells
 from kvhold.lab.bench.planner.sample import CHUNK, MOST_CHUNKS, sample, seen_before
 from kvhold.lab.engines.models import make_model
 from kvhold.testing.servers.base import NotInstalled, program
@@ -73,8 +73,8 @@ def test_what_is_too_long_is_cut_and_what_a_trace_has_not_is_not_made_up(
 
 def test_ratios_are_of_sums_within_an_engine_and_to_the_better_of_both() -> None:
     measured = [
-        Cell(100, {LOAD: 1.0, PLAN: 2.0}, {LOAD: 0.2, PLAN: 0.5}, {LOAD: 90, PLAN: 80}),
-        Cell(300, {LOAD: 3.0, PLAN: 6.0}, {LOAD: 3.0, PLAN: 5.5}, {LOAD: 0, PLAN: 0}),
+        PlannerCell(100, {LOAD: 1.0, PLAN: 2.0}, {LOAD: 0.2, PLAN: 0.5}, {LOAD: 90, PLAN: 80}),
+        PlannerCell(300, {LOAD: 3.0, PLAN: 6.0}, {LOAD: 3.0, PLAN: 5.5}, {LOAD: 0, PLAN: 0}),
     ]
     row = make_row(measured, speed=1.0, bytes_per_s=5e6)
     assert (row.load.value, row.plan.value, row.to_best.value) == pytest.approx(
@@ -89,7 +89,7 @@ def test_ratios_are_of_sums_within_an_engine_and_to_the_better_of_both() -> None
         2,
     )
     slow = make_row(
-        [Cell(1, {LOAD: 1.0, PLAN: 1.0}, {LOAD: 7.0, PLAN: 1.5}, {LOAD: 1, PLAN: 0})],
+        [PlannerCell(1, {LOAD: 1.0, PLAN: 1.0}, {LOAD: 7.0, PLAN: 1.5}, {LOAD: 1, PLAN: 0})],
         speed=1.0,
         bytes_per_s=1.0,
     )

@@ -24,8 +24,8 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.lab.bench.command import command
 from kvhold.lab.bench.quality import model as model_module
-from kvhold.lab.bench.quality.measure import Channels, measure, standard_error
-from kvhold.lab.bench.quality.model import Subject, find_weights, load_subject
+from kvhold.lab.bench.quality.measure import MeasuredChannels, measure, standard_error
+from kvhold.lab.bench.quality.model import QualitySubject, find_weights, load_subject
 from kvhold.lab.bench.quality.passing import through
 from kvhold.lab.bench.quality.run import LONGEST, SHORTEST, evaluate, recall_batches, trained_kv
 from kvhold.lab.bench.quality.tasks import (
@@ -141,13 +141,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def random_model() -> Subject:
+def random_model() -> QualitySubject:
     """A Llama of random weights, which answers nothing, with a tokenizer of bytes."""
     return load_subject(make_checkpoint("llama").path, tokens_per_chunk=32)
 
 
 @pytest.fixture(scope="module")
-def trained() -> Subject:
+def trained() -> QualitySubject:
     folder = find_weights()
     assert folder is not None, "benchmarks/quality/model belongs to a checkout"
     return load_subject(folder, tokens_per_chunk=128)
@@ -171,7 +171,7 @@ def few() -> list[Exams]:
     return [draw(rng, num_exams=6, num_tokens=num_tokens, asked=ASKED) for num_tokens in (216, 300)]
 
 
-def exams_for(subject: Subject, num_tokens: int) -> Exams:
+def exams_for(subject: QualitySubject, num_tokens: int) -> Exams:
     """Tokens without meaning, every second one asked."""
     tokens = np.random.default_rng(3).integers(
         0, subject.model.config.vocab_size, (3, num_tokens + 9)
@@ -268,7 +268,7 @@ class TestQuestions:
         with pytest.raises(ConfigError, match="a text of"):
             list(continued([1] * (step - 1), num_contexts=3, num_tokens=30))
 
-    def test_written_numbers_stand_in_the_context(self, random_model: Subject) -> None:
+    def test_written_numbers_stand_in_the_context(self, random_model: QualitySubject) -> None:
         for exams in written_recall(random_model.tokenizer, num_contexts=3, num_tokens=400, seed=1):
             context = random_model.tokenizer.decode(exams.contexts[0])
             lines = random_model.tokenizer.decode(exams.questions[0]).strip("\n").split("\n")
@@ -281,7 +281,7 @@ class TestQuestions:
 
 
 class TestPassing:
-    def test_chunks_are_framed_one_by_one_with_the_tail(self, random_model: Subject) -> None:
+    def test_chunks_are_framed_one_by_one_with_the_tail(self, random_model: QualitySubject) -> None:
         kv = random_model.prefill(exams_for(random_model, 32 + 32 + 11).contexts)
         assert kv.shape == (3, 4, 2, 75, 2, 32) and kv.dtype == np.uint16
         passed = through(Raw(), kv, random_model.layout)
@@ -306,19 +306,19 @@ class TestPassing:
             and not np.shares_memory(passed.bits, kv)
         )
 
-    def test_what_a_codec_does_not_accept_stays_raw(self, random_model: Subject) -> None:
+    def test_what_a_codec_does_not_accept_stays_raw(self, random_model: QualitySubject) -> None:
         kv = random_model.prefill(exams_for(random_model, 40).contexts)
         assert np.array_equal(through(Picky(), kv, random_model.layout).bits, kv)
 
     def test_the_error_is_of_the_worst_layer_of_the_worst_chunk(
-        self, random_model: Subject
+        self, random_model: QualitySubject
     ) -> None:
         kv = random_model.prefill(exams_for(random_model, 40).contexts)
         assert through(Zeroing(), kv, random_model.layout).error == 1.0
 
 
 class TestModel:
-    def test_kv_out_and_back_is_as_never_having_left(self, random_model: Subject) -> None:
+    def test_kv_out_and_back_is_as_never_having_left(self, random_model: QualitySubject) -> None:
         exams = exams_for(random_model, 75)
         kv = random_model.prefill(exams.contexts)
         before = random_model.answer(kv, exams.questions)
@@ -331,7 +331,7 @@ class TestModel:
         apart = (before - whole).norm() / whole.norm()
         assert 0 < apart < 0.02, "KV in bfloat16, the rest in float32: near, and not the same"
 
-    def test_what_it_cannot_answer_has_no_drop(self, random_model: Subject) -> None:
+    def test_what_it_cannot_answer_has_no_drop(self, random_model: QualitySubject) -> None:
         (row,) = measure(random_model, [exams_for(random_model, 75)], [Raw()])
         assert row.accuracy is not None and row.accuracy < 0.5
         assert (row.accuracy_drop, row.accuracy_drop_se, row.kl, row.perplexity_ratio) == (
@@ -358,7 +358,9 @@ class TestTraining:
                     num_keys=phase.num_keys,
                 )
 
-    def test_the_committed_model_is_the_one_it_makes(self, script: Any, trained: Subject) -> None:
+    def test_the_committed_model_is_the_one_it_makes(
+        self, script: Any, trained: QualitySubject
+    ) -> None:
         fresh = script.model_of_seed(script.SEED)
         assert {name: tuple(weight.shape) for name, weight in fresh.named_parameters()} == {
             name: tuple(weight.shape) for name, weight in trained.model.named_parameters()
@@ -385,9 +387,11 @@ class TestMeasure:
         kv = np.full((1, 3, 2, 10, 2, 8), 0x3F80, np.uint16)  # 1.0
         kv[0, 1, 0, :, 1, 3] = 0x4180  # 16.0
         kv[0, 2, 1, :, 0, 0] = 0xC080  # -4.0
-        assert Channels.of(kv) == Channels(keys=[1.0, 16.0, 1.0], values=[1.0, 1.0, 4.0])
+        assert MeasuredChannels.of(kv) == MeasuredChannels(
+            keys=[1.0, 16.0, 1.0], values=[1.0, 1.0, 4.0]
+        )
 
-    def test_raw_costs_nothing(self, trained: Subject, few: list[Exams]) -> None:
+    def test_raw_costs_nothing(self, trained: QualitySubject, few: list[Exams]) -> None:
         (row,) = measure(trained, few, [Raw()])
         assert (
             row.accuracy_drop,
@@ -402,13 +406,15 @@ class TestMeasure:
             row.by_kind
         ) == {"lookup", "hop", "run"}
 
-    def test_without_kv_answers_are_chance(self, trained: Subject, few: list[Exams]) -> None:
+    def test_without_kv_answers_are_chance(self, trained: QualitySubject, few: list[Exams]) -> None:
         (row,) = measure(trained, few, [Zeroing()])
         assert row.accuracy is not None and row.accuracy < 0.15
         assert row.accuracy_drop is not None and row.accuracy_drop > 80
         assert row.kl > 1 and row.perplexity_ratio > 5
 
-    def test_one_chunk_one_token_off_is_seen(self, trained: Subject, few: list[Exams]) -> None:
+    def test_one_chunk_one_token_off_is_seen(
+        self, trained: QualitySubject, few: list[Exams]
+    ) -> None:
         harmed, whole = measure(trained, few, [ShiftingTails(), Raw()])
         assert harmed.ratio == whole.ratio and harmed.error > 0.1
         assert harmed.accuracy_drop is not None and harmed.accuracy_drop > 3 * max(
@@ -416,7 +422,7 @@ class TestMeasure:
         )
         assert harmed.kl > 0.01 and harmed.perplexity_ratio > 1.01
 
-    def test_coarser_is_worse(self, trained: Subject, few: list[Exams]) -> None:
+    def test_coarser_is_worse(self, trained: QualitySubject, few: list[Exams]) -> None:
         rows = measure(trained, few, [Rounding(127), Rounding(7), Rounding(1)])
         for finer, coarser in itertools.pairwise(rows):
             assert (

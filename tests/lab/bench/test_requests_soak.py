@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch")  # checkpoints need it
 pytest.importorskip("transformers")
 
-from kvhold.lab.bench.soak.requests import Answer, Requests, _report, _Soak
+from kvhold.lab.bench.soak.requests import Requests, SoakAnswer, _report, _Soak
 from kvhold.lab.bench.soak.texts import Shape, Texts
 from kvhold.lab.engines.process import EngineFailed
-from kvhold.lab.verify.messages import Arrival, Served
+from kvhold.lab.verify.messages import VerifyArrival, VerifyServed
 
 SHAPE = Shape(block=32, chunk=64, limit=448)
 VOCABULARY = range(10, 250)
@@ -72,9 +72,9 @@ class TestTexts:
 
 
 def test_an_answer_reaches_to_its_first_near_tie() -> None:
-    assert Answer.of([5, 6, 7], [1.0, 0.5, 0.2]) == Answer([5, 6, 7], near_tie=False)
-    assert Answer.of([5, 6, 7], [1.0, 1e-5, 0.2]) == Answer([5], near_tie=True)
-    assert Answer.of([5], [0.0]) == Answer([], near_tie=True)
+    assert SoakAnswer.of([5, 6, 7], [1.0, 0.5, 0.2]) == SoakAnswer([5, 6, 7], near_tie=False)
+    assert SoakAnswer.of([5, 6, 7], [1.0, 1e-5, 0.2]) == SoakAnswer([5], near_tie=True)
+    assert SoakAnswer.of([5], [0.0]) == SoakAnswer([], near_tie=True)
 
 
 class Scripted:
@@ -85,15 +85,17 @@ class Scripted:
 
     def __init__(self, **changes: Any) -> None:
         self.changes = changes
-        self.served: list[Arrival] = []
+        self.served: list[VerifyArrival] = []
 
-    def serve(self, arrivals: list[Arrival], *, margins: bool = False) -> "Future[Served]":
+    def serve(
+        self, arrivals: list[VerifyArrival], *, margins: bool = False
+    ) -> "Future[VerifyServed]":
         self.served += arrivals
         answers = [
             [arrival.tokens[-1] + n for n in range(1, arrival.max_tokens + 1)]
             for arrival in arrivals
         ]
-        done: Future[Served] = Future()
+        done: Future[VerifyServed] = Future()
         plain: dict[str, Any] = {
             "token_ids": answers,
             "ends": ["length"] * len(arrivals),
@@ -103,7 +105,7 @@ class Scripted:
             "num_preemptions": 1,
         }
         done.set_result(
-            Served(**plain | {name: change(answers) for name, change in self.changes.items()})
+            VerifyServed(**plain | {name: change(answers) for name, change in self.changes.items()})
         )
         return done
 
@@ -170,7 +172,9 @@ class TestJudging:
 
     def test_what_the_engine_without_kvhold_answers_now_so_now_so_is_unsteady(self) -> None:
         class Unsteady(Scripted):
-            def serve(self, arrivals: list[Arrival], *, margins: bool = False) -> "Future[Served]":
+            def serve(
+                self, arrivals: list[VerifyArrival], *, margins: bool = False
+            ) -> "Future[VerifyServed]":
                 return (
                     super().serve(arrivals)
                     if margins
@@ -190,8 +194,10 @@ class TestJudging:
 
     def test_an_engine_that_fails_ends_the_run_and_its_words_are_told(self) -> None:
         class Failing(Scripted):
-            def serve(self, arrivals: list[Arrival], *, margins: bool = False) -> "Future[Served]":
-                done: Future[Served] = Future()
+            def serve(
+                self, arrivals: list[VerifyArrival], *, margins: bool = False
+            ) -> "Future[VerifyServed]":
+                done: Future[VerifyServed] = Future()
                 done.set_exception(EngineFailed("serve: the engine died"))
                 return done
 

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 
 from kvhold.core.api import Hit
 from kvhold.core.errors import KVHoldError, LayoutError
-from kvhold.integrations.sglang.names import Part, check_keys, engine_of, namespace_of
+from kvhold.integrations.sglang.names import PagePart, check_keys, engine_of, namespace_of
 from kvhold.integrations.sglang.page_store import PageStore
 from kvhold.integrations.sglang.pools import Int64s, device_pages
 from kvhold.integrations.sglang.settings import linker_settings
@@ -317,7 +317,7 @@ def _kv(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
     )
 
 
-def _part(params: Any) -> tuple[Part, bool]:
+def _part(params: Any) -> tuple[PagePart, bool]:
     tp = (0, 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = params.attn_tp_cache_group or params.tp_cache_group
@@ -325,7 +325,7 @@ def _part(params: Any) -> tuple[Part, bool]:
             torch.distributed.get_rank(group=group),
             torch.distributed.get_world_size(group=group),
         )
-    part = Part(
+    part = PagePart(
         tp=tp, pp=(params.pp_rank, params.pp_size), cp=(params.attn_cp_rank, params.attn_cp_size)
     )
     return part, tp[1] == params.pp_size == params.attn_cp_size == 1

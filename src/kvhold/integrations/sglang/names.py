@@ -21,21 +21,21 @@ from sglang.srt import runtime_context
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.naming import NO_FACTS, Facts, Rules, walk
+from kvhold.core.naming import NO_FACTS, Facts, NamingRules, walk
 from kvhold.integrations.machine import (
     device_facts,
     library_facts,
     processor_facts,
     version_facts,
 )
-from kvhold.integrations.sglang.settings import KV_DTYPES, Settings
+from kvhold.integrations.sglang.settings import KV_DTYPES, SGLangSettings
 from kvhold.integrations.sglang.tables import SERVER_ARGS, VARIABLES
 from kvhold.integrations.weights import adapter_identity, model_identity
 
 log = logging.getLogger(__name__)
 
 _PERSON = b"kvhold-sglang-1"
-_RULES = Rules(atoms={torch.dtype: str})
+_RULES = NamingRules(atoms={torch.dtype: str})
 _LIBRARIES = (
     "sglang",
     "torch",
@@ -59,7 +59,7 @@ SHARES = {
 
 
 @dataclass(frozen=True)
-class Engine:
+class SGLangEngine:
     """The facts that KV depends on.
 
     kv_dtype: contents of a pool of bare bytes; empty: unknown
@@ -72,7 +72,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """(rank, size) of tensor, pipeline, context and decode context parallelism."""
 
     tp: tuple[int, int] = (0, 1)
@@ -81,7 +81,7 @@ class Part:
     dcp: tuple[int, int] = (0, 1)
 
 
-def engine_of(settings: Settings) -> Engine:
+def engine_of(settings: SGLangSettings) -> SGLangEngine:
     """Raises LayoutError if weights or adapters cannot be identified."""
     model_id = settings.config.model_id
     try:
@@ -92,7 +92,7 @@ def engine_of(settings: Settings) -> Engine:
                 "model_id must be set: SGLang's settings are not published here, so the "
                 "weights cannot be told"
             ) from None
-        return Engine(model_id, kv_dtype=settings.kv_dtype)
+        return SGLangEngine(model_id, kv_dtype=settings.kv_dtype)
     facts = _server_facts(args, settings)
     for number, ref in enumerate(args.lora_paths or ()):
         facts[f"adapters[{number}]"] = repr(_adapter(ref))
@@ -102,10 +102,10 @@ def engine_of(settings: Settings) -> Engine:
         facts["sglang.random_seed"] = repr(args.random_seed)  # makes the weights
     model = model_id or model_identity(args.model_path, args.revision)
     kv_dtype = settings.kv_dtype or KV_DTYPES.get(str(args.kv_cache_dtype), "")
-    return Engine(model, Facts.of(facts), kv_dtype, title=str(args.model_path))
+    return SGLangEngine(model, Facts.of(facts), kv_dtype, title=str(args.model_path))
 
 
-def _server_facts(args: Any, settings: Settings) -> dict[str, str]:
+def _server_facts(args: Any, settings: SGLangSettings) -> dict[str, str]:
     shared = tuple(name for word in settings.config.share for name in SHARES.get(word, (word,)))
     for word in settings.config.share:
         if word not in SHARES and not word.startswith("sglang."):
@@ -150,7 +150,13 @@ def _environment() -> dict[str, str]:
 
 
 def namespace_of(
-    engine: Engine, layout: Layout, part: Part, *, pool: str, replicated: bool, salt: str = ""
+    engine: SGLangEngine,
+    layout: Layout,
+    part: PagePart,
+    *,
+    pool: str,
+    replicated: bool,
+    salt: str = "",
 ) -> Namespace:
     """Return the namespace of one pool's pages.
 

@@ -29,7 +29,7 @@ Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]
 Take: TypeAlias = Callable[[int, Lease], None]  # (first key, lease)
 
 
-class Tally:
+class StorageTally:
     """Pages and GB/s of the last 1,000 calls."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PageStore:
     def __init__(self, cache: Cache, namespace: Namespace, config: Config) -> None:
         self._rules = request_rules(None, config.rules)
         self.namespace = namespace.narrowed(tags=self._rules.tags)
-        self.loaded, self.stored = Tally(), Tally()
+        self.loaded, self.stored = StorageTally(), StorageTally()
         self._cache = cache
         self._wait_s = config.client.arrival_timeout_s
         self._groups = range(len(namespace.layout.groups))

@@ -28,7 +28,7 @@ KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)
-class Settings:
+class SGLangSettings:
     """The user's settings.
 
     embedded: the cache is in this process, not in this host's node
@@ -44,7 +44,7 @@ class Settings:
         return LocalCache(self.config) if self.embedded else connect(self.config, name=name)
 
 
-def storage_settings(extra_config: Mapping[str, Any] | None) -> Settings:
+def storage_settings(extra_config: Mapping[str, Any] | None) -> SGLangSettings:
     extra_config = extra_config or {}
     for name in extra_config:
         if name not in (*_OF_SGLANG, SECTION):
@@ -58,11 +58,11 @@ def storage_settings(extra_config: Mapping[str, Any] | None) -> Settings:
     return _settings(section, f"extra config: {SECTION}.")
 
 
-def linker_settings(extra_config: Mapping[str, Any] | None) -> Settings:
+def linker_settings(extra_config: Mapping[str, Any] | None) -> SGLangSettings:
     return _settings(extra_config or {}, "linker_extra_config: ")
 
 
-def _settings(section: Mapping[str, Any], where: str) -> Settings:
+def _settings(section: Mapping[str, Any], where: str) -> SGLangSettings:
     values = dict(section)
     embedded, kv_dtype = values.pop("embedded", False), values.pop("kv_cache_dtype", "")
     if not isinstance(embedded, bool):
@@ -82,4 +82,4 @@ def _settings(section: Mapping[str, Any], where: str) -> Settings:
             f"{where}memory_codec = {config.memory_codec!r}: SGLang's KV is kept as it is; "
             "leave this setting out"
         )
-    return Settings(config, embedded, KV_DTYPES.get(kv_dtype, ""))
+    return SGLangSettings(config, embedded, KV_DTYPES.get(kv_dtype, ""))

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvhold.integrations.sglang.names import Part, check_keys, engine_of, namespace_of
+from kvhold.integrations.sglang.names import PagePart, check_keys, engine_of, namespace_of
 from kvhold.integrations.sglang.page_store import Copy, PageStore
 from kvhold.integrations.sglang.pools import Pages, host_pages
 from kvhold.integrations.sglang.settings import storage_settings
@@ -202,7 +202,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def _learn(self, pool: Any, name: str) -> None:
         pages = host_pages(pool, kv_dtype=self._engine.kv_dtype, threads=self._threads)
         config = self._storage_config
-        part = Part(
+        part = PagePart(
             tp=(config.tp_rank, config.tp_size),
             pp=(config.pp_rank, config.pp_size),
             cp=(config.attn_cp_rank, config.attn_cp_size),

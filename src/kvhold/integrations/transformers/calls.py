@@ -47,7 +47,7 @@ class AsIs:
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """A call that can be served.
 
     input_ids: [rows, tokens]
@@ -67,7 +67,7 @@ class Call:
         return ids
 
 
-def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> Call | AsIs:
+def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> GenerateCall | AsIs:
     """Classify `model(input_ids, **options)`."""
     given = {name: value for name, value in options.items() if value is not None}
     refused = _unfit(model, input_ids, given.pop("attention_mask", None))
@@ -87,12 +87,12 @@ def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> Call
     if not isinstance(keep, int) or keep < 0:
         return AsIs("logits_to_keep is not a number of tokens")
     length = input_ids.shape[1]
-    return Call(input_ids, most=max(0, length - (keep or length)))
+    return GenerateCall(input_ids, most=max(0, length - (keep or length)))
 
 
 def generate_call(
     model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]
-) -> Call | AsIs:
+) -> GenerateCall | AsIs:
     """Classify `model.generate(inputs, config, **options)`."""
     given = {name: value for name, value in options.items() if value is not None}
     named = given.pop("input_ids", None)
@@ -118,7 +118,7 @@ def generate_call(
             "the prompt has pad tokens and no attention_mask, so generate guesses what is padding"
         )
     beams, returned = settings.num_beams or 1, settings.num_return_sequences or 1
-    return Call(
+    return GenerateCall(
         input_ids, most=input_ids.shape[1] - 1, expand=max(beams, returned), searched=beams > 1
     )
 

@@ -24,7 +24,7 @@ _PROBE = [[3, 4], [3, 5]]
 
 
 @dataclass(frozen=True)
-class Geometry:
+class CacheGeometry:
     layout: Layout
     dtype: torch.dtype
     device: torch.device
@@ -57,7 +57,7 @@ class Geometry:
         return separate_pools(self.layout.groups[0], pools, axes="block head token dim")
 
 
-def geometry_of(model: Any, *, tokens_per_chunk: int) -> Geometry:
+def geometry_of(model: Any, *, tokens_per_chunk: int) -> CacheGeometry:
     """Run four tokens through the model and inspect its cache.
 
     Raises LayoutError for a model that is not served.
@@ -90,7 +90,7 @@ def geometry_of(model: Any, *, tokens_per_chunk: int) -> Geometry:
         dtype=str(tensors[0].dtype).removeprefix("torch."),
         rotary=_rotary(config),
     )
-    return Geometry(
+    return CacheGeometry(
         Layout((group,), tokens_per_chunk=tokens_per_chunk, tail_tokens=1),
         tensors[0].dtype,
         tensors[0].device,

@@ -15,7 +15,7 @@ import transformers
 from kvhold.core.errors import LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Layout
-from kvhold.core.naming import Facts, Rules, Table, text_of, walk
+from kvhold.core.naming import Facts, NamingRules, Table, text_of, walk
 from kvhold.integrations.machine import (
     device_facts,
     library_facts,
@@ -39,7 +39,7 @@ HARMLESS = {
 the reason.
 """
 
-_RULES = Rules(
+_RULES = NamingRules(
     tables={"PreTrainedConfig": Table.of("", HARMLESS), "PretrainedConfig": Table.of("", HARMLESS)},
     opens=lambda kind: (
         kind.__module__.partition(".")[0] in ("transformers", "transformers_modules")

@@ -20,9 +20,9 @@ from kvhold.core.api import ABSENT, Cache, Lease
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import ConfigError, DeviceError, KVHoldError, LayoutError
 from kvhold.core.keys import Prompt
-from kvhold.core.rules import Rules, check_tags, request_rules
-from kvhold.integrations.transformers.calls import AsIs, Call, forward_call, generate_call
-from kvhold.integrations.transformers.geometry import Geometry, geometry_of
+from kvhold.core.rules import RequestRules, check_tags, request_rules
+from kvhold.integrations.transformers.calls import AsIs, GenerateCall, forward_call, generate_call
+from kvhold.integrations.transformers.geometry import CacheGeometry, geometry_of
 from kvhold.integrations.transformers.identity import Identity
 from kvhold.memory.copier import Copier, Piece, Transfer, wait_for
 from kvhold.memory.copy import warm_up
@@ -57,8 +57,8 @@ class _Work:
     kv: past_key_values, [rows * expand, heads, tokens, head_dim] a layer
     """
 
-    call: Call
-    geometry: Geometry
+    call: GenerateCall
+    geometry: CacheGeometry
     prompts: list[Prompt]
     known: list[int]
     kv: DynamicCache
@@ -123,11 +123,11 @@ class Reuse:
         self._identity.namespace(self._geometry.layout)
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> RequestRules:
         return self._rules
 
     @rules.setter
-    def rules(self, rules: Rules) -> None:
+    def rules(self, rules: RequestRules) -> None:
         """Raises ConfigError for another tenant than the configured one."""
         check_tags(rules.tags, self._settings)
         self._rules = rules
@@ -174,8 +174,8 @@ class Reuse:
         self._finish(work)
         return output
 
-    def _begin(self, call: Call | AsIs) -> _Work | None:
-        work = self._named(call) if isinstance(call, Call) else call
+    def _begin(self, call: GenerateCall | AsIs) -> _Work | None:
+        work = self._named(call) if isinstance(call, GenerateCall) else call
         if isinstance(work, AsIs):
             self._note(logging.INFO, f"not served, the model is called as it is: {work.reason}")
             self.last = Outcome(reason=work.reason)
@@ -187,7 +187,7 @@ class Reuse:
         self.last = work.outcome()
         return work
 
-    def _named(self, call: Call) -> _Work | AsIs:
+    def _named(self, call: GenerateCall) -> _Work | AsIs:
         try:
             geometry = self._current_geometry()
             namespace = self._identity.namespace(geometry.layout).narrowed(tags=self.rules.tags)
@@ -297,12 +297,12 @@ class Reuse:
             for block, row in enumerate(rows)
         )
 
-    def _current_geometry(self) -> Geometry:
+    def _current_geometry(self) -> CacheGeometry:
         if (self.model.device, self.model.dtype) != self._looked_at:
             self._geometry = self._look()
         return self._geometry
 
-    def _look(self) -> Geometry:
+    def _look(self) -> CacheGeometry:
         geometry = geometry_of(self.model, tokens_per_chunk=self._tokens_per_chunk)
         looks = self.model.device, self.model.dtype
         if self._refused is not None and self._refused[0] == looks:

@@ -69,7 +69,7 @@ def describer_of(
         return None
     hashed_tokens = resolve_kv_cache_block_sizes(kv_cache, config)[1]
     tables = tuple(
-        Table(
+        ChunkTable(
             number=part.table,
             block_tokens=part.group.block_tokens,
             kind=get_kv_cache_spec_kind(kv_cache.kv_cache_groups[part.table].kv_cache_spec).value,
@@ -87,7 +87,7 @@ def _is_asked_for(config: "VllmConfig") -> bool:
 
 
 @dataclass(frozen=True)
-class Table:
+class ChunkTable:
     number: int
     block_tokens: int
     kind: str
@@ -111,7 +111,7 @@ class Describer:
 
     layout: Layout
     shards: int
-    tables: tuple[Table, ...]
+    tables: tuple[ChunkTable, ...]
     hashed_tokens: int
 
     def describe(
@@ -137,7 +137,7 @@ class Describer:
             first = end
 
     def _stored(
-        self, request: "Request", table: Table, first: int, token_ids: list[int]
+        self, request: "Request", table: ChunkTable, first: int, token_ids: list[int]
     ) -> BlockStored | None:
         size = table.block_tokens
         if size % self.hashed_tokens:
@@ -167,7 +167,7 @@ class Describer:
 
 
 class Announced:
-    def __init__(self, tables: tuple[Table, ...], shards: int) -> None:
+    def __init__(self, tables: tuple[ChunkTable, ...], shards: int) -> None:
         self._tables = tables
         self._places = [
             frozenset(place_suffix(group, shard) for shard in range(shards))

@@ -30,7 +30,7 @@ from kvhold.core.errors import ConfigError, KVHoldError, NodeLost
 from kvhold.core.keys import ChunkNames, Namespace, Prompt
 from kvhold.core.planning import MOST_NAME
 from kvhold.core.reasons import SLOWER, WHOLE
-from kvhold.core.rules import Rules
+from kvhold.core.rules import RequestRules
 from kvhold.integrations.vllm.costs import Costs, Took
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
@@ -68,12 +68,12 @@ class _RequestState:
     asked_s, since_s: the last and the first call to the cache for this hit
     tried: `num_preemptions` at the last lookup. Each start tries one load, so a failing load ends
         in computing
-    untold: steps that the tracker does not know yet
+    pending_steps: steps that the tracker does not know yet
     no_hit: the miss reason, if the cache gave none
     """
 
     request: "Request"
-    rules: Rules
+    rules: RequestRules
     naming: "Future[Prompt | None] | None" = None
     tracker: RequestTracker | None = None
     lookup: "Future[Hit | None] | None" = None
@@ -474,7 +474,7 @@ class SchedulerSide:
         )
         request_state.lookup = self._lookups.submit(request_state.ask)
 
-    def _name(self, request: "Request", rules: Rules) -> Prompt | None:
+    def _name(self, request: "Request", rules: RequestRules) -> Prompt | None:
         """Hash the prompt. Never raises, because the scheduler would raise it again."""
         try:
             prompt, cause = prompt_of(self._namespace, request, rules, self._adapters, self._media)

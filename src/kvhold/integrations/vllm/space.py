@@ -9,7 +9,7 @@ from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.naming import Facts
-from kvhold.core.rules import Rules, request_rules
+from kvhold.core.rules import RequestRules, request_rules
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.media import Media, MediaError
 from kvhold.integrations.vllm.naming import engine_facts
@@ -73,7 +73,7 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
     return client
 
 
-def rules_of(request: "Request", config: Config, *, is_coded: bool) -> Rules:
+def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRules:
     """Return the request's permissions.
 
     Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds.
@@ -89,7 +89,7 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> Rules:
 
 
 def prompt_of(
-    namespace: Namespace, request: "Request", rules: Rules, adapters: Adapters, media: Media
+    namespace: Namespace, request: "Request", rules: RequestRules, adapters: Adapters, media: Media
 ) -> tuple[Prompt | None, str]:
     """Return the named prompt and an empty text; or None, and why its KV cannot be named."""
     if (

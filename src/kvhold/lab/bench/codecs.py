@@ -64,7 +64,7 @@ HEADING = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class CodecSample:
     """Consecutive chunks, bfloat16 as uint16 [chunks * layers, planes, tokens, heads, head_dim]."""
 
     bits: Bits
@@ -83,7 +83,7 @@ class Sample:
         return Layout(groups=(group,), tokens_per_chunk=tokens)
 
 
-def synthetic() -> Sample:
+def synthetic() -> CodecSample:
     """Make KV like a trained model's: one key channel in 32 is 8 to 16 times as large."""
     rng = np.random.default_rng(0)
     shape = (LAYERS, TOKENS, HEADS, HEAD_DIM)
@@ -100,12 +100,12 @@ def synthetic() -> Sample:
         * rng.standard_normal(shape, np.float32)
         * np.exp(0.3 * rng.standard_normal((LAYERS, TOKENS, 1, 1)))
     )
-    return Sample(_bfloat16(np.stack([keys, values], axis=1).astype(np.float32)))
+    return CodecSample(_bfloat16(np.stack([keys, values], axis=1).astype(np.float32)))
 
 
-def normal() -> Sample:
+def normal() -> CodecSample:
     """Make normal numbers of one size, unlike any KV."""
-    return Sample(
+    return CodecSample(
         _bfloat16(
             np.random.default_rng(1).standard_normal(
                 (LAYERS, 2, TOKENS, HEADS, HEAD_DIM), np.float32
@@ -114,7 +114,7 @@ def normal() -> Sample:
     )
 
 
-def from_model(checkpoint: Path) -> Sample:
+def from_model(checkpoint: Path) -> CodecSample:
     """Compute a text's KV. Needs transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -132,20 +132,20 @@ def from_model(checkpoint: Path) -> Sample:
         np.stack([part[0].transpose(0, 1).float().numpy() for part in (layer.keys, layer.values)])
         for layer in cache.layers
     ]
-    return Sample(_bfloat16(np.stack(layers)))
+    return CodecSample(_bfloat16(np.stack(layers)))
 
 
-def trained() -> Sample:
+def trained() -> CodecSample:
     from kvhold.lab.bench.quality.run import trained_kv
 
     kv = trained_kv(TRAINED_CHUNKS)
     chunks, layers, *rest = kv.shape
-    return Sample(kv.reshape(chunks * layers, *rest), chunks)
+    return CodecSample(kv.reshape(chunks * layers, *rest), chunks)
 
 
 def rows(
     names: Sequence[str],
-    samples: dict[str, Sample],
+    samples: dict[str, CodecSample],
     rounds: int = ROUNDS,
     *,
     drops: Mapping[str, float | None] | None = None,
@@ -171,7 +171,7 @@ def rows(
 
 
 class _Run:
-    def __init__(self, codec: Codec, sample: Sample) -> None:
+    def __init__(self, codec: Codec, sample: CodecSample) -> None:
         self.name = codec.name
         self._codec, self._sample = codec, sample
         self._layout = sample.layout

@@ -296,13 +296,13 @@ def link(
 @click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
 def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> None:
     """One overloaded node: longest loop turns, lookups while engines store, index sizes."""
-    from kvhold.lab.bench.overload import Load, OverloadRow, rows
+    from kvhold.lab.bench.overload import OverloadRow, OverloadSizes, rows
 
     click.echo(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
     )
     measured: list[OverloadRow] = []
-    for row in rows(Load(clients=clients, chunks=chunks, long_tokens=tokens)):
+    for row in rows(OverloadSizes(clients=clients, chunks=chunks, long_tokens=tokens)):
         measured.append(row)
         click.echo(
             f"{row.name:60} {row.value:12.3f} {row.unit:16} goal {row.goal:g} "

@@ -27,7 +27,7 @@ from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.lab.bench.places import Place, open_place
+from kvhold.lab.bench.places import BenchPlace, open_place
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, read, store
 
@@ -194,7 +194,7 @@ REFUSE_WHEN_FULL = (
 )
 
 
-def _stored(place: Place) -> None:
+def _stored(place: BenchPlace) -> None:
     with Trial(place.url()) as trial:
         trial.client.clear()
         trial.store(*SEEDS)
@@ -202,7 +202,7 @@ def _stored(place: Place) -> None:
             raise RuntimeError(f"{place.name}: the prompts could not be stored")
 
 
-def _dead_at_start(place: Place) -> FaultRow:
+def _dead_at_start(place: BenchPlace) -> FaultRow:
     place.kill()
     try:
         with Trial(place.url()) as trial:
@@ -214,7 +214,7 @@ def _dead_at_start(place: Place) -> FaultRow:
         place.revive()
 
 
-def _dies_mid_put(place: Place) -> FaultRow:
+def _dies_mid_put(place: BenchPlace) -> FaultRow:
     with Trial(wrapped(place.url(), "put:delay:1:50ms")) as trial:
         trial.store(*SEEDS)
         trial.until(lambda: trial.count("kvhold_tier_bytes") > 0)
@@ -228,7 +228,7 @@ def _dies_mid_put(place: Place) -> FaultRow:
             place.revive()
 
 
-def _dies_mid_get(place: Place) -> FaultRow:
+def _dies_mid_get(place: BenchPlace) -> FaultRow:
     _stored(place)
     with Trial(wrapped(place.url(), "get:delay:1:100ms")) as trial:
         for seed in SEEDS:
@@ -242,7 +242,7 @@ def _dies_mid_get(place: Place) -> FaultRow:
             place.revive()
 
 
-def _hangs(place: Place) -> FaultRow:
+def _hangs(place: BenchPlace) -> FaultRow:
     _stored(place)
     pausable = place.pause()
     if pausable:
@@ -262,7 +262,7 @@ def _hangs(place: Place) -> FaultRow:
         return trial.row(place.name, "hangs")
 
 
-def _slow(place: Place) -> FaultRow:
+def _slow(place: BenchPlace) -> FaultRow:
     _stored(place)
     with Trial(
         wrapped(place.url(), "get:delay:1:200ms%20put:delay:1:200ms%20probe:delay:1:100ms")
@@ -273,7 +273,7 @@ def _slow(place: Place) -> FaultRow:
         return trial.row(place.name, "slow", countable=False)
 
 
-def _full(place: Place) -> FaultRow | None:
+def _full(place: BenchPlace) -> FaultRow | None:
     url = place.full_url()
     if url is None:
         return None
@@ -285,7 +285,7 @@ def _full(place: Place) -> FaultRow | None:
         return trial.row(place.name, "full", countable=place.name in REFUSE_WHEN_FULL)
 
 
-def _damaged(place: Place, fault: str, rules: str) -> FaultRow:
+def _damaged(place: BenchPlace, fault: str, rules: str) -> FaultRow:
     _stored(place)
     with Trial(wrapped(place.url(), rules)) as trial:
         trial.read(*SEEDS)
@@ -293,7 +293,7 @@ def _damaged(place: Place, fault: str, rules: str) -> FaultRow:
         return trial.row(place.name, fault)
 
 
-def _stale(place: Place) -> FaultRow:
+def _stale(place: BenchPlace) -> FaultRow:
     _stored(place)
     with Trial(wrapped(place.url(), "probe:stale:0.5%20get:stale:0.3")) as trial:
         trial.read(*SEEDS)
@@ -301,7 +301,7 @@ def _stale(place: Place) -> FaultRow:
         return trial.row(place.name, "stale")
 
 
-def _denied(place: Place) -> FaultRow | None:
+def _denied(place: BenchPlace) -> FaultRow | None:
     url = place.denied_url()
     if url is None:
         return None
@@ -312,7 +312,7 @@ def _denied(place: Place) -> FaultRow | None:
         return trial.row(place.name, "auth fails")
 
 
-def _comes_back(place: Place) -> FaultRow:
+def _comes_back(place: BenchPlace) -> FaultRow:
     with Trial(place.url()) as trial:
         trial.store(0)
         trial.flush()
@@ -333,7 +333,7 @@ def _comes_back(place: Place) -> FaultRow:
         return trial.row(place.name, "comes back")
 
 
-FAULTS: dict[str, Callable[[Place], FaultRow | None]] = {
+FAULTS: dict[str, Callable[[BenchPlace], FaultRow | None]] = {
     "dead at start": _dead_at_start,
     "dies mid-put": _dies_mid_put,
     "dies mid-get": _dies_mid_get,

@@ -31,7 +31,7 @@ THREADS = (1, 2)
 def rows(profiles: Profiles | None = None) -> list[Row]:
     profiles = profiles or Profiles()
     arena = touched(NUM_CHUNKS * LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
-    engine = Engine(NUM_CHUNKS)
+    engine = GatherEngine(NUM_CHUNKS)
     offsets = np.arange(NUM_CHUNKS, dtype=np.int64) * (arena.size // NUM_CHUNKS)
     chunks = Chunks(arena, offsets, np.full(NUM_CHUNKS, LAYOUT.tokens_per_chunk, np.int64))
     plan = plan_blocks(engine.view, engine.block_ids, chunks)
@@ -60,7 +60,7 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
     return measured
 
 
-class Engine:
+class GatherEngine:
     """A pool of blocks; a random half belongs to `num_chunks` chunks."""
 
     def __init__(self, num_chunks: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvhold.core.api import ChunkBytes
 from kvhold.core.keys import Namespace, Prompt
-from kvhold.lab.bench.gather import LAYOUT, Engine, memcpy, touched
+from kvhold.lab.bench.gather import LAYOUT, GatherEngine, memcpy, touched
 from kvhold.lab.bench.profiles import Profiles, of_calls
 from kvhold.lab.bench.rows import Row, in_turn, rate_row
 from kvhold.lab.bench.servers import running_node
@@ -56,7 +56,7 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 class _Trips:
     def __init__(self, client: NodeClient) -> None:
-        self.engine = Engine(NUM_CHUNKS)
+        self.engine = GatherEngine(NUM_CHUNKS)
         self._client = client
         self._stored = 0
         client.register(NAMESPACE)

@@ -52,7 +52,7 @@ class OverloadRow:
 
 
 @dataclass(frozen=True)
-class Load:
+class OverloadSizes:
     clients: int = 256
     chunks: int = 1_000_000
     long_tokens: int = 1_000_000
@@ -60,7 +60,7 @@ class Load:
     lookups: int = 500
 
 
-def rows(load: Load) -> Iterator[OverloadRow]:
+def rows(load: OverloadSizes) -> Iterator[OverloadRow]:
     """Measure. A million chunks take minutes, 5 GB of memory and 4 GB of disk."""
     with tempfile.TemporaryDirectory(prefix="kvhold-overload-") as scratch:
         folder = Path(scratch) / "kv"
@@ -85,7 +85,7 @@ def rows(load: Load) -> Iterator[OverloadRow]:
             yield from _node_rows(clients, path, load)
 
 
-def _node_rows(clients: list["_Client"], path: Path, load: Load) -> Iterator[OverloadRow]:
+def _node_rows(clients: list["_Client"], path: Path, load: OverloadSizes) -> Iterator[OverloadRow]:
     client = clients[0]
     for space in (WIDE, PLAIN):
         client.ask(m.Register(space.layout, space.digest))
@@ -151,7 +151,7 @@ def _node_rows(clients: list["_Client"], path: Path, load: Load) -> Iterator[Ove
 
 
 def _stores_and_lookups(
-    client: "_Client", path: Path, short: Query, load: Load
+    client: "_Client", path: Path, short: Query, load: OverloadSizes
 ) -> Iterator[OverloadRow]:
     code = (
         f"from kvhold.lab.bench.overload import store_steadily; store_steadily({str(path)!r}, "
@@ -203,7 +203,7 @@ def store_steadily(path: str, count: int) -> None:
         sys.stdout.write(json.dumps({"refused": refused}))
 
 
-def _store_all(client: "_Client", load: Load) -> tuple[Query, Query]:
+def _store_all(client: "_Client", load: OverloadSizes) -> tuple[Query, Query]:
     """Fill memory's index. Returns a long stored prompt, and one of 32,000 tokens."""
     size = WIDE.layout.tokens_per_chunk
     long = _fresh(WIDE, load.long_tokens // size)
@@ -256,7 +256,7 @@ def _fill_disk(folder: Path, num_chunks: int) -> None:
         os.close(file)
 
 
-def _disk_rows(folder: Path, load: Load) -> Iterator[OverloadRow]:
+def _disk_rows(folder: Path, load: OverloadSizes) -> Iterator[OverloadRow]:
     opened = _measured_apart("open_disk", folder)
     assert opened["found"], "a value that is there was found"
     yield _row(f"a disk of {load.chunks:,} chunks serves", opened["serves_s"], "s", 2)

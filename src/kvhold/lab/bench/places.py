@@ -20,7 +20,7 @@ from kvhold.testing.servers.s3 import MotoServer
 _SMALL = "8mb"
 
 
-class Place(Protocol):
+class BenchPlace(Protocol):
     name: str
 
     def url(self) -> str:
@@ -135,7 +135,7 @@ class ServerPlace:
             server.close()
 
 
-def _redis() -> Place:
+def _redis() -> BenchPlace:
     server = RedisServer(password="right")
     small = RedisServer(settings={"maxmemory": _SMALL, "maxmemory-policy": "noeviction"})
     return ServerPlace(
@@ -147,13 +147,13 @@ def _redis() -> Place:
     )
 
 
-def _memcached() -> Place:
+def _memcached() -> BenchPlace:
     server = MemcachedServer(item_bytes=4 << 20)
     small = MemcachedServer(item_bytes=1 << 20, memory_bytes=8 << 20, evict=False)
     return ServerPlace("memcached", server, lambda _: server.url, full=(small, lambda _: small.url))
 
 
-def _s3() -> Place:
+def _s3() -> BenchPlace:
     server = MotoServer()
     return ServerPlace(
         "s3",
@@ -164,7 +164,7 @@ def _s3() -> Place:
     )
 
 
-def _central() -> Place:
+def _central() -> BenchPlace:
     folder = Path(tempfile.mkdtemp(prefix="kvhold-place-"))
     token = folder / "token"
     token.write_text("right")
@@ -179,7 +179,7 @@ def _central() -> Place:
     )
 
 
-PLACES: dict[str, Callable[[], Place]] = {
+PLACES: dict[str, Callable[[], BenchPlace]] = {
     "disk": DiskPlace,
     "fs": lambda: DiskPlace("fs"),
     "redis": _redis,
@@ -190,7 +190,7 @@ PLACES: dict[str, Callable[[], Place]] = {
 
 
 @contextmanager
-def open_place(name: str) -> Iterator[Place]:
+def open_place(name: str) -> Iterator[BenchPlace]:
     place = PLACES[name]()
     try:
         yield place

@@ -36,7 +36,7 @@ NAMESPACE = Namespace(
 def rows(profiles: Profiles | None = None) -> list[Row]:
     profiles = profiles or Profiles()
     query = Query(NAMESPACE.digest, NAMESPACE.layout.fingerprint, 1, os.urandom(NAMES * HASH_BYTES))
-    missed = m.Found(0, 0, reason=NEVER_STORED)
+    missed = m.LookupAnswer(0, 0, reason=NEVER_STORED)
     small_s, bare_small_s = _time_gets(SMALL_BYTES, CALLS)
     large_s, bare_large_s = _time_gets(LARGE_BYTES, LARGE_CALLS)
     small = time_row(

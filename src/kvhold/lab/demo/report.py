@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvhold.core.sizes import format_size
-from kvhold.lab.demo.run import Result
+from kvhold.lab.demo.run import DemoResult
 
 _BAR_COLUMNS = 40
 _ENGINE_NAMES = {"vllm": "vLLM", "transformers": "transformers"}
@@ -19,7 +19,7 @@ class _Row:
     ttft_s: float | None
 
 
-def render(result: Result) -> str:
+def render(result: DemoResult) -> str:
     rows = _rows(result)
     cold_s = statistics.median(result.timings.cold)
     width = max(len(row.label) for row in rows)
@@ -45,7 +45,7 @@ def render(result: Result) -> str:
     return "\n".join(lines)
 
 
-def draw(result: Result, path: Path) -> None:
+def draw(result: DemoResult, path: Path) -> None:
     """Draw PNG, SVG or PDF, by the path's ending. Raises ClickException without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _rows(result: Result) -> list[_Row]:
+def _rows(result: DemoResult) -> list[_Row]:
     timings = result.timings
     return [
         _Row("cold: nothing cached", statistics.median(timings.cold)),

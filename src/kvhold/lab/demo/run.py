@@ -34,7 +34,7 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """`tokens_reused` and `bytes_loaded` are for one prompt in the new engine."""
 
     driver: DriverName
@@ -65,7 +65,9 @@ class Result:
         }
 
 
-def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str], None]) -> Result:
+def run(
+    model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str], None]
+) -> DemoResult:
     """Raises EngineFailed when an engine does not start or dies."""
     driver: DriverName = "vllm" if is_vllm_available() else "transformers"
     prompts = [make_prompt(model.path, num_tokens, seed=seed) for seed in range(repeats)]
@@ -99,7 +101,7 @@ def run(model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str],
         len({tuple(g.token_ids) for g in [*runs, new]}) == 1
         for runs, new in zip(outputs, again, strict=True)
     )
-    return Result(
+    return DemoResult(
         driver,
         model,
         num_tokens,

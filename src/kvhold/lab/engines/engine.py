@@ -17,17 +17,17 @@ import msgspec
 
 from kvhold.lab.engines.messages import (
     EngineOptions,
+    EngineRefusal,
+    EngineStop,
     Generate,
     Generated,
     GeneratedMany,
     GenerateMany,
     Operation,
     Ready,
-    Refused,
     Reply,
     Reset,
     ResetPrefixCache,
-    Stop,
     Stopped,
 )
 from kvhold.lab.engines.models import ModelInfo
@@ -135,7 +135,7 @@ class Engine(Child):
         self.ready = self._ask(self.options, Ready, timeout_s)
 
     def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
-        self._ask(Stop(), Stopped, timeout_s)
+        self._ask(EngineStop(), Stopped, timeout_s)
 
     def _ask(self, operation: Operation, kind: type[_R], timeout_s: float) -> _R:
         process, doing = self._running(), str(operation.__struct_config__.tag)
@@ -144,7 +144,7 @@ class Engine(Child):
             reply = _decoder.decode(line)
         except msgspec.DecodeError as error:
             raise process.failure(doing, f"answered with what is no reply: {error}") from error
-        if isinstance(reply, Refused):
+        if isinstance(reply, EngineRefusal):
             raise process.failure(doing, f"refused: {reply.reason}")
         if not isinstance(reply, kind):
             raise process.failure(doing, f"answered {reply}")

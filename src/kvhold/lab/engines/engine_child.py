@@ -15,24 +15,24 @@ import msgspec
 
 from kvhold.lab.engines.messages import (
     EngineOptions,
+    EngineRefusal,
+    EngineStop,
     Generate,
     Generated,
     GeneratedMany,
     GenerateMany,
     Operation,
     Ready,
-    Refused,
     Reply,
     Reset,
     ResetPrefixCache,
-    Stop,
     Stopped,
 )
 
 _log = logging.getLogger(__name__)
 
 
-class Driver(Protocol):
+class EngineDriver(Protocol):
     def ready(self) -> Ready:
         """Warm up, and describe the engine."""
 
@@ -53,7 +53,7 @@ def main() -> int:
     operations, replies = take_pipes()
     faulthandler.register(signal.SIGUSR1)
     lines = msgspec.json.Decoder(Operation)
-    driver: Driver | None = None
+    driver: EngineDriver | None = None
     for line in operations:
         try:
             operation = lines.decode(line)
@@ -61,13 +61,13 @@ def main() -> int:
                 driver = _start(operation)
                 reply: Reply = driver.ready()
             elif driver is None:
-                reply = Refused(reason="the first operation must be start")
+                reply = EngineRefusal(reason="the first operation must be start")
             else:
                 reply = _run(driver, operation)
         # the parent gets the reason, the log the traceback
         except Exception as error:  # noqa: BLE001
             _log.exception("operation failed")
-            reply = Refused(reason=f"{type(error).__name__}: {error}")
+            reply = EngineRefusal(reason=f"{type(error).__name__}: {error}")
         replies.write(msgspec.json.encode(reply) + b"\n")
         replies.flush()
         if isinstance(reply, Stopped) or driver is None:
@@ -77,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def _start(options: EngineOptions) -> Driver:
+def _start(options: EngineOptions) -> EngineDriver:
     if options.driver == "vllm":
         from kvhold.lab.engines.vllm_engine import VllmDriver
 
@@ -87,7 +87,7 @@ def _start(options: EngineOptions) -> Driver:
     return TransformersDriver(options)
 
 
-def _run(driver: Driver, operation: Operation) -> Reply:
+def _run(driver: EngineDriver, operation: Operation) -> Reply:
     match operation:
         case Generate():
             return driver.generate(operation)
@@ -95,11 +95,11 @@ def _run(driver: Driver, operation: Operation) -> Reply:
             return driver.generate_many(operation)
         case ResetPrefixCache():
             return Reset(done=driver.reset_prefix_cache())
-        case Stop():
+        case EngineStop():
             driver.close()
             return Stopped()
         case EngineOptions():
-            return Refused(reason="started already")
+            return EngineRefusal(reason="started already")
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:

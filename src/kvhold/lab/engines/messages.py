@@ -61,7 +61,7 @@ class ResetPrefixCache(_Operation, frozen=True, kw_only=True, tag="reset_prefix_
     """Clear the engine's own KV; the connector's stays."""
 
 
-class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
+class EngineStop(_Operation, frozen=True, kw_only=True, tag="stop"):
     """Shut down in order, connector included."""
 
 
@@ -98,11 +98,11 @@ class Stopped(_Reply, frozen=True, kw_only=True, tag="stopped"):
     """The engine's last message."""
 
 
-class Refused(_Reply, frozen=True, kw_only=True, tag="refused"):
+class EngineRefusal(_Reply, frozen=True, kw_only=True, tag="refused"):
     """Failure. The traceback is in the engine's log."""
 
     reason: str
 
 
-Operation: TypeAlias = EngineOptions | Generate | GenerateMany | ResetPrefixCache | Stop
-Reply: TypeAlias = Ready | Generated | GeneratedMany | Reset | Stopped | Refused
+Operation: TypeAlias = EngineOptions | Generate | GenerateMany | ResetPrefixCache | EngineStop
+Reply: TypeAlias = Ready | Generated | GeneratedMany | Reset | Stopped | EngineRefusal

@@ -42,7 +42,7 @@ _LOGIT_STD = 3.0
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ModelGeometry:
     """Sizes of a float32 model and its KV."""
 
     hidden_size: int
@@ -87,7 +87,7 @@ class Geometry:
 
 
 SIZES = {
-    "tiny": Geometry(
+    "tiny": ModelGeometry(
         hidden_size=192,
         intermediate_size=640,
         num_layers=4,
@@ -95,7 +95,7 @@ SIZES = {
         num_kv_heads=2,
         head_dim=32,
     ),
-    "small": Geometry(
+    "small": ModelGeometry(
         hidden_size=512,
         intermediate_size=1_792,
         num_layers=12,
@@ -103,7 +103,7 @@ SIZES = {
         num_kv_heads=2,
         head_dim=64,
     ),
-    "mid": Geometry(
+    "mid": ModelGeometry(
         hidden_size=1_024,
         intermediate_size=3_072,
         num_layers=16,
@@ -118,7 +118,7 @@ SIZES = {
 class ModelInfo:
     name: str
     path: Path
-    geometry: Geometry
+    geometry: ModelGeometry
     max_model_len: int = MAX_MODEL_LEN
 
     @property
@@ -146,7 +146,7 @@ def make_model(size: str, root: Path | None = None) -> ModelInfo:
     return ModelInfo(name=size, path=path, geometry=geometry)
 
 
-def _fingerprint(geometry: Geometry) -> str:
+def _fingerprint(geometry: ModelGeometry) -> str:
     recipe = [
         _RECIPE,
         _SEED,
@@ -158,7 +158,7 @@ def _fingerprint(geometry: Geometry) -> str:
     return fingerprint(recipe)
 
 
-def _write(geometry: Geometry, folder: Path) -> None:
+def _write(geometry: ModelGeometry, folder: Path) -> None:
     from safetensors.numpy import save_file
 
     tokenizer = train_tokenizer()
@@ -182,7 +182,7 @@ def _draw(index: int, shape: tuple[int, ...], std: float) -> Weights:
     return weights
 
 
-def _config(geometry: Geometry, *, end_of_text_id: int) -> dict[str, Any]:
+def _config(geometry: ModelGeometry, *, end_of_text_id: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -8,7 +8,7 @@ A request has the same tokens and KV bytes in every batch, with and without kvho
 sampling, LoRA, media, speculation, state model or second worker. Used from one thread.
 """
 
-from kvhold.lab.mini_engine.config import SHAPES, EngineOptions, ModelShape
+from kvhold.lab.mini_engine.config import SHAPES, MiniEngineOptions, ModelShape
 from kvhold.lab.mini_engine.engine import MiniEngine
 
-__all__ = ["SHAPES", "EngineOptions", "MiniEngine", "ModelShape"]
+__all__ = ["SHAPES", "MiniEngine", "MiniEngineOptions", "ModelShape"]

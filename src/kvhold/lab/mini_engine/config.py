@@ -67,7 +67,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class MiniEngineOptions:
     """An engine's settings. num_blocks: includes vLLM's null block.
 
     budget:        tokens of one pass
@@ -117,7 +117,10 @@ def read_weights(folder: Path, device: str) -> dict[str, torch.Tensor]:
 
 
 def vllm_config_of(
-    options: EngineOptions, folder: Path, connector: dict[str, Any] | None, role: str = "kv_both"
+    options: MiniEngineOptions,
+    folder: Path,
+    connector: dict[str, Any] | None,
+    role: str = "kv_both",
 ) -> VllmConfig:
     model = ModelConfig(
         model=str(folder),
@@ -171,7 +174,7 @@ def vllm_config_of(
     return config
 
 
-def kv_cache_config_of(options: EngineOptions, config: VllmConfig) -> KVCacheConfig:
+def kv_cache_config_of(options: MiniEngineOptions, config: VllmConfig) -> KVCacheConfig:
     """Return the layers' groups and places in memory. Raises ValueError for too few blocks."""
     specs = {
         name: _spec(options, kind, config)
@@ -204,7 +207,7 @@ def allocate(kv_config: KVCacheConfig, config: VllmConfig, device: str) -> dict[
     return caches
 
 
-def _spec(options: EngineOptions, kind: str, config: VllmConfig) -> Any:
+def _spec(options: MiniEngineOptions, kind: str, config: VllmConfig) -> Any:
     shape = options.shape
     common = {"block_size": config.cache_config.block_size, "dtype": getattr(torch, options.dtype)}
     if shape.latent:

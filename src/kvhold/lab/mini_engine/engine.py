@@ -27,7 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvhold.lab.mini_engine.config import (
     SHAPES,
-    EngineOptions,
+    MiniEngineOptions,
     allocate,
     kv_cache_config_of,
     read_weights,
@@ -63,14 +63,14 @@ class MiniEngine:
         keep_digests: bool = False,
         **options: Any,
     ) -> None:
-        """model: a key of `SHAPES`; options: of `EngineOptions`, `shape` for another model.
+        """model: a key of `SHAPES`; options: of `MiniEngineOptions`, `shape` for another model.
 
         connector:    as `kv_connector_extra_config`
         folder:       of the model, made if missing; None: a temporary one
         keep_digests: keep each request's KV digest in `kv_digests`
         Raises ValueError for too few blocks, and the connector's errors.
         """
-        self.options = replace(EngineOptions(SHAPES[model]), **options)
+        self.options = replace(MiniEngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}
         self.first_token_s: dict[str, float] = {}
         self.kv_digests: dict[str, str] = {}

@@ -35,7 +35,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Keys:
+class ModelKeys:
     """Keys of one span in one group. slots: `[batch, tokens]`; mask: bool `[batch, queries,
     tokens]`.
     """
@@ -45,18 +45,18 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Span:
+class ModelSpan:
     """Queries of one request, or one query each of several.
 
     rows: int64 `[batch, queries]`, into the pass's tokens; keys: by KV cache group
     """
 
     rows: torch.Tensor
-    keys: Sequence[Keys]
+    keys: Sequence[ModelKeys]
 
 
 @dataclass(frozen=True)
-class Batch:
+class ModelBatch:
     """A pass.
 
     tokens, positions: int64 `[tokens]`
@@ -67,7 +67,7 @@ class Batch:
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: Sequence[Slots]
-    spans: Sequence[Span]
+    spans: Sequence[ModelSpan]
     last: torch.Tensor
 
 
@@ -110,7 +110,7 @@ class Model:
         self._rotation = rotation_table(max_tokens, shape.rope or shape.head, _BASE, device)
 
     def forward(
-        self, batch: Batch, caches: dict[str, torch.Tensor], enter: Hook, leave: Hook
+        self, batch: ModelBatch, caches: dict[str, torch.Tensor], enter: Hook, leave: Hook
     ) -> torch.Tensor:
         """Compute a pass. Returns logits `[requests, vocab]`.
 
@@ -175,7 +175,7 @@ class Model:
     def _attend(
         self,
         queries: torch.Tensor,
-        batch: Batch,
+        batch: ModelBatch,
         cache: torch.Tensor,
         group: int,
         weights: dict[str, torch.Tensor],

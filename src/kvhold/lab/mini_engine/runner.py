@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from kvhold.lab.mini_engine.arithmetic import choose
 from kvhold.lab.mini_engine.calls import calls_of
-from kvhold.lab.mini_engine.models import Batch, Keys, Model, Slots, Span
+from kvhold.lab.mini_engine.models import Model, ModelBatch, ModelKeys, ModelSpan, Slots
 
 _QUERIES = 128  # of one span; bounds the memory of attention weights
 
@@ -166,7 +166,7 @@ class Runner:
         if self._connector is not None and self._connector.has_connector_metadata():
             self._connector.save_kv_layer(layer, self._caches[layer], None)
 
-    def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> Batch:
+    def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> ModelBatch:
         """Build a pass: one span for all requests of one token, pieces for others."""
         ends = np.cumsum(counts)
         tokens = [
@@ -211,18 +211,18 @@ class Runner:
                 self._span([one], np.arange(cut, min(cut + _QUERIES, end))[None], positions)
                 for cut in cuts
             ]
-        return Batch(
+        return ModelBatch(
             self._tensor(tokens), self._tensor(positions), slots, spans, self._tensor(ends - 1)
         )
 
-    def _span(self, members: Sequence[_Running], rows: Array, positions: Array) -> Span:
+    def _span(self, members: Sequence[_Running], rows: Array, positions: Array) -> ModelSpan:
         """rows: `[members, queries]`; positions: of all tokens."""
-        return Span(
+        return ModelSpan(
             self._tensor(rows),
             [self._keys(members, positions[rows], group) for group in range(len(self._tables))],
         )
 
-    def _keys(self, members: Sequence[_Running], positions: Array, group: int) -> Keys:
+    def _keys(self, members: Sequence[_Running], positions: Array, group: int) -> ModelKeys:
         """positions: `[batch, queries]`."""
         table = self._tables[group]
         first = np.array([table.first_seen(position) for position in positions[:, 0]])
@@ -238,7 +238,7 @@ class Runner:
                 for one, row in zip(members, at, strict=True)
             ]
         )
-        return Keys(
+        return ModelKeys(
             self._slots(blocks, at % table.block_tokens), torch.from_numpy(mask).to(self._device)
         )
 

@@ -113,7 +113,7 @@ def command(
         )
     with needing("'kvhold[numba]'"):
         from kvhold.lab.simulate.check import SERVED, serve_too
-        from kvhold.sizing.simulation import Row, Setup, best_hit_rate, simulate
+        from kvhold.sizing.simulation import Setup, SimulatedRow, best_hit_rate, simulate
     if plot is not None:
         with needing("'kvhold[demo]'"):
             import matplotlib  # noqa: F401 - better known now than after the run
@@ -131,7 +131,7 @@ def command(
     click.echo(
         f"{read.num_requests:,} requests, {num_tokens:,} tokens, {token_bytes:,} bytes a token"
     )
-    rows: list[Row] = []
+    rows: list[SimulatedRow] = []
     checked: list[Checked] = []
     for tokens_per_chunk in chunks or (block_tokens,):
         cut = read.cut(tokens_per_chunk)

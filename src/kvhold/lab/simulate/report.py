@@ -10,7 +10,7 @@ import click
 from kvhold.core.sizes import format_size
 
 if TYPE_CHECKING:  # its import loads a compiler
-    from kvhold.sizing.simulation import Row
+    from kvhold.sizing.simulation import SimulatedRow
 
 HEADING = (
     f"{'policy':8} {'memory':>10} {'below':>10} {'codec':>12} {'tokens':>8} {'memory':>8} "
@@ -41,7 +41,7 @@ class Checked:
     same: bool
 
 
-def line(row: "Row") -> str:
+def line(row: "SimulatedRow") -> str:
     sizes = [
         format_size(size) if size else "-"
         for size in (row.capacity_bytes, row.disk_bytes, row.bytes_read, row.bytes_written)
@@ -76,7 +76,7 @@ def render_check(checked: Sequence[Checked]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
+def draw(rows: Sequence["SimulatedRow"], path: Path, title: str) -> None:
     """Draw hit rate over memory as PNG, SVG or PDF; dashed lines have a lower tier.
 
     Raises ClickException without matplotlib.
@@ -91,7 +91,7 @@ def draw(rows: Sequence["Row"], path: Path, title: str) -> None:
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
     several = len({row.chunk_tokens for row in rows}) > 1
-    lines: dict[tuple[str, int, int, str], list[Row]] = {}
+    lines: dict[tuple[str, int, int, str], list[SimulatedRow]] = {}
     for row in rows:
         lines.setdefault(
             (row.policy, row.chunk_tokens, row.disk_bytes, row.codec if row.disk_bytes else ""), []

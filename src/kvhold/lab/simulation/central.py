@@ -19,12 +19,12 @@ from kvhold.core.errors import TierError
 from kvhold.core.keys import KEY_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import EVICTED
-from kvhold.lab.simulation.checker import Checker, Memory, Place
+from kvhold.lab.simulation.checker import CheckedMemory, Checker, MemoryPlace
 from kvhold.lab.simulation.clears import Markers
 from kvhold.lab.simulation.draw import draw_guard, draw_rules
 from kvhold.lab.simulation.node import SimArena
-from kvhold.lab.simulation.sockets import Listener, Network, SimSocket
-from kvhold.lab.simulation.store import SimTier, Store
+from kvhold.lab.simulation.sockets import Network, SimListener, SimSocket
+from kvhold.lab.simulation.store import SimTier, SimTierStore
 from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.net import central as c
 from kvhold.net import pool as pool_module
@@ -94,7 +94,7 @@ class _SimStore(CentralStore):
         metrics: Metrics,
     ) -> None:
         self._prepare(config, arena, Stack(guards), metrics, clock=world.wall)  # type: ignore[arg-type]
-        self.memory: Memory = checker.watch(0, self, arena.data)  # type: ignore[arg-type]
+        self.memory: CheckedMemory = checker.watch(0, self, arena.data)  # type: ignore[arg-type]
 
 
 class _SimCentral(Central):
@@ -106,7 +106,7 @@ class _SimCentral(Central):
         self._logins = Logins(most=most_strangers, most_of_network=max(1, most_strangers // 2))
 
     def _listen(self) -> Any:
-        return Listener(self._network, _ADDRESS)
+        return SimListener(self._network, _ADDRESS)
 
 
 class _Borrowed:
@@ -116,7 +116,7 @@ class _Borrowed:
         self.world = world
         self._checker = checker
         self._who = who
-        self._parts: dict[int, list[tuple[int, int, Place]]] = {}
+        self._parts: dict[int, list[tuple[int, int, MemoryPlace]]] = {}
         self._last = 0
 
     def lend(self, parts: Sequence[Parts]) -> int:
@@ -203,7 +203,7 @@ class SimCentral:
         self.down = False
         self.most_bytes = 0
         self.over = False
-        self.lower = Store("below", 1 << 20)
+        self.lower = SimTierStore("below", 1 << 20)
         self._network = Network(world)
         self._sockets: dict[SimLoop, list[SimSocket]] = {}
         self._strangers: list[tuple[SimSocket, bool]] = []
@@ -411,7 +411,7 @@ class SimCentral:
 
     def _draw_words(self) -> tuple[bytes, bool]:
         random = self.random
-        hello = bytes(encode(c.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, _TOKEN)))
+        hello = bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, _TOKEN)))
         outside = (
             b"",
             random.randbytes(random.choice((1, 100, 20_000))),
@@ -420,15 +420,15 @@ class SimCentral:
             hello[: random.randrange(1, len(hello))],
             bytes(
                 encode(
-                    c.Hello(
+                    c.CentralHello(
                         c.CENTRAL_MAGIC,
                         c.CENTRAL_VERSION,
                         random.choice(("", "another", "x" * 3_000)),
                     )
                 )
             ),
-            bytes(encode(c.Hello("another", c.CENTRAL_VERSION, _TOKEN))),
-            bytes(encode(c.Hello(c.CENTRAL_MAGIC, 99, _TOKEN))) + b"x" * 9_000,
+            bytes(encode(c.CentralHello("another", c.CENTRAL_VERSION, _TOKEN))),
+            bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, 99, _TOKEN))) + b"x" * 9_000,
         )
         value = random.randbytes(500)
         inside = (
@@ -480,7 +480,7 @@ class SimCentral:
         data = bytes(sock._in)
         body = data[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]
         whole = body and len(data) >= LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
-        if whole and not isinstance(_greeting.decode(body), c.Refused):
+        if whole and not isinstance(_greeting.decode(body), c.CentralRefused):
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:

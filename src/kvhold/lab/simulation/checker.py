@@ -25,16 +25,16 @@ def kv(key: bytes, nbytes: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryPlace:
     """A part of an arena at one allocation. node: None outside arenas."""
 
-    node: "Memory | None"
+    node: "CheckedMemory | None"
     offset: int = 0
     allocation: int = 0
 
 
 @dataclass
-class Memory:
+class CheckedMemory:
     number: int
     data: bytearray
     address: int
@@ -48,9 +48,9 @@ class Checker:
         self._world = world
         self.promise = promise if promise is not None else OneHost()
         self.origins: dict[int, Origin] = {}
-        self._memory: Memory | None = None
+        self._memory: CheckedMemory | None = None
         self._state: CacheState | None = None
-        self._places: dict[tuple[str, int], dict[int, Place]] = {}
+        self._places: dict[tuple[str, int], dict[int, MemoryPlace]] = {}
         self._lookups: dict[
             int, tuple[int, float]
         ] = {}  # ticket -> number and Unix time of its lookup
@@ -61,8 +61,8 @@ class Checker:
         self.kicked: set[str] = set()
         self.scrubbing: Callable[[], list[Entry]] = list  # entries pinned by the scrubber
 
-    def watch(self, number: int, state: CacheState, data: bytearray) -> Memory:
-        memory = Memory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
+    def watch(self, number: int, state: CacheState, data: bytearray) -> CheckedMemory:
+        memory = CheckedMemory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
         self._memory, self._state = memory, state
         slabs: Any = state.ram._slabs
         allocate, free = slabs.allocate, slabs.free
@@ -90,17 +90,17 @@ class Checker:
         self._granted.clear()
         self.promise.node_died(clears_done=clears_done)
 
-    def place_of(self, part: memoryview) -> Place:
+    def place_of(self, part: memoryview) -> MemoryPlace:
         memory = self._memory
         if memory is None or part.obj is not memory.data:
-            return Place(None)
+            return MemoryPlace(None)
         return self.place_at(int(np.frombuffer(part, np.uint8).ctypes.data) - memory.address)
 
-    def place_at(self, offset: int) -> Place:
+    def place_at(self, offset: int) -> MemoryPlace:
         assert self._memory is not None
-        return Place(self._memory, offset, self._memory.allocations.get(offset, -1))
+        return MemoryPlace(self._memory, offset, self._memory.allocations.get(offset, -1))
 
-    def touches(self, place: Place | None, who: str) -> None:
+    def touches(self, place: MemoryPlace | None, who: str) -> None:
         """Record a finding unless the place still has its allocation."""
         if place is None or place.node is None:
             return
@@ -111,7 +111,7 @@ class Checker:
                 f"{place.allocation}, is {now})"
             )
 
-    def place(self, kind: str, node: int, number: int, offset: int) -> Place | None:
+    def place(self, kind: str, node: int, number: int, offset: int) -> MemoryPlace | None:
         if self._memory is None or self._memory.number != node:
             return None
         return self._places.get((kind, number), {}).get(offset)
@@ -129,7 +129,7 @@ class Checker:
         self, owner: Any, request: m.Request, answer: m.Message, asked: tuple[int, float]
     ) -> None:
         match request, answer:
-            case m.Lookup(), m.Found() if answer.ticket:
+            case m.Lookup(), m.LookupAnswer() if answer.ticket:
                 self._lookups[answer.ticket] = asked
             case m.Reserve(), m.Granted() if answer.reservation:
                 self._granted[answer.reservation] = self._world.number()
@@ -155,7 +155,7 @@ class Checker:
         memory = self._memory
         assert memory is not None
         self._places[kind, number] = {
-            offset: Place(memory, offset, memory.allocations.get(offset, -1))
+            offset: MemoryPlace(memory, offset, memory.allocations.get(offset, -1))
             for row in offsets
             for offset in row
             if offset != ABSENT

@@ -17,7 +17,7 @@ _GRACE_S = 5.0
 
 
 @dataclass(eq=False)
-class Clear:
+class SimClear:
     """One clear.
 
     began:  number of its request
@@ -142,7 +142,7 @@ def number_of(name: bytes) -> tuple[int, str]:
 class Shared:
     world: World
     markers: Markers
-    clears: list[Clear] = field(default_factory=list)
+    clears: list[SimClear] = field(default_factory=list)
     stored: dict[bytes, int] = field(default_factory=dict)
     highest: dict[bytes, int] = field(default_factory=dict)
     # (store, name) -> `Origin.born` of its latest value
@@ -239,7 +239,7 @@ class HostClears:
                 clear.done = done
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
-        self.shared.clears.append(Clear(self._host, prefix, began))
+        self.shared.clears.append(SimClear(self._host, prefix, began))
 
     def node_died(self, *, clears_done: bool) -> None:
         self._heard, self._guard = {}, None
@@ -264,7 +264,7 @@ class HostClears:
                 if why:
                     yield clear.began, why
 
-    def _why(self, clear: Clear, origin: Origin | None, asked: int, asked_s: float) -> str:
+    def _why(self, clear: SimClear, origin: Origin | None, asked: int, asked_s: float) -> str:
         if clear.host == self._host:
             return "a clear" if 0 < clear.done < asked else ""
         if not clear.number:

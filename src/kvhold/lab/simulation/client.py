@@ -15,7 +15,7 @@ from kvhold.core.checksums import pack, unpack
 from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
-from kvhold.lab.simulation.checker import Place, kv
+from kvhold.lab.simulation.checker import MemoryPlace, kv
 from kvhold.lab.simulation.device import SimDevice
 from kvhold.lab.simulation.link import SimLink, join
 from kvhold.lab.simulation.node import SimNode
@@ -70,7 +70,7 @@ class Signal:
             self._waiter.set_result(None)
 
 
-class Client:
+class SimClient:
     def __init__(
         self,
         world: World,
@@ -348,7 +348,13 @@ class Client:
         return self._device
 
     async def _write(
-        self, link: SimLink, offset: int, place: Place | None, key: bytes, value: bytes, layers: int
+        self,
+        link: SimLink,
+        offset: int,
+        place: MemoryPlace | None,
+        key: bytes,
+        value: bytes,
+        layers: int,
     ) -> bytes:
         size = len(value) // layers
         for layer in range(layers):
@@ -369,7 +375,7 @@ class Client:
     ) -> None:
         await self.register(prompt.namespace)
         link = await self.link()
-        found = await self.call(link, m.Lookup(prompt.query(), work, have_tokens), m.Found)
+        found = await self.call(link, m.Lookup(prompt.query(), work, have_tokens), m.LookupAnswer)
         ticket = found.ticket
         try:
             until = self.world.now + wait_s
@@ -379,7 +385,7 @@ class Client:
                 if self.world.random.random() < 0.2:
                     await self._read_hit(link, prompt, ticket, 0, arriving=True)
                 found = await self.call(
-                    link, m.Refresh(ticket, over, self.world.random.random() < 0.5), m.Found
+                    link, m.Refresh(ticket, over, self.world.random.random() < 0.5), m.LookupAnswer
                 )
             if not found.ticket:
                 return

@@ -16,14 +16,13 @@ from kvhold.codecs.frame import checksum
 from kvhold.core.api import ChunkBytes
 from kvhold.core.checksums import Checksums, pack
 from kvhold.core.layout import Group
-from kvhold.lab.simulation.checker import Place
+from kvhold.lab.simulation.checker import MemoryPlace
 from kvhold.lab.simulation.world import World
 from kvhold.memory.copier import Piece, Transfer
-from kvhold.memory.device import DeviceCopier, Lane, PinnedArenas, Settings
-from kvhold.memory.device import Event as DriverEvent
+from kvhold.memory.device import DeviceCopier, DeviceEvent, Lane, PinnedArenas, Settings
 from kvhold.memory.device.pinning import Reach
 from kvhold.memory.views import View, opaque_blocks
-from kvhold.testing.device import Event, FakeDevice, FakeDriver
+from kvhold.testing.device import FakeDevice, FakeDriver, FakeEvent
 
 _RING_BYTES = 64 << 10
 _MOST_AFTER_DEATH_S = 0.3
@@ -47,7 +46,7 @@ class SimDevice(FakeDevice):
         self._is_killed = False
 
     async def store(
-        self, arena: bytearray, offset: int, place: Place | None, value: bytes, layers: int
+        self, arena: bytearray, offset: int, place: MemoryPlace | None, value: bytes, layers: int
     ) -> bytes:
         """Store a chunk from blocks that are overwritten soon. Returns its checksums."""
         view, blocks = _blocks(layers, len(value) // layers)
@@ -60,7 +59,12 @@ class SimDevice(FakeDevice):
         return pack([checksum(row.data) for row in stored])
 
     async def load(
-        self, arena: bytearray, offset: int, place: Place | None, nbytes: int, sums: Sequence[int]
+        self,
+        arena: bytearray,
+        offset: int,
+        place: MemoryPlace | None,
+        nbytes: int,
+        sums: Sequence[int],
     ) -> bytes | None:
         """Return the bytes that the next kernel reads; None: damaged."""
         view, blocks = _blocks(len(sums), nbytes // len(sums))
@@ -94,7 +98,7 @@ class SimDevice(FakeDevice):
         view: View,
         memory: npt.NDArray[np.uint8],
         offset: int,
-        place: Place | None,
+        place: MemoryPlace | None,
         sums: Checksums | None,
     ) -> Transfer:
         places = ChunkBytes(np.array([offset]), np.array([1]), sums)
@@ -131,11 +135,13 @@ class _Driver(FakeDriver):
 
     def __init__(self, device: SimDevice, checker: Any, owner: str) -> None:
         super().__init__(device)
-        self.place: Place | None = None
+        self.place: MemoryPlace | None = None
         self._checker = checker
         self._owner = owner
 
-    def launch(self, lane: Lane, after: Sequence[DriverEvent], work: Callable[[], None]) -> Event:
+    def launch(
+        self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
+    ) -> FakeEvent:
         place, verb = self.place, {Lane.STORE: "writes", Lane.LOAD: "reads"}.get(lane)
 
         def checked() -> None:

@@ -17,11 +17,11 @@ from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.lab.simulation.central import SimCentral
 from kvhold.lab.simulation.checker import Checker
 from kvhold.lab.simulation.clears import HostClears, Markers, Origin, Shared, number_of
-from kvhold.lab.simulation.client import Client
+from kvhold.lab.simulation.client import SimClient
 from kvhold.lab.simulation.draw import Draw, draw, draw_guard, draw_rules
 from kvhold.lab.simulation.node import NodeDraw, SimNode
 from kvhold.lab.simulation.run import _REST_S, Simulation
-from kvhold.lab.simulation.store import Store
+from kvhold.lab.simulation.store import SimTierStore
 from kvhold.lab.simulation.world import World
 from kvhold.net import messages as m
 from kvhold.tiers.generations import is_marker
@@ -50,7 +50,7 @@ class _Values(dict[bytes, tuple[bytes, float]]):
 
 
 class HostNode(SimNode):
-    def __init__(self, host: "Host", number: int) -> None:
+    def __init__(self, host: "SimHost", number: int) -> None:
         self.host = host
         super().__init__(
             host.world, host.checker, host.draw.node, host.stores, host.journal, number
@@ -144,7 +144,7 @@ class HostNode(SimNode):
                 store.host_died(self.tier_worker_loop)
 
 
-class Host(Simulation):
+class SimHost(Simulation):
     def __init__(
         self, hosts: "Hosts", number: int, drawn: Draw, shared: Shared, stores: list[Any]
     ) -> None:
@@ -159,7 +159,7 @@ class Host(Simulation):
     def _make_node(self) -> SimNode:
         return HostNode(self, 100 * self.number + self.num_nodes)
 
-    async def _operation(self, client: Client) -> None:
+    async def _operation(self, client: SimClient) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         while self.node is None and not self.over:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -172,20 +172,20 @@ class Host(Simulation):
         else:
             await super()._operation(client)
 
-    async def _store(self, client: Client, prompt: Prompt) -> None:
+    async def _store(self, client: SimClient, prompt: Prompt) -> None:
         await client.store(prompt, first=0, shard=0, store_options=DEFAULT_OPTIONS, leave=0)
 
-    async def _load(self, client: Client, prompt: Prompt) -> None:
+    async def _load(self, client: SimClient, prompt: Prompt) -> None:
         await client.load(
             prompt, have_tokens=0, work=None, wait_s=self.random.choice((0.5, 5.0)), share=False
         )
 
-    async def _forget_and_load(self, client: Client, prompt: Prompt) -> None:
+    async def _forget_and_load(self, client: SimClient, prompt: Prompt) -> None:
         if self.node is not None:
             self.node.evict(1.0)
         await self._load(client, prompt)
 
-    async def _clear(self, client: Client) -> None:
+    async def _clear(self, client: SimClient) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         prefix = random.choice((None, prompt.namespace.digest, prompt.namespace.digest))
         other = random.choice([host for host in self.hosts.hosts if host is not self])
@@ -204,7 +204,7 @@ class Host(Simulation):
         for _ in range(0 if around == "nothing" else 2):
             other.soon(random.choice((0.02, 0.5)), other._forget_and_load, prompt)
 
-    async def _clear_alone(self, client: Client, prefix: bytes | None) -> None:
+    async def _clear_alone(self, client: SimClient, prefix: bytes | None) -> None:
         await client.call(await client.link(), m.Clear(prefix), m.Done)
 
     def soon(
@@ -365,7 +365,7 @@ class Hosts:
             self.central = SimCentral(world, self.shared.markers)
             self.store: Any = self.central
         else:
-            self.store = Store(
+            self.store = SimTierStore(
                 "shared",
                 random.choice((1 << 20, 1 << 20, 20_000)),
                 _Values(self.shared.markers),
@@ -375,13 +375,13 @@ class Hosts:
             self._draw_host(number, base) for number in range(1, 1 + random.choice((2, 2, 2, 3)))
         ]
 
-    def _draw_host(self, number: int, base: Draw) -> Host:
+    def _draw_host(self, number: int, base: Draw) -> SimHost:
         random = self.random
         stores: list[Any] = [self.store]
         guards = [self._draw_guard(read_only=random.random() < 0.04)]
         if random.random() < 0.6:
             at = random.choice((0, 0, 1))
-            stores.insert(at, Store(f"disk-{number}", 1 << 20))
+            stores.insert(at, SimTierStore(f"disk-{number}", 1 << 20))
             guards.insert(at, self._draw_guard(read_only=False))
         drawn = replace(
             base,
@@ -394,7 +394,7 @@ class Hosts:
             operations=random.choice((10, 20, 40)),
             store_bytes=(),
         )
-        return Host(self, number, drawn, self.shared, stores)
+        return SimHost(self, number, drawn, self.shared, stores)
 
     def _draw_guard(self, *, read_only: bool) -> GuardConfig:
         return replace(
@@ -511,7 +511,7 @@ class Hosts:
     def _all_learn(self) -> None:
         """Wait until each host knows each clear that the store or a writer can tell of."""
 
-        def has_learned(host: Host) -> bool:
+        def has_learned(host: SimHost) -> bool:
             known = host.promise.known
             return all(known.get(space, number) >= number for space, number in self._told().items())
 
@@ -541,7 +541,7 @@ class Hosts:
                 }
         return told
 
-    def _may_put(self, host: Host) -> bool:
+    def _may_put(self, host: SimHost) -> bool:
         return (
             host.node is not None
             and not host._guards()[host.stores.index(self.store)].config.read_only

@@ -18,7 +18,7 @@ from kvhold.core.reasons import EVICTED
 from kvhold.lab.simulation.checker import Checker
 from kvhold.lab.simulation.listening import ListeningLoop, ListeningSocket
 from kvhold.lab.simulation.scrub import SimScrubber
-from kvhold.lab.simulation.store import SimTier, Store
+from kvhold.lab.simulation.store import SimTier, SimTierStore
 from kvhold.lab.simulation.wire import SimTransport
 from kvhold.lab.simulation.world import SimLoop, World
 from kvhold.net import messages as m
@@ -121,7 +121,7 @@ class SimNode(server.Node):
         world: World,
         checker: Checker,
         draw: NodeDraw,
-        stores: list[Store],
+        stores: list[SimTierStore],
         journal: list[str],
         number: int,
     ) -> None:
@@ -170,7 +170,7 @@ class SimNode(server.Node):
             )
         checker.scrubbing = lambda: self._scrubbing
 
-    def _make_tier(self, store: Store) -> Any:
+    def _make_tier(self, store: SimTierStore) -> Any:
         return SimTier(self.world, store, self.checker)
 
     def _make_tier_worker(self, draw: NodeDraw, journal: list[str]) -> TierWorker:

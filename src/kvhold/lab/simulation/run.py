@@ -18,12 +18,12 @@ from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.lab.simulation.central import usual_steps
 from kvhold.lab.simulation.checker import Checker
-from kvhold.lab.simulation.client import Client, Share
+from kvhold.lab.simulation.client import Share, SimClient
 from kvhold.lab.simulation.draw import Draw, draw, draw_cost, draw_rules, draw_store_options
 from kvhold.lab.simulation.interruption import Interruption
 from kvhold.lab.simulation.listening import SimOs
 from kvhold.lab.simulation.node import SimNode
-from kvhold.lab.simulation.store import Store
+from kvhold.lab.simulation.store import SimTierStore
 from kvhold.lab.simulation.world import World
 from kvhold.node import listener
 
@@ -35,7 +35,7 @@ _REST_S = 300.0
 
 
 @dataclass(frozen=True)
-class Result:
+class SeedResult:
     """One seed's result. steps: turns of all loops; digest: equal for equal histories."""
 
     seed: int
@@ -46,7 +46,7 @@ class Result:
     digest: int
 
 
-def simulate(seed: int, *, trace: bool = False) -> Result:
+def simulate(seed: int, *, trace: bool = False) -> SeedResult:
     """trace: keep the history."""
     world = World(seed, keep_notes=trace)
     with _real_code_simulated(world):
@@ -63,7 +63,7 @@ def simulate(seed: int, *, trace: bool = False) -> Result:
     history = [
         f"{at:10.4f} {text % values if values else text}" for at, text, values in world.notes
     ]
-    return Result(
+    return SeedResult(
         seed,
         world.operations,
         world.steps,
@@ -137,13 +137,14 @@ class Simulation:
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
         self.checker = checker if checker is not None else Checker(world)
         self.stores: list[Any] = [
-            Store(f"tier-{number}", size) for number, size in enumerate(self.draw.store_bytes)
+            SimTierStore(f"tier-{number}", size)
+            for number, size in enumerate(self.draw.store_bytes)
         ]
         self.journal: list[str] = []
         self.node: SimNode | None = None
         self.num_nodes = self.num_clients = 0
         self.stopping = False
-        self.clients: list[Client] = []
+        self.clients: list[SimClient] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.mailbox: list[Share] = []
         self.left = self.draw.operations
@@ -192,12 +193,14 @@ class Simulation:
         if self.over:
             return
         self.num_clients += 1
-        client = Client(self.world, self.num_clients, self.checker, lambda: self.node, self.mailbox)
+        client = SimClient(
+            self.world, self.num_clients, self.checker, lambda: self.node, self.mailbox
+        )
         self.clients.append(client)
         for _ in range(self.draw.tasks_a_client):
             self.tasks.append(client.loop.create_task(self._work(client)))
 
-    async def _work(self, client: Client) -> None:
+    async def _work(self, client: SimClient) -> None:
         while self.left > 0:
             self.left -= 1
             self.world.operations += 1
@@ -209,7 +212,7 @@ class Simulation:
                 self.world.find(f"{client.name}: {type(error).__name__}: {error}")
             await asyncio.sleep(self.world.delay(0.02, slow=0.2, slow_s=1.0))
 
-    async def _interrupted(self, client: Client) -> None:
+    async def _interrupted(self, client: SimClient) -> None:
         random = self.random
         if self.draw.trouble and random.random() < 0.15:
             await Interruption(
@@ -220,7 +223,7 @@ class Simulation:
         else:
             await self._operation(client)
 
-    async def _operation(self, client: Client) -> None:
+    async def _operation(self, client: SimClient) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         dice = random.random()
         if dice < 0.34:
@@ -421,7 +424,9 @@ class Simulation:
             self.world.note("a bit of %s at %d is flipped", entry.key.hex()[-16:], entry.offset)
 
     def _flip_below(self) -> None:
-        stores = [store for store in self.stores if isinstance(store, Store) and store.values]
+        stores = [
+            store for store in self.stores if isinstance(store, SimTierStore) and store.values
+        ]
         if stores:
             store = self.random.choice(stores)
             key = self.random.choice(list(store.values))

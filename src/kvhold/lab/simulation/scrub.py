@@ -6,7 +6,7 @@ from typing import Any
 
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import CacheState
-from kvhold.lab.simulation.checker import Checker, Place
+from kvhold.lab.simulation.checker import Checker, MemoryPlace
 from kvhold.lab.simulation.world import World
 from kvhold.tiers.ram import Entry
 
@@ -22,7 +22,7 @@ class SimScrubber:
         interval_s: float,
     ) -> None:
         """See `Scrubber`."""
-        self.held: list[tuple[Entry, Place]] = []
+        self.held: list[tuple[Entry, MemoryPlace]] = []
         self.passes = 0
         self._world = world
         self._checker = checker
@@ -56,7 +56,7 @@ class SimScrubber:
         self.held = [(entry, self._checker.place_at(entry.offset)) for entry in entries or ()]
         self.loop.call_soon(taken.set_result, entries)
 
-    async def _is_whole(self, entry: Entry, place: Place) -> bool:
+    async def _is_whole(self, entry: Entry, place: MemoryPlace) -> bool:
         layers = self._scrubber.compare(entry)
         while True:
             await asyncio.sleep(self._world.delay(self._usual_s, slow=0.01, slow_s=2.0))

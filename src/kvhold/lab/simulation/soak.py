@@ -28,7 +28,7 @@ class SimulationError(KVHoldError):
 
 
 @dataclass
-class Result:
+class SimulationResult:
     """findings: seeds with a finding; found: the first ones, with replay commands."""
 
     seeds: int = 0
@@ -59,9 +59,11 @@ class MutationsResult:
         return bool(self.rows) and all(row.found for row in self.rows)
 
 
-def run(seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None) -> Result:
+def run(
+    seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None
+) -> SimulationResult:
     """tell: called with each finding. Raises SimulationError."""
-    began_s, result = time.monotonic(), Result()
+    began_s, result = time.monotonic(), SimulationResult()
     pieces = [(at, min(_PIECE, first + seeds - at)) for at in range(first, first + seeds, _PIECE)]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
         for lines in pool.map(lambda piece: list(_lines(_source(), *piece)), pieces):

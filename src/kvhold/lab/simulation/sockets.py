@@ -167,7 +167,7 @@ class SimSocket:
             self._loop.look_at(self._fd)
 
 
-class Listener:
+class SimListener:
     def __init__(self, network: "Network", address: str) -> None:
         self._network = network
         self._address = address
@@ -187,7 +187,7 @@ class Listener:
 class Network:
     def __init__(self, world: "World") -> None:
         self.world = world
-        self.listeners: dict[str, Listener] = {}
+        self.listeners: dict[str, SimListener] = {}
         self._sockets = world.sockets
 
     def descriptor(self, sock: SimSocket) -> int:
@@ -218,7 +218,7 @@ class Network:
             else self._join(listener, host, SimSocket(self, loop))
         )
 
-    def _join(self, listener: Listener, host: str, near: SimSocket) -> SimSocket:
+    def _join(self, listener: SimListener, host: str, near: SimSocket) -> SimSocket:
         far = SimSocket(self, None)
         near.peer, far.peer = far, near
         far.is_of_server = True
@@ -271,7 +271,7 @@ class SocketLoop:
                 callback(*args)
         self.look_at(fd)
 
-    async def sock_accept(self, listener: Listener) -> tuple[SimSocket, tuple[str, int]]:
+    async def sock_accept(self, listener: SimListener) -> tuple[SimSocket, tuple[str, int]]:
         """Sometimes raises EMFILE."""
         while not listener.waiting:
             listener.arrived.clear()

@@ -16,7 +16,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 
 
 @dataclass
-class Store:
+class SimTierStore:
     """A tier's values, which outlive nodes. is_damaged: bits were flipped on purpose."""
 
     name: str
@@ -32,7 +32,7 @@ class Store:
 
 
 class SimTier:
-    def __init__(self, world: World, store: Store, checker: Checker) -> None:
+    def __init__(self, world: World, store: SimTierStore, checker: Checker) -> None:
         self._world = world
         self._store = store
         self._checker = checker

@@ -17,8 +17,8 @@ from kvhold.lab.interruption import ending_in_order
 from kvhold.lab.options import Number, OutputFile
 from kvhold.lab.verify.engine import Engines
 from kvhold.lab.verify.paths import DEFAULT, PATHS
-from kvhold.lab.verify.rows import Row, table
-from kvhold.lab.verify.run import Settings, Subject, Verification
+from kvhold.lab.verify.rows import VerifyRow, table
+from kvhold.lab.verify.run import Subject, Verification, VerifySettings
 
 _SMALL: dict[str, Any] = {"block_size": 32}
 _SMALL_CHUNK = 64
@@ -169,7 +169,7 @@ def command(
         raise ConfigError(
             "vLLM is not installed here; kvhold verify runs the model in it: see docs/vllm.md"
         )
-    settings = Settings(
+    settings = VerifySettings(
         dtype=dtype,
         config=config,
         max_model_len=max_model_len,
@@ -185,7 +185,7 @@ def command(
             )
         else:
             found = _of_classes(engines, classes, paths, settings, engine_args)
-        rows: list[Row] = []
+        rows: list[VerifyRow] = []
         _write(rows, json_file)
         for row in found:
             rows.append(row)
@@ -198,8 +198,8 @@ def command(
 
 
 def _of_model(
-    engines: Engines, subject: Subject, paths: tuple[str, ...], settings: Settings
-) -> Iterator[Row]:
+    engines: Engines, subject: Subject, paths: tuple[str, ...], settings: VerifySettings
+) -> Iterator[VerifyRow]:
     return Verification(engines, subject, paths=paths, settings=settings, say=click.echo).rows()
 
 
@@ -207,9 +207,9 @@ def _of_classes(
     engines: Engines,
     classes: tuple[str, ...] | None,
     paths: tuple[str, ...],
-    settings: Settings,
+    settings: VerifySettings,
     engine_args: dict[str, Any],
-) -> Iterator[Row]:
+) -> Iterator[VerifyRow]:
     from kvhold.lab.checkpoints import RECIPES, make_checkpoint
 
     small = replace(
@@ -230,12 +230,12 @@ def _of_classes(
         ).rows()
 
 
-def _write(rows: Sequence[Row], json_file: Path | None) -> None:
+def _write(rows: Sequence[VerifyRow], json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps([row.as_json() for row in rows], indent=2) + "\n")
 
 
-def _is_good(rows: Sequence[Row], *, refusals_count: bool) -> bool:
+def _is_good(rows: Sequence[VerifyRow], *, refusals_count: bool) -> bool:
     outcomes = {row.outcome for row in rows}
     return (
         "pass" in outcomes

@@ -11,9 +11,9 @@ from kvhold.lab.verify.messages import (
     Choice,
     Question,
     Serve,
-    Served,
     Start,
     Started,
+    VerifyServed,
 )
 from kvhold.lab.verify.serving import serve
 
@@ -23,7 +23,7 @@ _IMAGE_SIDE = 112  # pixels
 _BEST = 2
 
 
-class Driver:
+class VerifyDriver:
     def __init__(self, options: Start) -> None:
         gc.collect = _collect_later
         self._adapters = options.adapters
@@ -87,7 +87,7 @@ class Driver:
             else [],
         )
 
-    def serve(self, operation: Serve) -> Served:
+    def serve(self, operation: Serve) -> VerifyServed:
         return serve(self._engine, operation)
 
     def reset(self) -> None:

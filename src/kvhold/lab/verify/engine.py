@@ -16,19 +16,19 @@ from kvhold.lab.engines.stepped import environment_for
 from kvhold.lab.verify.messages import (
     Answered,
     Ask,
-    Done,
     Operation,
-    Refused,
     Reply,
-    Reset,
     Serve,
-    Served,
     Start,
     Started,
-    Stop,
+    VerifyDone,
+    VerifyRefused,
+    VerifyReset,
+    VerifyServed,
+    VerifyStop,
 )
 
-_R = TypeVar("_R", Started, Answered, Served, Done)
+_R = TypeVar("_R", Started, Answered, VerifyServed, VerifyDone)
 _decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 _REFUSAL = "LayoutError: "
 _SEARCHED_BYTES = 1 << 20  # of the log; vLLM prints many stacks after a worker's
@@ -37,7 +37,7 @@ _SEARCHED_BYTES = 1 << 20  # of the log; vLLM prints many stacks after a worker'
 class EngineRefused(EngineFailed):
     """The engine refused. by_kvhold: the connector does not support this set-up."""
 
-    def __init__(self, refused: Refused, log: str, log_tail: str) -> None:
+    def __init__(self, refused: VerifyRefused, log: str, log_tail: str) -> None:
         reason = f"{refused.kind}: {refused.reason}"
         told_in_log = [
             line[line.index(_REFUSAL) :] for line in log.splitlines() if _REFUSAL in line
@@ -70,14 +70,14 @@ class Engines:
     def ask(self, questions: Ask) -> Answered:
         return self._ask(questions, Answered)
 
-    def serve(self, arrivals: Serve) -> Served:
-        return self._ask(arrivals, Served)
+    def serve(self, arrivals: Serve) -> VerifyServed:
+        return self._ask(arrivals, VerifyServed)
 
     def reset(self) -> None:
-        self._ask(Reset(), Done)
+        self._ask(VerifyReset(), VerifyDone)
 
     def stop(self) -> None:
-        self._ask(Stop(), Done)
+        self._ask(VerifyStop(), VerifyDone)
 
     def close(self) -> None:
         """End the process at once."""
@@ -111,7 +111,7 @@ class Engines:
             reply = _decoder.decode(line)
         except msgspec.DecodeError as error:
             raise process.failure(doing, f"answered with what is no reply: {error}") from error
-        if isinstance(reply, Refused):
+        if isinstance(reply, VerifyRefused):
             raise EngineRefused(reply, process.log_tail(_SEARCHED_BYTES), process.log_tail())
         if not isinstance(reply, kind):
             raise process.failure(doing, f"answered {reply}")

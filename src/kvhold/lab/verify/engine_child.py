@@ -9,17 +9,17 @@ import sys
 import msgspec
 
 from kvhold.lab.engines.engine_child import take_pipes
-from kvhold.lab.verify.driver import Driver
+from kvhold.lab.verify.driver import VerifyDriver
 from kvhold.lab.verify.messages import (
     Ask,
-    Done,
     Operation,
-    Refused,
     Reply,
-    Reset,
     Serve,
     Start,
-    Stop,
+    VerifyDone,
+    VerifyRefused,
+    VerifyReset,
+    VerifyStop,
 )
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def main() -> int:
     operations, replies = take_pipes()
     faulthandler.register(signal.SIGUSR1)
     lines = msgspec.json.Decoder(Operation)
-    drivers: list[Driver] = []
+    drivers: list[VerifyDriver] = []
     for line in operations:
         try:
             reply = _run(drivers, lines.decode(line))
@@ -44,31 +44,31 @@ def main() -> int:
     return 0
 
 
-def _run(drivers: list[Driver], operation: Operation) -> Reply:
+def _run(drivers: list[VerifyDriver], operation: Operation) -> Reply:
     if isinstance(operation, Start):
         assert not drivers, "stop the engine before starting another"
-        drivers.append(Driver(operation))
+        drivers.append(VerifyDriver(operation))
         return drivers[0].started()
     match operation:
         case Ask():
             return drivers[0].ask(operation)
         case Serve():
             return drivers[0].serve(operation)
-        case Reset():
+        case VerifyReset():
             drivers[0].reset()
-        case Stop():
+        case VerifyStop():
             drivers.pop().close()
-    return Done()
+    return VerifyDone()
 
 
-def _refused(error: BaseException) -> Refused:
+def _refused(error: BaseException) -> VerifyRefused:
     """Prefer an error of kvhold among the causes."""
     seen = [error]
     while (cause := seen[-1].__cause__ or seen[-1].__context__) is not None and cause not in seen:
         seen.append(cause)
     ours = next((one for one in seen if type(one).__module__.startswith("kvhold.")), None)
     told = ours or error
-    return Refused(
+    return VerifyRefused(
         kind=type(told).__name__,
         reason=str(told),
         by_kvhold=ours is not None and type(ours).__name__ == "LayoutError",

@@ -53,7 +53,7 @@ class Ask(_Operation, frozen=True, kw_only=True, tag="ask"):
     choices: bool = False
 
 
-class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request that arrives at engine step `step`.
 
     abort:       abort at this stage, or the next later one reached
@@ -74,15 +74,15 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Serve(_Operation, frozen=True, kw_only=True, tag="serve"):
     """Decode greedily requests that arrive while others run."""
 
-    arrivals: list[Arrival]
+    arrivals: list[VerifyArrival]
     margins: bool = False
 
 
-class Reset(_Operation, frozen=True, kw_only=True, tag="reset"):
+class VerifyReset(_Operation, frozen=True, kw_only=True, tag="reset"):
     """Clear the engine's own KV; the connector's stays."""
 
 
-class Stop(_Operation, frozen=True, kw_only=True, tag="stop"):
+class VerifyStop(_Operation, frozen=True, kw_only=True, tag="stop"):
     """Shut the engine down, connector included."""
 
 
@@ -122,7 +122,7 @@ class Answered(_Reply, frozen=True, kw_only=True, tag="answered"):
     choices: list[list[Choice]] = []
 
 
-class Served(_Reply, frozen=True, kw_only=True, tag="served"):
+class VerifyServed(_Reply, frozen=True, kw_only=True, tag="served"):
     """Results in order.
 
     ends:       vLLM's `finish_reason` (normally "length"), or "abort"
@@ -139,11 +139,11 @@ class Served(_Reply, frozen=True, kw_only=True, tag="served"):
     num_preemptions: int
 
 
-class Done(_Reply, frozen=True, kw_only=True, tag="done"):
+class VerifyDone(_Reply, frozen=True, kw_only=True, tag="done"):
     """Success."""
 
 
-class Refused(_Reply, frozen=True, kw_only=True, tag="refused"):
+class VerifyRefused(_Reply, frozen=True, kw_only=True, tag="refused"):
     """Failure. by_kvhold: the connector does not support this set-up."""
 
     kind: str
@@ -151,5 +151,5 @@ class Refused(_Reply, frozen=True, kw_only=True, tag="refused"):
     by_kvhold: bool = False
 
 
-Operation: TypeAlias = Start | Ask | Serve | Reset | Stop
-Reply: TypeAlias = Started | Answered | Served | Done | Refused
+Operation: TypeAlias = Start | Ask | Serve | VerifyReset | VerifyStop
+Reply: TypeAlias = Started | Answered | VerifyServed | VerifyDone | VerifyRefused

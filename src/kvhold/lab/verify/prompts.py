@@ -11,7 +11,7 @@ _CROWD = 6
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PromptSizes:
     """In tokens: the engine's largest block, kvhold's chunk, and the longest prompt."""
 
     block: int
@@ -21,7 +21,7 @@ class Sizes:
 
 def make_batches(
     vocabulary: Sequence[int],
-    sizes: Sizes,
+    sizes: PromptSizes,
     *,
     seed: int,
     num_adapters: int = 0,
@@ -61,7 +61,7 @@ def make_batches(
 
 
 def make_crowd(
-    vocabulary: Sequence[int], sizes: Sizes, *, seed: int, num_adapters: int = 0
+    vocabulary: Sequence[int], sizes: PromptSizes, *, seed: int, num_adapters: int = 0
 ) -> list[list[Question]]:
     """Return one batch of prompts that all need another block at about the same time."""
     rng = random.Random(seed)
@@ -77,7 +77,7 @@ def make_crowd(
     return [crowd]
 
 
-def crowd_tokens(sizes: Sizes) -> int:
+def crowd_tokens(sizes: PromptSizes) -> int:
     return -(-(sizes.chunk + sizes.block) // sizes.block) * sizes.block - 2
 
 
@@ -85,7 +85,7 @@ def _batches(questions: list[Question]) -> list[list[Question]]:
     return [questions[at : at + _BATCH] for at in range(0, len(questions), _BATCH)]
 
 
-def _lengths(sizes: Sizes) -> list[int]:
+def _lengths(sizes: PromptSizes) -> list[int]:
     block, chunk = sizes.block, sizes.chunk
     edges = {
         1,

@@ -10,7 +10,7 @@ UNSUPPORTED = "unsupported by vLLM"
 
 
 @dataclass(frozen=True)
-class Row:
+class VerifyRow:
     """One model in one path.
 
     kv_exact:     all loaded blocks held the computed bytes; None: none was compared
@@ -35,7 +35,7 @@ class Row:
         return asdict(self)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[VerifyRow]) -> str:
     cells = [
         ("model", "path", "KV exact", "tokens equal", "ties", "requests", "blocks", "seconds", "")
     ]

@@ -20,8 +20,8 @@ from kvhold.lab.verify.engine import EngineRefused, Engines
 from kvhold.lab.verify.messages import Answered, Ask, Choice, Question, Start, Started
 from kvhold.lab.verify.notes import FOLDER, Verdict, read_verdict
 from kvhold.lab.verify.paths import ITSELF, PATHS, Path
-from kvhold.lab.verify.prompts import Sizes, crowd_tokens, make_batches, make_crowd
-from kvhold.lab.verify.rows import UNSUPPORTED, Row
+from kvhold.lab.verify.prompts import PromptSizes, crowd_tokens, make_batches, make_crowd
+from kvhold.lab.verify.rows import UNSUPPORTED, VerifyRow
 from kvhold.lab.verify.ties import at_near_tie
 from kvhold.node import end_node
 
@@ -44,7 +44,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Settings:
+class VerifySettings:
     """How to verify. kv_memory_bytes: of each worker; config: kvhold's settings."""
 
     dtype: str = "float32"
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass
-class Asked:
+class EngineAnswers:
     """Answers of one engine. unsteady: questions that it does not always answer alike."""
 
     started: Started
@@ -82,7 +82,7 @@ class Verification:
         subject: Subject,
         *,
         paths: Sequence[str],
-        settings: Settings,
+        settings: VerifySettings,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._engines = engines
@@ -91,16 +91,16 @@ class Verification:
         self._settings = settings
         self._say = say
         self._shape: Started | None = None
-        self._references: dict[str, Asked] = {}
+        self._references: dict[str, EngineAnswers] = {}
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[VerifyRow]:
         """Yield one row a path, or one if vLLM does not run the model. Failures are rows, too."""
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:
             self._reference(PATHS["plain"])
         except EngineFailed as error:
-            yield Row(
+            yield VerifyRow(
                 self._subject.name,
                 UNSUPPORTED,
                 None,
@@ -116,9 +116,9 @@ class Verification:
             began = time.monotonic()
             yield replace(self._row(name), seconds=_since(began))
 
-    def _row(self, name: str) -> Row:
+    def _row(self, name: str) -> VerifyRow:
         path = PATHS[name]
-        row = Row(self._subject.name, name, None, None, 0, "unsupported")
+        row = VerifyRow(self._subject.name, name, None, None, 0, "unsupported")
         try:
             reference = self._reference(path)
         except EngineFailed as error:
@@ -148,11 +148,11 @@ class Verification:
             self._say(f"the end of the engine's log:\n{error.log_tail}")
         return str(error)
 
-    def _reference(self, path: Path) -> Asked:
+    def _reference(self, path: Path) -> EngineAnswers:
         engine = self._engine_of(path)
         name = json.dumps([engine, path.crowded], sort_keys=True)
         if name not in self._references:
-            asked = Asked(self._start(engine | _LOGITS))
+            asked = EngineAnswers(self._start(engine | _LOGITS))
             self._shape = self._shape or asked.started
             if path.is_on(asked.started):
                 self._ask_all(asked, path, choices=True)
@@ -161,12 +161,12 @@ class Verification:
             self._references[name] = asked
         return self._references[name]
 
-    def _unsteady(self, asked: Asked, path: Path) -> set[int]:
+    def _unsteady(self, asked: EngineAnswers, path: Path) -> set[int]:
         """Return questions that vLLM alone answers differently from its prefix cache or one by one.
 
         The batch decides the last bits of a sum, and a hit changes the batch.
         """
-        again, alone = Asked(asked.started), Asked(asked.started)
+        again, alone = EngineAnswers(asked.started), EngineAnswers(asked.started)
         self._ask_all(again, path)
         self._engines.reset()
         for batch in self._batches(path):
@@ -179,7 +179,9 @@ class Verification:
             if other != first and not asked.is_tie(number, other)
         }
 
-    def _with_kvhold(self, path: Path, reference: Started, transfer: dict[str, Any]) -> list[Asked]:
+    def _with_kvhold(
+        self, path: Path, reference: Started, transfer: dict[str, Any]
+    ) -> list[EngineAnswers]:
         num_tokens = sum(
             len(question.tokens) for batch in self._batches(path) for question in batch
         )
@@ -187,19 +189,19 @@ class Verification:
             "ram_bytes", 4 * num_tokens * reference.token_bytes + _ARENA_SPARE_BYTES
         )
         engine = self._engine_of(path) | {"kv_transfer_config": transfer}
-        stored = Asked(self._start(engine))
+        stored = EngineAnswers(self._start(engine))
         self._ask_all(stored, path)
         if path.restart:
             self._engines.stop()
             self._start(engine)
         else:
             self._engines.reset()
-        loaded = Asked(stored.started)
+        loaded = EngineAnswers(stored.started)
         self._ask_all(loaded, path)
         self._engines.stop()
         return [stored, loaded]
 
-    def _ask_all(self, asked: Asked, path: Path, *, choices: bool = False) -> None:
+    def _ask_all(self, asked: EngineAnswers, path: Path, *, choices: bool = False) -> None:
         for batch in self._batches(path):
             asked.add(self._ask(batch, choices=choices))
 
@@ -223,7 +225,7 @@ class Verification:
             self._shape.vocabulary, sizes, seed=_SEED, num_adapters=adapters, images=images
         )
 
-    def _sizes(self) -> Sizes:
+    def _sizes(self) -> PromptSizes:
         assert self._shape is not None, "the plain path is the first to run"
         limit = self._settings.max_model_len - self._settings.max_tokens
         block = max((size for size in self._shape.block_sizes if size < limit // 2), default=1)
@@ -234,7 +236,7 @@ class Verification:
             )
             * block
         )
-        return Sizes(block=block, chunk=chunk, limit=limit)
+        return PromptSizes(block=block, chunk=chunk, limit=limit)
 
     def _engine(self, arguments: dict[str, Any]) -> dict[str, Any]:
         common: dict[str, Any] = {
@@ -290,7 +292,13 @@ def _since(began: float) -> float:
     return round(time.monotonic() - began, 1)
 
 
-def judged(row: Row, path: Path, reference: Asked, rounds: list[Asked], verdict: Verdict) -> Row:
+def judged(
+    row: VerifyRow,
+    path: Path,
+    reference: EngineAnswers,
+    rounds: list[EngineAnswers],
+    verdict: Verdict,
+) -> VerifyRow:
     """Return the row of a path that ran.
 
     Tokens prove nothing when half of the questions are unsteady, or when nothing differs but half

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvhold.lab.engines.stepped import SteppedEngine
-from kvhold.lab.verify.messages import STAGES, Arrival, Serve, Served
+from kvhold.lab.verify.messages import STAGES, Serve, VerifyArrival, VerifyServed
 
 _BEST = 2
 
@@ -14,7 +14,7 @@ _BEST = 2
 class _Live:
     """A request. reached: steps since the stage of its abort."""
 
-    arrival: Arrival
+    arrival: VerifyArrival
     name: str = ""
     token_ids: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
@@ -24,7 +24,7 @@ class _Live:
     num_preemptions: int = 0
 
 
-def serve(engine: SteppedEngine, operation: Serve) -> Served:
+def serve(engine: SteppedEngine, operation: Serve) -> VerifyServed:
     """Serve all requests, and wait for the connector's saves."""
     requests = [_Live(arrival) for arrival in operation.arrivals]
     coming = deque(sorted(requests, key=lambda live: live.arrival.step))
@@ -45,7 +45,7 @@ def serve(engine: SteppedEngine, operation: Serve) -> Served:
         for live in list(running.values()):
             _look(engine, running, live)
     engine.drain()
-    return Served(
+    return VerifyServed(
         token_ids=[live.token_ids for live in requests],
         ends=[live.end for live in requests],
         aborted_in=[live.aborted_in for live in requests],
@@ -55,7 +55,7 @@ def serve(engine: SteppedEngine, operation: Serve) -> Served:
     )
 
 
-def _add(engine: SteppedEngine, arrival: Arrival, *, margins: bool) -> str:
+def _add(engine: SteppedEngine, arrival: VerifyArrival, *, margins: bool) -> str:
     prompt: dict[str, Any] = {"prompt_token_ids": arrival.tokens}
     if arrival.salt:
         prompt["cache_salt"] = arrival.salt

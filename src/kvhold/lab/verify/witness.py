@@ -38,7 +38,7 @@ _NO_BLOCK = 0
 
 
 @dataclass(frozen=True)
-class Held:
+class WitnessHeld:
     """Blocks of one request in one group. contents: hashes of the expected contents."""
 
     request_id: str
@@ -56,8 +56,8 @@ class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dicta
     """
 
     inner: KVConnectorMetadata
-    computed: list[Held] = field(default_factory=list)
-    loading: list[Held] = field(default_factory=list)
+    computed: list[WitnessHeld] = field(default_factory=list)
+    loading: list[WitnessHeld] = field(default_factory=list)
     in_pass: set[str] = field(default_factory=set)
     in_part: set[str] = field(default_factory=set)
 
@@ -187,7 +187,7 @@ class _Watcher:
     def __init__(self, groups: "list[KVCacheGroupSpec]") -> None:
         self.requests: dict[str, _Followed] = {}
         self._specs = [_one_of(group.kv_cache_spec) for group in groups]
-        self._loading: list[Held] = []
+        self._loading: list[WitnessHeld] = []
         self._in_pass: set[str] = set()
         self._in_part: set[str] = set()
 
@@ -208,7 +208,7 @@ class _Watcher:
             self._in_pass.add(request_id)
 
     def step(self, output: "SchedulerOutput", inner: KVConnectorMetadata) -> Watched:
-        computed: list[Held] = []
+        computed: list[WitnessHeld] = []
         for request_id, start, end, is_first in _spans(output):
             followed = self.requests.get(request_id)
             tables = output.kv_connector_block_state.get_block_ids(request_id)
@@ -233,12 +233,12 @@ class _Watcher:
 
     def _held(
         self, followed: _Followed, group: int, table: list[int], numbers: Iterable[int]
-    ) -> Iterator[Held]:
+    ) -> Iterator[WitnessHeld]:
         there = [number for number in numbers if number < len(table) and table[number] != _NO_BLOCK]
         if there:
             hashes = _prefix_hashes(followed, self._specs[group].block_size, max(there) + 1)
             request_id = followed.request.request_id
-            yield Held(
+            yield WitnessHeld(
                 request_id,
                 group,
                 [table[number] for number in there],
@@ -308,8 +308,8 @@ class _Reader:
         self._num_blocks = kv_cache_config.num_blocks
         self._layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         self.notes = notes
-        self._computed: list[Held] = []
-        self._loading: dict[str, list[Held]] = {}
+        self._computed: list[WitnessHeld] = []
+        self._loading: dict[str, list[WitnessHeld]] = {}
         self._in_part: set[str] = set()
 
     def begin(self, watched: Watched) -> None:

@@ -11,15 +11,15 @@ from kvhold.core.api import Cache
 from kvhold.core.errors import LayoutError
 from kvhold.memory.copier import Copier, HostCopier
 from kvhold.memory.device.copier import DeviceCopier, Settings
-from kvhold.memory.device.driver import Copies, Driver, Event, Lane
+from kvhold.memory.device.driver import Copies, DeviceDriver, DeviceEvent, Lane
 from kvhold.memory.device.pinning import PinnedArenas
 from kvhold.memory.device.ring import Ring
 
 __all__ = [
     "Copies",
     "DeviceCopier",
-    "Driver",
-    "Event",
+    "DeviceDriver",
+    "DeviceEvent",
     "Lane",
     "PinnedArenas",
     "Ring",
@@ -72,7 +72,7 @@ def proven_copier_for(device: str, *, threads: int, cache: Cache, allow_unproven
     return copier
 
 
-def _driver_for(device: str) -> Driver:
+def _driver_for(device: str) -> DeviceDriver:
     import torch
 
     from kvhold.memory.device.streams import TorchDriver

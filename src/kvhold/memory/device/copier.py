@@ -23,7 +23,7 @@ from kvhold.kernels import gather, scatter
 from kvhold.memory.copier import Mark, Piece, Stage, Transfer
 from kvhold.memory.device.batches import Batch, batches
 from kvhold.memory.device.crossover import direct_bytes
-from kvhold.memory.device.driver import Driver, Event, Lane
+from kvhold.memory.device.driver import DeviceDriver, DeviceEvent, Lane
 from kvhold.memory.device.pinning import Buffer, PinnedArenas, Reach
 from kvhold.memory.device.ring import Ring, Slice
 
@@ -51,7 +51,7 @@ class DeviceCopier:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: DeviceDriver,
         arenas: PinnedArenas,
         settings: Settings | None = None,
         *,
@@ -91,7 +91,7 @@ class DeviceCopier:
     def fault(self) -> str:
         return str(self._fault or "")
 
-    def mark(self) -> Event | None:
+    def mark(self) -> DeviceEvent | None:
         try:
             with self._noting_faults():
                 return self._driver.record()
@@ -136,7 +136,7 @@ class DeviceCopier:
         layers: range | None,
     ) -> "DeviceTransfer":
         self._pin_arenas_of(pieces)
-        marks = [] if after is None else [cast(Event, after)]
+        marks = [] if after is None else [cast(DeviceEvent, after)]
         # Half a ring, so that kernels and copies of two batches overlap.
         most_bytes = min(self._settings.batch_bytes, self._ring_bytes(lane) // 2)
         transfer = DeviceTransfer(pieces, self._arenas, lambda: self._noting_faults(before=False))
@@ -161,7 +161,9 @@ class DeviceCopier:
         except KVHoldError as error:
             log.debug("kvhold: the arena is not pinned: %s", error)
 
-    def _gather_batch(self, batch: Batch, marks: list[Event], transfer: "DeviceTransfer") -> None:
+    def _gather_batch(
+        self, batch: Batch, marks: list[DeviceEvent], transfer: "DeviceTransfer"
+    ) -> None:
         part = self._part_for_store(batch)
         if part is None:
             self._check_direct(batch)
@@ -193,7 +195,9 @@ class DeviceCopier:
             else ring.take(batch.nbytes)
         )
 
-    def _scatter_batch(self, batch: Batch, marks: list[Event], transfer: "DeviceTransfer") -> None:
+    def _scatter_batch(
+        self, batch: Batch, marks: list[DeviceEvent], transfer: "DeviceTransfer"
+    ) -> None:
         with self._reaching(batch, transfer) as reach:
             if self._loads_directly(batch, reach):
                 written = self._driver.copy(Lane.LOAD, marks, batch.copies_of_runs(reach))
@@ -275,22 +279,22 @@ class DeviceTransfer:
         arenas: PinnedArenas,
         noting_faults: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.touched: list[Event] = []
+        self.touched: list[DeviceEvent] = []
         """Events after which the blocks have been read, or written."""
         self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
         """The arena of each piece, held until `wait` returns."""
         self._damage: list[set[int]] = [set() for _ in pieces]
         self._pinned = arenas
         self._noting_faults = noting_faults
-        self._ends: list[Event] = []
-        self._checks: list[tuple[Event, Batch]] = []
+        self._ends: list[DeviceEvent] = []
+        self._checks: list[tuple[DeviceEvent, Batch]] = []
 
     def add(
         self,
         *,
-        touched: Event | None = None,
-        ended: Event,
-        checked: tuple[Event, Batch] | None = None,
+        touched: DeviceEvent | None = None,
+        ended: DeviceEvent,
+        checked: tuple[DeviceEvent, Batch] | None = None,
     ) -> None:
         """touched: after it the blocks have been read, or written.
 
@@ -323,7 +327,7 @@ class DeviceTransfer:
                 self._pinned.release(arena)
         return [DamagedChunks(sorted(chunks)) if chunks else None for chunks in self._damage]
 
-    def _ends_well(self, event: Event, faults: list[DeviceError]) -> bool:
+    def _ends_well(self, event: DeviceEvent, faults: list[DeviceError]) -> bool:
         try:
             with self._noting_faults():
                 event.wait()
@@ -333,4 +337,4 @@ class DeviceTransfer:
         return True
 
 
-_Submit: TypeAlias = Callable[[Batch, list[Event], DeviceTransfer], None]
+_Submit: TypeAlias = Callable[[Batch, list[DeviceEvent], DeviceTransfer], None]

@@ -1,4 +1,4 @@
-"""A `Driver` for NVIDIA GPUs. Needs cuda-bindings.
+"""A `DeviceDriver` for NVIDIA GPUs. Needs cuda-bindings.
 
 Streams and events are torch's, shared with the engine. Copies and registrations call the CUDA
 driver: one call copies many pieces, and a failed registration leaves no error for the engine's next
@@ -13,7 +13,7 @@ import torch
 from cuda.bindings import driver as cuda
 
 from kvhold.core.errors import DeviceError, DeviceRefused
-from kvhold.memory.device.driver import Copies, Event, Lane
+from kvhold.memory.device.driver import Copies, DeviceEvent, Lane
 from kvhold.memory.device.streams import TorchDriver, TorchEvent
 
 _REFUSALS = (
@@ -26,7 +26,7 @@ _CYCLES_A_SECOND = 2e9
 
 
 class CudaDriver(TorchDriver):
-    """See `Driver`."""
+    """See `DeviceDriver`."""
 
     has_direct_copies = True
 
@@ -54,7 +54,7 @@ class CudaDriver(TorchDriver):
     def delay(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))
 
-    def copy(self, lane: Lane, after: Sequence[Event], copies: Copies) -> TorchEvent:
+    def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> TorchEvent:
         stream = self._streams[lane].cuda_stream
         return self.launch(lane, after, lambda: self._submit(lane, copies, cuda.CUstream(stream)))
 

@@ -22,7 +22,7 @@ class Lane(Enum):
     SCATTER = "scatter"  # kernels that write blocks; high priority
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def fired(self) -> bool:
@@ -46,22 +46,24 @@ class Copies:
     pinned: bool
 
 
-class Driver(Stage, Protocol):
+class DeviceDriver(Stage, Protocol):
     """One device. Any thread may call."""
 
     has_direct_copies: bool
     """Whether `copy` reaches all memory of the device, not only its rings."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """Record an event on the thread's current stream."""
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: DeviceEvent) -> None:
         """Make the thread's current stream wait."""
 
-    def launch(self, lane: Lane, after: Sequence[Event], work: Callable[[], None]) -> Event:
+    def launch(
+        self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
+    ) -> DeviceEvent:
         """Call `work` on the lane's stream, behind `after`. Return an event behind its kernels."""
 
-    def copy(self, lane: Lane, after: Sequence[Event], copies: Copies) -> Event:
+    def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> DeviceEvent:
         """Copy to the host on `Lane.STORE`, else to the device."""
 
     def new_ring(self, nbytes: int) -> Tensor:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, KVHoldError
 from kvhold.core.sizes import format_size
-from kvhold.memory.device.driver import Driver
+from kvhold.memory.device.driver import DeviceDriver
 
 SLICE_BYTES = 256 << 20  # 25 ms a call
 _MOST_WAIT_S = 1.0  # for a slice; a store's lock is held meanwhile, and the engine waits for it
@@ -48,7 +48,7 @@ class Reach:
 
 
 @dataclass(eq=False)
-class Arena:
+class PinnedArena:
     """One node's arena, or scratch memory. The lock of `changed` protects the fields.
 
     report:          called with `pinned_bytes` after each slice
@@ -100,7 +100,7 @@ class PinnedArenas:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: DeviceDriver,
         *,
         slice_bytes: int = SLICE_BYTES,
         report: Callable[[int], None] = lambda _: None,
@@ -109,7 +109,7 @@ class PinnedArenas:
         self._slice_bytes = slice_bytes
         self._report = report
         self._lock = threading.Lock()
-        self._arenas: list[Arena] = []  # newest last; changed in place, for the finalizer
+        self._arenas: list[PinnedArena] = []  # newest last; changed in place, for the finalizer
         self._refusal = ""
         weakref.finalize(self, _end_all, self._arenas)
 
@@ -135,7 +135,7 @@ class PinnedArenas:
                 return
             for old in self._arenas:
                 old.end()
-            arena = Arena(read_only, writable, self._report)
+            arena = PinnedArena(read_only, writable, self._report)
             self._arenas[:] = [*(old for old in self._arenas if not old.is_left), arena]
             arena.thread = threading.Thread(
                 target=_live,
@@ -149,7 +149,7 @@ class PinnedArenas:
         with self._lock:
             return any(arena.has(buffer) for arena in self._arenas)
 
-    def hold(self, buffer: Buffer) -> Arena | None:
+    def hold(self, buffer: Buffer) -> PinnedArena | None:
         """Count a transfer, until `release`. None: no known arena."""
         with self._lock:
             for arena in reversed(self._arenas):
@@ -159,7 +159,7 @@ class PinnedArenas:
                     return arena
         return None
 
-    def release(self, arena: Arena) -> None:
+    def release(self, arena: PinnedArena) -> None:
         with arena.changed:
             arena.users -= 1
             arena.changed.notify_all()
@@ -168,7 +168,7 @@ class PinnedArenas:
 
     @contextmanager
     def reaching(
-        self, arena: Arena | None, buffer: Buffer, begin: int, end: int
+        self, arena: PinnedArena | None, buffer: Buffer, begin: int, end: int
     ) -> Iterator[Reach]:
         """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
@@ -222,7 +222,7 @@ class PinnedArenas:
     def scratch(self, nbytes: int) -> Iterator[Buffer]:
         """Yield pinned zeros, uint8 [nbytes]. Transfers must end in the block."""
         buffer = np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)
-        arena = Arena(buffer, buffer)
+        arena = PinnedArena(buffer, buffer)
         with self._lock:
             self._arenas.insert(0, arena)
         _pin(self._driver, arena, self._slice_bytes, weakref.ref(self))
@@ -251,7 +251,7 @@ class PinnedArenas:
 
 
 def _live(
-    driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
+    driver: DeviceDriver, arena: PinnedArena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
     """A strong reference would keep the owner alive."""
     _pin(driver, arena, slice_bytes, owner)
@@ -264,7 +264,7 @@ def _live(
 
 
 def _pin(
-    driver: Driver, arena: Arena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
+    driver: DeviceDriver, arena: PinnedArena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
     arenas = owner()
     refused_before = arenas is None or arenas.refusal
@@ -277,7 +277,7 @@ def _pin(
         arena.changed.notify_all()
 
 
-def _pin_slices(driver: Driver, arena: Arena, slice_bytes: int) -> str:
+def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> str:
     size = arena.writable.size
     for begin in range(0, size, slice_bytes):
         end = min(begin + slice_bytes, size)
@@ -314,7 +314,7 @@ def _pin_slices(driver: Driver, arena: Arena, slice_bytes: int) -> str:
     return ""
 
 
-def _tell(arena: Arena) -> None:
+def _tell(arena: PinnedArena) -> None:
     try:
         arena.report(arena.pinned_bytes)
     except KVHoldError as error:
@@ -325,7 +325,7 @@ def _tell(arena: Arena) -> None:
         )
 
 
-def _unpin(driver: Driver, arena: Arena, slice_bytes: int) -> None:
+def _unpin(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> None:
     for begin in range(0, arena.pinned_bytes, slice_bytes):
         try:
             driver.unpin(arena.base + begin)
@@ -336,11 +336,11 @@ def _unpin(driver: Driver, arena: Arena, slice_bytes: int) -> None:
     arena.pinned_bytes = 0
 
 
-_never_unmapped: list[Arena] = []
+_never_unmapped: list[PinnedArena] = []
 """Arenas that could not be unpinned. They stay mapped, so that no memory reuses their addresses."""
 
 
-def _end_all(arenas: list[Arena]) -> None:
+def _end_all(arenas: list[PinnedArena]) -> None:
     for arena in arenas:
         arena.end()
 

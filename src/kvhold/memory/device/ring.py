@@ -10,7 +10,7 @@ from collections import deque
 from typing import Self
 
 from kvhold.kernels.view import Tensor
-from kvhold.memory.device.driver import Event
+from kvhold.memory.device.driver import DeviceEvent
 
 ALIGNMENT = 256
 
@@ -19,10 +19,10 @@ class Slice:
     def __init__(self, start: int, nbytes: int) -> None:
         self.start = start
         self.nbytes = nbytes
-        self._last_use: Event | None = None
+        self._last_use: DeviceEvent | None = None
         self._is_returned = False
 
-    def until(self, event: Event) -> None:
+    def until(self, event: DeviceEvent) -> None:
         """Free the slice when `event` has fired."""
         self._last_use = event
 

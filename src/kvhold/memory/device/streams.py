@@ -1,4 +1,4 @@
-"""A `Driver` for every device that has streams in torch.
+"""A `DeviceDriver` for every device that has streams in torch.
 
 It is slow: host memory is not pinned, and a call blocks until its copy has ended.
 """
@@ -13,13 +13,13 @@ import torch
 
 from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, LayoutError
 from kvhold.kernels.view import Tensor
-from kvhold.memory.device.driver import Copies, Event, Lane
+from kvhold.memory.device.driver import Copies, DeviceEvent, Lane
 
 _URGENT = (Lane.SCATTER,)  # else a load could wait milliseconds for a prefill's kernel
 
 
 class TorchEvent:
-    """See `Event`."""
+    """See `DeviceEvent`."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
@@ -34,7 +34,7 @@ class TorchEvent:
 
 
 class TorchDriver:
-    """See `Driver`."""
+    """See `DeviceDriver`."""
 
     has_direct_copies = False
 
@@ -42,7 +42,7 @@ class TorchDriver:
         """Raises LayoutError for a device without streams, and DeviceError."""
         self.device = device
         self._module: Any = torch.get_device_module(device.type)
-        if not hasattr(self._module, "Stream") or not hasattr(self._module, "Event"):
+        if not hasattr(self._module, "Stream") or not hasattr(self._module, "DeviceEvent"):
             raise LayoutError(f"kvhold does not serve {device.type}: torch has no streams for it")
         self._rings: list[torch.Tensor] = []
         self._busy: torch.Tensor | None = None
@@ -92,11 +92,13 @@ class TorchDriver:
             event.event.record(self._current())
         return event
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: DeviceEvent) -> None:
         with device_errors():
             _own(event).wait(self._current())
 
-    def launch(self, lane: Lane, after: Sequence[Event], work: Callable[[], None]) -> TorchEvent:
+    def launch(
+        self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
+    ) -> TorchEvent:
         stream, event = self._streams[lane], self.new_event()
         with device_errors(), self._here(), self._module.stream(stream):
             for one in after:
@@ -105,7 +107,7 @@ class TorchDriver:
             event.event.record(stream)
         return event
 
-    def copy(self, lane: Lane, after: Sequence[Event], copies: Copies) -> TorchEvent:
+    def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> TorchEvent:
         return self.launch(lane, after, lambda: self._copy(lane, copies))
 
     def new_ring(self, nbytes: int) -> Tensor:
@@ -119,7 +121,7 @@ class TorchDriver:
         )
 
     def unpin(self, address: int) -> None:
-        """See `Driver`."""
+        """See `DeviceDriver`."""
 
     def _copy(self, lane: Lane, copies: Copies) -> None:
         for host, device, nbytes in zip(
@@ -153,7 +155,7 @@ def device_errors() -> Iterator[None]:
         raise DeviceError(str(error).strip().splitlines()[0]) from error
 
 
-def _own(event: Event) -> Any:
+def _own(event: DeviceEvent) -> Any:
     assert isinstance(event, TorchEvent), "an event of another device"
     return event.event
 

@@ -19,7 +19,7 @@ from kvhold.tiers.policies import Policy, make_policy
 _IN_ROWS = ("lru", "fifo", "mru")
 
 
-class Entry:
+class DiskEntry:
     """One value's file. While it is read, always the same object.
 
     `occupied_bytes` is an estimate until the commit.
@@ -42,11 +42,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedFile:
     """A place for a new value, once the victims' files are removed."""
 
-    entry: Entry
-    victims: list[Entry]
+    entry: DiskEntry
+    victims: list[DiskEntry]
 
 
 class Index:
@@ -57,7 +57,7 @@ class Index:
         self._policy: Policy | None = None if policy in _IN_ROWS else make_policy(policy)
         self._block_bytes = block_bytes
         self._rows = Rows()
-        self._busy: dict[bytes, Entry] = {}
+        self._busy: dict[bytes, DiskEntry] = {}
         self._used_bytes = 0
         self._leaving_bytes = 0
 
@@ -77,11 +77,11 @@ class Index:
         """The bytes above the limit, after all removals under way."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
-    def find(self, key: bytes) -> Entry | None:
+    def find(self, key: bytes) -> DiskEntry | None:
         row = self._rows.find(key)
         return None if row == NONE else self._entry(row)
 
-    def holds(self, entry: Entry) -> bool:
+    def holds(self, entry: DiskEntry) -> bool:
         found = self.find(entry.key)
         return found is not None and (found.written_ns, found.nbytes) == (
             entry.written_ns,
@@ -91,10 +91,10 @@ class Index:
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
         return self._rows.keys(prefix)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[DiskEntry]:
         return (self._entry(row) for row in list(self._rows.oldest()))
 
-    def add(self, entry: Entry, used_ns: int) -> None:
+    def add(self, entry: DiskEntry, used_ns: int) -> None:
         """Call `sort` after the last file."""
         self._used_bytes += entry.occupied_bytes
         self._show(entry, used_ns)
@@ -124,7 +124,7 @@ class Index:
                 self.take(twin)
                 self.finish(twin)
             self.add(
-                Entry(value.key, value.nbytes, value.written_ns, value.occupied_bytes),
+                DiskEntry(value.key, value.nbytes, value.written_ns, value.occupied_bytes),
                 value.used_ns,
             )
         return older
@@ -137,8 +137,8 @@ class Index:
         return Sorting(self._rows)
 
     def reserve(
-        self, key: bytes, written_ns: int, nbytes: int, *, beside: Entry | None = None
-    ) -> Planned | None:
+        self, key: bytes, written_ns: int, nbytes: int, *, beside: DiskEntry | None = None
+    ) -> PlannedFile | None:
         """Reserve a place for a file of `nbytes`. Return None, and take nothing, without room.
 
         beside: the entry to be replaced, which must be held or read
@@ -151,9 +151,9 @@ class Index:
         if victims is None:
             return None
         self._used_bytes += occupied
-        return Planned(Entry(key, nbytes, written_ns, occupied), victims)
+        return PlannedFile(DiskEntry(key, nbytes, written_ns, occupied), victims)
 
-    def evict(self, nbytes: int) -> list[Entry] | None:
+    def evict(self, nbytes: int) -> list[DiskEntry] | None:
         """Take victims that free at least `nbytes`, or return None and take none."""
         if nbytes <= 0:
             return []
@@ -162,32 +162,32 @@ class Index:
             self._take(victim, evicted=True)
         return victims or None
 
-    def commit(self, entry: Entry, occupied_bytes: int) -> None:
+    def commit(self, entry: DiskEntry, occupied_bytes: int) -> None:
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry, entry.written_ns)
 
-    def swap(self, old: Entry, entry: Entry, occupied_bytes: int) -> None:
+    def swap(self, old: DiskEntry, entry: DiskEntry, occupied_bytes: int) -> None:
         """Show `entry` instead of `old`, whose file must be removed next."""
         self._take(old, evicted=False)
         self.commit(entry, occupied_bytes)
 
-    def abandon(self, entry: Entry) -> None:
+    def abandon(self, entry: DiskEntry) -> None:
         self._used_bytes -= entry.occupied_bytes
 
-    def read(self, entry: Entry, used_ns: int) -> None:
+    def read(self, entry: DiskEntry, used_ns: int) -> None:
         self.hold(entry)
         if self._policy is not None:
             self._policy.touch(entry.key)
         elif self._order != "fifo" and (row := self._rows.find(entry.key)) != NONE:
             self._rows.touch(row, used_ns)
 
-    def hold(self, entry: Entry) -> None:
+    def hold(self, entry: DiskEntry) -> None:
         """Protect the entry from eviction until `unread`."""
         entry.readers += 1
         self._busy[entry.key] = entry
 
-    def unread(self, entry: Entry) -> None:
+    def unread(self, entry: DiskEntry) -> None:
         assert entry.readers > 0
         entry.readers -= 1
         if not entry.readers and self._busy.get(entry.key) is entry:
@@ -195,17 +195,17 @@ class Index:
         if entry.removed and not entry.readers:
             self._used_bytes -= entry.occupied_bytes
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: DiskEntry) -> None:
         self._take(entry, evicted=False)
 
-    def finish(self, entry: Entry) -> None:
+    def finish(self, entry: DiskEntry) -> None:
         assert not entry.removed
         entry.removed = True
         self._leave(entry)
         if not entry.readers:
             self._used_bytes -= entry.occupied_bytes
 
-    def restore(self, entry: Entry) -> None:
+    def restore(self, entry: DiskEntry) -> None:
         """Show a taken entry whose file could not be removed.
 
         If its key has a new entry, the old bytes are counted until the next start.
@@ -214,7 +214,7 @@ class Index:
         if self._rows.find(entry.key) == NONE:
             self._show(entry, entry.written_ns)
 
-    def _take(self, entry: Entry, *, evicted: bool) -> None:
+    def _take(self, entry: DiskEntry, *, evicted: bool) -> None:
         assert self.holds(entry)
         self._rows.remove(self._rows.find(entry.key))
         if self._busy.get(entry.key) is entry:
@@ -225,12 +225,12 @@ class Index:
             entry.leaving = True
             self._leaving_bytes += entry.occupied_bytes
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: DiskEntry) -> None:
         if entry.leaving:
             entry.leaving = False
             self._leaving_bytes -= entry.occupied_bytes
 
-    def _show(self, entry: Entry, used_ns: int) -> None:
+    def _show(self, entry: DiskEntry, used_ns: int) -> None:
         assert self._rows.find(entry.key) == NONE
         self._rows.add(
             entry.key,
@@ -244,19 +244,19 @@ class Index:
         if self._policy is not None:
             self._policy.insert(entry.key, entry.occupied_bytes)
 
-    def _entry(self, row: int) -> Entry:
+    def _entry(self, row: int) -> DiskEntry:
         key, rows = self._rows.key(row), self._rows
-        return self._busy.get(key) or Entry(
+        return self._busy.get(key) or DiskEntry(
             key, rows.nbytes(row), rows.written_ns(row), rows.occupied_bytes(row)
         )
 
-    def _victims(self, nbytes: int) -> list[Entry]:
+    def _victims(self, nbytes: int) -> list[DiskEntry]:
         if self._policy is not None:
             return [
                 self._found(key)
                 for key in self._policy.victims(nbytes, lambda key: key in self._busy)
             ]
-        victims: list[Entry] = []
+        victims: list[DiskEntry] = []
         for row in self._rows.newest() if self._order == "mru" else self._rows.oldest():
             if nbytes <= 0:
                 break
@@ -266,7 +266,7 @@ class Index:
                 nbytes -= entry.occupied_bytes
         return victims if nbytes <= 0 else []
 
-    def _found(self, key: bytes) -> Entry:
+    def _found(self, key: bytes) -> DiskEntry:
         entry = self.find(key)
         assert entry is not None, "a policy knows what is visible"
         return entry

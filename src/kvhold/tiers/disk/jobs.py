@@ -14,7 +14,7 @@ from threading import Event
 
 from kvhold.core.errors import TierError
 from kvhold.tiers.disk.folder import Folder, FoundValue
-from kvhold.tiers.disk.index import Entry, Index
+from kvhold.tiers.disk.index import DiskEntry, Index
 from kvhold.tiers.files.faults import as_tier_error
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class RemoveNames:
                 self._folder.remove(name)
 
 
-class Check:
+class FileCheck:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self.is_in_place = False
@@ -133,7 +133,7 @@ class Check:
 
 
 class Remove:
-    def __init__(self, folder: Folder, entry: Entry) -> None:
+    def __init__(self, folder: Folder, entry: DiskEntry) -> None:
         self.entry = entry
         self.gone = False
         self.fault: TierError | None = None
@@ -160,7 +160,7 @@ class Read:
     def __init__(
         self,
         folder: Folder,
-        entry: Entry,
+        entry: DiskEntry,
         pieces: Sequence[memoryview],
         *,
         at: int | None,
@@ -193,11 +193,11 @@ class Read:
             self.is_lost = not folder.is_in_place()
 
 
-class Write:
+class FileWrite:
     def __init__(
         self,
         folder: Folder,
-        entry: Entry,
+        entry: DiskEntry,
         pieces: Sequence[memoryview],
         *,
         stamp_ns: int,

@@ -15,16 +15,16 @@ from kvhold.core.errors import TierError, TierFull, TierUnavailable
 from kvhold.core.sizes import format_size
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.disk.folder import Folder, FoundValue
-from kvhold.tiers.disk.index import Entry, Index
+from kvhold.tiers.disk.index import DiskEntry, Index
 from kvhold.tiers.disk.jobs import (
-    Check,
+    FileCheck,
+    FileWrite,
     Open,
     OpenMore,
     Read,
     Remove,
     RemoveNames,
     StoreSettings,
-    Write,
 )
 from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.files.threads import IoThreads
@@ -92,7 +92,7 @@ class DiskStore:
 
     async def check(self) -> None:
         async with self._opener.use() as opened:
-            job = Check(opened.folder)
+            job = FileCheck(opened.folder)
             await self._writers.run([job.run])
             if not job.is_in_place:
                 self._lose(opened)
@@ -302,9 +302,9 @@ class DiskStore:
         items: Sequence[tuple[bytes, Parts]],
         todo: Sequence[int],
         faults: list[TierError | None],
-    ) -> tuple[dict[int, Write], list[int]]:
+    ) -> tuple[dict[int, FileWrite], list[int]]:
         """Return write jobs by position, and the positions that other calls are writing."""
-        jobs: dict[int, Write] = {}
+        jobs: dict[int, FileWrite] = {}
         waiting = []
         for i in todo:
             key, parts = items[i]
@@ -326,7 +326,7 @@ class DiskStore:
                 victims = self._leave(opened, planned.victims)
                 # Not with `sync`: a power cut could leave new bytes under the old name.
                 may_reuse = not self._settings.sync
-                jobs[i] = Write(
+                jobs[i] = FileWrite(
                     opened.folder,
                     planned.entry,
                     pieces,
@@ -338,8 +338,8 @@ class DiskStore:
 
     def _plan_over(
         self, opened: _Opened, values: Mapping[bytes, Parts], answers: dict[bytes, bool | TierError]
-    ) -> list[tuple[Entry, Write]]:
-        jobs: list[tuple[Entry, Write]] = []
+    ) -> list[tuple[DiskEntry, FileWrite]]:
+        jobs: list[tuple[DiskEntry, FileWrite]] = []
         for key, parts in values.items():
             old, nbytes, stamp_ns = opened.index.find(key), size_of(parts), opened.stamp_ns()
             if old is None:
@@ -359,7 +359,7 @@ class DiskStore:
             opened.writing[key] = asyncio.get_running_loop().create_future()
             victims = self._leave(opened, planned.victims)
             may_reuse = not self._settings.sync
-            job = Write(
+            job = FileWrite(
                 opened.folder,
                 planned.entry,
                 as_pieces(parts),
@@ -371,8 +371,12 @@ class DiskStore:
         return jobs
 
     def _settle_over(
-        self, opened: _Opened, old: Entry, job: Write, answers: dict[bytes, bool | TierError]
-    ) -> Entry | None:
+        self,
+        opened: _Opened,
+        old: DiskEntry,
+        job: FileWrite,
+        answers: dict[bytes, bool | TierError],
+    ) -> DiskEntry | None:
         """Show the new file instead of the old one. Return the entry to remove, or None."""
         index, key = opened.index, old.key
         self._settle_removed(opened, job.victims)
@@ -406,7 +410,7 @@ class DiskStore:
         if job.is_lost:
             self._lose(opened)
 
-    def _settle_write(self, opened: _Opened, job: Write) -> TierError | None:
+    def _settle_write(self, opened: _Opened, job: FileWrite) -> TierError | None:
         self._settle_removed(opened, job.victims)
         if job.occupied_bytes is None:
             opened.index.abandon(job.entry)
@@ -421,7 +425,7 @@ class DiskStore:
         if others := [gone for key, gone in opened.leaving.values() if keys is None or key in keys]:
             await asyncio.wait(others)
 
-    def _leave(self, opened: _Opened, entries: Iterable[Entry]) -> list[Remove]:
+    def _leave(self, opened: _Opened, entries: Iterable[DiskEntry]) -> list[Remove]:
         jobs = [Remove(opened.folder, entry) for entry in entries]
         for job in jobs:
             opened.leaving[id(job)] = job.entry.key, asyncio.get_running_loop().create_future()

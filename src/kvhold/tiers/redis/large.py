@@ -17,7 +17,7 @@ from kvhold.core.errors import TierError
 from kvhold.net.stream import Stream
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.replacing import replace_string
-from kvhold.tiers.redis.resp import Call, ErrorReply, command, fault_of, read_reply, set_pieces
+from kvhold.tiers.redis.resp import ErrorReply, RedisCall, command, fault_of, read_reply, set_pieces
 from kvhold.tiers.redis.router import Router, fault_in
 from kvhold.tiers.redis.split import HEAD_BYTES, Head, cut, looks_like_head
 from kvhold.tiers.redis.values import ReadRange
@@ -98,15 +98,17 @@ class LargeValues:
 
     async def remove_parts(self, name: bytes, head: Head) -> None:
         await self._router.run(
-            "delete", [Call(part, "UNLINK", part) for part in head.part_names(name)], bulk=False
+            "delete",
+            [RedisCall(part, "UNLINK", part) for part in head.part_names(name)],
+            bulk=False,
         )
 
     async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
         names = head.part_names(name)
         await self._upload(names, head, value)
         lasting = 2 * _UNFINISHED_MS + (ttl_ms or 0)
-        await self._all([Call(part, "PEXPIRE", part, lasting) for part in names], 1)
-        written = Call(
+        await self._all([RedisCall(part, "PEXPIRE", part, lasting) for part in names], 1)
+        written = RedisCall(
             name,
             request=set_pieces(
                 name, [memoryview(head.pack())], "PX", ttl_ms or _UNFINISHED_MS, "NX"
@@ -120,8 +122,8 @@ class LargeValues:
             raise written.fault or fault_of(written.reply, "put")
         if ttl_ms is None:
             with suppress(TierError):
-                await self._all([Call(part, "PERSIST", part) for part in names], 1)
-                await self._all([Call(name, "PERSIST", name)], 1)
+                await self._all([RedisCall(part, "PERSIST", part) for part in names], 1)
+                await self._all([RedisCall(name, "PERSIST", name)], 1)
         return True
 
     async def _upload(self, names: Sequence[bytes], head: Head, value: Parts) -> None:
@@ -129,10 +131,12 @@ class LargeValues:
         for i, part in enumerate(names):
             pieces = cut(value, i * head.part_bytes, head.part_bytes)
             request = set_pieces(part, pieces, "PX", _UNFINISHED_MS)
-            uploads.append(Call(part, request=request, value_bytes=size_of(pieces)))
+            uploads.append(RedisCall(part, request=request, value_bytes=size_of(pieces)))
         await self._all(uploads, b"OK", bulk=True)
 
-    async def _all(self, calls: Sequence[Call], expected: object, *, bulk: bool = False) -> None:
+    async def _all(
+        self, calls: Sequence[RedisCall], expected: object, *, bulk: bool = False
+    ) -> None:
         await self._router.run("put", calls, bulk=bulk)
         for call in calls:
             if call.fault is not None or call.reply != expected:
@@ -141,7 +145,7 @@ class LargeValues:
     async def _size(self, name: bytes, data: bytes) -> int | None:
         if (head := Head.parse(data)) is None:
             return len(data) if len(data) == HEAD_BYTES and not looks_like_head(data) else None
-        calls = [Call(part, "STRLEN", part) for part in head.part_names(name)]
+        calls = [RedisCall(part, "STRLEN", part) for part in head.part_names(name)]
         await self._router.run("probe", calls, bulk=False)
         whole = [span.nbytes for span in head.spans(0, head.nbytes)] == [
             call.reply for call in calls
@@ -149,12 +153,12 @@ class LargeValues:
         return head.nbytes if whole else None
 
 
-def peek(name: bytes) -> Call:
+def peek(name: bytes) -> RedisCall:
     """Reads one byte more than HEAD_BYTES: a longer string is no head."""
-    return Call(name, "GETRANGE", name, 0, HEAD_BYTES)
+    return RedisCall(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
-class _RemoveHead(Call):
+class _RemoveHead(RedisCall):
     """Remove a head if it is unchanged, alone on its connection."""
 
     def __init__(self, name: bytes, head: Head) -> None:

@@ -11,7 +11,7 @@ from kvhold.core.keys import KEY_BYTES
 _GLOB = re.compile(rb"([\\*?\[\]^-])")
 
 
-class Names:
+class RedisNames:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix.encode()
         self._length = len(self.of(bytes(KEY_BYTES)))

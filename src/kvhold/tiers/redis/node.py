@@ -44,7 +44,7 @@ class Login:
     primary_only: bool = False
 
 
-class Node:
+class RedisNode:
     def __init__(self, address: Address, login: Login, *, tls: Tls, connections: int) -> None:
         self.address = address
         self._login = login

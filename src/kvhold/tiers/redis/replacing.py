@@ -12,8 +12,8 @@ from kvhold.core.errors import TierError
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.resp import (
-    Call,
     ErrorReply,
+    RedisCall,
     Reply,
     command,
     fault_of,
@@ -50,7 +50,7 @@ async def replace_string(
     return TierError("redis", "replace", "what is there changes again and again")
 
 
-class _Replace(Call):
+class _Replace(RedisCall):
     """WATCH and read, then MULTI ... EXEC, alone on its connection.
 
     The reply is OK, None if there was no string, _CHANGED, or an error.

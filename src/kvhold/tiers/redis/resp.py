@@ -46,7 +46,7 @@ class ErrorReply:
 Reply: TypeAlias = int | bytes | ErrorReply | list["Reply"] | None
 
 
-class Call(Exchange):
+class RedisCall(Exchange):
     """name: the command's key, which decides the server."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Call(Exchange):
 class Asking(Exchange):
     """A call to a node that is taking over the key's slot; accepted only after ASKING."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RedisCall) -> None:
         self.call = call
         self.request = (command("ASKING"), *call.request)
         self.value_bytes = call.value_bytes

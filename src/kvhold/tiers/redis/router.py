@@ -13,8 +13,8 @@ from typing import Any
 
 from kvhold.core.errors import TierDenied, TierError, TierUnavailable
 from kvhold.net.pool import Exchange
-from kvhold.tiers.redis.node import Node
-from kvhold.tiers.redis.resp import Asking, Call, ErrorReply, fault_of
+from kvhold.tiers.redis.node import RedisNode
+from kvhold.tiers.redis.resp import Asking, ErrorReply, RedisCall, fault_of
 from kvhold.tiers.redis.topology import Topology
 
 _MAX_ROUNDS = 8
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 class Router:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._ailing: set[Node] = set()
+        self._ailing: set[RedisNode] = set()
 
-    async def run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
+    async def run(self, operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
         """Raises TierError if every call failed because of its server."""
         try:
             await self._run(operation, calls, bulk=bulk)
@@ -38,9 +38,9 @@ class Router:
         if calls and all(faults):
             raise next(fault for fault in faults if fault)
 
-    async def _run(self, operation: str, calls: Sequence[Call], *, bulk: bool) -> None:
-        failed: dict[Call, Node] = {}  # the node is not tried again
-        asking: dict[Call, Node] = {}
+    async def _run(self, operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
+        failed: dict[RedisCall, RedisNode] = {}  # the node is not tried again
+        asking: dict[RedisCall, RedisNode] = {}
         pending = list(calls)
         for _ in range(_MAX_ROUNDS):
             groups = await self._placed(pending, failed, asking)
@@ -71,9 +71,12 @@ class Router:
             )
 
     async def _placed(
-        self, calls: Sequence[Call], failed: dict[Call, Node], asking: dict[Call, Node]
-    ) -> dict[Node, dict[Call, Exchange]]:
-        groups: dict[Node, dict[Call, Exchange]] = {}
+        self,
+        calls: Sequence[RedisCall],
+        failed: dict[RedisCall, RedisNode],
+        asking: dict[RedisCall, RedisNode],
+    ) -> dict[RedisNode, dict[RedisCall, Exchange]]:
+        groups: dict[RedisNode, dict[RedisCall, Exchange]] = {}
         for call in calls:
             if call in asking:
                 groups.setdefault(asking[call], {})[call] = Asking(call)
@@ -89,7 +92,11 @@ class Router:
         return groups
 
     def _goes_on(
-        self, call: Call, node: Node, failed: dict[Call, Node], asking: dict[Call, Node]
+        self,
+        call: RedisCall,
+        node: RedisNode,
+        failed: dict[RedisCall, RedisNode],
+        asking: dict[RedisCall, RedisNode],
     ) -> bool:
         code = call.reply.code if isinstance(call.reply, ErrorReply) and call.fault is None else ""
         if code in ("MOVED", "ASK") and isinstance(call.reply, ErrorReply):
@@ -109,7 +116,7 @@ class Router:
         failed[call] = node
         return True
 
-    def _note(self, node: Node, fails: bool) -> None:
+    def _note(self, node: RedisNode, fails: bool) -> None:
         if fails and node not in self._ailing:
             self._ailing.add(node)
             _log.warning(
@@ -120,7 +127,7 @@ class Router:
             _log.info("redis: %s answers again", node.address)
 
 
-def outage(call: Call, operation: str) -> TierError | None:
+def outage(call: RedisCall, operation: str) -> TierError | None:
     """Return the fault of a call that its server caused, not the call itself."""
     fault = fault_in(call, operation)
     return (
@@ -130,7 +137,7 @@ def outage(call: Call, operation: str) -> TierError | None:
     )
 
 
-def fault_in(call: Call, operation: str) -> TierError | None:
+def fault_in(call: RedisCall, operation: str) -> TierError | None:
     if call.fault is not None:
         return call.fault
     return fault_of(call.reply, operation) if isinstance(call.reply, ErrorReply) else None

@@ -19,10 +19,10 @@ from typing import ClassVar, Self
 from kvhold.core.errors import TierError
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.redis.large import LargeValues, peek
-from kvhold.tiers.redis.names import Names
-from kvhold.tiers.redis.node import Node
+from kvhold.tiers.redis.names import RedisNames
+from kvhold.tiers.redis.node import RedisNode
 from kvhold.tiers.redis.replacing import replace_string
-from kvhold.tiers.redis.resp import Call, ErrorReply, Reply, fault_of, set_pieces
+from kvhold.tiers.redis.resp import ErrorReply, RedisCall, Reply, fault_of, set_pieces
 from kvhold.tiers.redis.router import Router, fault_in
 from kvhold.tiers.redis.settings import RedisConfig, config_from
 from kvhold.tiers.redis.split import HEAD_BYTES, Head, joined, looks_like_head
@@ -44,7 +44,7 @@ class RedisTier:
     def __init__(self, config: RedisConfig) -> None:
         config.check()
         self._config = config
-        self._names = Names(config.prefix)
+        self._names = RedisNames(config.prefix)
         self._topology = make_topology(config)
         self._router = Router(self._topology)
         self._large = LargeValues(self._router, config.max_value_bytes)
@@ -58,7 +58,7 @@ class RedisTier:
         self._topology.invalidate()
         for node in await self._topology.primaries():
             await self._ping(node)
-        await self._router.run("check", [Call(name, "STRLEN", name)], bulk=False)
+        await self._router.run("check", [RedisCall(name, "STRLEN", name)], bulk=False)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         """Tier contract. Values on a cluster's dead server are missing."""
@@ -143,13 +143,13 @@ class RedisTier:
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         lengths = await self._lengths(keys, "delete")
-        calls: dict[int, Call] = {}
+        calls: dict[int, RedisCall] = {}
         for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
             name = self._names.of(key)
             if length == HEAD_BYTES:
-                calls[i] = Call(name, "GETDEL", name)  # may be a head
+                calls[i] = RedisCall(name, "GETDEL", name)  # may be a head
             elif length != 0:
-                calls[i] = Call(name, "UNLINK", name)
+                calls[i] = RedisCall(name, "UNLINK", name)
         await self._router.run("delete", list(calls.values()), bulk=False)
         for call in calls.values():
             if (fault := fault_in(call, "delete")) is not None:
@@ -175,18 +175,18 @@ class RedisTier:
     async def close(self) -> None:
         self._topology.close()
 
-    async def _ping(self, node: Node) -> None:
+    async def _ping(self, node: RedisNode) -> None:
         if (reply := await ask(node, "PING")) != b"PONG":
             raise fault_of(reply, "check")
 
     async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply]:
         """An ErrorReply where the key holds no string, None after a fault."""
         names = [self._names.of(key) for key in keys]
-        calls = [Call(name, "STRLEN", name) for name in names]
+        calls = [RedisCall(name, "STRLEN", name) for name in names]
         await self._router.run(operation, calls, bulk=False)
         return [call.reply for call in calls]
 
-    def _read(self, name: bytes, parts: Parts, start: int | None) -> Call:
+    def _read(self, name: bytes, parts: Parts, start: int | None) -> RedisCall:
         if start is None:
             return ReadWhole(name, parts)
         # a short range of a head would look like a value
@@ -196,7 +196,9 @@ class RedisTier:
             else peek(name)
         )
 
-    async def _got(self, call: Call, parts: Parts, start: int | None) -> int | TierError | None:
+    async def _got(
+        self, call: RedisCall, parts: Parts, start: int | None
+    ) -> int | TierError | None:
         if (fault := fault_in(call, "get")) is not None:
             return fault
         if not isinstance(call.reply, bytes):
@@ -218,7 +220,7 @@ class RedisTier:
     ) -> list[bytes]:
         """Set each key's entry in `faults`. Return the keys that had a value before."""
         taken: list[bytes] = []
-        small: dict[bytes, Call] = {}
+        small: dict[bytes, RedisCall] = {}
         options = ("NX",) if ttl_ms is None else ("NX", "PX", ttl_ms)
         for key, parts in todo.items():
             name, nbytes = self._names.of(key), size_of(parts)
@@ -231,7 +233,7 @@ class RedisTier:
                 faults[key] = None if isinstance(stored, bool) else stored
                 taken += [key] if stored is False else []
             else:
-                small[key] = Call(
+                small[key] = RedisCall(
                     name, request=set_pieces(name, parts, *options), value_bytes=nbytes
                 )
         await self._router.run("put", list(small.values()), bulk=True)
@@ -280,7 +282,7 @@ class RedisTier:
         return head is not None
 
     async def _scan_step(
-        self, node: Node, cursor: bytes, pattern: bytes
+        self, node: RedisNode, cursor: bytes, pattern: bytes
     ) -> tuple[bytes, list[bytes]]:
         reply = await ask(
             node, "SCAN", cursor, "MATCH", pattern, "COUNT", str(_SCAN_COUNT), "TYPE", "string"

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from kvhold.core.errors import TierError, TierUnavailable
 from kvhold.net.stream import Address
-from kvhold.tiers.redis.node import Login, Node, Tls
-from kvhold.tiers.redis.resp import Call, ErrorReply, Reply, fault_of
+from kvhold.tiers.redis.node import Login, RedisNode, Tls
+from kvhold.tiers.redis.resp import ErrorReply, RedisCall, Reply, fault_of
 from kvhold.tiers.redis.settings import RedisConfig
 
 NUM_SLOTS = 16384
@@ -21,16 +21,16 @@ Answer = TypeVar("Answer")
 
 
 class Topology(Protocol):
-    async def node_of(self, name: bytes) -> Node:
+    async def node_of(self, name: bytes) -> RedisNode:
         """Raises TierError if no server answers."""
 
-    async def primaries(self) -> Sequence[Node]:
+    async def primaries(self) -> Sequence[RedisNode]:
         """Return all servers that hold keys. Raises TierError."""
 
     def invalidate(self) -> None:
         """Ask the servers again before the next key."""
 
-    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
         """Return the server that a MOVED or ASK reply of `by` names; None if it is invalid."""
 
     def close(self) -> None:
@@ -40,20 +40,20 @@ class Topology(Protocol):
 class Single:
     def __init__(self, config: RedisConfig) -> None:
         login = Login(config.username, config.password, config.db)
-        self._node = Node(
+        self._node = RedisNode(
             config.addresses[0], login, tls=Tls(config), connections=config.connections
         )
 
-    async def node_of(self, name: bytes) -> Node:
+    async def node_of(self, name: bytes) -> RedisNode:
         return self._node
 
-    async def primaries(self) -> Sequence[Node]:
+    async def primaries(self) -> Sequence[RedisNode]:
         return (self._node,)
 
     def invalidate(self) -> None:
         """The address is fixed."""
 
-    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
         return None
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Discovered:
         self._config = config
         self._login = login
         self._tls = Tls(config)
-        self._nodes: dict[Address, Node] = {}
+        self._nodes: dict[Address, RedisNode] = {}
         self._asking = asyncio.Lock()
         self._known = False
 
@@ -85,9 +85,9 @@ class Discovered:
                     await self._ask()
                     self._known = True
 
-    def _node(self, address: Address) -> Node:
+    def _node(self, address: Address) -> RedisNode:
         if address not in self._nodes:
-            self._nodes[address] = Node(
+            self._nodes[address] = RedisNode(
                 address, self._login, tls=self._tls, connections=self._config.connections
             )
         return self._nodes[address]
@@ -105,19 +105,19 @@ class Sentinels(Discovered):
         )
         login = Login(config.sentinel_username, config.sentinel_password)
         self._sentinels = [
-            Node(address, login, tls=self._tls, connections=1) for address in config.addresses
+            RedisNode(address, login, tls=self._tls, connections=1) for address in config.addresses
         ]
         self._primary: Address | None = None
 
-    async def node_of(self, name: bytes) -> Node:
+    async def node_of(self, name: bytes) -> RedisNode:
         await self._learn()
         assert self._primary is not None
         return self._node(self._primary)
 
-    async def primaries(self) -> Sequence[Node]:
+    async def primaries(self) -> Sequence[RedisNode]:
         return (await self.node_of(b""),)
 
-    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
         return None
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Sentinels(Discovered):
         self._primary = await first_good([self._ask_one(sentinel) for sentinel in self._sentinels])
         self._keep([self._primary])
 
-    async def _ask_one(self, sentinel: Node) -> Address:
+    async def _ask_one(self, sentinel: RedisNode) -> Address:
         reply = await ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._config.service)
         if reply is None:
             raise TierError(
@@ -148,7 +148,7 @@ class Cluster(Discovered):
         super().__init__(config, Login(config.username, config.password))
         self._owners: list[Address | None] = [None] * NUM_SLOTS
 
-    async def node_of(self, name: bytes) -> Node:
+    async def node_of(self, name: bytes) -> RedisNode:
         await self._learn()
         owner = self._owners[slot_of(name)]
         if owner is None:
@@ -157,11 +157,11 @@ class Cluster(Discovered):
             )
         return self._node(owner)
 
-    async def primaries(self) -> Sequence[Node]:
+    async def primaries(self) -> Sequence[RedisNode]:
         await self._learn()
         return [self._node(address) for address in dict.fromkeys(self._owners) if address]
 
-    def moved(self, name: bytes, reply: ErrorReply, by: Node) -> Node | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
         """MOVED is remembered, and the slots are asked for again. ASK is for one call."""
         host, colon, port = reply.text.rpartition(" ")[2].rpartition(":")
         address = _address(host.strip("[]").encode() or by.address.host.encode(), port.encode())
@@ -180,7 +180,7 @@ class Cluster(Discovered):
         self._owners = await first_good([self._ask_one(node) for node in asked])
         self._keep([*(address for address in self._owners if address), *self._config.addresses])
 
-    async def _ask_one(self, node: Node) -> list[Address | None]:
+    async def _ask_one(self, node: RedisNode) -> list[Address | None]:
         reply = await ask(node, "CLUSTER", "SLOTS")
         owners: list[Address | None] = [None] * NUM_SLOTS
         if not isinstance(reply, list):
@@ -215,8 +215,8 @@ def slot_of(name: bytes) -> int:
     return binascii.crc_hqx(tag, 0) % NUM_SLOTS
 
 
-async def ask(node: Node, *words: bytes | str) -> Reply:
-    call = Call(b"", *words)
+async def ask(node: RedisNode, *words: bytes | str) -> Reply:
+    call = RedisCall(b"", *words)
     await node.run("connect", [call], bulk=False)
     if call.fault is not None:
         raise call.fault

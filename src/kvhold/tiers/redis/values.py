@@ -3,13 +3,13 @@
 from kvhold.core.errors import ProtocolError
 from kvhold.net.stream import Stream
 from kvhold.tiers.base import Parts, size_of
-from kvhold.tiers.redis.resp import Call, read_string_head
+from kvhold.tiers.redis.resp import RedisCall, read_string_head
 from kvhold.tiers.redis.split import HEAD_BYTES, looks_like_head
 
 _DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less
 
 
-class ReadWhole(Call):
+class ReadWhole(RedisCall):
     """The reply of `GET`: the size; None if missing or too large; the bytes of a head."""
 
     def __init__(self, name: bytes, parts: Parts) -> None:
@@ -34,7 +34,7 @@ class ReadWhole(Call):
             self.reply = nbytes or None
 
 
-class ReadRange(Call):
+class ReadRange(RedisCall):
     """The reply of `GETRANGE`: the size of the parts, or None and `short_bytes`."""
 
     def __init__(self, name: bytes, start: int, parts: Parts) -> None:

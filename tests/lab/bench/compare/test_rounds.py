@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from kvhold.lab.bench.compare import command as command_module
 from kvhold.lab.bench.compare import visits as visits_module
 from kvhold.lab.bench.compare.report import render
-from kvhold.lab.bench.compare.rows import Row, failed, goals, make_rows
-from kvhold.lab.bench.compare.run import Measured, differing, measure
+from kvhold.lab.bench.compare.rows import SystemRow, failed, goals, make_rows
+from kvhold.lab.bench.compare.run import CompareMeasurement, differing, measure
 from kvhold.lab.bench.compare.systems import (
     AGAIN,
     ALONE,
@@ -29,11 +29,11 @@ from kvhold.lab.bench.compare.systems import (
     PLAIN,
     RECOMPUTE,
     SYSTEMS,
-    Running,
+    RunningSystem,
     Sizes,
     key,
 )
-from kvhold.lab.bench.compare.visits import REUSE_PERCENT, WORKLOADS, Texts
+from kvhold.lab.bench.compare.visits import REUSE_PERCENT, WORKLOADS, VisitTexts
 from kvhold.lab.bench.engines import System
 from kvhold.lab.bench.ratios import Cell
 from kvhold.lab.engines.engine import Engine
@@ -92,15 +92,18 @@ def everyone() -> dict[str, FakeEngine]:
 
 def run(
     engines: dict[str, FakeEngine], monkeypatch: pytest.MonkeyPatch, rounds: int = 1
-) -> Measured:
+) -> CompareMeasurement:
     monkeypatch.setattr(
         visits_module, "make_prompt", lambda path, num_tokens, seed: [seed] * num_tokens
     )
     systems = {
         name: System(cast(Engine, engine), (os.getpid(),)) for name, engine in engines.items()
     }
-    running, measured = Running(systems, {IN_PROCESS: "RuntimeError: not on a CPU"}), Measured()
-    texts, told = Texts(Path(), NUM_TOKENS), list[str]()
+    running, measured = (
+        RunningSystem(systems, {IN_PROCESS: "RuntimeError: not on a CPU"}),
+        CompareMeasurement(),
+    )
+    texts, told = VisitTexts(Path(), NUM_TOKENS), list[str]()
     measure(running, texts, [WORKLOAD], measured, rounds=rounds, page_cache=True, say=told.append)
     assert [line.split(":")[0].split(", ")[1] for line in told] == [
         "first visits",
@@ -122,8 +125,8 @@ def cell(reuse: int, burst: bool = False, **seconds: float) -> Cell:
     )
 
 
-def measured_of(*cells: Cell, errors: dict[str, str] | None = None) -> Measured:
-    found = Measured(errors=errors or {})
+def measured_of(*cells: Cell, errors: dict[str, str] | None = None) -> CompareMeasurement:
+    found = CompareMeasurement(errors=errors or {})
     for one in cells:
         found.cells.setdefault((WORKLOAD.title, one.reuse), []).append(one)
     return found
@@ -206,7 +209,7 @@ def test_who_differs_is_told_by_the_one_that_computes() -> None:
     assert list(differing({KVHOLD: [[1]], LEFT_ALONE: [[2]]})) == [LEFT_ALONE]
 
 
-def rows_of(measured: Measured, tier: str) -> dict[str, Row]:
+def rows_of(measured: CompareMeasurement, tier: str) -> dict[str, SystemRow]:
     return {row.system: row for row in make_rows(measured, (tier,))}
 
 

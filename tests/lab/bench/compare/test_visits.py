@@ -11,8 +11,8 @@ from kvhold.lab.bench.compare.visits import (
     OWN_PROMPTS,
     REUSE_PERCENT,
     WORKLOADS,
-    Texts,
     Visit,
+    VisitTexts,
     held_prompts,
     seconds_left,
     visits,
@@ -67,7 +67,7 @@ def test_a_prompt_begins_with_a_part_of_its_document_and_goes_on_as_none_before(
     monkeypatch.setattr(
         visits_module, "make_prompt", lambda path, num_tokens, seed: [seed] * num_tokens
     )
-    texts, ends = Texts(Path(), 40), set()
+    texts, ends = VisitTexts(Path(), 40), set()
     for name in WORKLOADS:
         beginnings: dict[int, int] = {}
         for visit in visits(WORKLOADS[name], rounds=ROUNDS):

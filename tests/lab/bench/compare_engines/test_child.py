@@ -21,9 +21,9 @@ from kvhold.lab.bench.compare_engines import command as command_module
 from kvhold.lab.bench.compare_engines import lmcache_env
 from kvhold.lab.bench.compare_engines.child import (
     POOL_NAME,
-    Engine,
+    ChildOptions,
+    ComparedEngine,
     Layers,
-    Options,
     checksum,
     fill,
     own_bytes,
@@ -34,8 +34,8 @@ from kvhold.lab.bench.compare_engines.systems import (
     KVHOLD_CACHED,
     OURS,
     SERVER,
-    Peer,
     PeerFailed,
+    PeerSystem,
     launch,
     start,
 )
@@ -57,7 +57,7 @@ TINY = [
 ]
 
 
-def options(**changes: Any) -> Options:
+def options(**changes: Any) -> ChildOptions:
     given = {
         "mode": "node",
         "tier": "ram",
@@ -66,7 +66,7 @@ def options(**changes: Any) -> Options:
         "tokens_per_block": 16,
         "folder": "",
     }
-    return Options(
+    return ChildOptions(
         **{**given, "layers": 2, "heads": 1, "head_dim": 8, "cache_bytes": 1 << 20, **changes}
     )
 
@@ -103,14 +103,14 @@ class Remembers:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> ComparedEngine:
     monkeypatch.setitem(
         sys.modules, MADE_UP, SimpleNamespace(start=lambda options, layers: Remembers(layers))
     )
-    return Engine(MADE_UP, options())
+    return ComparedEngine(MADE_UP, options())
 
 
-def test_what_comes_back_has_the_checksum_of_what_was_stored(engine: Engine) -> None:
+def test_what_comes_back_has_the_checksum_of_what_was_stored(engine: ComparedEngine) -> None:
     tokens = list(range(64))
     stored = engine.do({"op": "store", "tokens": tokens, "seed": 1})
     assert engine.do({"op": "retrieve", "tokens": tokens})["checksum"] == stored["checksum"]
@@ -127,7 +127,7 @@ def test_a_driver_that_brings_nothing_or_mixes_blocks_up_is_found_out(
     for spoil in spoils:
         made = SimpleNamespace(start=lambda options, layers, spoil=spoil: Remembers(layers, spoil))
         monkeypatch.setitem(sys.modules, MADE_UP, made)
-        engine = Engine(MADE_UP, options())
+        engine = ComparedEngine(MADE_UP, options())
         stored = engine.do({"op": "store", "tokens": [1] * 64, "seed": 1})
         assert engine.do({"op": "retrieve", "tokens": [1] * 64})["checksum"] != stored["checksum"]
 
@@ -140,7 +140,7 @@ def test_a_driver_that_brings_nothing_or_mixes_blocks_up_is_found_out(
         {"op": "retrieve", "tokens": [1] * 128},
     ],
 )
-def test_what_it_cannot_do_is_an_error(engine: Engine, asked: dict[str, Any]) -> None:
+def test_what_it_cannot_do_is_an_error(engine: ComparedEngine, asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"no such operation|tokens: whole blocks"):
         engine.do(asked)
 
@@ -157,9 +157,9 @@ def test_a_checksum_is_of_blocks_in_the_order_of_the_prompt() -> None:
     )
 
 
-def test_memory_does_not_count_the_engines_own_kv(engine: Engine) -> None:
+def test_memory_does_not_count_the_engines_own_kv(engine: ComparedEngine) -> None:
     before = own_bytes(os.getpid(), 1 << 40)
-    large = Engine(MADE_UP, options(num_tokens=64 * 4096))
+    large = ComparedEngine(MADE_UP, options(num_tokens=64 * 4096))
     assert POOL_NAME in Path("/proc/self/smaps").read_text()
     assert (
         own_bytes(os.getpid(), 1 << 40) - before
@@ -169,7 +169,7 @@ def test_memory_does_not_count_the_engines_own_kv(engine: Engine) -> None:
 
 
 @contextmanager
-def running(name: str) -> Iterator[Peer]:
+def running(name: str) -> Iterator[PeerSystem]:
     peer = launch(name, python=None, threads=1)
     try:
         yield peer
@@ -277,4 +277,4 @@ def test_kvhold_alone_stores_and_retrieves_the_same_bytes_from_memory_and_disk(
 
 def test_options_travel_as_json() -> None:
     given = options(redis_port=6379)
-    assert Options(**json.loads(json.dumps(asdict(given)))) == given
+    assert ChildOptions(**json.loads(json.dumps(asdict(given)))) == given

@@ -27,8 +27,8 @@ from kvhold.lab.bench.compare_engines.systems import (
     LIMITS,
     REDIS_LIMIT,
     SERVER,
-    Peer,
     PeerFailed,
+    PeerSystem,
 )
 from kvhold.lab.engines.process import EngineFailed
 
@@ -80,11 +80,11 @@ class Machine:
         self.children: dict[str, list[Child]] = {}
         self._unwell = unwell or {}
 
-    def launch(self, name: str) -> Peer:
+    def launch(self, name: str) -> PeerSystem:
         child = Child()
         child.answers = self._unwell.get(name, {})
         self.children.setdefault(name, []).append(child)
-        return Peer(name, child.ask, child.close)
+        return PeerSystem(name, child.ask, child.close)
 
 
 def run(machine: Machine, folder: Path, tiers: tuple[str, ...] = ("ram", "disk")) -> Measured:
@@ -221,4 +221,4 @@ def test_one_that_stored_something_else_is_told_even_if_it_gets_that_back(tmp_pa
 @pytest.mark.parametrize("answer", [b"no json", b"[]", b'{"seconds": "many"}', b'{"unheard": 1}'])
 def test_what_is_no_answer_is_a_failure(answer: bytes) -> None:
     with pytest.raises(PeerFailed):
-        Peer(IN_PROCESS, lambda line, doing: answer, lambda: None).do("lookup", tokens=[1])
+        PeerSystem(IN_PROCESS, lambda line, doing: answer, lambda: None).do("lookup", tokens=[1])

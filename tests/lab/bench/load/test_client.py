@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.load.client import Client, Endpoint, checked_url
+from kvhold.lab.bench.load.client import Endpoint, LoadClient, checked_url
 from kvhold.lab.bench.load.work import Reply, Request, Turn
 from tests.lab.bench.load.server import Exchange, TestServer, serving
 
@@ -26,7 +26,7 @@ async def server() -> AsyncIterator[TestServer]:
 
 async def send(server: TestServer, request: Request, **settings: object) -> Reply:
     endpoint = replace(Endpoint(server.base_url, "model", timeout_s=30.0), **settings)  # type: ignore[arg-type]
-    async with Client(endpoint) as client:
+    async with LoadClient(endpoint) as client:
         return await client.send(request)
 
 
@@ -85,7 +85,7 @@ async def test_many_requests_are_in_flight_at_once(server: TestServer) -> None:
         await exchange.whole(503, b"")
 
     server.answer = wait_for_all
-    async with Client(Endpoint(server.base_url, "model")) as client:
+    async with LoadClient(Endpoint(server.base_url, "model")) as client:
         replies = await asyncio.gather(*(client.send(TEXT) for _ in range(150)))
     assert {reply.error for reply in replies} == {"http 503"}
 
@@ -184,7 +184,7 @@ async def test_a_misbehaving_server_is_an_error_of_its_kind(
 
 
 async def test_after_an_error_the_client_goes_on(server: TestServer) -> None:
-    async with Client(Endpoint(server.base_url, "model")) as client:
+    async with LoadClient(Endpoint(server.base_url, "model")) as client:
         well, server.answer = server.answer, cut
         assert (await client.send(TEXT)).error == "disconnected"
         server.answer = well
@@ -199,13 +199,13 @@ async def test_nobody_there_is_an_error_of_its_kind() -> None:
 
 
 async def test_the_only_model_is_found_and_several_are_an_error(server: TestServer) -> None:
-    async with Client(Endpoint(server.base_url, "")) as client:
+    async with LoadClient(Endpoint(server.base_url, "")) as client:
         assert await client.only_model() == "model"
         server.models = ["one", "two"]
         with pytest.raises(ConfigError, match=r"2 models \(one, two\); choose with --model"):
             await client.only_model()
     with pytest.raises(ConfigError, match="is the server up"):
-        async with Client(Endpoint("http://127.0.0.1:9/v1", "")) as client:
+        async with LoadClient(Endpoint("http://127.0.0.1:9/v1", "")) as client:
             await client.only_model()
 
 
@@ -216,13 +216,13 @@ async def test_what_is_no_list_of_models_is_an_error_that_says_what_to_do(
     server: TestServer, page: bytes
 ) -> None:
     server.models_page = page
-    async with Client(Endpoint(server.base_url, "")) as client:
+    async with LoadClient(Endpoint(server.base_url, "")) as client:
         with pytest.raises(ConfigError, match="Name the model with --model"):
             await client.only_model()
 
 
 async def test_metrics_are_beside_the_api_or_not_at_all(server: TestServer) -> None:
-    async with Client(Endpoint(server.base_url, "model")) as client:
+    async with LoadClient(Endpoint(server.base_url, "model")) as client:
         assert await client.metrics_page() is None
         server.metrics = b"up 1\n"
         assert await client.metrics_page() == "up 1\n"

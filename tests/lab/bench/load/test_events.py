@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.lab.bench.load.events import BadStream, EventLines, Stream
+from kvhold.lab.bench.load.events import BadStream, EventLines, EventStream
 from kvhold.lab.bench.load.work import Reply
 
 
 def replied(*events: Any, content: Any = "text") -> Reply:
     """Events a second apart, the first at 1 s."""
-    stream = Stream(0.0, content=content)
+    stream = EventStream(0.0, content=content)
     for number, event in enumerate(events, start=1):
         stream.add(event if isinstance(event, bytes) else json.dumps(event).encode(), float(number))
     return stream.reply(len(events) + 1.0)

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError
-from kvhold.core.naming import Facts, Rules, Table, text_of, walk
+from kvhold.core.naming import Facts, NamingRules, Table, text_of, walk
 from kvhold.integrations.machine import processor_facts, version_facts
 from kvhold.integrations.vllm.geometry import drafts
 from kvhold.integrations.vllm.naming.environment import environment_facts
@@ -92,11 +92,11 @@ def _device_facts() -> dict[str, str]:
     return facts
 
 
-def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> Rules:
+def _rules(left_out: tuple[str, ...], *, per_shard: bool) -> NamingRules:
     tables = dict(TABLES)
     if per_shard:  # these differ between engines with equal layouts
         tables["KVCacheSpec"] = Table.of("", {ELSEWHERE: _PER_WORKER})
-    return Rules(
+    return NamingRules(
         tables=tables,
         opens=lambda kind: kind.__module__.partition(".")[0] in _OPEN_PACKAGES,
         atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
@@ -111,7 +111,7 @@ def _is_shared(name: str, left_out: tuple[str, ...]) -> bool:
     )
 
 
-def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) -> None:
+def _add_conditional(config: "VllmConfig", rules: NamingRules, found: dict[str, str]) -> None:
     model = config.model_config
     if any(
         "longrope" in text
@@ -134,7 +134,7 @@ def _add_conditional(config: "VllmConfig", rules: Rules, found: dict[str, str]) 
             ) from None
 
 
-def _add_draft_model(speculation: Any, rules: Rules, found: dict[str, str]) -> None:
+def _add_draft_model(speculation: Any, rules: NamingRules, found: dict[str, str]) -> None:
     draft, where = speculation.draft_model_config, "vllm.draft_model_config"
     try:
         if draft.model_weights:
@@ -159,7 +159,7 @@ def _add_draft_model(speculation: Any, rules: Rules, found: dict[str, str]) -> N
 
 
 def _add_groups(
-    config: "VllmConfig", kv_cache: "KVCacheConfig", rules: Rules, found: dict[str, str]
+    config: "VllmConfig", kv_cache: "KVCacheConfig", rules: NamingRules, found: dict[str, str]
 ) -> None:
     """Add each group's layer names and spec.
 

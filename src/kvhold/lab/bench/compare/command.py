@@ -15,9 +15,15 @@ from kvhold.core.errors import KVHoldError
 from kvhold.lab.bench.compare.length import LENGTHS, fitting, longest_s
 from kvhold.lab.bench.compare.report import render
 from kvhold.lab.bench.compare.rows import failed, goals, make_rows
-from kvhold.lab.bench.compare.run import Measured, measure
+from kvhold.lab.bench.compare.run import CompareMeasurement, measure
 from kvhold.lab.bench.compare.systems import TIERS, Sizes, num_asked, started
-from kvhold.lab.bench.compare.visits import WORKLOADS, Texts, Workload, held_prompts, visits
+from kvhold.lab.bench.compare.visits import (
+    WORKLOADS,
+    VisitTexts,
+    VisitWorkload,
+    held_prompts,
+    visits,
+)
 from kvhold.lab.bench.compare_engines.lmcache_env import (
     LMCACHE,
     NoLMCache,
@@ -131,7 +137,7 @@ def command(
         lmcache = str(error)
     click.echo(f"starting the engines, for prompts of {tokens:,} tokens ...")
     stopped = ""
-    sizes, measured = Sizes(model, tokens, held_prompts(workloads)), Measured()
+    sizes, measured = Sizes(model, tokens, held_prompts(workloads)), CompareMeasurement()
     peer = peer or (PEER_SPEC if PEER_SPEC.is_file() else None)
     with started(
         sizes, tiers=tiers, num_threads=threads, peer=peer, lmcache=lmcache, folder=folder
@@ -139,7 +145,7 @@ def command(
         unable = f"; cannot run: {'; '.join(running.errors)}" if running.errors else ""
         click.echo(f"{len(running.systems)} systems after {time.monotonic() - began:.0f} s{unable}")
         try:
-            texts = Texts(model.path, tokens)
+            texts = VisitTexts(model.path, tokens)
             measure(
                 running,
                 texts,
@@ -179,7 +185,7 @@ def command(
 def _fitting_tokens(
     model: ModelInfo,
     tiers: Sequence[str],
-    workloads: Sequence[Workload],
+    workloads: Sequence[VisitWorkload],
     *,
     rounds: int,
     threads: int,

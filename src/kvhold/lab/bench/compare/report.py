@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvhold.lab.bench.compare.rows import Row
+from kvhold.lab.bench.compare.rows import SystemRow
 from kvhold.lab.bench.compare.systems import ALONE, KVHOLD, LMCACHE, OFFLOADING, SYSTEMS, WITH_TIERS
 
 _COMPARED = (KVHOLD, ALONE)
@@ -11,7 +11,7 @@ _CELL = 23
 _LABEL = max(map(len, SYSTEMS)) + len(" to the best")
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[SystemRow]) -> str:
     blocks = [
         _block(tier, workload, list(of_block))
         for (tier, workload), of_block in groupby(rows, lambda row: (row.tier, row.workload))
@@ -19,7 +19,7 @@ def render(rows: Sequence[Row]) -> str:
     return "\n\n".join([*blocks, *_errors(rows)])
 
 
-def _block(tier: str, workload: str, rows: Sequence[Row]) -> str:
+def _block(tier: str, workload: str, rows: Sequence[SystemRow]) -> str:
     shares = list(dict.fromkeys(row.reuse for row in rows))
     lines = [
         f"{tier}, {workload}: TTFT p50, and tokens a second of two together",
@@ -59,7 +59,7 @@ def _line(label: str, cells: Sequence[str]) -> str:
     return f"{label:<{_LABEL}}{''.join(f'{cell:>{_CELL}}' for cell in cells)}".rstrip()
 
 
-def _times(row: Row | None) -> str:
+def _times(row: SystemRow | None) -> str:
     if row is None:
         return "-"
     if row.ttft_p50_s is None:
@@ -68,13 +68,13 @@ def _times(row: Row | None) -> str:
     return f"{row.ttft_p50_s:.3f} s {rate}"
 
 
-def _ratio(row: Row | None) -> str:
+def _ratio(row: SystemRow | None) -> str:
     if row is None or row.ratio_to_best_peer is None or row.interval is None:
         return "-"
     return f"{row.ratio_to_best_peer:.3f} ({row.interval[0]:.3f}-{row.interval[1]:.3f})"
 
 
-def _errors(rows: Sequence[Row]) -> list[str]:
+def _errors(rows: Sequence[SystemRow]) -> list[str]:
     named = [
         (f"{row.system} ({row.tier})" if row.system in WITH_TIERS else row.system, row.error)
         for row in rows

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvhold.lab.bench.compare.run import Measured
+from kvhold.lab.bench.compare.run import CompareMeasurement
 from kvhold.lab.bench.compare.systems import (
     AGAIN,
     KVHOLD,
@@ -26,7 +26,7 @@ _REUSED_WELL = 50
 
 
 @dataclass(frozen=True)
-class Row:
+class SystemRow:
     """One system in one cell. None: not measured, see `error`.
 
     throughput: tokens of prompts and outputs a second, in bursts
@@ -56,7 +56,7 @@ class Row:
     cpu_ratios: dict[str, Ratio] = field(default_factory=dict)
 
 
-def make_rows(measured: Measured, tiers: Sequence[str]) -> list[Row]:
+def make_rows(measured: CompareMeasurement, tiers: Sequence[str]) -> list[SystemRow]:
     return [
         row
         for tier in tiers
@@ -68,7 +68,7 @@ def make_rows(measured: Measured, tiers: Sequence[str]) -> list[Row]:
     ]
 
 
-def goals(measured: Measured, rows: Sequence[Row]) -> list[Goal]:
+def goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
     """Return kvhold's goals: cost without reuse, TTFT from half reuse on."""
     found = []
     unused = [cell for (_, reuse), cells in measured.cells.items() if not reuse for cell in cells]
@@ -111,8 +111,8 @@ def goals(measured: Measured, rows: Sequence[Row]) -> list[Goal]:
 
 
 def _rows(
-    measured: Measured, workload: str, tier: str, reuse: int, cells: Sequence[Cell]
-) -> Iterator[Row]:
+    measured: CompareMeasurement, workload: str, tier: str, reuse: int, cells: Sequence[Cell]
+) -> Iterator[SystemRow]:
     alone, bursts = _split(cells)
     keys = {
         name: key(name, tier)
@@ -127,7 +127,7 @@ def _rows(
         error = measured.errors.get(of_name, "")
         if name not in there:
             if error:
-                yield Row(workload, tier, reuse, name, error=error)
+                yield SystemRow(workload, tier, reuse, name, error=error)
             continue
         others = {other: there[other] for other in there if other != name}
         ttft_ratios = {
@@ -142,7 +142,7 @@ def _rows(
             if shared(bursts, of_name, of_other)
         }
         rates = rates_of(bursts, of_name)
-        yield Row(
+        yield SystemRow(
             workload,
             tier,
             reuse,
@@ -185,7 +185,7 @@ def _noise(cells: Sequence[Cell], name: str, other: str) -> float:
     return ratio(cells, name, other).apart if shared(cells, name, other) else math.inf
 
 
-def failed(rows: Sequence[Row]) -> list[Row]:
+def failed(rows: Sequence[SystemRow]) -> list[SystemRow]:
     """Return rows where kvhold failed, or reused nothing at full reuse."""
     return [
         row

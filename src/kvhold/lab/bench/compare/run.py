@@ -15,15 +15,15 @@ from kvhold.lab.bench.compare.systems import (
     LEFT_ALONE,
     OUTPUT_TOKENS,
     RECOMPUTE,
-    Running,
+    RunningSystem,
     key,
     settle,
 )
 from kvhold.lab.bench.compare.visits import (
     REUSE_PERCENT,
-    Texts,
     Visit,
-    Workload,
+    VisitTexts,
+    VisitWorkload,
     seconds_left,
     visits,
 )
@@ -38,7 +38,7 @@ Work = tuple[str, int]
 
 
 @dataclass
-class Measured:
+class CompareMeasurement:
     """Values of the rounds. sources: tokens that the node found, by tier."""
 
     cells: dict[Work, list[Cell]] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class Measured:
 
 
 def measure(
-    running: Running,
-    texts: Texts,
-    workloads: Sequence[Workload],
-    measured: Measured,
+    running: RunningSystem,
+    texts: VisitTexts,
+    workloads: Sequence[VisitWorkload],
+    measured: CompareMeasurement,
     *,
     rounds: int,
     page_cache: bool,
@@ -108,7 +108,7 @@ def measure(
 
 
 def _visit(
-    running: Running,
+    running: RunningSystem,
     prompts: list[list[int]],
     visit: Visit,
     chance: random.Random,
@@ -145,7 +145,7 @@ def _visit(
     return cell
 
 
-def _asked(running: Running, visit: Visit) -> list[str]:
+def _asked(running: RunningSystem, visit: Visit) -> list[str]:
     if visit.within:
         return [name for name in _WITHIN if name in running.systems]
     return [name for name in running.systems if name not in (LEFT_ALONE, LEFT_AGAIN)]

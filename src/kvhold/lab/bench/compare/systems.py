@@ -104,7 +104,7 @@ class Sizes:
 
 
 @dataclass
-class Running:
+class RunningSystem:
     """Running systems, by name or `key`. errors: why others do not run."""
 
     systems: dict[str, System] = field(default_factory=dict)
@@ -163,7 +163,7 @@ def started(
     peer: Path | None,
     lmcache: Path | str,
     folder: Path | None,
-) -> Iterator[Running]:
+) -> Iterator[RunningSystem]:
     """Start all systems; they end with the block. Failures are in `errors`.
 
     peer: the file of the host-memory spec
@@ -177,7 +177,7 @@ def started(
         alike(),
         ExitStack() as stack,
     ):
-        start = _Start(sizes, num_threads, Path(own), stack, Running())
+        start = _Start(sizes, num_threads, Path(own), stack, RunningSystem())
         start.engine(RECOMPUTE, prefix_caching=False)
         start.engine(PLAIN)
         start.engine(AGAIN)
@@ -211,7 +211,7 @@ class _Start:
     num_threads: int
     folder: Path
     stack: ExitStack
-    running: Running
+    running: RunningSystem
 
     def engine(
         self,

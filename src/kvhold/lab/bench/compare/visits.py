@@ -20,7 +20,7 @@ _DOCUMENTS_APART = 1_000
 
 
 @dataclass(frozen=True)
-class Workload:
+class VisitWorkload:
     """A working set, as a multiple of the engine's own KV memory."""
 
     name: str
@@ -36,7 +36,7 @@ class Workload:
 
 
 WORKLOADS = {
-    name: Workload(name, factor) for name, factor in (("0.5x", 0.5), ("2x", 2.0), ("8x", 8.0))
+    name: VisitWorkload(name, factor) for name, factor in (("0.5x", 0.5), ("2x", 2.0), ("8x", 8.0))
 }
 
 
@@ -59,7 +59,7 @@ class Visit:
         return len(self.documents) > 1
 
 
-def visits(workload: Workload, *, rounds: int) -> Iterator[Visit]:
+def visits(workload: VisitWorkload, *, rounds: int) -> Iterator[Visit]:
     """Visit each document once, then `rounds` prompts and bursts for each share."""
     for document in range(workload.num_documents):
         yield Visit(100, (document,), counts=False)
@@ -74,7 +74,7 @@ def visits(workload: Workload, *, rounds: int) -> Iterator[Visit]:
                     yield Visit(reuse, documents, within=True)
 
 
-def held_prompts(workloads: Sequence[Workload]) -> int:
+def held_prompts(workloads: Sequence[VisitWorkload]) -> int:
     return max(workload.num_documents for workload in workloads) * 3 // 2 + 2 * BURST
 
 
@@ -92,21 +92,21 @@ def _weight(visit: Visit) -> float:
     return len(visit.documents) * (1 - 0.8 * reuse / 100) * (0.25 if visit.within else 1)
 
 
-class Texts:
+class VisitTexts:
     def __init__(self, model_path: Path, num_tokens: int) -> None:
         self._path = model_path
         self._num_tokens = num_tokens
         self._made = 0
         self._documents: dict[int, list[int]] = {}
 
-    def prompts(self, workload: Workload, visit: Visit) -> list[list[int]]:
+    def prompts(self, workload: VisitWorkload, visit: Visit) -> list[list[int]]:
         num_known = self._num_tokens * visit.reuse // 100
         return [
             self._document(workload, number)[:num_known] + self._new(self._num_tokens - num_known)
             for number in visit.documents
         ]
 
-    def _document(self, workload: Workload, number: int) -> list[int]:
+    def _document(self, workload: VisitWorkload, number: int) -> list[int]:
         seed = _FIRST_DOCUMENT + list(WORKLOADS).index(workload.name) * _DOCUMENTS_APART + number
         if seed not in self._documents:
             self._documents[seed] = make_prompt(self._path, self._num_tokens, seed=seed)

@@ -47,7 +47,7 @@ Layers = Sequence[npt.NDArray[np.uint16]]
 
 
 @dataclass(frozen=True)
-class Options:
+class ChildOptions:
     """The cache to start. Stores read one region of the engine's pool, retrieves write another.
 
     tier:       source of retrieves: ram, disk or redis
@@ -83,7 +83,7 @@ class Options:
         return self.prompt_bytes // self.num_tokens * self.tokens_per_chunk
 
 
-class Driver(Protocol):
+class ChildDriver(Protocol):
     """One cache, called as by an engine with blocks in host memory."""
 
     @property
@@ -115,13 +115,15 @@ class Driver(Protocol):
         pass
 
 
-class Engine:
-    def __init__(self, driver_name: str, options: Options) -> None:
+class ComparedEngine:
+    def __init__(self, driver_name: str, options: ChildOptions) -> None:
         self._options = options
         self._layers = _pool(options)
         self._before = own_bytes(os.getpid(), options.cache_bytes)
         began = time.perf_counter()
-        self._driver: Driver = importlib.import_module(driver_name).start(options, self._layers)
+        self._driver: ChildDriver = importlib.import_module(driver_name).start(
+            options, self._layers
+        )
         self.started_s = time.perf_counter() - began
         del self._layers  # the driver may have moved them
         # block 0 means "none" to some engines
@@ -244,7 +246,7 @@ def _mappings(pid: int) -> Iterator[tuple[str, int, int]]:
             name = " ".join(words[5:])
 
 
-def _pool(options: Options) -> Layers:
+def _pool(options: ChildOptions) -> Layers:
     shape = (
         2,
         1 + 2 * options.num_blocks,
@@ -266,14 +268,14 @@ def main(driver_name: str, *of_the_engine: str) -> int:
     faulthandler.register(signal.SIGUSR1)
     for name in of_the_engine:
         importlib.import_module(name)
-    engine: Engine | None = None
+    engine: ComparedEngine | None = None
     for line in asked:
         answer: dict[str, Any] = {}
         operation = json.loads(line)
         try:
             if operation["op"] == "start":
                 del operation["op"]
-                engine = Engine(driver_name, Options(**operation))
+                engine = ComparedEngine(driver_name, ChildOptions(**operation))
                 answer = {"seconds": engine.started_s}
             elif engine is None and operation["op"] != "stop":
                 raise ValueError("the first operation must be start")

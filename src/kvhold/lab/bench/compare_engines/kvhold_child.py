@@ -22,7 +22,7 @@ from kvhold.memory.views import per_layer
 from kvhold.node import connect
 
 if TYPE_CHECKING:
-    from kvhold.lab.bench.compare_engines.child import Layers, Options
+    from kvhold.lab.bench.compare_engines.child import ChildOptions, Layers
 
 _PATIENCE_S = 60.0  # cores may be busy: late is slow, not an error
 _IDLE_EXIT_S = 20.0
@@ -31,14 +31,14 @@ _SPARE_BYTES = 8 << 20
 _FILLER_TOKEN = 1 << 30  # beyond any vocabulary
 
 
-def start(options: "Options", layers: "Layers") -> "KVHold":
+def start(options: "ChildOptions", layers: "Layers") -> "KVHold":
     return KVHold(options, layers)
 
 
 class KVHold:
     """A `child.Driver` around a node."""
 
-    def __init__(self, options: "Options", layers: "Layers") -> None:
+    def __init__(self, options: "ChildOptions", layers: "Layers") -> None:
         folder = Path(options.folder)
         group = Group(
             layers=options.layers,

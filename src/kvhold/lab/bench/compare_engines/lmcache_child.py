@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvhold.lab.bench.compare_engines.child import Driver, Layers, Options
+    from kvhold.lab.bench.compare_engines.child import ChildDriver, ChildOptions, Layers
 
 os.environ |= {
     "LMCACHE_TRACK_USAGE": "false",
@@ -36,7 +36,7 @@ _LAYOUT = {"kv_layout": "NHD"}
 _REDIS_KEYS = 2
 
 
-def start(options: "Options", layers: "Layers") -> "Driver":
+def start(options: "ChildOptions", layers: "Layers") -> "ChildDriver":
     tensors = {
         f"layer.{number}": torch.from_numpy(layer.view("int16")).view(torch.bfloat16)
         for number, layer in enumerate(layers)
@@ -47,7 +47,7 @@ def start(options: "Options", layers: "Layers") -> "Driver":
 
 
 class _Pool:
-    def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
+    def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         self._options = options
         self._tensors = tensors
         # one Redis: systems must not find each other's chunks
@@ -64,7 +64,7 @@ class _Pool:
 class InProcess(_Pool):
     """A `child.Driver` around `LMCacheEngine`."""
 
-    def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
+    def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.utils import EngineType
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
@@ -219,7 +219,7 @@ class _HostCopies:
 class Server(_Pool):
     """A `child.Driver` around `lmcache server`."""
 
-    def __init__(self, options: "Options", tensors: dict[str, Any]) -> None:
+    def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
         from lmcache.v1.multiprocess.transfer_context import create_transfer_context
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
@@ -385,7 +385,7 @@ def wait_until(done: Callable[[], bool], what: str) -> None:
         time.sleep(_POLL_S)
 
 
-def redis_size(options: "Options") -> int:
+def redis_size(options: "ChildOptions") -> int:
     if not options.redis_port:
         return 0
     with socket.create_connection(("127.0.0.1", options.redis_port)) as redis:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvhold.lab.bench.compare_engines.child import Options
+from kvhold.lab.bench.compare_engines.child import ChildOptions
 from kvhold.lab.bench.compare_engines.rows import (
     CACHED_DISK,
     DISK,
@@ -34,8 +34,8 @@ from kvhold.lab.bench.compare_engines.systems import (
     KVHOLD,
     KVHOLD_CACHED,
     MODES,
-    Peer,
     PeerFailed,
+    PeerSystem,
     import_command,
     new_folder,
     start,
@@ -50,7 +50,7 @@ _SHAPE = ("num_tokens", "tokens_per_chunk", "tokens_per_block", "layers", "heads
 _VOCABULARY = 128_000
 _ALONE_ROUNDS = 3
 
-Launch = Callable[[str], Peer]
+Launch = Callable[[str], PeerSystem]
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Work:
     rounds: int = 5
     threads: int = 2
 
-    def options(self, tier: str) -> Options:
+    def options(self, tier: str) -> ChildOptions:
         shape = {name: getattr(self, name) for name in _SHAPE}
         kind, page_cache = (DISK, tier == CACHED_DISK) if tier in DISKS else (tier, False)
-        options = Options(
+        options = ChildOptions(
             mode="", tier=kind, cache_bytes=0, folder="", page_cache=page_cache, **shape
         )
         return replace(options, cache_bytes=_CACHED_PROMPTS * options.prompt_bytes)
@@ -161,7 +161,7 @@ def measure_imports(
                 measured.add(operation, NO_TIER, values)
 
 
-def _limits(options: Options, folder: Path, *, threads: int) -> Limits | None:
+def _limits(options: ChildOptions, folder: Path, *, threads: int) -> Limits | None:
     if options.tier == DISK:
         return DiskLimits(
             options.prompt_bytes,
@@ -178,7 +178,7 @@ def _limits(options: Options, folder: Path, *, threads: int) -> Limits | None:
 
 
 def _round(
-    peers: dict[str, Peer],
+    peers: dict[str, PeerSystem],
     tier: str,
     tokens: list[int],
     seed: int,
@@ -294,14 +294,14 @@ def _alone(
 @contextmanager
 def _started(
     systems: Sequence[str],
-    options: Options,
+    options: ChildOptions,
     launch: Launch,
     folder: Path,
     measured: Measured,
     *,
     tier: str,
-) -> Iterator[dict[str, Peer]]:
-    peers: dict[str, Peer] = {}
+) -> Iterator[dict[str, PeerSystem]]:
+    peers: dict[str, PeerSystem] = {}
     try:
         for name in systems:
             peers[name] = launch(name)
@@ -320,7 +320,7 @@ def _started(
             peer.close()
 
 
-def _drop(peers: dict[str, Peer], name: str, tier: str, why: str, measured: Measured) -> None:
+def _drop(peers: dict[str, PeerSystem], name: str, tier: str, why: str, measured: Measured) -> None:
     measured.errors[tier, name] = why
     peers.pop(name).close()
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvhold.core.errors import KVHoldError
-from kvhold.lab.bench.compare_engines.child import Options
+from kvhold.lab.bench.compare_engines.child import ChildOptions
 from kvhold.lab.engines.process import EngineFailed, LoggedProcess
 
 KVHOLD = "kvhold"
@@ -60,7 +60,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     error: str = ""
 
 
-class Peer:
+class PeerSystem:
     def __init__(
         self, name: str, ask: Callable[[bytes, str], bytes], end: Callable[[], None]
     ) -> None:
@@ -86,7 +86,7 @@ class Peer:
         self._end()
 
 
-def launch(name: str, *, python: Path | None, threads: int) -> Peer:
+def launch(name: str, *, python: Path | None, threads: int) -> PeerSystem:
     """Make a system's process. python: LMCache's; threads: for copies."""
     if name in OURS:
         command = [
@@ -107,10 +107,10 @@ def launch(name: str, *, python: Path | None, threads: int) -> Peer:
         for left in Path("/dev/shm").glob(f"*kvhold_bench_{process.pid}"):
             left.unlink(missing_ok=True)
 
-    return Peer(name, lambda line, doing: process.ask(line, doing, _ANSWER_S), end)
+    return PeerSystem(name, lambda line, doing: process.ask(line, doing, _ANSWER_S), end)
 
 
-def start(peer: Peer, options: Options) -> float:
+def start(peer: PeerSystem, options: ChildOptions) -> float:
     return peer.do("start", **asdict(options)).seconds
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kvhold.memory.copier import Copier, HostCopier
-from kvhold.memory.device import DeviceCopier, Driver, PinnedArenas, Settings
+from kvhold.memory.device import DeviceCopier, DeviceDriver, PinnedArenas, Settings
 from kvhold.testing.device import FakeDevice, FakeDriver
 
 Kind: TypeAlias = Literal["cuda", "cpu", "fake"]
@@ -25,7 +25,7 @@ class Target:
         self.kind = kind
         self.small = kind != "cuda"
         self.device = torch.device("cuda:0" if kind == "cuda" else "cpu")
-        self.driver: Driver | None = None
+        self.driver: DeviceDriver | None = None
         if kind == "cuda":
             from kvhold.memory.device.cuda import CudaDriver
 

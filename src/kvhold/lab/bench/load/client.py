@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvhold.core.errors import UNDECODABLE, ConfigError
-from kvhold.lab.bench.load.events import BadStream, EventLines, Stream
+from kvhold.lab.bench.load.events import BadStream, EventLines, EventStream
 from kvhold.lab.bench.load.work import Reply, Request, Turn
 from kvhold.lab.bench.rows import needing
 
@@ -82,7 +82,7 @@ def checked_url(base_url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
-class Client:
+class LoadClient:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
@@ -115,7 +115,9 @@ class Client:
         if endpoint.user_header is not None and "user" in request.labels:
             headers[endpoint.user_header] = str(request.labels["user"])
         began = time.perf_counter()
-        stream = Stream(began, content="tokens" if as_tokens and request.needs_content else "text")
+        stream = EventStream(
+            began, content="tokens" if as_tokens and request.needs_content else "text"
+        )
         kind, detail = "", ""
         try:
             async with self._open().post(
@@ -180,7 +182,7 @@ class Client:
         return self._session
 
 
-async def _follow(response: "aiohttp.ClientResponse", stream: Stream) -> None:
+async def _follow(response: "aiohttp.ClientResponse", stream: EventStream) -> None:
     """Raises BadStream, aiohttp's errors and OSError."""
     lines = EventLines()
     async for received in response.content.iter_any():

@@ -585,13 +585,13 @@ def replay(common: Common, **arguments: Any) -> None:
 
 
 def _run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
-    from kvhold.lab.bench.load.measure import Measured, measure
+    from kvhold.lab.bench.load.measure import LoadMeasurement, measure
 
     if common.plot is not None or common.html is not None:
         with needing("'kvhold[bench]'"):
             import matplotlib  # noqa: F401 - better known now than after the run
     prompts = _prompts(common)
-    measured = Measured()
+    measured = LoadMeasurement()
     with _server(common) as endpoint, _lines(common.json_file) as write:
         click.echo(
             f"{name} against {endpoint.base_url}, model {endpoint.model}, {prompts.kind} as prompts"

@@ -81,7 +81,7 @@ _decoder = msgspec.json.Decoder(_Event)
 _DONE = b"[DONE]"
 
 
-class Stream:
+class EventStream:
     """One arriving answer. Times are in seconds of a monotonic clock."""
 
     def __init__(self, began: float, *, content: Literal["text", "tokens"]) -> None:

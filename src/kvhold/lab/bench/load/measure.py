@@ -14,7 +14,7 @@ import click
 
 from kvhold.core.errors import KVHoldError
 from kvhold.lab.bench.load import counters
-from kvhold.lab.bench.load.client import Client, Endpoint
+from kvhold.lab.bench.load.client import Endpoint, LoadClient
 from kvhold.lab.bench.load.prompts import Prompts
 from kvhold.lab.bench.load.runner import Run
 from kvhold.lab.bench.load.work import Phase, Request, Result, Turn, Workload
@@ -29,7 +29,7 @@ class Unanswered(KVHoldError):
 
 
 @dataclass
-class Measured:
+class LoadMeasurement:
     results: list[Result] = field(default_factory=list)
     hits: dict[str, counters.Hits] = field(default_factory=dict)
     interrupted: bool = False
@@ -39,7 +39,7 @@ async def measure(
     endpoint: Endpoint,
     workload: Workload,
     prompts: Prompts,
-    measured: Measured,
+    measured: LoadMeasurement,
     *,
     prewarm: int,
     progress_s: float,
@@ -49,7 +49,7 @@ async def measure(
 
     Raises ConfigError for a wrong workload, Unanswered.
     """
-    async with Client(endpoint) as client:
+    async with LoadClient(endpoint) as client:
         await _prewarm(client, prompts, prewarm)
 
         def both(result: Result) -> None:
@@ -79,11 +79,11 @@ async def measure(
 
 
 async def model_of(endpoint: Endpoint) -> str:
-    async with Client(endpoint) as client:
+    async with LoadClient(endpoint) as client:
         return await client.only_model()
 
 
-async def _prewarm(client: Client, prompts: Prompts, count: int) -> None:
+async def _prewarm(client: LoadClient, prompts: Prompts, count: int) -> None:
     """First requests pay for connections, compilation and the tokenizer."""
     failures = []
     for number in range(count):
@@ -97,12 +97,14 @@ async def _prewarm(client: Client, prompts: Prompts, count: int) -> None:
         )
 
 
-async def _counts(client: Client) -> counters.Counts | None:
+async def _counts(client: LoadClient) -> counters.Counts | None:
     page = await client.metrics_page()
     return counters.read(page) if page is not None else None
 
 
-async def _show(phase: Phase, run: Run, measured: Measured, first: int, *, every_s: float) -> None:
+async def _show(
+    phase: Phase, run: Run, measured: LoadMeasurement, first: int, *, every_s: float
+) -> None:
     """Show progress until cancelled: a rewritten line on a terminal, else one each `every_s`."""
     is_terminal = sys.stdout.isatty()
     while True:

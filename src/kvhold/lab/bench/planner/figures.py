@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.lab.bench.planner.run import LOAD, PLAN, Cell
+from kvhold.lab.bench.planner.run import LOAD, PLAN, PlannerCell
 
 _RESAMPLES = 4_000
 
@@ -44,7 +44,7 @@ class PlannerRow:
     plan_loaded: float
 
 
-def make_row(cells: Sequence[Cell], *, speed: float, bytes_per_s: float) -> PlannerRow:
+def make_row(cells: Sequence[PlannerCell], *, speed: float, bytes_per_s: float) -> PlannerRow:
     computed = {name: np.array([cell.computed_s[name] for cell in cells]) for name in (LOAD, PLAN)}
     taken = {name: np.array([cell.taken_s[name] for cell in cells]) for name in (LOAD, PLAN)}
     numbers = np.arange(len(cells))

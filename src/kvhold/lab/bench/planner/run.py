@@ -36,12 +36,12 @@ _RAM_PROMPTS = 1.25
 _PIECES = 40
 
 
-class OutputsDiffer(KVHoldError):
+class PlannerOutputsDiffer(KVHoldError):
     pass
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannerCell:
     """One request. By engine: seconds to the first token, computed and its own way."""
 
     num_tokens: int
@@ -82,7 +82,7 @@ def cells(
     bytes_per_s: float,
     num_threads: int,
     plans: Callable[[dict[str, float]], None] = lambda plans: None,
-) -> Iterator[Cell]:
+) -> Iterator[PlannerCell]:
     """Yield the cells. plans: gets the planning node's counters at the end.
 
     Raises OutputsDiffer, EngineFailed, and NotInstalled without Redis.
@@ -97,7 +97,7 @@ def cells(
             for name in _ENGINES
         }
         for number, prompt in enumerate(prompts):
-            cell, answers = Cell(len(prompt)), []
+            cell, answers = PlannerCell(len(prompt)), []
             turns = [(name, way) for name in _ENGINES for way in (COMPUTE, name)]
             for name, way in chance.sample(turns, len(turns)):
                 rules = {"load": False, "tags": {"computed": str(number)}} if way == COMPUTE else {}
@@ -110,7 +110,7 @@ def cells(
                     cell.loaded_tokens[name] = one.num_cached_tokens
                 systems[name].forget()
             if any(answer != answers[0] for answer in answers):
-                raise OutputsDiffer(
+                raise PlannerOutputsDiffer(
                     f"a prompt of {len(prompt)} tokens was answered in several ways: {answers}"
                 )
             yield cell

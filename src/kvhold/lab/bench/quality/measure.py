@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.codecs import Codec
-from kvhold.lab.bench.quality.model import Bits, Subject
+from kvhold.lab.bench.quality.model import Bits, QualitySubject
 from kvhold.lab.bench.quality.passing import Passed, through
 from kvhold.lab.bench.quality.tasks import KINDS, NO_KIND, Exams
 
@@ -48,14 +48,14 @@ class QualityRow:
 
 
 @dataclass(frozen=True)
-class Channels:
+class MeasuredChannels:
     """In each layer, the largest channel's root mean square over the median channel's."""
 
     keys: list[float]
     values: list[float]
 
     @classmethod
-    def of(cls, kv: Bits) -> "Channels":
+    def of(cls, kv: Bits) -> "MeasuredChannels":
         """Compute from `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16."""
         numbers = (kv.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         sizes = np.sqrt((numbers**2).mean(axis=(0, 3)))
@@ -65,7 +65,11 @@ class Channels:
 
 
 def measure(
-    subject: Subject, batches: Iterable[Exams], codecs: Sequence[Codec], *, recall: bool = True
+    subject: QualitySubject,
+    batches: Iterable[Exams],
+    codecs: Sequence[Codec],
+    *,
+    recall: bool = True,
 ) -> list[QualityRow]:
     """Return a row for each codec. recall: the context contains the answers."""
     tallies = [_Tally(codec.name) for codec in codecs]

@@ -32,7 +32,7 @@ def find_weights() -> Path | None:
 
 
 @dataclass(frozen=True)
-class Subject:
+class QualitySubject:
     """A loaded model. layout: of its KV; tokenizer: None for a model of `tasks.py`."""
 
     name: str
@@ -75,7 +75,7 @@ class Subject:
             ).logits
 
 
-def load_subject(model: str | Path, *, tokens_per_chunk: int) -> Subject:
+def load_subject(model: str | Path, *, tokens_per_chunk: int) -> QualitySubject:
     """Load a folder or a name. Weights must be safetensors.
 
     Raises ConfigError for a missing or unusable model, LayoutError for one whose KV is not
@@ -112,6 +112,6 @@ def load_subject(model: str | Path, *, tokens_per_chunk: int) -> Subject:
             raise ConfigError(
                 f"model {str(model)!r} has no tokenizer that can be loaded: {error}"
             ) from error
-    return Subject(
+    return QualitySubject(
         Path(model).name, loaded, layout, tokenizer, recalls is not None, geometry.config
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from kvhold.lab.bench.quality.measure import Channels, QualityRow
+from kvhold.lab.bench.quality.measure import MeasuredChannels, QualityRow
 
 _LEAST_SPREAD = 0.02
 
@@ -21,7 +21,7 @@ def render(rows: Sequence[QualityRow]) -> str:
     return "\n".join([heading, *(_line(row) for row in rows)])
 
 
-def render_channels(channels: Channels) -> str:
+def render_channels(channels: MeasuredChannels) -> str:
     keys, values = (
         ", ".join(f"{unlike:.1f}" for unlike in plane) for plane in (channels.keys, channels.values)
     )

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvhold.codecs import make_codec
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.quality.measure import LEAST_ACCURACY, Channels, QualityRow, measure
-from kvhold.lab.bench.quality.model import Bits, Subject, find_weights, load_subject
+from kvhold.lab.bench.quality.measure import LEAST_ACCURACY, MeasuredChannels, QualityRow, measure
+from kvhold.lab.bench.quality.model import Bits, QualitySubject, find_weights, load_subject
 from kvhold.lab.bench.quality.tasks import Asked, Exams, draw
 from kvhold.lab.bench.quality.writing import QUESTIONS, continued, written_recall
 
@@ -30,7 +30,7 @@ class NotMeasurable(ConfigError):
 class Evaluation:
     rows: list[QualityRow]
     what: str
-    channels: Channels
+    channels: MeasuredChannels
 
 
 def evaluate(
@@ -74,7 +74,7 @@ def evaluate(
         what = (
             f"{QUESTIONS} numbers written down in some {LONGEST} tokens of context, by their tokens"
         )
-    channels = Channels.of(subject.prefill(batches[0].contexts[:1]))
+    channels = MeasuredChannels.of(subject.prefill(batches[0].contexts[:1]))
     rows = measure(subject, batches, used, recall=text is None)
     name = "the small trained model" if model is None else subject.name
     what = f"{name}: {what}; {rows[0].answers:,} answer tokens after {rows[0].contexts} contexts"
@@ -109,7 +109,7 @@ def trained_kv(num_contexts: int) -> Bits:
     return np.ascontiguousarray(kv[:, :, :, start : start + CHUNK_TOKENS])
 
 
-def _load(model: str | Path | None, chunk_tokens: int) -> Subject:
+def _load(model: str | Path | None, chunk_tokens: int) -> QualitySubject:
     if model is None and (model := find_weights()) is None:
         raise NotMeasurable(
             "the small trained model is in a checkout's benchmarks/quality/model, and this is none"

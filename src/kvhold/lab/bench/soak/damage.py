@@ -23,7 +23,7 @@ from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier, Wanted
-from kvhold.tiers.stack import Place
+from kvhold.tiers.stack import TierPlace
 
 _LAYOUTS = (
     Layout(
@@ -130,7 +130,7 @@ def _make(ram: RamTier, layout: Layout, chance: random.Random) -> _Frame:
 
 def _receive(work: _Run, frame: _Frame, damaged: bytes) -> None:
     read_buffer = ReadBuffer.of(
-        work.ram, PendingRead(frame.entry, frame.layout, Place(0, len(frame.whole)))
+        work.ram, PendingRead(frame.entry, frame.layout, TierPlace(0, len(frame.whole)))
     )
     at = 0
     for part in read_buffer.parts:

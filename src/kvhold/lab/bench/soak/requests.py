@@ -26,7 +26,7 @@ from kvhold.lab.bench.soak.texts import Shape, Texts
 from kvhold.lab.checkpoints import make_checkpoint
 from kvhold.lab.engines.process import EngineFailed
 from kvhold.lab.verify.engine import Engines
-from kvhold.lab.verify.messages import STAGES, Arrival, Serve, Served, Start, Started
+from kvhold.lab.verify.messages import STAGES, Serve, Start, Started, VerifyArrival, VerifyServed
 from kvhold.lab.verify.notes import FOLDER, read_loads
 from kvhold.node import NodeClient, end_node
 
@@ -73,14 +73,14 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SoakAnswer:
     """An answer of the third engine. near_tie: it was cut there."""
 
     token_ids: list[int]
     near_tie: bool
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], margins: Sequence[float]) -> "Answer":
+    def of(cls, token_ids: Sequence[int], margins: Sequence[float]) -> "SoakAnswer":
         sure = next((at for at, margin in enumerate(margins) if margin < _SURE), len(token_ids))
         return cls(list(token_ids[:sure]), sure < len(token_ids))
 
@@ -90,14 +90,14 @@ class Difference:
     """A wrong answer. name: the connector's id of the request."""
 
     engine: int
-    arrival: Arrival
+    arrival: VerifyArrival
     expected: list[int]
     token_ids: list[int]
     name: str
 
 
 @dataclass
-class Tally:
+class SoakTally:
     requests: int = 0
     aborted_in: Counter[str] = field(default_factory=Counter)
     preemptions: int = 0
@@ -107,9 +107,9 @@ class Tally:
     def add(
         self,
         engine: int,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[VerifyArrival],
         expected: Sequence[list[int]],
-        served: Served,
+        served: VerifyServed,
     ) -> None:
         self.requests += len(arrivals)
         self.preemptions += served.num_preemptions
@@ -158,7 +158,9 @@ class _Engine:
             self._engines.start, Start(engine=arguments)
         )
 
-    def serve(self, arrivals: list[Arrival], *, margins: bool = False) -> "Future[Served]":
+    def serve(
+        self, arrivals: list[VerifyArrival], *, margins: bool = False
+    ) -> "Future[VerifyServed]":
         return self._thread.submit(self._engines.serve, Serve(arrivals=arrivals, margins=margins))
 
     def __enter__(self) -> "_Engine":
@@ -171,9 +173,9 @@ class _Engine:
 
 @dataclass
 class _Window:
-    batches: tuple[list[Arrival], list[Arrival]]
-    asked: list[Arrival]
-    answers: "Future[Served]"
+    batches: tuple[list[VerifyArrival], list[VerifyArrival]]
+    asked: list[VerifyArrival]
+    answers: "Future[VerifyServed]"
 
 
 class _Soak:
@@ -185,8 +187,8 @@ class _Soak:
         self._alone, *self._pair = crew
         self._chance = chance
         self._texts = Texts(chance, vocabulary, _SHAPE)
-        self._answers: dict[tuple[int, ...], Answer] = {}
-        self.tally = Tally()
+        self._answers: dict[tuple[int, ...], SoakAnswer] = {}
+        self.tally = SoakTally()
         self.near_ties = 0
         self.unsteady: list[Difference] = []
         self.wrong: list[Difference] = []
@@ -211,9 +213,9 @@ class _Soak:
             self.failed.append(str(error))
 
     def _draw(self, count: int) -> _Window:
-        batches: tuple[list[Arrival], list[Arrival]] = [], []
+        batches: tuple[list[VerifyArrival], list[VerifyArrival]] = [], []
         steps = [0, 0]
-        asked: dict[tuple[int, ...], Arrival] = {}
+        asked: dict[tuple[int, ...], VerifyArrival] = {}
         for _ in range(count):
             number = self._chance.randrange(2)
             steps[number] += self._chance.choice((0, 0, 0, 1, 2, 4, 8))
@@ -227,11 +229,11 @@ class _Soak:
                 known.near_tie or len(known.token_ids) >= arrival.max_tokens
             )
             if not enough and (name not in asked or asked[name].max_tokens < arrival.max_tokens):
-                asked[name] = Arrival(tokens=arrival.tokens, max_tokens=arrival.max_tokens)
+                asked[name] = VerifyArrival(tokens=arrival.tokens, max_tokens=arrival.max_tokens)
         arrivals = list(asked.values())
         return _Window(batches, arrivals, self._alone.serve(arrivals, margins=True))
 
-    def _learn(self, window: _Window) -> list[list[Arrival]]:
+    def _learn(self, window: _Window) -> list[list[VerifyArrival]]:
         served = window.answers.result()
         assert set(served.ends) <= {"length"}, (
             f"the engine without a connector ended requests by {set(served.ends)}"
@@ -239,7 +241,7 @@ class _Soak:
         for arrival, token_ids, margins in zip(
             window.asked, served.token_ids, served.margins, strict=True
         ):
-            answer = Answer.of(token_ids, margins)
+            answer = SoakAnswer.of(token_ids, margins)
             self._answers[tuple(arrival.tokens)] = answer
             self._texts.answered(arrival.tokens, answer.token_ids)
         return [
@@ -247,20 +249,20 @@ class _Soak:
             for batch in window.batches
         ]
 
-    def _shorter(self, arrival: Arrival) -> Arrival | None:
+    def _shorter(self, arrival: VerifyArrival) -> VerifyArrival | None:
         sure = len(self._answers[tuple(arrival.tokens)].token_ids)
         if arrival.max_tokens <= sure:
             return arrival
         self.near_ties += 1
         return structs.replace(arrival, max_tokens=sure) if sure else None
 
-    def _answer(self, arrival: Arrival) -> list[int]:
+    def _answer(self, arrival: VerifyArrival) -> list[int]:
         return self._answers[tuple(arrival.tokens)].token_ids[: arrival.max_tokens]
 
     def _judge(self) -> None:
         differences, self.tally.differences = self.tally.differences, []
         for difference in differences:
-            arrival = Arrival(
+            arrival = VerifyArrival(
                 tokens=difference.arrival.tokens, max_tokens=difference.arrival.max_tokens
             )
             again = self._alone.serve([arrival]).result().token_ids[0]
@@ -273,7 +275,7 @@ class _Soak:
 
 def _random_arrival(
     chance: random.Random, tokens: list[int], *, step: int, has_priorities: bool
-) -> Arrival:
+) -> VerifyArrival:
     rules: dict[str, Any] = {}
     if chance.random() < 0.15:
         rules = chance.choice(
@@ -286,7 +288,7 @@ def _random_arrival(
             )
         )
     abort = chance.choice((*STAGES, "loading")) if chance.random() < 0.25 else None
-    return Arrival(
+    return VerifyArrival(
         tokens=tokens,
         max_tokens=chance.choice(
             (

@@ -47,7 +47,7 @@ class _Recorded(msgspec.Struct, frozen=True):
     conversations: list[_Message]
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class ChatExchange(msgspec.Struct, frozen=True):
     question: str
     answer: str
 
@@ -63,7 +63,7 @@ def read_dataset(path: Path) -> list[Example]:
     ]
 
 
-def read_conversations(path: Path, *, rounds: int) -> list[list[Exchange]]:
+def read_conversations(path: Path, *, rounds: int) -> list[list[ChatExchange]]:
     """Read the first `rounds` exchanges of each conversation that has as many.
 
     Raises ConfigError for a bad file, or if none is long enough.
@@ -135,14 +135,16 @@ def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
         raise ConfigError(f"{path}: {error}; it must be a JSON list of {form}") from None
 
 
-def _exchanges(messages: Sequence[_Message]) -> list[Exchange]:
+def _exchanges(messages: Sequence[_Message]) -> list[ChatExchange]:
     """Pair each user's message with all answers before the next."""
-    exchanges: list[Exchange] = []
+    exchanges: list[ChatExchange] = []
     for message in messages:
         if message.speaker in _USERS and message.value:
-            exchanges.append(Exchange(message.value, ""))
+            exchanges.append(ChatExchange(message.value, ""))
         elif message.speaker in _MODELS and exchanges:
-            exchanges[-1] = Exchange(exchanges[-1].question, exchanges[-1].answer + message.value)
+            exchanges[-1] = ChatExchange(
+                exchanges[-1].question, exchanges[-1].answer + message.value
+            )
     return exchanges
 
 

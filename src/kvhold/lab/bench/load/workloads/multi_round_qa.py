@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvhold.core.errors import ConfigError
 from kvhold.lab.bench.load.prompts import Content, Prompts
 from kvhold.lab.bench.load.work import Phase, Request, Session, Turn
-from kvhold.lab.bench.load.workloads.dataset import Exchange
+from kvhold.lab.bench.load.workloads.dataset import ChatExchange
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MultiRoundQA:
     staggered: bool = True
     duration_s: float | None = None
     first_user: int = 0
-    recorded: Sequence[Sequence[Exchange]] = ()
+    recorded: Sequence[Sequence[ChatExchange]] = ()
 
     def phases(self, prompts: Prompts) -> Iterator[Phase]:
         if self.recorded and prompts.kind != "text":
