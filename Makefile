@@ -17,7 +17,7 @@ setup: ## make the environment in VENV (.venv), a CPU build of vLLM included; a 
 	@$(PYTHON) tools/setup_env.py --venv '$(VENV)'
 
 servers: setup ## the real servers that tests of tiers start (Redis, memcached): installed where it may, else named
-	@$(BIN)/python -m kvhold.testing.servers.programs
+	@$(BIN)/python -m kvhold_lab.servers.programs
 
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
@@ -83,4 +83,4 @@ mutations: setup ## does the simulation find each of the ways in which its patch
 
 clean: ## remove what building and testing left, but not the environment
 	rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find benchmarks docs examples src tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find benchmarks docs examples lab src tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

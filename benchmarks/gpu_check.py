@@ -47,9 +47,9 @@ def bring(version: str, *more: str) -> int:
 
 def main() -> None:
     """Run the command."""
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
     sys.path.append(str(SITE))  # what the machine has comes first
-    from kvhold.lab.bench.gpu.command import command
+    from kvhold_lab.bench.gpu.command import command
 
     command()
 

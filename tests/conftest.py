@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvhold.testing.servers.programs import PACKAGES
+from kvhold_lab.servers.programs import PACKAGES
 
 # Files whose tests are long and share nothing.
 SPREAD_FILES = ("tests/memory/test_device_mutations.py",)

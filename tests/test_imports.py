@@ -37,7 +37,8 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
         "--no-cache",
         "--no-logo",
     ]
-    path = os.pathsep.join([str(folder), str(REPOSITORY), str(REPOSITORY / "src")])
+    sources = (folder, REPOSITORY, REPOSITORY / "src", REPOSITORY / "lab" / "src")
+    path = os.pathsep.join(map(str, sources))
     return subprocess.run(
         command,
         cwd=folder,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.testing.servers import programs
-from kvhold.testing.servers.base import free_port
-from kvhold.testing.servers.programs import PACKAGES, VERBS, may_install, missing, provide
+from kvhold_lab.servers import programs
+from kvhold_lab.servers.base import free_port
+from kvhold_lab.servers.programs import PACKAGES, VERBS, may_install, missing, provide
 
 _APT = """#!/bin/sh
 echo "$@" >> {folder}/calls

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 _KERNELS = Path(__file__).parents[1] / "src" / "kvhold" / "kernels"
+_OF_THE_LAB = "kvhold_lab.simulate.numba_eviction"
 
 
 def main() -> None:
@@ -23,9 +24,10 @@ def main() -> None:
     import as well comes first.
     """
     began = time.monotonic()
-    names = sorted(
+    kernels = sorted(
         (path.stem for path in _KERNELS.glob("numba_*.py")), key=_imported_by, reverse=True
     )
+    names = [*(f"kvhold.kernels.{kernel}" for kernel in kernels), _OF_THE_LAB]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as processes:
         list(processes.map(_compile, names))
     print(
@@ -35,7 +37,7 @@ def main() -> None:
 
 
 def _compile(name: str) -> None:
-    import_module(f"kvhold.kernels.{name}")
+    import_module(name)
 
 
 def _imported_by(name: str) -> int:

@@ -9,6 +9,8 @@ they stand: at the top, in a function, under TYPE_CHECKING.
 
 The root package itself has no row: it re-exports, and nobody below it may lean on that, so the only
 thing a package may take from the root is its version.
+
+The first of `root_packages` is the house. It may import nothing from the others, which are outside.
 """
 
 import re
@@ -47,13 +49,13 @@ class HouseContract(Contract):
     may_import = _TableField()
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        [root] = self.session_options["root_packages"]
+        root = self.session_options["root_packages"][0]
         faults = [
             f"{package} has no row in the table of pyproject.toml"
             for package in sorted(_package_of(child, root) for child in graph.find_children(root))
             if package not in self.may_import
         ]
-        for importer in sorted(graph.modules - {root}):
+        for importer in sorted(graph.find_descendants(root)):
             for imported in sorted(graph.find_modules_directly_imported_by(importer)):
                 faults += self._faults_of_import(graph, root, importer, imported)
         return ContractCheck(kept=not faults, metadata={"faults": faults})
@@ -69,14 +71,15 @@ class HouseContract(Contract):
         package, other = _package_of(importer, root), _package_of(imported, root)
         # no row is reported once, not once an import
         row = self.may_import.get(package, {ANYTHING})
-        if package == other or other in row or ANYTHING in row:
+        is_outside = imported.partition(".")[0] != root
+        if not is_outside and (package == other or other in row or ANYTHING in row):
             return []
         lines = graph.get_import_details(importer=importer, imported=imported)
         if imported == root:
             lines = [
                 line for line in lines if not _VERSION_ONLY.fullmatch(line["line_contents"].strip())
             ]
-        wanted = other or f"the root package {root}"
+        wanted = imported if is_outside else other or f"the root package {root}"
         return [
             f"{package} may not import {wanted}: {importer}:{line['line_number']}: "
             f"{line['line_contents'].strip()}"

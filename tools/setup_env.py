@@ -56,7 +56,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 SGLANG = "0.5.23"
-EXTRAS = "bench,demo,dev,docs,mooncake,numba,s3,transformers,yaml"
+EXTRAS = "dev,docs,mooncake,numba,s3,transformers,yaml"
 if platform.machine() == "x86_64" and sys.version_info < (3, 13):  # it has no other wheels
     EXTRAS += ",infinistore"
 NUM_STEPS = 6
@@ -220,11 +220,14 @@ def set_up(root: Path, settings: Settings) -> None:
 
 def stamp_of(env: Environment, settings: Settings) -> str:
     """Changes whenever a finished environment may no longer be the one we would make now."""
-    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    projects = [
+        tomllib.loads((folder / "pyproject.toml").read_text())
+        for folder in (REPOSITORY, REPOSITORY / "lab")
+    ]
     # a linter's settings ask for no new environment
-    package = {table: pyproject[table] for table in ("build-system", "project")}
+    packages = [{table: one[table] for table in ("build-system", "project")} for one in projects]
     known_by = (
-        package,
+        packages,
         Path(__file__).read_text(),
         env.python_version,
         str(REPOSITORY),
@@ -329,6 +332,8 @@ def bring_requirements(env: Environment, torch: str) -> None:
             constraints,
             "--editable",
             f"{REPOSITORY}[{EXTRAS}]",
+            "--editable",
+            f"{REPOSITORY}/lab[peers]",
         )
 
 

@@ -4,7 +4,7 @@
     model.safetensors
 
 A Llama (RoPE, grouped heads, head_dim 64) learns the three kinds of questions of
-`kvhold.lab.bench.quality.tasks`, contexts short at
+`kvhold_lab.bench.quality.tasks`, contexts short at
 first. The same seed gives the same steps: one thread, whatever the machine has. Tests are drawn
 from another seed. Nothing is read from anywhere.
 """
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvhold.lab.bench.quality.model import RECALL_MARK, RECALL_VERSION
-from kvhold.lab.bench.quality.tasks import (
+from kvhold_lab.bench.quality.model import RECALL_MARK, RECALL_VERSION
+from kvhold_lab.bench.quality.tasks import (
     BEGIN,
     KINDS,
     NO_KIND,

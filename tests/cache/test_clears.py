@@ -18,7 +18,6 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
 from kvhold.testing.cache import a_prompt, read, store
-from kvhold.testing.servers.redis import RedisServer
 from kvhold.testing.tier import make_key
 from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard, GuardConfig
@@ -27,6 +26,7 @@ from kvhold.tiers.memcached import _expiry
 from kvhold.tiers.memory import MemoryConfig, MemoryTier
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.redis import RedisServer
 from tests.cache.below import (
     HYBRID_SPACE,
     PATIENT_S,

@@ -504,7 +504,7 @@ class World(RuleBasedStateMachine):
     def what_is_counted_adds_up(self):
         assert_counters_reconcile(self.state)
         self.index.assert_right()
-        assert self.state.metrics.value("kvhold_loaned_bytes") == self.lent_bytes
+        assert self.state.metrics.value("kvhold_leased_bytes") == self.lent_bytes
 
     @invariant()
     def whoever_waits_waits_for_something(self):

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from kvhold.codecs import Codec, Raw
 from kvhold.core.layout import Layout
-from kvhold.lab.bench import codecs as bench
-from kvhold.lab.bench.command import command
+from kvhold_lab.bench import codecs as bench
+from kvhold_lab.bench.command import command
 
 pytest.importorskip("numba", reason="no numba in this environment")
 
@@ -102,8 +102,8 @@ def test_accuracy_and_kv_are_those_of_the_trained_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("kvhold.lab.bench.codecs.TRAINED_CHUNKS", 3)
-    monkeypatch.setattr("kvhold.lab.bench.quality.run.CONTEXTS", 4)
+    monkeypatch.setattr("kvhold_lab.bench.codecs.TRAINED_CHUNKS", 3)
+    monkeypatch.setattr("kvhold_lab.bench.quality.run.CONTEXTS", 4)
     rows, _ = run(tmp_path)
     assert [(row["data"], row["accuracy_drop"]) for row in rows] == [
         ("synthetic", 0.0),
@@ -115,7 +115,7 @@ def test_accuracy_and_kv_are_those_of_the_trained_model(
 def test_without_the_trained_model_the_reason_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvhold.lab.bench.quality.run.find_weights", lambda: None)
+    monkeypatch.setattr("kvhold_lab.bench.quality.run.find_weights", lambda: None)
     rows, shown = run(tmp_path)
     assert (
         "accuracy is not measured: the small trained model is in a checkout's "

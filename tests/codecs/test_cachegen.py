@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvhold.codecs import header_size, make_codec
 from kvhold.core.errors import FrameError
 from kvhold.core.layout import Group, Layout
-from kvhold.lab.bench.codecs import synthetic
 from kvhold.testing.codec import Case, decode, encode_layer
 from kvhold.testing.values import as_float64, from_float64
+from kvhold_lab.bench.codecs import synthetic
 from tests.codecs.independent import decode_cachegen
 from tests.codecs.make_vectors import vectors
 

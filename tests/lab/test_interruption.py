@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.interruption import ending_in_order
-from kvhold.testing.servers.base import NotInstalled, ServerProcess, program
+from kvhold_lab.interruption import ending_in_order
+from kvhold_lab.servers.base import NotInstalled, ServerProcess, program
 
 WITHIN_S = 60.0
 

@@ -14,15 +14,15 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.lab.engines.process import EngineFailed, LoggedProcess
-from kvhold.lab.verify import command as verify
-from kvhold.lab.verify.messages import Answered, Choice, Question, Started
-from kvhold.lab.verify.notes import Notes, Verdict, read_verdict
-from kvhold.lab.verify.paths import DEFAULT, PATHS
-from kvhold.lab.verify.prompts import PromptSizes, crowd_tokens, make_batches, make_crowd
-from kvhold.lab.verify.rows import VerifyRow, table
-from kvhold.lab.verify.run import EngineAnswers, judged
-from kvhold.lab.verify.ties import at_near_tie, is_near
+from kvhold_lab.engines.process import EngineFailed, LoggedProcess
+from kvhold_lab.verify import command as verify
+from kvhold_lab.verify.messages import Answered, Choice, Question, Started
+from kvhold_lab.verify.notes import Notes, Verdict, read_verdict
+from kvhold_lab.verify.paths import DEFAULT, PATHS
+from kvhold_lab.verify.prompts import PromptSizes, crowd_tokens, make_batches, make_crowd
+from kvhold_lab.verify.rows import VerifyRow, table
+from kvhold_lab.verify.run import EngineAnswers, judged
+from kvhold_lab.verify.ties import at_near_tie, is_near
 
 VOCABULARY = list(range(10, 250))
 SIZES = st.builds(

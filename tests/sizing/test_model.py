@@ -12,10 +12,10 @@ import pytest
 from kvhold.codecs import codec_names
 from kvhold.core.errors import ConfigError
 from kvhold.core.layout import Group, Layout
-from kvhold.lab.checkpoints.recipes import RECIPES
 from kvhold.sizing.fits import RATIOS, fits, ratio_of
 from kvhold.sizing.known import KNOWN
 from kvhold.sizing.model import kv_of, read_settings
+from kvhold_lab.checkpoints.recipes import RECIPES
 
 LLAMA = read_settings("meta-llama/Llama-3.1-8B")
 QUALITY_PAGE = Path(__file__).parents[2] / "docs" / "quality.md"

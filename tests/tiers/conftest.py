@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from kvhold.testing.servers.base import NotInstalled, ServerProcess
 from kvhold.tiers.base import Tier
+from kvhold_lab.servers.base import NotInstalled, ServerProcess
 
 _WITH_SERVERS = ("central", "redis", "memcached", "s3", "mooncake", "layerwise")
 

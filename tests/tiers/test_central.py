@@ -20,13 +20,13 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.central import Central
 from kvhold.node.central_store import CentralStore
 from kvhold.testing import TierContract
-from kvhold.testing.servers.base import NotInstalled
-from kvhold.testing.servers.central import CentralServer
-from kvhold.testing.servers.certificates import Certificates, make_certificates
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.central import CentralTier
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.central import CentralServer
+from kvhold_lab.servers.certificates import Certificates, make_certificates
 from tests.tiers.conftest import opened
 from tests.tiers.memory import PLUGIN, a_place
 

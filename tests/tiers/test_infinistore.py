@@ -22,10 +22,10 @@ import pytest
 from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import KEY_BYTES
 from kvhold.testing import TierContract
-from kvhold.testing.servers.base import free_port
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.infinistore_blocks import HEAD_BYTES, BlockLayout, BlockTier
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.base import free_port
 
 MIB = 1 << 20
 LAYOUT = BlockLayout(root="test/", block_bytes=4096, slot_bytes=32 * 4096, slots=2)

@@ -20,10 +20,10 @@ from kvhold.codecs import (
 from kvhold.codecs.frame import checksum
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
-from kvhold.lab.bench.places import PLACES, BenchPlace, open_place
-from kvhold.testing.servers.base import NotInstalled
 from kvhold.tiers.base import Tier
 from kvhold.tiers.registry import make_tier
+from kvhold_lab.bench.places import PLACES, BenchPlace, open_place
+from kvhold_lab.servers.base import NotInstalled
 from tests.tiers.conftest import opened
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")

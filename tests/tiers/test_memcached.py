@@ -9,10 +9,10 @@ import pytest
 
 from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvhold.testing import TierContract
-from kvhold.testing.servers.memcached import MemcachedServer
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.memcached import MemcachedTier
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.memcached import MemcachedServer
 from tests.tiers.conftest import opened, start_or_skip
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")

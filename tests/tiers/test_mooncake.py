@@ -12,9 +12,9 @@ import pytest
 
 from kvhold.core.errors import ConfigError, TierError, TierUnavailable
 from kvhold.testing import TierContract
-from kvhold.testing.servers.mooncake import MooncakeMaster
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.mooncake import MooncakeMaster
 from tests.tiers.conftest import opened, start_or_skip
 
 pytest.importorskip(

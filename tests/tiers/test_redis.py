@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvhold.testing import TierContract
-from kvhold.testing.servers.redis import RedisCluster, RedisSentinels, RedisServer
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.redis import RedisCluster, RedisSentinels, RedisServer
 from tests.tiers.conftest import start_or_skip
 
 ACL_USER = (

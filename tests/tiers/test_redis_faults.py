@@ -10,12 +10,12 @@ from contextlib import suppress
 import pytest
 
 from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
-from kvhold.testing.servers.redis import RedisServer, ReplyError
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.split import Head
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.redis import RedisServer, ReplyError
 from tests.tiers.conftest import opened, start_or_skip
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")

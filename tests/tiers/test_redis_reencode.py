@@ -11,7 +11,7 @@ pytest.importorskip("kvhold.kernels.numba_rans", reason="no numba in this enviro
 
 from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import a_prompt
-from kvhold.testing.servers.redis import RedisServer
+from kvhold_lab.servers.redis import RedisServer
 from tests.cache.below import PATIENT_S, bad_frames, forget
 from tests.cache.wide import WIDE_SPACE, store_values, wide_cache, worst_error
 from tests.tiers.conftest import start_or_skip

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from kvhold.core.errors import TierError, TierUnavailable
-from kvhold.testing.servers.redis import RedisCluster, RedisSentinels, RedisServer, wait_for
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.topology import slot_of
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.redis import RedisCluster, RedisSentinels, RedisServer, wait_for
 from tests.tiers.conftest import opened, start_or_skip
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")

@@ -16,11 +16,11 @@ import pytest
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.testing import TierContract
-from kvhold.testing.servers.s3 import MotoServer, S3Server, boto_client
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.s3 import S3Config, S3Tier
 from kvhold.tiers.s3_store import endpoint_of
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.s3 import MotoServer, S3Server, boto_client
 from tests.tiers.conftest import opened, start_or_skip
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")

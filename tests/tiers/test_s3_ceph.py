@@ -11,10 +11,10 @@ import pytest
 
 from kvhold.core.errors import TierDenied, TierUnavailable
 from kvhold.testing import TierContract
-from kvhold.testing.servers.s3 import CephGateway, boto_client
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.s3 import S3Tier
 from kvhold.tiers.url import parse_url
+from kvhold_lab.servers.s3 import CephGateway, boto_client
 from tests.tiers.conftest import opened, start_or_skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_open")]

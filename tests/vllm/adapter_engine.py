@@ -14,9 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kvhold.lab.checkpoints.files import save_adapter
-from kvhold.lab.checkpoints.recipes import RECIPES
-from kvhold.lab.engines.stepped import SteppedEngine, environment_for
+from kvhold_lab.checkpoints.files import save_adapter
+from kvhold_lab.checkpoints.recipes import RECIPES
+from kvhold_lab.engines.stepped import SteppedEngine, environment_for
 
 PROMPT = [7 + 13 * number % 400 for number in range(300)]
 SETTINGS = RECIPES["llama-lora"].settings

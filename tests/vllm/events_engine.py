@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvhold.lab.engines.stepped import SteppedEngine, environment_for
+from kvhold_lab.engines.stepped import SteppedEngine, environment_for
 
 
 def main(model: str, prompts_file: str, socket: str, publish: str, replay: str) -> None:

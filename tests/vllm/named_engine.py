@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from kvhold.lab.engines.stepped import environment_for
+from kvhold_lab.engines.stepped import environment_for
 
 TOKENS = [
     [(7 * i * i + 13 * i + at) % 8000 + 1 for i in range(length)]
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def run(label: str, arguments: dict[str, Any], socket: str) -> dict[str, Any]:
-    from kvhold.lab.engines.stepped import SteppedEngine
+    from kvhold_lab.engines.stepped import SteppedEngine
 
     transfer = {
         "kv_connector": "KVHoldConnector",

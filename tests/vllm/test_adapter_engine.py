@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvhold.lab.checkpoints import make_checkpoint
 from kvhold.node.start import end_node
+from kvhold_lab.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.vllm
 

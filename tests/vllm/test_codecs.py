@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from kvhold.core.config import ClientConfig
-from kvhold.lab.bench.link import COLD, rows
-from kvhold.lab.bench.quality.model import find_weights
-from kvhold.lab.bench.quality.tasks import NO_KIND, Asked, draw
-from kvhold.lab.engines.engine import Engine
-from kvhold.lab.engines.messages import EngineOptions, Generated
-from kvhold.lab.engines.models import make_model
 from kvhold.node import NodeClient
-from kvhold.testing.servers.base import NotInstalled
-from kvhold.testing.servers.redis import RedisServer
+from kvhold_lab.bench.link import COLD, rows
+from kvhold_lab.bench.quality.model import find_weights
+from kvhold_lab.bench.quality.tasks import NO_KIND, Asked, draw
+from kvhold_lab.engines.engine import Engine
+from kvhold_lab.engines.messages import EngineOptions, Generated
+from kvhold_lab.engines.models import make_model
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.redis import RedisServer
 
 pytestmark = pytest.mark.vllm
 

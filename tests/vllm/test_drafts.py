@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvhold.lab.checkpoints import make_checkpoint
-from kvhold.lab.verify.engine import Engines
-from kvhold.lab.verify.messages import Answered, Ask, Question, Start
+from kvhold_lab.checkpoints import make_checkpoint
+from kvhold_lab.verify.engine import Engines
+from kvhold_lab.verify.messages import Answered, Ask, Question, Start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.engines.engine import Engine, is_vllm_available, options_for
-from kvhold.lab.engines.messages import EngineOptions
-from kvhold.lab.engines.models import ModelInfo, make_model
-from kvhold.lab.engines.openai_server import OpenAIServer
-from kvhold.lab.engines.process import EngineFailed
-from kvhold.lab.engines.prompts import make_prompt
+from kvhold_lab.engines.engine import Engine, is_vllm_available, options_for
+from kvhold_lab.engines.messages import EngineOptions
+from kvhold_lab.engines.models import ModelInfo, make_model
+from kvhold_lab.engines.openai_server import OpenAIServer
+from kvhold_lab.engines.process import EngineFailed
+from kvhold_lab.engines.prompts import make_prompt
 
 pytestmark = [
     pytest.mark.vllm,

@@ -488,7 +488,7 @@ def test_a_real_engine_publishes_what_is_in_memory(name: str, tmp_path: Path) ->
     """Over ZMQ, as a router reads it; RAM is too small for the prompts. gemma3 has groups with a
     window beside full attention.
     """
-    from kvhold.lab.checkpoints import make_checkpoint
+    from kvhold_lab.checkpoints import make_checkpoint
 
     prompts: list[list[int]] = []
     for number in range(24):

@@ -22,9 +22,9 @@ import torch
 
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm.worker import WorkerSide
-from kvhold.lab.mini_engine import SHAPES, MiniEngine
 from kvhold.memory.copier import HostCopier
 from kvhold.testing.damage import OpenArena
+from kvhold_lab.mini_engine import SHAPES, MiniEngine
 from tests.vllm.scheduling import NodeProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -401,7 +401,7 @@ class NoKernels:
             raise ImportError(f"{name} is not built")
 
 sys.meta_path.insert(0, NoKernels())
-from kvhold.lab.mini_engine import SHAPES, MiniEngine
+from kvhold_lab.mini_engine import SHAPES, MiniEngine
 
 for model in SHAPES:
     for _ in range(2):

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 from kvhold.integrations.vllm.naming import environment, tables
-from kvhold.lab.engines.models import make_model
+from kvhold_lab.engines.models import make_model
 from tests.vllm.scheduling import NodeProcess
 
 pytestmark = pytest.mark.vllm

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvhold.lab.bench.command import command
-from kvhold.lab.checkpoints import make_checkpoint
-from kvhold.lab.verify.engine import Engines
-from kvhold.lab.verify.messages import STAGES, Ask, Question, Serve, Start, VerifyArrival
+from kvhold_lab.bench.command import command
+from kvhold_lab.checkpoints import make_checkpoint
+from kvhold_lab.verify.engine import Engines
+from kvhold_lab.verify.messages import STAGES, Ask, Question, Serve, Start, VerifyArrival
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -15,11 +15,11 @@ import pytest
 
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
-from kvhold.lab.engines.engine import Engine, options_for
-from kvhold.lab.engines.models import ModelInfo, make_model
-from kvhold.lab.engines.process import EngineFailed
 from kvhold.node import NodeClient
 from kvhold.testing.damage import OpenArena
+from kvhold_lab.engines.engine import Engine, options_for
+from kvhold_lab.engines.models import ModelInfo, make_model
+from kvhold_lab.engines.process import EngineFailed
 
 pytestmark = pytest.mark.vllm
 

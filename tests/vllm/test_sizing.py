@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import (
 from kvhold.core.config import Config
 from kvhold.core.layout import Group
 from kvhold.integrations.vllm.geometry import geometry_of
-from kvhold.lab.checkpoints.recipes import RECIPES
 from kvhold.sizing.model import kv_of, read_settings
+from kvhold_lab.checkpoints.recipes import RECIPES
 from tests.vllm.scheduling import Options, make_config, make_folder
 
 pytestmark = pytest.mark.vllm

@@ -19,13 +19,13 @@ import pytest
 
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
-from kvhold.lab.engines.engine import options_for
-from kvhold.lab.engines.models import ModelInfo, make_model
-from kvhold.lab.engines.openai_server import OpenAIServer
-from kvhold.lab.engines.prompts import make_prompt
 from kvhold.memory.placement import parse_list
 from kvhold.node import NodeClient
 from kvhold.node.start import end_node
+from kvhold_lab.engines.engine import options_for
+from kvhold_lab.engines.models import ModelInfo, make_model
+from kvhold_lab.engines.openai_server import OpenAIServer
+from kvhold_lab.engines.prompts import make_prompt
 from tests.node.nodes import RunningNode, eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone]

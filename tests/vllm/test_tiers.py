@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvhold.core.config import ClientConfig
-from kvhold.lab.engines.engine import Engine, options_for
-from kvhold.lab.engines.models import ModelInfo, make_model
 from kvhold.node import NodeClient
-from kvhold.testing.servers.base import NotInstalled
-from kvhold.testing.servers.redis import RedisServer
+from kvhold_lab.engines.engine import Engine, options_for
+from kvhold_lab.engines.models import ModelInfo, make_model
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.redis import RedisServer
 
 pytestmark = pytest.mark.vllm
 

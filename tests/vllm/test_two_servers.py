@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvhold.core.config import ClientConfig
-from kvhold.lab.engines.engine import options_for
-from kvhold.lab.engines.models import make_model
-from kvhold.lab.engines.openai_server import OpenAIServer
-from kvhold.lab.engines.prompts import make_prompt
 from kvhold.node import NodeClient
+from kvhold_lab.engines.engine import options_for
+from kvhold_lab.engines.models import make_model
+from kvhold_lab.engines.openai_server import OpenAIServer
+from kvhold_lab.engines.prompts import make_prompt
 
 pytestmark = pytest.mark.vllm
 

@@ -19,10 +19,10 @@ pytest.importorskip("torch", reason="no torch in this environment")
 
 import torch
 
-from kvhold.lab.checkpoints import RECIPES, make_checkpoint
-from kvhold.lab.verify.engine import Engines
-from kvhold.lab.verify.messages import Ask, Question, Start
-from kvhold.lab.verify.paths import DEFAULT
+from kvhold_lab.checkpoints import RECIPES, make_checkpoint
+from kvhold_lab.verify.engine import Engines
+from kvhold_lab.verify.messages import Ask, Question, Start
+from kvhold_lab.verify.paths import DEFAULT
 
 # All classes are one test's fixture, which takes long on busy cores.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(3_600)]

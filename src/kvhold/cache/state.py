@@ -499,7 +499,7 @@ class CacheState:
             self.ram.hold_all(entries)
             leased += entries
             holdings.lease_bytes[lease] += _bytes_of(entries)
-            count_entries(self.metrics, "loaned", entries)
+            count_entries(self.metrics, "leased", entries)
         return ClaimAnswer(lease, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import entry_points
 
 import click
 
@@ -13,38 +14,40 @@ from kvhold.core.errors import ConfigError, KVHoldError
 
 _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
-    "status": ("kvhold.cli.status", "Show what the node holds and counts."),
+    "status": ("kvhold.cli.status", "Show the node's chunks, memory and counters."),
     "explain": ("kvhold.cli.explain", "Say why a request was loaded, or computed."),
-    "names": ("kvhold.cli.names", "Say what KV is named by, and why two engines share none."),
-    "compress": (
-        "kvhold.cli.compress",
-        "Write what a tier holds anew by a codec, while all serves.",
-    ),
-    "decompress": ("kvhold.cli.decompress", "Write what a tier holds anew without a codec."),
+    "names": ("kvhold.cli.names", "Show what names KV, and why two engines share none."),
+    "compress": ("kvhold.cli.compress", "Re-encode a tier's chunks with a codec, online."),
+    "decompress": ("kvhold.cli.decompress", "Re-encode a tier's chunks without loss, online."),
     "clients": ("kvhold.cli.clients", "List the node's clients and what each holds."),
     "kick": ("kvhold.cli.kick", "End a client of the node."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
-    "tiers": ("kvhold.cli.tiers", "Which tiers there are, and what can be set."),
+    "tiers": ("kvhold.cli.tiers", "List the kinds of tiers and their settings."),
     "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),
-    "demo": ("kvhold.lab.demo.command", "Show on a real engine what a hit is worth."),
-    "verify": (
-        "kvhold.lab.verify.command",
-        "Prove on a model that kvhold changes no answer and no bit.",
-    ),
-    "size": ("kvhold.cli.size", "How large a model's KV is, and how much of it fits where."),
-    "simulate": (
-        "kvhold.lab.simulate.command",
-        "What caches would have found of a trace, by policy and size.",
-    ),
-    "bench": ("kvhold.lab.bench.command", "Measure, against limits taken in the same run."),
+    "size": ("kvhold.cli.size", "Show how large a model's KV is, and how much of it fits."),
 }
+_LAB_COMMANDS = {
+    "demo": "Show on a real engine what a hit is worth.",
+    "verify": "Prove on a model that kvhold changes no answer and no bit.",
+    "simulate": "Replay a trace: what would caches have found, by policy and size?",
+    "bench": "Measure, against limits taken in the same run.",
+}
+"""Commands of the distribution kvhold-lab, which registers them as entry points."""
+
+_LAB_GROUP = "kvhold.commands"
+_NO_LAB = (
+    "kvhold {name} is in the package kvhold-lab, which is not installed here: "
+    "pip install 'kvhold[lab]'"
+)
 
 
 class _Lazy(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [*_COMMANDS, *_LAB_COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _LAB_COMMANDS:
+            return _lab_command(cmd_name)
         if cmd_name not in _COMMANDS:
             return None
         command: click.Command = import_module(_COMMANDS[cmd_name][0]).command
@@ -53,8 +56,9 @@ class _Lazy(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in _COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], _COMMANDS, n=1)
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            near = get_close_matches(args[0], known, n=1)
             ctx.fail(
                 f"There is no command {args[0]!r}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
@@ -62,8 +66,29 @@ class _Lazy(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, text) for name, (_, text) in _COMMANDS.items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, help) for name, (_, help) in _COMMANDS.items()])
+            formatter.write_dl(rows)
+        with formatter.section("Commands of kvhold-lab"):
+            formatter.write_dl(list(_LAB_COMMANDS.items()))
+
+
+def _lab_command(name: str) -> click.Command:
+    """Raises LabMissing."""
+    for point in entry_points(group=_LAB_GROUP, name=name):
+        try:
+            command: click.Command = point.load()
+        except ModuleNotFoundError as error:
+            raise LabMissing(
+                f"kvhold {name} needs the module {error.name}, which is not installed here: "
+                "pip install 'kvhold[lab]'"
+            ) from error
+        return command
+    raise LabMissing(_NO_LAB.format(name=name))
+
+
+class LabMissing(KVHoldError):
+    """kvhold-lab, or a part of it, is not installed."""
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
+from kvhold.cli.options import Size
 from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
 from kvhold.core.layout import Group
 from kvhold.core.sizes import format_size, parse_size
-from kvhold.lab.options import Size
 from kvhold.sizing.fits import RATIOS, Fit, fits, is_measured
 from kvhold.sizing.model import ModelKV, kv_of, read_settings
 from kvhold.tiers.url import parse_url

@@ -69,8 +69,8 @@ TABLE = {
             ("reason",),
             "Tokens not found, by why the hit ended before them.",
         ),
-        Metric("kvhold_loaned_chunks", "counter", "chunks", (), "Chunks lent to engines."),
-        Metric("kvhold_loaned_bytes", "counter", "bytes", (), "Bytes lent to engines."),
+        Metric("kvhold_leased_chunks", "counter", "chunks", (), "Chunks leased to engines."),
+        Metric("kvhold_leased_bytes", "counter", "bytes", (), "Bytes leased to engines."),
         Metric(
             "kvhold_claims_failed",
             "counter",

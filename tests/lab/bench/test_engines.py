@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.engines import alike, flush_engines
 from kvhold.testing.cache import a_prompt, fill
+from kvhold_lab.bench.engines import alike, flush_engines
 from tests.node.nodes import SPACE, RunningNode
 
 # What a large batch of an engine does: 64 MiB are allocated, written and given back, three times;

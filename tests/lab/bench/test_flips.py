@@ -4,7 +4,7 @@ reaches an engine.
 
 import pytest
 
-from kvhold.lab.bench.soak import flips
+from kvhold_lab.bench.soak import flips
 
 pytestmark = pytest.mark.server
 

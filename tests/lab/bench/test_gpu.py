@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvhold.lab.bench.gpu import orders
-from kvhold.lab.bench.gpu.command import PARTS, command
-from kvhold.lab.bench.gpu.rows import GpuRow, rate
-from kvhold.lab.bench.gpu.target import Target
+from kvhold_lab.bench.gpu import orders
+from kvhold_lab.bench.gpu.command import PARTS, command
+from kvhold_lab.bench.gpu.rows import GpuRow, rate
+from kvhold_lab.bench.gpu.target import Target
 
 pytestmark = pytest.mark.slow
 

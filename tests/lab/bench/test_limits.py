@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.limits import RawFiles, RawRedis
-from kvhold.testing.servers.base import NotInstalled
-from kvhold.testing.servers.redis import RedisServer
+from kvhold_lab.bench.limits import RawFiles, RawRedis
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.redis import RedisServer
 
 VALUE_BYTES, NUM_VALUES = 4096, 101  # more than two digits count
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 from kvhold.cli import cli
 from kvhold.core.errors import NodeError
 from kvhold.core.layout import Group
-from kvhold.lab.bench.profiles import Profiles, of_calls
-from kvhold.lab.bench.rows import Row, in_turn
-from kvhold.lab.bench.servers import running_node
+from kvhold_lab.bench.profiles import Profiles, of_calls
+from kvhold_lab.bench.rows import Row, in_turn
+from kvhold_lab.bench.servers import running_node
 
 NAMES = {
     "hashing": {"naming 1,000 tokens"},
@@ -69,7 +69,7 @@ TINY = {
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TINY.items():
-        monkeypatch.setattr(f"kvhold.lab.bench.{name}", value)
+        monkeypatch.setattr(f"kvhold_lab.bench.{name}", value)
 
 
 def micro(*arguments: str) -> Result:
@@ -83,7 +83,7 @@ def micro(*arguments: str) -> Result:
 def test_each_row_stands_beside_a_limit_of_the_same_run_and_a_profile_if_it_is_to_have_one(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvhold.lab.bench.profiles.KEPT_UNDER", inf)
+    monkeypatch.setattr("kvhold_lab.bench.profiles.KEPT_UNDER", inf)
     result = micro(
         "--only",
         part,
@@ -118,7 +118,7 @@ def test_each_row_stands_beside_a_limit_of_the_same_run_and_a_profile_if_it_is_t
 def test_all_parts_are_measured_unless_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in NAMES:
         monkeypatch.setattr(
-            f"kvhold.lab.bench.{part}.rows",
+            f"kvhold_lab.bench.{part}.rows",
             lambda _, part=part: [Row(f"row of {part}", 1.0, "ms", 1.0, 1.0)],
         )
     assert [part for part in NAMES if f"row of {part}" in micro().output] == list(NAMES)

@@ -1,6 +1,6 @@
 """`kvhold bench overload` in small: every row is there, and what is exact in it is."""
 
-from kvhold.lab.bench.overload import OverloadSizes, rows
+from kvhold_lab.bench.overload import OverloadSizes, rows
 
 
 def test_an_overloaded_node_loses_nobody_and_every_long_command_has_its_row() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.planner.figures import make_row
-from kvhold.lab.bench.planner.run import LOAD, PLAN, PlannerCell, cells
-from kvhold.lab.bench.planner.sample import CHUNK, MOST_CHUNKS, sample, seen_before
-from kvhold.lab.engines.models import make_model
-from kvhold.testing.servers.base import NotInstalled, program
+from kvhold_lab.bench.planner.figures import make_row
+from kvhold_lab.bench.planner.run import LOAD, PLAN, PlannerCell, cells
+from kvhold_lab.bench.planner.sample import CHUNK, MOST_CHUNKS, sample, seen_before
+from kvhold_lab.engines.models import make_model
+from kvhold_lab.servers.base import NotInstalled, program
 
 BYTES_S = 10e6
 

@@ -22,13 +22,13 @@ import torch
 from kvhold.codecs import Raw, frame_chunk
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
-from kvhold.lab.bench.command import command
-from kvhold.lab.bench.quality import model as model_module
-from kvhold.lab.bench.quality.measure import MeasuredChannels, measure, standard_error
-from kvhold.lab.bench.quality.model import QualitySubject, find_weights, load_subject
-from kvhold.lab.bench.quality.passing import through
-from kvhold.lab.bench.quality.run import LONGEST, SHORTEST, evaluate, recall_batches, trained_kv
-from kvhold.lab.bench.quality.tasks import (
+from kvhold_lab.bench.command import command
+from kvhold_lab.bench.quality import model as model_module
+from kvhold_lab.bench.quality.measure import MeasuredChannels, measure, standard_error
+from kvhold_lab.bench.quality.model import QualitySubject, find_weights, load_subject
+from kvhold_lab.bench.quality.passing import through
+from kvhold_lab.bench.quality.run import LONGEST, SHORTEST, evaluate, recall_batches, trained_kv
+from kvhold_lab.bench.quality.tasks import (
     HOP,
     LOOKUP,
     NO_KIND,
@@ -38,8 +38,8 @@ from kvhold.lab.bench.quality.tasks import (
     Exams,
     draw,
 )
-from kvhold.lab.bench.quality.writing import CONTINUED_TOKENS, continued, written_recall
-from kvhold.lab.checkpoints import make_checkpoint
+from kvhold_lab.bench.quality.writing import CONTINUED_TOKENS, continued, written_recall
+from kvhold_lab.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.slow  # a model answers
 

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch")  # checkpoints need it
 pytest.importorskip("transformers")
 
-from kvhold.lab.bench.soak.requests import Requests, SoakAnswer, _report, _Soak
-from kvhold.lab.bench.soak.texts import Shape, Texts
-from kvhold.lab.engines.process import EngineFailed
-from kvhold.lab.verify.messages import VerifyArrival, VerifyServed
+from kvhold_lab.bench.soak.requests import Requests, SoakAnswer, _report, _Soak
+from kvhold_lab.bench.soak.texts import Shape, Texts
+from kvhold_lab.engines.process import EngineFailed
+from kvhold_lab.verify.messages import VerifyArrival, VerifyServed
 
 SHAPE = Shape(block=32, chunk=64, limit=448)
 VOCABULARY = range(10, 250)

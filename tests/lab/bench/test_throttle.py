@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 
-from kvhold.lab.bench.throttle import Throttle
+from kvhold_lab.bench.throttle import Throttle
 
 
 def echo(listener: socket.socket) -> None:

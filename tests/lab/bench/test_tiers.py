@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvhold.lab.bench import faults, tiers
-from kvhold.lab.bench.command import command
-from kvhold.lab.bench.faults import FAULTS
-from kvhold.testing.servers.base import NotInstalled
-from kvhold.testing.servers.redis import RedisServer
+from kvhold_lab.bench import faults, tiers
+from kvhold_lab.bench.command import command
+from kvhold_lab.bench.faults import FAULTS
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.redis import RedisServer
 
 YES = {"right", "alive", "in_deadline", "baseline", "counted"}
 

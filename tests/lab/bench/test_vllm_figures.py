@@ -12,14 +12,14 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner
 
-from kvhold.lab.bench.engines import System
-from kvhold.lab.bench.ratios import Cell, Goal, Ratio, ratio, render_goals
-from kvhold.lab.bench.vllm import command as command_module
-from kvhold.lab.bench.vllm import run as run_module
-from kvhold.lab.bench.vllm.figures import VllmRow, goals, make_rows
-from kvhold.lab.bench.vllm.report import draw, render
-from kvhold.lab.bench.vllm.run import REUSE_PERCENT, OutputsDiffer, rounds
-from kvhold.lab.bench.vllm.systems import (
+from kvhold_lab.bench.engines import System
+from kvhold_lab.bench.ratios import Cell, Goal, Ratio, ratio, render_goals
+from kvhold_lab.bench.vllm import command as command_module
+from kvhold_lab.bench.vllm import run as run_module
+from kvhold_lab.bench.vllm.figures import VllmRow, goals, make_rows
+from kvhold_lab.bench.vllm.report import draw, render
+from kvhold_lab.bench.vllm.run import REUSE_PERCENT, OutputsDiffer, rounds
+from kvhold_lab.bench.vllm.systems import (
     AGAIN,
     BESIDE,
     KVHOLD,
@@ -31,9 +31,9 @@ from kvhold.lab.bench.vllm.systems import (
     SYSTEMS,
     UNCHECKED,
 )
-from kvhold.lab.engines.engine import Engine
-from kvhold.lab.engines.messages import Generated, GeneratedMany
-from kvhold.lab.engines.models import SIZES, ModelInfo
+from kvhold_lab.engines.engine import Engine
+from kvhold_lab.engines.messages import Generated, GeneratedMany
+from kvhold_lab.engines.models import SIZES, ModelInfo
 
 NUM_TOKENS = 40
 

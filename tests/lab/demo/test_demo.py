@@ -25,7 +25,7 @@ def test_without_vllm_it_runs_on_transformers_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("command", "run"):
-        monkeypatch.setattr(f"kvhold.lab.demo.{module}.is_vllm_available", lambda: False)
+        monkeypatch.setattr(f"kvhold_lab.demo.{module}.is_vllm_available", lambda: False)
     for name in ("CONNECT", "CALL"):
         # a busy machine is no reason to compute
         monkeypatch.setenv(f"KVHOLD_CLIENT_{name}_TIMEOUT_S", "60")

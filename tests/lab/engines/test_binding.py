@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.engines.engine import Engine, binding
-from kvhold.lab.engines.messages import EngineOptions
-from kvhold.lab.engines.stepped import bound_environment
 from kvhold.memory.placement import spun_cores
+from kvhold_lab.engines.engine import Engine, binding
+from kvhold_lab.engines.messages import EngineOptions
+from kvhold_lab.engines.stepped import bound_environment
 
 CORES = os.sched_getaffinity(0)
 

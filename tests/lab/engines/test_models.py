@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.engines.models import SIZES, ModelInfo, make_model
-from kvhold.lab.engines.prompts import VOCAB_SIZE, make_prompt
+from kvhold_lab.engines.models import SIZES, ModelInfo, make_model
+from kvhold_lab.engines.prompts import VOCAB_SIZE, make_prompt
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvhold.lab.simulation.descriptors import Descriptors
-from kvhold.lab.simulation.interruption import Interruption
-from kvhold.lab.simulation.listening import ListeningLoop, ListeningSocket, SimOs
-from kvhold.lab.simulation.wire import End, connect
-from kvhold.lab.simulation.world import World
 from kvhold.node import listener
 from kvhold.node.listener import Listener
+from kvhold_lab.simulation.descriptors import Descriptors
+from kvhold_lab.simulation.interruption import Interruption
+from kvhold_lab.simulation.listening import ListeningLoop, ListeningSocket, SimOs
+from kvhold_lab.simulation.wire import End, connect
+from kvhold_lab.simulation.world import World
 
 
 class ComputeCost:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import kvhold
-from kvhold.lab.simulation import soak
-from kvhold.lab.simulation.hosts import EVERY
-from kvhold.lab.simulation.patches import PatchError, apply, mutations
+from kvhold_lab.simulation import soak
+from kvhold_lab.simulation.hosts import EVERY
+from kvhold_lab.simulation.patches import PatchError, apply, mutations
 
 
 def test_finds_nothing_in_the_first_seeds() -> None:
@@ -37,8 +37,8 @@ def test_a_seed_of_several_hosts_is_one_history() -> None:
 
 _COUNTS = """
 import sys
-from kvhold.lab.simulation.clears import HostClears
-from kvhold.lab.simulation.run import simulate
+from kvhold_lab.simulation.clears import HostClears
+from kvhold_lab.simulation.run import simulate
 sys.unraisablehook = lambda _: None
 asked, why = set(), HostClears._why
 def counted(self, clear, origin, *when):

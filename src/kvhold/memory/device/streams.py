@@ -42,7 +42,7 @@ class TorchDriver:
         """Raises LayoutError for a device without streams, and DeviceError."""
         self.device = device
         self._module: Any = torch.get_device_module(device.type)
-        if not hasattr(self._module, "Stream") or not hasattr(self._module, "DeviceEvent"):
+        if not hasattr(self._module, "Stream") or not hasattr(self._module, "Event"):
             raise LayoutError(f"kvhold does not serve {device.type}: torch has no streams for it")
         self._rings: list[torch.Tensor] = []
         self._busy: torch.Tensor | None = None

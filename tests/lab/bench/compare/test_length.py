@@ -4,9 +4,9 @@ measured, 29 minutes and 70.
 
 import pytest
 
-from kvhold.lab.bench.compare.length import LENGTHS, fitting
-from kvhold.lab.bench.compare.systems import TIERS, num_asked
-from kvhold.lab.bench.compare.visits import WORKLOADS, visits
+from kvhold_lab.bench.compare.length import LENGTHS, fitting
+from kvhold_lab.bench.compare.systems import TIERS, num_asked
+from kvhold_lab.bench.compare.visits import WORKLOADS, visits
 
 LONG, SHORT = LENGTHS
 ALL = [visit for workload in WORKLOADS.values() for visit in visits(workload, rounds=5)]

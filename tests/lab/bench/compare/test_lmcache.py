@@ -9,12 +9,12 @@ from typing import cast
 
 import pytest
 
-from kvhold.lab.bench.compare.length import LENGTHS
-from kvhold.lab.bench.compare.lmcache import LMCacheServer, environment, prove, tokens_per_chunk
-from kvhold.lab.bench.compare.lmcache_in_vllm import PACKAGES
-from kvhold.lab.engines.engine import Engine
-from kvhold.lab.engines.messages import Generated
-from kvhold.lab.engines.process import EngineFailed
+from kvhold_lab.bench.compare.length import LENGTHS
+from kvhold_lab.bench.compare.lmcache import LMCacheServer, environment, prove, tokens_per_chunk
+from kvhold_lab.bench.compare.lmcache_in_vllm import PACKAGES
+from kvhold_lab.engines.engine import Engine
+from kvhold_lab.engines.messages import Generated
+from kvhold_lab.engines.process import EngineFailed
 
 LOG = """ERROR: Failed to initialize: Traceback (most recent call last):
     raise RuntimeError("No connector found.")
@@ -83,7 +83,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 def test_llvmlite_has_no_dict_that_is_a_function_and_works() -> None:
     pytest.importorskip("llvmlite")
     code = (
-        "from kvhold.lab.bench.compare import lmcache_in_vllm as ours\n"
+        "from kvhold_lab.bench.compare import lmcache_in_vllm as ours\n"
         "from llvmlite.binding import ffi\n"
         "assert hasattr(ffi.lib, '__dict__'), 'nothing to mend any more'\n"
         "ours._mend_llvmlite()\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.compare.systems import (
+from kvhold_lab.bench.compare.systems import (
     AGAIN,
     ALONE,
     IN_PROCESS,

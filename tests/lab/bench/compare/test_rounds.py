@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner
 
-from kvhold.lab.bench.compare import command as command_module
-from kvhold.lab.bench.compare import visits as visits_module
-from kvhold.lab.bench.compare.report import render
-from kvhold.lab.bench.compare.rows import SystemRow, failed, goals, make_rows
-from kvhold.lab.bench.compare.run import CompareMeasurement, differing, measure
-from kvhold.lab.bench.compare.systems import (
+from kvhold_lab.bench.compare import command as command_module
+from kvhold_lab.bench.compare import visits as visits_module
+from kvhold_lab.bench.compare.report import render
+from kvhold_lab.bench.compare.rows import SystemRow, failed, goals, make_rows
+from kvhold_lab.bench.compare.run import CompareMeasurement, differing, measure
+from kvhold_lab.bench.compare.systems import (
     AGAIN,
     ALONE,
     IN_PROCESS,
@@ -33,13 +33,13 @@ from kvhold.lab.bench.compare.systems import (
     Sizes,
     key,
 )
-from kvhold.lab.bench.compare.visits import REUSE_PERCENT, WORKLOADS, VisitTexts
-from kvhold.lab.bench.engines import System
-from kvhold.lab.bench.ratios import Cell
-from kvhold.lab.engines.engine import Engine
-from kvhold.lab.engines.messages import Generated, GeneratedMany
-from kvhold.lab.engines.models import SIZES, ModelInfo
-from kvhold.lab.engines.process import EngineFailed
+from kvhold_lab.bench.compare.visits import REUSE_PERCENT, WORKLOADS, VisitTexts
+from kvhold_lab.bench.engines import System
+from kvhold_lab.bench.ratios import Cell
+from kvhold_lab.engines.engine import Engine
+from kvhold_lab.engines.messages import Generated, GeneratedMany
+from kvhold_lab.engines.models import SIZES, ModelInfo
+from kvhold_lab.engines.process import EngineFailed
 
 NUM_TOKENS = 40
 WORKLOAD = WORKLOADS["2x"]

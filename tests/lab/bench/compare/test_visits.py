@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.compare import visits as visits_module
-from kvhold.lab.bench.compare.visits import (
+from kvhold_lab.bench.compare import visits as visits_module
+from kvhold_lab.bench.compare.visits import (
     BURST,
     OWN_PROMPTS,
     REUSE_PERCENT,

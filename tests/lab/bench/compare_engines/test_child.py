@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvhold.cli import cli
-from kvhold.lab.bench.compare_engines import command as command_module
-from kvhold.lab.bench.compare_engines import lmcache_env
-from kvhold.lab.bench.compare_engines.child import (
+from kvhold_lab.bench.compare_engines import command as command_module
+from kvhold_lab.bench.compare_engines import lmcache_env
+from kvhold_lab.bench.compare_engines.child import (
     POOL_NAME,
     ChildOptions,
     ComparedEngine,
@@ -28,8 +28,8 @@ from kvhold.lab.bench.compare_engines.child import (
     fill,
     own_bytes,
 )
-from kvhold.lab.bench.compare_engines.lmcache_env import NoLMCache, lmcache_python
-from kvhold.lab.bench.compare_engines.systems import (
+from kvhold_lab.bench.compare_engines.lmcache_env import NoLMCache, lmcache_python
+from kvhold_lab.bench.compare_engines.systems import (
     KVHOLD,
     KVHOLD_CACHED,
     OURS,

@@ -4,7 +4,7 @@ processes.
 
 import pytest
 
-from kvhold.lab.bench.compare_engines.rows import (
+from kvhold_lab.bench.compare_engines.rows import (
     IMPORT,
     LOOKUP,
     MEMORY,
@@ -18,7 +18,7 @@ from kvhold.lab.bench.compare_engines.rows import (
     make_rows,
     render,
 )
-from kvhold.lab.bench.compare_engines.systems import (
+from kvhold_lab.bench.compare_engines.systems import (
     CHECKED_LIMIT,
     DRIVEN,
     IN_PROCESS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.compare_engines.rows import (
+from kvhold_lab.bench.compare_engines.rows import (
     LOOKUP,
     MEMORY,
     RETRIEVE,
@@ -18,8 +18,8 @@ from kvhold.lab.bench.compare_engines.rows import (
     Measured,
     make_rows,
 )
-from kvhold.lab.bench.compare_engines.run import Work, measure
-from kvhold.lab.bench.compare_engines.systems import (
+from kvhold_lab.bench.compare_engines.run import Work, measure
+from kvhold_lab.bench.compare_engines.systems import (
     CHECKED_LIMIT,
     IN_PROCESS,
     KVHOLD,
@@ -30,7 +30,7 @@ from kvhold.lab.bench.compare_engines.systems import (
     PeerFailed,
     PeerSystem,
 )
-from kvhold.lab.engines.process import EngineFailed
+from kvhold_lab.engines.process import EngineFailed
 
 WORK = Work(num_tokens=512, lookup_tokens=1024, layers=1, heads=1, head_dim=8, rounds=2)
 

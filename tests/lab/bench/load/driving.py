@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from itertools import chain
 
-from kvhold.lab.bench.load.prompts import Content, Prompts
-from kvhold.lab.bench.load.work import Phase, Reply, Request, Session, Workload
+from kvhold_lab.bench.load.prompts import Content, Prompts
+from kvhold_lab.bench.load.work import Phase, Reply, Request, Session, Workload
 
 
 def well(request: Request) -> Reply:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.load.client import Endpoint, LoadClient, checked_url
-from kvhold.lab.bench.load.work import Reply, Request, Turn
+from kvhold_lab.bench.load.client import Endpoint, LoadClient, checked_url
+from kvhold_lab.bench.load.work import Reply, Request, Turn
 from tests.lab.bench.load.server import Exchange, TestServer, serving
 
 TEXT = Request(

@@ -407,7 +407,7 @@ def test_separators_and_storage_are_checked(server: TestServer) -> None:
 def test_without_the_http_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     for name in ("client", "measure"):
-        monkeypatch.delitem(sys.modules, f"kvhold.lab.bench.load.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"kvhold_lab.bench.load.{name}", raising=False)
     result = load("ttft-sweep", "--base-url", "http://x", "--model", "m")
     assert isinstance(result.exception, ConfigError)
-    assert "pip install 'kvhold[bench]'" in str(result.exception)
+    assert "pip install 'kvhold[lab]'" in str(result.exception)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.lab.bench.load.events import BadStream, EventLines, EventStream
-from kvhold.lab.bench.load.work import Reply
+from kvhold_lab.bench.load.events import BadStream, EventLines, EventStream
+from kvhold_lab.bench.load.work import Reply
 
 
 def replied(*events: Any, content: Any = "text") -> Reply:

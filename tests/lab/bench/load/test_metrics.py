@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
-from kvhold.lab.bench.load.counters import Hits, hits, read
-from kvhold.lab.bench.load.metrics import Spread, by_group, figures, gains
-from kvhold.lab.bench.load.work import COLD, WARM, Reply, Result
+from kvhold_lab.bench.load.counters import Hits, hits, read
+from kvhold_lab.bench.load.metrics import Spread, by_group, figures, gains
+from kvhold_lab.bench.load.work import COLD, WARM, Reply, Result
 
 
 def result(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.load.prompts import TextPrompts, TokenPrompts
+from kvhold_lab.bench.load.prompts import TextPrompts, TokenPrompts
 
 NUMBERS = st.integers(0, 2**63 - 1)
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvhold.cli import cli
-from kvhold.lab.bench.load.demo_server import demo_server
+from kvhold_lab.bench.load.demo_server import demo_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

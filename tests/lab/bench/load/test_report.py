@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.lab.bench.load.counters import Hits
-from kvhold.lab.bench.load.report import (
+from kvhold_lab.bench.load.counters import Hits
+from kvhold_lab.bench.load.report import (
     NO_COUNTERS,
     Gates,
     Summary,
@@ -17,7 +17,7 @@ from kvhold.lab.bench.load.report import (
     summarise,
     summary_line,
 )
-from kvhold.lab.bench.load.work import COLD, WARM, Reply, Result
+from kvhold_lab.bench.load.work import COLD, WARM, Reply, Result
 from tests.lab.bench.load.test_metrics import result
 
 HOSTILE = "<script>alert('$x^2$')</script>"
@@ -103,7 +103,7 @@ def test_tables_have_a_line_for_each_group_and_a_column_for_each_tier() -> None:
 
 def test_pictures_and_pages_take_any_text(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from kvhold.lab.bench.load.pictures import draw, write_page
+    from kvhold_lab.bench.load.pictures import draw, write_page
 
     picture, page = tmp_path / "load.png", tmp_path / "load.html"
     results = [*RESULTS, FAILED]
@@ -120,7 +120,7 @@ def test_pictures_and_pages_take_any_text(tmp_path: Path) -> None:
 
 def test_a_picture_of_failures_alone_is_empty(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from kvhold.lab.bench.load.pictures import draw
+    from kvhold_lab.bench.load.pictures import draw
 
     draw([FAILED], "t", tmp_path / "load.png")
     assert (tmp_path / "load.png").stat().st_size > 0

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.load.runner import Run
-from kvhold.lab.bench.load.work import Phase, Reply, Request, Result, Session, Turn, single
+from kvhold_lab.bench.load.runner import Run
+from kvhold_lab.bench.load.work import Phase, Reply, Request, Result, Session, Turn, single
 
 
 def ask(number: int, at_s: float | None = None) -> Request:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold.core.errors import ConfigError
-from kvhold.lab.bench.load.prompts import TextPrompts, TokenPrompts
-from kvhold.lab.bench.load.work import COLD, WARM, Reply, Request, Workload
-from kvhold.lab.bench.load.workloads import (
+from kvhold_lab.bench.load.prompts import TextPrompts, TokenPrompts
+from kvhold_lab.bench.load.work import COLD, WARM, Reply, Request, Workload
+from kvhold_lab.bench.load.workloads import (
     LongDocQA,
     MultiDocQA,
     MultiRoundQA,
@@ -21,8 +21,8 @@ from kvhold.lab.bench.load.workloads import (
     Replay,
     TtftSweep,
 )
-from kvhold.lab.bench.load.workloads.dataset import f1, read_conversations, read_dataset, rouge_l
-from kvhold.lab.bench.load.workloads.ttft_sweep import FILLER
+from kvhold_lab.bench.load.workloads.dataset import f1, read_conversations, read_dataset, rouge_l
+from kvhold_lab.bench.load.workloads.ttft_sweep import FILLER
 from tests.lab.bench.load.driving import phases, prompt, requests, shared, well
 
 TOKENS = TokenPrompts()

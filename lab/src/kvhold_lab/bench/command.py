@@ -1,0 +1,331 @@
+"""`kvhold bench`."""
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvhold_lab.bench.compare.command import command as compare
+from kvhold_lab.bench.compare_engines.command import command as compare_engines
+from kvhold_lab.bench.gpu.command import command as gpu
+from kvhold_lab.bench.load.command import command as load
+from kvhold_lab.bench.planner.command import command as planner
+from kvhold_lab.bench.quality.command import command as quality
+from kvhold_lab.bench.rows import Row, needing, table
+from kvhold_lab.bench.soak.command import command as soak
+from kvhold_lab.bench.vllm.command import command as vllm
+from kvhold_lab.interruption import ending_in_order
+from kvhold_lab.options import Number, OutputFile
+
+# of `micro`
+_PARTS = ("hashing", "index", "lookup", "frames", "gather", "memory", "wire", "startup")
+_MARKS = {True: "yes", False: "NO", None: "-"}
+
+
+@click.group()
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Measure kvhold beside limits from the same run.
+
+    Values are medians. Machines are noisy, so trust the ratios.
+    """
+    context.with_resource(ending_in_order())
+
+
+@command.command()
+@click.option("--only", multiple=True, help=f"Only these: {', '.join(_PARTS)}. [default: all]")
+@click.option(
+    "--profile",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep a profile of what is under 0.8 of its limit in this folder.",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
+    """Hashing, index, lookup, frames, gather and scatter, memory, wire, start-up."""
+    from kvhold_lab.bench.profiles import Profiles
+
+    _check_names(only, _PARTS)
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
+    )
+    profiles = Profiles(folder)
+    measured: list[Row] = []
+    for part in only or _PARTS:
+        measured += import_module(f"kvhold_lab.bench.{part}").rows(profiles)
+    click.echo(table(measured))
+    if json_file is not None:
+        _write(json_file, measured)
+
+
+@command.command()
+@click.option(
+    "--tier", "only", multiple=True, help="Only these: disk, redis, s3, kvhold. [default: all]"
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="On which disk. [default: the one of temporary files]",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
+    """Put and get of each tier, beside the plainest means of the same place."""
+    with needing("'kvhold[lab,s3]' redis hiredis"):
+        from kvhold_lab.bench.tiers import TIERS, TierRow, rows
+        from kvhold_lab.servers.base import NotInstalled
+
+    _check_names(only, TIERS)
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
+    )
+    measured: list[TierRow] = []
+    for tier in only or tuple(TIERS):
+        try:
+            with needing("'kvhold[s3]' redis hiredis"):
+                found = rows(tier, where=folder)
+            for row in found:
+                measured.append(row)
+                shown = (
+                    f"{row.tier:8} {row.op:21} {row.mb_s:8.0f} {row.unit:8} {row.ratio:5.2f} "
+                    f"of {row.limit_mb_s:8.0f} ({row.limit})"
+                )
+                click.echo(shown)
+        except NotInstalled as error:
+            click.echo(f"{tier:8} not measured: {error}")
+    if json_file is not None:
+        _write(json_file, measured)
+
+
+@command.command()
+@click.option(
+    "--codec", "only", multiple=True, help="Only these, by name. [default: all, plugins too]"
+)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    help="Also on the KV of this checkpoint, a folder for transformers.",
+)
+@click.option(
+    "--accuracy/--no-accuracy",
+    default=True,
+    help="Also what each costs in answers, as `kvhold bench quality` says. [default: yes]",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def codecs(
+    only: tuple[str, ...], model: Path | None, accuracy: bool, json_file: Path | None
+) -> None:
+    """Ratio, speed on one core, error and lost accuracy of each codec on bfloat16 KV.
+
+    Accuracy is measured with a checkout's small trained model. Without the model or torch,
+    accuracy_drop is null, and the reason is printed.
+    """
+    from kvhold.codecs import codec_names
+    from kvhold_lab.bench import codecs as bench
+    from kvhold_lab.bench.quality.run import NotMeasurable, evaluate
+
+    _check_names(only, codec_names())
+    samples = {"synthetic": bench.synthetic(), "normal": bench.normal()}
+    drops: dict[str, float | None] = {}
+    if accuracy:
+        try:
+            samples["trained"] = bench.trained()
+            drops = {row.codec: row.accuracy_drop for row in evaluate(only or codec_names()).rows}
+        except NotMeasurable as error:
+            click.echo(f"accuracy is not measured: {error}")
+    if model is not None:
+        with needing("'kvhold[transformers]'"):
+            samples[model.name] = bench.from_model(model)
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}; one thread\n\n{bench.HEADING}"
+    )
+    measured: list[bench.CodecRow] = []
+    for row in bench.rows(only or codec_names(), samples, drops=drops):
+        measured.append(row)
+        click.echo(row)
+    if json_file is not None:
+        _write(json_file, measured)
+
+
+@command.command()
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    help="Only these: disk, fs, redis, memcached, s3, kvhold. [default: all]",
+)
+@click.option(
+    "--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]"
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
+    """Each fault of each tier: outputs, node, deadlines. Exits with 1 if one is not right."""
+    with needing("'kvhold[lab,s3]'"):
+        from kvhold_lab.bench.faults import FAULTS, FaultRow, rows
+        from kvhold_lab.bench.places import PLACES
+        from kvhold_lab.servers.base import NotInstalled
+
+    _check_names(tiers, PLACES)
+    _check_names(only, FAULTS)
+    measured: list[FaultRow] = []
+    for tier in tiers or tuple(PLACES):
+        try:
+            for row in rows([tier], only or tuple(FAULTS)):
+                measured.append(row)
+                marks = [
+                    f"{name} {_MARKS[value]:4}"
+                    for name, value in asdict(row).items()
+                    if name not in ("tier", "fault")
+                ]
+                click.echo(f"{row.tier:8} {row.fault:14} {' '.join(marks)}")
+        except NotInstalled as error:
+            click.echo(f"{tier:8} not tried: {error}")
+    if json_file is not None:
+        _write(json_file, measured)
+    if any(
+        False in (row.right, row.alive, row.in_deadline, row.baseline, row.counted)
+        for row in measured
+    ):
+        raise SystemExit(1)
+
+
+@command.command()
+@click.option("--codec", "only", multiple=True, help="Only these, by name. [default: all]")
+@click.option(
+    "--model-size",
+    type=click.Choice(["tiny", "small", "mid"]),
+    default="small",
+    show_default=True,
+    help="tiny 5M, small 50M, mid 206M.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(256, 16_000),
+    default=4_000,
+    show_default=True,
+    help="Length of the prompts.",
+)
+@click.option(
+    "--prompts", type=click.IntRange(1), default=5, show_default=True, help="So many of them."
+)
+@click.option(
+    "--gbit-s",
+    type=Number(0.001),
+    default=1.0,
+    show_default=True,
+    help="Of the link, in each direction.",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def link(
+    only: tuple[str, ...],
+    model_size: str,
+    tokens: int,
+    prompts: int,
+    gbit_s: float,
+    json_file: Path | None,
+) -> None:
+    """TTFT of a real vLLM's hits from a Redis behind a slow link, by codec."""
+    from kvhold.codecs import codec_names
+
+    with needing("'kvhold[lab]'"):
+        from kvhold_lab.bench.link import LinkRow, rows
+        from kvhold_lab.servers.base import NotInstalled, program
+    from kvhold_lab.engines.models import make_model
+
+    _check_names(only, codec_names())
+    try:
+        program("redis-server", "apt-get install redis-server")
+    except NotInstalled as error:
+        raise click.ClickException(str(error)) from None
+    model = make_model(model_size)
+    click.echo(
+        f"{tokens:,}-token prompts, {model.num_parameters / 1e6:.0f}M parameters, float32 "
+        f"KV, a link of {gbit_s:g} Gbit/s\n"
+    )
+    click.echo(
+        f"{'codec':10} {'ratio':>6} {'TTFT s':>8} {'link s':>8} {'KL':>10} {'tokens':>9} "
+        f"{'loaded':>7}"
+    )
+    measured: list[LinkRow] = []
+    threads = len(os.sched_getaffinity(0))
+    names = only or codec_names()
+    for row in rows(
+        names, model, num_tokens=tokens, num_prompts=prompts, gbit_s=gbit_s, num_threads=threads
+    ):
+        measured.append(row)
+        ratio, link_s = (
+            f"{value:.2f}" if value is not None else "-" for value in (row.ratio, row.link_s)
+        )
+        equal = "equal" if row.tokens_equal else "differ"
+        click.echo(
+            f"{row.codec:10} {ratio:>6} {row.ttft_p50_s:8.3f} {link_s:>8} {row.kl:10.2e} "
+            f"{equal:>9} {row.cached_share:7.1%}"
+        )
+        if json_file is not None:
+            _write(json_file, measured)
+
+
+@command.command()
+@click.option(
+    "--clients",
+    type=click.IntRange(1, 10_000),
+    default=256,
+    show_default=True,
+    help="Connections to the node.",
+)
+@click.option(
+    "--chunks",
+    type=click.IntRange(1_000),
+    default=1_000_000,
+    show_default=True,
+    help="In memory's index, and as many on disk.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1_000),
+    default=1_000_000,
+    show_default=True,
+    help="Of the long prompt: 6 groups, 8 shards.",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> None:
+    """One overloaded node: longest loop turns, lookups while engines store, index sizes."""
+    from kvhold_lab.bench.overload import OverloadRow, OverloadSizes, rows
+
+    click.echo(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
+    )
+    measured: list[OverloadRow] = []
+    for row in rows(OverloadSizes(clients=clients, chunks=chunks, long_tokens=tokens)):
+        measured.append(row)
+        click.echo(
+            f"{row.name:60} {row.value:12.3f} {row.unit:16} goal {row.goal:g} "
+            f"{'' if row.ok else 'NOT MET'}"
+        )
+    if json_file is not None:
+        _write(json_file, measured)
+
+
+command.add_command(compare, "compare")
+command.add_command(compare_engines, "compare-engines")
+command.add_command(gpu, "gpu")
+command.add_command(load, "load")
+command.add_command(planner, "planner")
+command.add_command(quality, "quality")
+command.add_command(soak, "soak")
+command.add_command(vllm, "vllm")
+
+
+def _check_names(given: Sequence[str], known: Iterable[str]) -> None:
+    if unknown := set(given) - set(known):
+        raise click.UsageError(f"{', '.join(sorted(unknown))}: known are {', '.join(known)}")
+
+
+def _write(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

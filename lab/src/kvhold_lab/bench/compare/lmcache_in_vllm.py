@@ -1,0 +1,40 @@
+"""LMCache's connectors, loaded by vLLM from LMCache's own environment.
+
+    {"kv_connector": "LMCacheMPConnector", "kv_connector_module_path":
+        "kvhold_lab.bench.compare.lmcache_in_vllm", "kv_role": "kv_both"}
+
+The variable `PACKAGES` names its packages, which come after the engine's own. The import also
+repairs a conflict: vLLM looks through all modules' names, and llvmlite's library, which LMCache
+loads, takes `__dict__` for a function of LLVM.
+"""
+
+import os
+import sys
+from typing import Any
+
+PACKAGES = "BENCH_LMCACHE_PACKAGES"
+
+
+def _mend_llvmlite() -> None:
+    from llvmlite.binding import ffi
+
+    library = ffi._lib_wrapper
+    function_of = library.__getattr__
+
+    def getattr_of(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return function_of(self, name)
+
+    library.__getattr__ = getattr_of
+
+
+if PACKAGES in os.environ:
+    sys.path.append(os.environ[PACKAGES])
+    _mend_llvmlite()
+    from lmcache.integration.vllm.lmcache_mp_connector import (
+        LMCacheMPConnector as LMCacheMPConnector,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
+        LMCacheConnectorV1 as LMCacheConnectorV1,
+    )

@@ -1,0 +1,334 @@
+"""The compared systems: each a real vLLM in its own process, all alive together.
+
+"vllm" has a prefix cache for two prompts and is the baseline; "vllm, again" shows the noise.
+"lmcache" is its multi-process server, "lmcache in-process" refuses CPUs. "kvhold, left alone" has
+store and load off.
+
+kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", 2.5
+prompts above a lower tier. Offloading always has as much as in "ram".
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvhold.node import NodeClient, end_node
+from kvhold_lab.bench.compare.lmcache import LMCacheServer, environment, in_process_connector, prove
+from kvhold_lab.bench.compare.visits import OWN_PROMPTS, TOKENS_PER_BLOCK
+from kvhold_lab.bench.engines import (
+    PATIENT,
+    ROOM_TOKENS,
+    System,
+    alike,
+    kvhold_connector,
+    node_pid,
+    offloading_connector,
+    python_path,
+)
+from kvhold_lab.engines.engine import Engine, binding, options_for
+from kvhold_lab.engines.models import ModelInfo
+from kvhold_lab.engines.process import EngineFailed
+from kvhold_lab.engines.prompts import make_prompt
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.redis import RedisServer
+
+RECOMPUTE = "recompute"
+PLAIN = "vllm"
+AGAIN = "vllm, again"
+OFFLOADING = "offloading"
+LMCACHE = "lmcache"
+IN_PROCESS = "lmcache in-process"
+KVHOLD = "kvhold"
+ALONE = "kvhold, no prefix cache"
+LEFT_ALONE = "kvhold, left alone"
+LEFT_AGAIN = "kvhold, left alone again"
+SYSTEMS = (
+    RECOMPUTE,
+    PLAIN,
+    AGAIN,
+    OFFLOADING,
+    LMCACHE,
+    IN_PROCESS,
+    KVHOLD,
+    ALONE,
+    LEFT_ALONE,
+    LEFT_AGAIN,
+)
+OURS = (KVHOLD, ALONE, LEFT_ALONE, LEFT_AGAIN)
+WITH_TIERS = (LMCACHE, KVHOLD, ALONE)
+TIERS = ("ram", "disk", "redis")
+OUTPUT_TOKENS = 4
+
+_SMALL_PROMPTS = 2.5
+_SPARE_BLOCKS = 4
+_PROOF_SEED = 999_999
+_WINDOW_S = 0.02
+_RESTING_SHARE = 0.2
+_REST_S = 3.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    model: ModelInfo
+    num_tokens: int
+    prompts: int
+
+    @property
+    def longest(self) -> int:
+        return self.num_tokens + OUTPUT_TOKENS + ROOM_TOKENS
+
+    @property
+    def own_bytes(self) -> int:
+        blocks = (
+            OWN_PROMPTS * math.ceil((self.num_tokens + OUTPUT_TOKENS) / TOKENS_PER_BLOCK)
+            + _SPARE_BLOCKS
+        )
+        return blocks * TOKENS_PER_BLOCK * self.model.kv_bytes_per_token
+
+    @property
+    def prompt_bytes(self) -> int:
+        return self.num_tokens * self.model.kv_bytes_per_token
+
+    def memory_bytes(self, tier: str) -> int:
+        return int((self.prompts if tier == "ram" else _SMALL_PROMPTS) * self.prompt_bytes)
+
+    @property
+    def below_bytes(self) -> int:
+        """Size of a lower tier, more than memory has in "ram"."""
+        return 3 * self.prompts * self.prompt_bytes // 2
+
+
+@dataclass
+class RunningSystem:
+    """Running systems, by name or `key`. errors: why others do not run."""
+
+    systems: dict[str, System] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    sockets: dict[str, Path] = field(default_factory=dict)
+    folders: list[Path] = field(default_factory=list)
+
+    def drop(self, name: str, why: str) -> None:
+        self.errors[name] = why
+        of_kvhold = (LEFT_ALONE, LEFT_AGAIN) if name == key(KVHOLD, "ram") else ()
+        for gone in (name, *of_kvhold):
+            self.systems.pop(gone, None)
+
+    def hit_tokens(self, name: str) -> dict[str, int]:
+        with NodeClient(self.sockets[name], PATIENT, name="kvhold bench") as client:
+            counters = client.status()["counters"]
+        begin, end = "kvhold_hit_tokens{source=", "}"
+        return {
+            label[len(begin) : -len(end)]: int(value)
+            for label, value in counters.items()
+            if label.startswith(begin)
+        }
+
+
+def key(name: str, tier: str) -> str:
+    return f"{name}, {tier}" if name in WITH_TIERS else name
+
+
+def num_asked(tiers: Sequence[str]) -> int:
+    without = (IN_PROCESS, LEFT_ALONE, LEFT_AGAIN)
+    return sum(len(tiers) if name in WITH_TIERS else 1 for name in SYSTEMS if name not in without)
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith(KVHOLD)
+
+
+def settle(system: System) -> None:
+    """Wait until the processes rest, so they do not disturb the next system."""
+    until = time.monotonic() + _REST_S
+    before = system.cpu_s()
+    while time.monotonic() < until:
+        time.sleep(_WINDOW_S)
+        now = system.cpu_s()
+        if now - before < _RESTING_SHARE * _WINDOW_S:
+            return
+        before = now
+
+
+@contextmanager
+def started(
+    sizes: Sizes,
+    *,
+    tiers: Sequence[str],
+    num_threads: int,
+    peer: Path | None,
+    lmcache: Path | str,
+    folder: Path | None,
+) -> Iterator[RunningSystem]:
+    """Start all systems; they end with the block. Failures are in `errors`.
+
+    peer: the file of the host-memory spec
+    lmcache: the Python of LMCache's environment, or why there is none
+    folder: for disk tiers
+
+    Raises EngineFailed if kvhold or a baseline does not start.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,
+        alike(),
+        ExitStack() as stack,
+    ):
+        start = _Start(sizes, num_threads, Path(own), stack, RunningSystem())
+        start.engine(RECOMPUTE, prefix_caching=False)
+        start.engine(PLAIN)
+        start.engine(AGAIN)
+        if peer is None:
+            start.running.errors[OFFLOADING] = (
+                "its host-memory spec is in a checkout's benchmarks folder; name it with --peer"
+            )
+        else:
+            transfer = offloading_connector(peer, sizes.memory_bytes("ram"))
+            start.engine(
+                OFFLOADING,
+                environment={"PYTHONPATH": python_path(peer)},
+                kv_transfer_config=transfer,
+            )
+        for tier in tiers:
+            start.kvhold(KVHOLD, tier)
+            start.kvhold(ALONE, tier, prefix_caching=False)
+            start.lmcache(tier, lmcache)
+        start.lmcache_in_process(lmcache)
+        if of_kvhold := start.running.systems.get(key(KVHOLD, "ram")):
+            rules = {"store": False, "load": False}
+            start.running.systems |= {
+                name: replace(of_kvhold, rules=rules) for name in (LEFT_ALONE, LEFT_AGAIN)
+            }
+        yield start.running
+
+
+@dataclass(frozen=True)
+class _Start:
+    sizes: Sizes
+    num_threads: int
+    folder: Path
+    stack: ExitStack
+    running: RunningSystem
+
+    def engine(
+        self,
+        name: str,
+        *,
+        pids: tuple[int, ...] = (),
+        log_path: Path | None = None,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Start one engine. pids: its other processes.
+
+        Raises EngineFailed for kvhold and baselines.
+        """
+        model, given = (
+            self.sizes.model,
+            {"kv_cache_bytes": self.sizes.own_bytes, **binding(self.num_threads), **options},
+        )
+        engine = Engine(
+            options_for(model, max_model_len=self.sizes.longest, **given),
+            log_path=log_path,
+            environment=environment,
+        )
+        try:
+            self.stack.enter_context(engine)
+        except EngineFailed as error:
+            if is_ours(name) or name in (RECOMPUTE, PLAIN):
+                raise
+            self.running.errors[name] = str(error)
+        else:
+            self.running.systems[name] = System(engine, (engine.pid, *pids))
+        return engine
+
+    def kvhold(self, name: str, tier: str, **options: Any) -> None:
+        named = key(name, tier)
+        settings: dict[str, Any] = {}
+        if tier != "ram":
+            try:
+                url = self._below(tier, named)
+            except NotInstalled as error:
+                self.running.errors[named] = str(error)
+                return
+            settings = {"tiers": [url], "write_behind_bytes": self.sizes.memory_bytes(tier)}
+        number = len(self.running.sockets)
+        socket = self.running.sockets[named] = self.folder / f"{number}.sock"
+        self.stack.callback(end_node, socket)
+        transfer = kvhold_connector(socket, self.sizes.memory_bytes(tier), **settings)
+        self.engine(named, kv_transfer_config=transfer, **options)
+        system = self.running.systems[named]
+        self.running.systems[named] = replace(system, pids=(*system.pids, node_pid(socket)))
+
+    def lmcache(self, tier: str, python: Path | str) -> None:
+        named = key(LMCACHE, tier)
+        if isinstance(python, str):
+            self.running.errors[named] = python
+            return
+        try:
+            folder = self._new_folder(named)
+            port = self._redis().port if tier == "redis" else 0
+            l1_bytes, num_tokens = self.sizes.memory_bytes(tier), self.sizes.num_tokens
+            server = LMCacheServer(
+                python,
+                l1_bytes=l1_bytes,
+                tier=tier,
+                folder=folder,
+                num_tokens=num_tokens,
+                redis_port=port,
+            )
+            self.stack.enter_context(server)
+        except (EngineFailed, NotInstalled) as error:
+            self.running.errors[named] = str(error)
+            return
+        variables = environment(
+            python, self.sizes.memory_bytes(tier), num_tokens=self.sizes.num_tokens
+        )
+        self.engine(
+            named, pids=(server.pid,), environment=variables, kv_transfer_config=server.connector()
+        )
+
+    def lmcache_in_process(self, python: Path | str) -> None:
+        if isinstance(python, str):
+            self.running.errors[IN_PROCESS] = python
+            return
+        log = self.folder / "lmcache.log"
+        variables = environment(
+            python, self.sizes.memory_bytes("ram"), num_tokens=self.sizes.num_tokens
+        )
+        engine = self.engine(
+            IN_PROCESS,
+            log_path=log,
+            environment=variables,
+            kv_transfer_config=in_process_connector(),
+        )
+        try:
+            if IN_PROCESS in self.running.systems:
+                prove(
+                    engine,
+                    make_prompt(self.sizes.model.path, self.sizes.num_tokens, seed=_PROOF_SEED),
+                    log,
+                )
+        except EngineFailed as error:
+            self.running.drop(IN_PROCESS, str(error))
+            engine.stop()
+
+    def _below(self, tier: str, named: str) -> str:
+        if tier == "disk":
+            return f"disk://{self._new_folder(named)}?max_bytes={self.sizes.below_bytes}"
+        return self._redis().url
+
+    def _redis(self) -> RedisServer:
+        forgets = {"maxmemory-policy": "allkeys-lru", "maxmemory-samples": "10"}
+        return self.stack.enter_context(
+            RedisServer(settings={"maxmemory": str(self.sizes.below_bytes), **forgets})
+        )
+
+    def _new_folder(self, named: str) -> Path:
+        folder = self.folder / named.replace(", ", "-").replace(" ", "-")
+        folder.mkdir()
+        self.running.folders.append(folder)
+        return folder

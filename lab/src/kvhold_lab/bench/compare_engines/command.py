@@ -1,0 +1,166 @@
+"""`kvhold bench compare-engines`."""
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import click
+
+from kvhold_lab.bench.compare_engines.lmcache_env import (
+    LMCACHE,
+    NoLMCache,
+    environment_folder,
+    lmcache_python,
+)
+from kvhold_lab.bench.compare_engines.rows import NO_TIER, REDIS, Measured, goals, make_rows, render
+from kvhold_lab.bench.compare_engines.run import TIERS, Work, measure, measure_imports
+from kvhold_lab.bench.compare_engines.systems import KVHOLD, OURS, SERVER, SYSTEMS, cores, launch
+from kvhold_lab.bench.ratios import render_goals
+from kvhold_lab.options import OutputFile
+from kvhold_lab.servers.programs import VERBS, provide
+
+_DEFAULT = Work()
+
+
+@click.command()
+@click.option(
+    "--system", "only", multiple=True, type=click.Choice(SYSTEMS), help="Only these. [default: all]"
+)
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    type=click.Choice(TIERS),
+    help="Only these; start-up, memory and imports go with ram. [default: all]",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=_DEFAULT.rounds,
+    show_default=True,
+    help="Beside one that does not count.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(256),
+    default=_DEFAULT.num_tokens,
+    show_default=True,
+    help="Of a prompt: whole chunks.",
+)
+@click.option(
+    "--lookup-tokens",
+    type=click.IntRange(0),
+    default=_DEFAULT.lookup_tokens,
+    show_default=True,
+    help="0: no long lookup.",
+)
+@click.option("--layers", type=click.IntRange(1), default=_DEFAULT.layers, show_default=True)
+@click.option(
+    "--heads", type=click.IntRange(1), default=_DEFAULT.heads, show_default=True, help="KV heads."
+)
+@click.option("--head-dim", type=click.IntRange(8), default=_DEFAULT.head_dim, show_default=True)
+@click.option(
+    "--block-tokens",
+    type=click.IntRange(1),
+    default=_DEFAULT.tokens_per_block,
+    show_default=True,
+    help="In the engine's blocks.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="That copy, in each system; fewer where others use the cores. [default: all cores]",
+)
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="On which disk. [default: of temporary files]",
+)
+@click.option(
+    "--lmcache-env",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="LMCache's environment. [default: in your cache folder]",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+def command(
+    only: tuple[str, ...],
+    tiers: tuple[str, ...],
+    rounds: int,
+    tokens: int,
+    lookup_tokens: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    block_tokens: int,
+    threads: int | None,
+    folder: Path | None,
+    lmcache_env: Path | None,
+    json_file: Path | None,
+) -> None:
+    """kvhold beside LMCache 0.5.6 without an engine, on the CPU: the same tokens, bytes and tiers.
+
+    LMCache gets its own environment, made the first time (2 GB). Root on Debian or Ubuntu gets
+    missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
+    kvhold failed, or loaded wrong bytes. Times do not decide that; the goals' verdicts are printed.
+    """
+    work = Work(
+        num_tokens=tokens,
+        lookup_tokens=lookup_tokens,
+        tokens_per_block=block_tokens,
+        layers=layers,
+        heads=heads,
+        head_dim=head_dim,
+        rounds=rounds,
+        threads=threads or cores(),
+    )
+    for name, value in (("--tokens", tokens), ("--lookup-tokens", lookup_tokens)):
+        if value % work.tokens_per_chunk:
+            raise click.BadParameter(
+                f"{value} is no multiple of a chunk, {work.tokens_per_chunk} tokens",
+                param_hint=name,
+            )
+    if work.tokens_per_chunk % block_tokens:
+        raise click.BadParameter(
+            f"{block_tokens} does not divide a chunk, {work.tokens_per_chunk} tokens",
+            param_hint="--block-tokens",
+        )
+    systems, tiers = only or SYSTEMS, tiers or TIERS
+    prompt_bytes = work.options("ram").prompt_bytes
+    shape = (
+        f"{tokens:,} tokens, {prompt_bytes / 1e6:.0f} MB of KV, chunks of "
+        f"{work.tokens_per_chunk}, {work.threads} threads"
+    )
+    click.echo(
+        f"{platform.machine()}, Python {platform.python_version()}, load "
+        f"{os.getloadavg()[0]:.1f}; {shape}"
+    )
+    python, without = None, ""
+    peers = set(systems) - set(OURS)
+    provide(
+        [*([VERBS] if peers else []), *(["redis-server"] if REDIS in tiers else [])], click.echo
+    )
+    if peers:
+        click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
+        try:
+            python = lmcache_python(lmcache_env or environment_folder())
+        except NoLMCache as error:
+            without = str(error)
+    able = [name for name in SYSTEMS if name in systems and (name in OURS or python is not None)]
+    starting = partial(launch, python=python, threads=work.threads)
+    measured = (
+        measure(work, able, tiers, starting, folder=folder, say=click.echo) if able else Measured()
+    )
+    if "ram" in tiers:
+        measure_imports(measured, work, [name for name in (KVHOLD, SERVER) if name in able], python)
+    measured.errors |= {(NO_TIER, name): without for name in systems if name not in able}
+    rows = make_rows(measured)
+    click.echo(f"\n{render(rows)}\n\n{render_goals(goals(rows), noise=False)}")
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if any(row.equal is False or (row.system in OURS and row.error) for row in rows):
+        click.echo("kvhold bench compare-engines: FAILED", err=True)
+        sys.exit(1)

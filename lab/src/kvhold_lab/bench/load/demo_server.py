@@ -1,0 +1,60 @@
+"""A server to try workloads on: vLLM with kvhold and a small model made here.
+
+The engine's own memory holds one longest prompt, so most repeated text comes from kvhold.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvhold.core.errors import ConfigError
+from kvhold.node import end_node
+from kvhold_lab.engines.engine import is_vllm_available, options_for
+from kvhold_lab.engines.models import make_model
+from kvhold_lab.engines.openai_server import OpenAIServer
+
+_NODE_OUTLIVES_ENGINE_S = 120.0
+
+
+@contextmanager
+def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[OpenAIServer]:
+    """Start a server; it and its node end with the block.
+
+    context_tokens: the longest prompt with its output
+
+    Raises ConfigError without vLLM, EngineFailed if it does not start.
+    """
+    if not is_vllm_available():
+        raise ConfigError(
+            "--serve-demo needs vLLM, which is not installed here; name a server with --base-url"
+        )
+    model = make_model(size)
+    with tempfile.TemporaryDirectory(prefix="kvhold-load-") as folder:
+        socket = Path(folder) / "node.sock"
+        connector = {
+            "kv_connector": "KVHoldConnector",
+            "kv_connector_module_path": "kvhold.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "ram_bytes": ram_bytes,
+                "node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINE_S},
+            },
+        }
+        options = options_for(
+            model,
+            max_model_len=context_tokens,
+            kv_cache_bytes=context_tokens * model.kv_bytes_per_token
+            + _spare_bytes(model.kv_bytes_per_token),
+            kv_transfer_config=connector,
+            own_binding=True,
+        )
+        try:
+            with OpenAIServer(options) as server:
+                yield server
+        finally:
+            end_node(socket)
+
+
+def _spare_bytes(kv_bytes_per_token: int) -> int:
+    return 4 * 128 * kv_bytes_per_token

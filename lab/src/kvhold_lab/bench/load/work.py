@@ -1,0 +1,106 @@
+"""Requests and replies of a load test: values only.
+
+A workload is a sequence of phases, and a phase a stream of sessions. A session yields requests and
+receives replies:
+
+    def session() -> Session:
+        reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
+        yield Request("round 2", (..., Turn("assistant", reply.content), ...), max_tokens=100)
+"""
+
+from array import array
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from kvhold_lab.bench.load.prompts import Content, Prompts
+
+COLD, WARM = "cold", "warm"
+"""Groups of requests that gains are computed from: first sight of a text, and the same text again.
+"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A part of a prompt. Completions join all parts without roles."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Content
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    at_s: arrival in seconds from the phase's start; None: when there is room
+    score: rates the answer's text, 0 to 1
+    """
+
+    group: str
+    turns: tuple[Turn, ...]
+    max_tokens: int
+    at_s: float | None = None
+    labels: Mapping[str, int | str] = field(default_factory=dict)
+    needs_content: bool = False
+    score: Callable[[str], float] | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The outcome of a request; times in seconds from sending it.
+
+    gaps_s: between arrivals of tokens
+    input_tokens, cached_tokens: reported by the server, or None
+    content: text or token ids, like the prompt
+    error: a kind such as "http 503"
+    """
+
+    latency_s: float
+    ttft_s: float | None = None
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    input_tokens: int | None = None
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    content: Content = ""
+    text: str = ""
+    error: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A request with its reply. late_s: delay after its arrival time."""
+
+    group: str
+    labels: Mapping[str, int | str]
+    started_s: float
+    late_s: float | None
+    reply: Reply
+    score: float | None = None
+
+
+Session: TypeAlias = Generator[Request, Reply, None]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Concurrent sessions.
+
+    max_in_flight: None: all that have arrived
+    pause_s: idle time before the phase
+    """
+
+    name: str
+    sessions: Iterable[Session]
+    max_in_flight: int | None = None
+    total: int | None = None
+    pause_s: float = 0.0
+
+
+class Workload(Protocol):
+    def phases(self, prompts: Prompts) -> Iterable[Phase]:
+        """Return the phases. Raises ConfigError."""
+
+
+def single(request: Request) -> Session:
+    yield request

@@ -1,0 +1,157 @@
+"""An LLM engine in a child process.
+
+    with Engine(options_for(model, max_model_len=8_192)) as engine:
+        cold = engine.generate(prompt, max_tokens=16)
+
+Used from one thread; for concurrent calls see `openai_server`.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvhold_lab.engines.messages import (
+    EngineOptions,
+    EngineRefusal,
+    EngineStop,
+    Generate,
+    Generated,
+    GeneratedMany,
+    GenerateMany,
+    Operation,
+    Ready,
+    Reply,
+    Reset,
+    ResetPrefixCache,
+    Stopped,
+)
+from kvhold_lab.engines.models import ModelInfo
+from kvhold_lab.engines.process import Child, LoggedProcess
+from kvhold_lab.engines.stepped import bound_environment
+
+_R = TypeVar("_R", Ready, Generated, GeneratedMany, Reset, Stopped)
+_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def is_vllm_available() -> bool:
+    """Return whether vLLM is installed, without loading it."""
+    spec = find_spec("vllm")
+    return spec is not None and spec.origin is not None  # a folder of that name has no origin
+
+
+def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> EngineOptions:
+    """Return options with KV memory for two sequences: one running, one cached.
+
+    others: fields of `EngineOptions`
+    """
+    kv_cache_bytes = others.pop("kv_cache_bytes", 2 * max_model_len * model.kv_bytes_per_token)
+    return EngineOptions(
+        model_path=str(model.path),
+        max_model_len=max_model_len,
+        kv_cache_bytes=kv_cache_bytes,
+        **others,
+    )
+
+
+def binding(num_threads: int) -> dict[str, Any]:
+    """Return options that bind each thread to a core if the engine gets all cores.
+
+    With fewer threads vLLM would bind several engines to the same cores.
+    """
+    return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
+
+
+class Engine(Child):
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        log_path: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        bound = (
+            bound_environment(options.num_threads)
+            if options.own_binding and options.driver == "vllm"
+            else {}
+        )
+        super().__init__(
+            "the engine", log_path=log_path, environment={**bound, **(environment or {})}
+        )
+        self.options = options
+        self.ready: Ready | None = None
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        rules: Mapping[str, Any] | None = None,
+        first_logprobs: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Generated:
+        """Return the greedy output of one prompt. Raises EngineFailed.
+
+        rules: settings for kvhold (vLLM only)
+        """
+        request = Generate(
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=max_tokens,
+            rules=dict(rules or {}),
+            first_logprobs=first_logprobs,
+        )
+        return self._ask(request, Generated, timeout_s)
+
+    def generate_many(
+        self,
+        prompts: list[list[int]],
+        *,
+        max_tokens: int,
+        rules: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+    ) -> GeneratedMany:
+        """Return the greedy outputs of several prompts at once. Raises EngineFailed."""
+        return self._ask(
+            GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})),
+            GeneratedMany,
+            timeout_s,
+        )
+
+    def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
+        """Clear the engine's own KV, or return False. Raises EngineFailed."""
+        return self._ask(ResetPrefixCache(), Reset, timeout_s).done
+
+    def _spawn(self) -> LoggedProcess:
+        argv = [sys.executable, "-m", "kvhold_lab.engines.engine"]
+        return LoggedProcess(
+            self._name, argv, log_path=self._log_path, environment=self._environment, pipes=True
+        )
+
+    def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
+        self.ready = self._ask(self.options, Ready, timeout_s)
+
+    def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
+        self._ask(EngineStop(), Stopped, timeout_s)
+
+    def _ask(self, operation: Operation, kind: type[_R], timeout_s: float) -> _R:
+        process, doing = self._running(), str(operation.__struct_config__.tag)
+        line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
+        try:
+            reply = _decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise process.failure(doing, f"answered with what is no reply: {error}") from error
+        if isinstance(reply, EngineRefusal):
+            raise process.failure(doing, f"refused: {reply.reason}")
+        if not isinstance(reply, kind):
+            raise process.failure(doing, f"answered {reply}")
+        return reply
+
+
+if __name__ == "__main__":
+    from kvhold_lab.engines.engine_child import main
+
+    sys.exit(main())

@@ -1,0 +1,14 @@
+"""A small LLM engine: vLLM's scheduler and KV cache manager, kvhold's connector, and torch models.
+
+    engine = MiniEngine("llama", connector={"node": {"socket": "/run/kvhold.sock"}})
+    engine.add("a", prompt, max_tokens=8)
+    engine.run()                    # {"a": [17, 4, ...]}
+
+A request has the same tokens and KV bytes in every batch, with and without kvhold. There is no
+sampling, LoRA, media, speculation, state model or second worker. Used from one thread.
+"""
+
+from kvhold_lab.mini_engine.config import SHAPES, MiniEngineOptions, ModelShape
+from kvhold_lab.mini_engine.engine import MiniEngine
+
+__all__ = ["SHAPES", "MiniEngine", "MiniEngineOptions", "ModelShape"]

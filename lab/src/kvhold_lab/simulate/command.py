@@ -1,0 +1,166 @@
+"""`kvhold simulate`."""
+
+import json
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+import click
+
+from kvhold.cli.options import Size
+from kvhold.core.errors import ConfigError
+from kvhold.core.sizes import format_size
+from kvhold.sizing.fits import RATIOS, ratio_of
+from kvhold.sizing.model import kv_of, read_settings
+from kvhold_lab.bench.rows import needing
+from kvhold_lab.options import PICTURES, OutputFile
+from kvhold_lab.simulate.report import HEADING, Checked, draw, line, render_check
+from kvhold_lab.simulate.requests import BLOCK_TOKENS
+from kvhold_lab.simulate.trace import read_trace
+
+_POLICIES = ("lru", "lfu", "fifo", "mru", "s3fifo", "arc", "belady")
+_HALVINGS = 6  # from a 64th of all different chunks to all
+_MOST_APART = 0.02
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice(_POLICIES),
+    help="Only these. [default: all]",
+)
+@click.option(
+    "--capacity",
+    "capacities",
+    multiple=True,
+    type=Size(),
+    help="Memory, such as 64GiB. [default: a sweep up to all that is there]",
+)
+@click.option(
+    "--disk",
+    "disks",
+    multiple=True,
+    type=Size(),
+    help="A tier below it, such as 1TiB. [default: none]",
+)
+@click.option(
+    "--chunk-tokens",
+    "chunks",
+    multiple=True,
+    type=click.IntRange(1),
+    help="Tokens in a chunk. [default: a block of the trace]",
+)
+@click.option(
+    "--codec",
+    "codecs",
+    multiple=True,
+    type=click.Choice(list(RATIOS)),
+    help="Of the tier below. [default: raw]",
+)
+@click.option("--bytes-per-token", "token_bytes", type=Size(), help="Of KV; or name a model.")
+@click.option(
+    "--model", default="meta-llama/Llama-3.1-8B", show_default=True, help="As of `kvhold size`."
+)
+@click.option("--dtype", default="auto", show_default=True, help="Of the model's KV.")
+@click.option(
+    "--block-tokens",
+    type=click.IntRange(1),
+    default=BLOCK_TOKENS,
+    show_default=True,
+    help="Tokens that an id of the trace stands for.",
+)
+@click.option(
+    "--requests",
+    "num_requests",
+    type=click.IntRange(1),
+    help="Only the first so many. [default: all]",
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Also serve the trace from a real cache in this process, and compare.",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@click.option(
+    "--plot", type=OutputFile(*PICTURES), help="Draw hit rate over capacity, such as hits.png."
+)
+def command(
+    trace: Path,
+    policies: tuple[str, ...],
+    capacities: tuple[int, ...],
+    disks: tuple[int, ...],
+    chunks: tuple[int, ...],
+    codecs: tuple[str, ...],
+    token_bytes: int | None,
+    model: str,
+    dtype: str,
+    block_tokens: int,
+    num_requests: int | None,
+    check: bool,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Show the hit rates of caches on TRACE, by policy and size.
+
+    A line of TRACE is a JSON object with input_length and hash_ids, as in Mooncake's traces. belady
+    knows the future and is the upper limit. Rows are all combinations of the options.
+    """
+    if codecs and not any(disks):
+        raise click.UsageError(
+            "--codec is that of the tier below memory; say how large it is with --disk"
+        )
+    with needing("'kvhold[lab]'"):
+        from kvhold_lab.simulate.check import SERVED, serve_too
+        from kvhold_lab.simulate.simulation import Setup, SimulatedRow, best_hit_rate, simulate
+    if plot is not None:
+        with needing("'kvhold[lab]'"):
+            import matplotlib  # noqa: F401 - better known now than after the run
+    kv_dtype = "bfloat16"
+    if token_bytes is None:
+        kv = kv_of(read_settings(model), dtype=dtype)
+        token_bytes, kv_dtype = kv.stored_bytes(1), kv.groups[0].dtype
+        for note in kv.notes:
+            click.echo(f"{model}: {note}")
+    if token_bytes < 1:
+        raise ConfigError("bytes_per_token is 0; it must be 1 or more")
+    ratios = {codec: ratio_of(codec, kv_dtype) for codec in codecs or ("raw",)}
+    read = read_trace(trace, block_tokens=block_tokens, num_requests=num_requests)
+    num_tokens = int(read.num_tokens.sum())
+    click.echo(
+        f"{read.num_requests:,} requests, {num_tokens:,} tokens, {token_bytes:,} bytes a token"
+    )
+    rows: list[SimulatedRow] = []
+    checked: list[Checked] = []
+    for tokens_per_chunk in chunks or (block_tokens,):
+        cut = read.cut(tokens_per_chunk)
+        all_bytes = cut.num_ids * tokens_per_chunk * token_bytes
+        most = best_hit_rate(cut, num_tokens)
+        click.echo(
+            f"\nchunks of {tokens_per_chunk} tokens: {cut.chunks.size:,}, of which "
+            f"{cut.num_ids:,} differ ({format_size(all_bytes)}); "
+            f"with all of them kept, {most:.2%} of the tokens are found\n{HEADING}"
+        )
+        sweep = capacities or tuple(all_bytes >> step for step in range(_HALVINGS, -1, -1))
+        for policy, (codec, ratio), disk, capacity in product(
+            policies or _POLICIES, ratios.items(), disks or (0,), sweep
+        ):
+            setup = Setup(policy, capacity, token_bytes, disk, codec, ratio)
+            rows.append(simulate(cut, num_tokens, setup))
+            click.echo(line(rows[-1]))
+            if check and policy in SERVED and setup.ram_chunks(tokens_per_chunk):
+                checked.append(serve_too(cut, num_tokens, setup))
+    if check:
+        click.echo(f"\n{render_check(checked)}")
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if plot is not None:
+        draw(
+            rows,
+            plot,
+            f"{trace.name}: {read.num_requests:,} requests, {token_bytes:,} bytes a token",
+        )
+    if any(abs(one.simulated - one.served) > _MOST_APART for one in checked):
+        raise SystemExit(1)

@@ -1,0 +1,128 @@
+"""Simulate hit rates of planned caches.
+
+Replays requests in order, by the rules in `numba_eviction.py`. There is no time: loads and
+stores are instant.
+"""
+
+import time
+from dataclasses import dataclass
+
+from kvhold_lab.simulate.numba_eviction import Replayed, replay
+from kvhold_lab.simulate.trace import Cut
+
+BOUND = "belady"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One simulated cache.
+
+    disk_bytes: of a tier below memory; 0: none
+    ratio:      its codec's plain bytes / frame bytes
+    """
+
+    policy: str
+    ram_bytes: int
+    token_bytes: int
+    disk_bytes: int = 0
+    codec: str = "raw"
+    ratio: float = 1.0
+
+    def ram_chunks(self, tokens_per_chunk: int) -> int:
+        return self.ram_bytes // (tokens_per_chunk * self.token_bytes)
+
+    def disk_chunks(self, tokens_per_chunk: int) -> int:
+        return int(self.disk_bytes * self.ratio) // (tokens_per_chunk * self.token_bytes)
+
+
+@dataclass(frozen=True)
+class SimulatedRow:
+    """The result of one simulated cache.
+
+    hit_rate:         tokens found / tokens of all prompts
+    request_hit_rate: requests with a chunk found / all
+    bytes_read:       found, in memory size
+    disk_bytes_read, disk_bytes_written: in encoded size
+    events_per_s:     chunks / seconds, in one thread
+    """
+
+    policy: str
+    capacity_bytes: int
+    disk_bytes: int
+    chunk_tokens: int
+    codec: str
+    hit_rate: float
+    request_hit_rate: float
+    ram_hit_rate: float
+    disk_hit_rate: float
+    bytes_read: int
+    bytes_written: int
+    disk_bytes_read: int
+    disk_bytes_written: int
+    evictions: int
+    disk_evictions: int
+    events_per_s: float
+
+
+def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
+    """Replay a trace. num_tokens: of all prompts, partial chunks included
+
+    With two tiers, `belady` takes two replays: one memory of both sizes, and memory alone. Byte
+    counts are the first replay's.
+    """
+    ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
+    begun = time.perf_counter()
+    if setup.policy == BOUND:
+        replayed = replay(cut.chunks, cut.starts, cut.parents, policy=BOUND, capacity=ram + disk)
+    else:
+        replayed = replay(
+            cut.chunks,
+            cut.starts,
+            cut.parents,
+            policy=setup.policy,
+            capacity=ram,
+            lower_capacity=disk,
+        )
+    elapsed_s = time.perf_counter() - begun
+    in_memory = replayed
+    if setup.policy == BOUND and disk:
+        in_memory = replay(cut.chunks, cut.starts, cut.parents, policy=BOUND, capacity=ram)
+    return _row(cut, num_tokens, setup, replayed, in_memory, elapsed_s)
+
+
+def best_hit_rate(cut: Cut, num_tokens: int) -> float:
+    """Return the hit rate without evictions."""
+    replayed = replay(cut.chunks, cut.starts, cut.parents, policy="fifo", capacity=cut.num_ids)
+    return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
+
+
+def _row(
+    cut: Cut,
+    num_tokens: int,
+    setup: Setup,
+    replayed: Replayed,
+    in_memory: Replayed,
+    elapsed_s: float,
+) -> SimulatedRow:
+    chunk_bytes, total = cut.tokens_per_chunk * setup.token_bytes, max(1, num_tokens)
+    found = int(replayed.found.sum())
+    from_ram = int(in_memory.found[:, 0].sum())
+    return SimulatedRow(
+        policy=setup.policy,
+        capacity_bytes=setup.ram_bytes,
+        disk_bytes=setup.disk_bytes,
+        chunk_tokens=cut.tokens_per_chunk,
+        codec=setup.codec,
+        hit_rate=found * cut.tokens_per_chunk / total,
+        request_hit_rate=int((replayed.found.sum(axis=1) > 0).sum())
+        / max(1, replayed.found.shape[0]),
+        ram_hit_rate=from_ram * cut.tokens_per_chunk / total,
+        disk_hit_rate=(found - from_ram) * cut.tokens_per_chunk / total,
+        bytes_read=found * chunk_bytes,
+        bytes_written=replayed.stored * chunk_bytes,
+        disk_bytes_read=int(replayed.promoted * chunk_bytes / setup.ratio),
+        disk_bytes_written=int(replayed.written * chunk_bytes / setup.ratio),
+        evictions=replayed.evicted,
+        disk_evictions=replayed.evicted_below,
+        events_per_s=cut.chunks.size / elapsed_s if elapsed_s else 0.0,
+    )

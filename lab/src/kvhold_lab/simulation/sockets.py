@@ -1,0 +1,286 @@
+"""Sockets of simulated threads: bytes come late, are cut anywhere, and may never come.
+
+    sock = await Network(world).connect("10.0.0.9:7710", loop, host)
+
+As with the kernel, unsent bytes are limited, and a closed socket answers with a reset.
+"""
+
+import asyncio
+import errno
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvhold_lab.simulation.world import World
+
+_FIRST_DESCRIPTOR = 1 << 20  # never a descriptor of this process
+_BACKLOG = 16
+_REFUSED_AFTER_S = 0.3
+
+Touch = Callable[[memoryview, str], None]
+
+
+class SimSocket:
+    """One end of a connection. touch: called for each access to the caller's memory."""
+
+    def __init__(self, network: "Network", loop: Any, touch: Touch | None = None) -> None:
+        self.network = network
+        self.peer: SimSocket
+        self.closed = False
+        self.is_of_server = False
+        self.num_received = 0
+        self._loop = loop
+        self._touch = touch
+        self._fd = network.descriptor(self)
+        self._most_unsent = network.world.random.choice((64, 1_000, 1 << 20))
+        self._out = bytearray()
+        self._in = bytearray()
+        self._moving = self._ended = self._reset = self._eof_sent = False
+
+    def fileno(self) -> int:
+        return -1 if self.closed else self._fd
+
+    def setblocking(self, _: bool) -> None:
+        """Do nothing."""
+
+    def setsockopt(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def sendmsg(self, views: Sequence[memoryview]) -> int:
+        """Send as many bytes as fit.
+
+        Raises BlockingIOError when none fits, OSError when the other end is closed.
+        """
+        self._check()
+        if self.peer.closed:
+            raise BrokenPipeError(errno.EPIPE, "the other end is closed")
+        room = self._most_unsent - len(self._out)
+        if room <= 0:
+            raise BlockingIOError
+        sent = 0
+        for view in views:
+            piece = view[: room - sent]
+            if self._touch is not None:
+                self._touch(piece, "reads from")
+            self._out += piece
+            sent += piece.nbytes
+            if sent == room:
+                break
+        self._move()
+        return sent
+
+    def recv_into(self, view: memoryview) -> int:
+        """Return 0 at the end.
+
+        Raises BlockingIOError when there are no bytes, OSError after a reset.
+        """
+        self._check()
+        if not self._in:
+            if self._ended:
+                return 0
+            raise BlockingIOError
+        size = min(len(self._in), view.nbytes)
+        if size > 1 and self.network.world.random.random() < 0.1:
+            size = 1 + int(self.network.world.random.random() * (size - 1))
+        if self._touch is not None:
+            self._touch(view[:size], "writes to")
+        view[:size] = self._in[:size]
+        del self._in[:size]
+        self.num_received += size
+        return size
+
+    def recv(self, nbytes: int, _flags: int) -> bytes:
+        self._check()
+        if not self._in and not self._ended:
+            raise BlockingIOError
+        return bytes(self._in[:nbytes])
+
+    def close(self) -> None:
+        """Close. Sent bytes still arrive, unless received ones were never read. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._in:
+            self._out.clear()
+            self.network.world.later(self.network.world.delay(0.0003), self.peer.reset)
+        else:
+            self._move()
+
+    @property
+    def readable(self) -> bool:
+        return bool(self._in) or self._ended or self._reset
+
+    @property
+    def writable(self) -> bool:
+        return len(self._out) < self._most_unsent or self._reset or self.peer.closed
+
+    def reset(self) -> None:
+        """Drop the connection, with the bytes on their way."""
+        if not self.closed:
+            self._reset = True
+            self._in.clear()
+            self._notify()
+
+    def _check(self) -> None:
+        if self.closed:
+            raise OSError(errno.EBADF, "closed")
+        if self._reset:
+            raise ConnectionResetError(errno.ECONNRESET, "reset by the other end")
+
+    def _move(self) -> None:
+        if not self._moving:
+            self._moving = True
+            world = self.network.world
+            world.later(world.delay(0.0003, slow=0.005, slow_s=0.8), self._arrive)
+
+    def _arrive(self) -> None:
+        self._moving = False
+        peer, random = self.peer, self.network.world.random
+        if self._out:
+            size = (
+                len(self._out)
+                if random.random() < 0.7
+                else 1 + int(random.random() * len(self._out))
+            )
+            if peer._reset:
+                self._out.clear()
+                return
+            if peer.closed:
+                self._out.clear()
+                self.reset()
+                return
+            peer._in += self._out[:size]
+            del self._out[:size]
+            peer._notify()
+            self._notify()
+        if self._out:
+            self._move()
+        elif self.closed and not self._eof_sent:
+            self._eof_sent = True
+            peer._ended = True
+            peer._notify()
+
+    def _notify(self) -> None:
+        if not self.closed and self._loop is not None:
+            self._loop.look_at(self._fd)
+
+
+class SimListener:
+    def __init__(self, network: "Network", address: str) -> None:
+        self._network = network
+        self._address = address
+        self.waiting: deque[tuple[SimSocket, str]] = deque()
+        self.arrived = asyncio.Event()
+        network.listeners[address] = self
+
+    def close(self) -> None:
+        """Stop listening, and close connections not yet accepted. Idempotent."""
+        if self._network.listeners.get(self._address) is self:
+            del self._network.listeners[self._address]
+        for sock, _ in self.waiting:
+            sock.close()
+        self.waiting.clear()
+
+
+class Network:
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.listeners: dict[str, SimListener] = {}
+        self._sockets = world.sockets
+
+    def descriptor(self, sock: SimSocket) -> int:
+        number = _FIRST_DESCRIPTOR + len(self._sockets)
+        self._sockets[number] = sock
+        return number
+
+    async def connect(
+        self, address: str, loop: Any, host: str, touch: Touch | None = None
+    ) -> SimSocket:
+        """Raises OSError when nothing listens."""
+        await asyncio.sleep(self.world.delay(0.0005, slow=0.02, slow_s=1.5))
+        listener = self.listeners.get(address)
+        if listener is None:
+            await asyncio.sleep(self.world.random.random() * _REFUSED_AFTER_S)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+        if len(listener.waiting) >= _BACKLOG:
+            await asyncio.sleep(1.0)
+            raise TimeoutError("no answer")
+        return self._join(listener, host, SimSocket(self, loop, touch))
+
+    def knock(self, address: str, host: str, loop: Any) -> SimSocket | None:
+        """Connect at once, or return None."""
+        listener = self.listeners.get(address)
+        return (
+            None
+            if listener is None or len(listener.waiting) >= _BACKLOG
+            else self._join(listener, host, SimSocket(self, loop))
+        )
+
+    def _join(self, listener: SimListener, host: str, near: SimSocket) -> SimSocket:
+        far = SimSocket(self, None)
+        near.peer, far.peer = far, near
+        far.is_of_server = True
+        listener.waiting.append((far, host))
+        listener.arrived.set()
+        return near
+
+
+class SocketLoop:
+    world: "World"
+    call_soon: Callable[..., events.Handle]
+
+    def __init__(self) -> None:
+        self._readers: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._writers: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._looked_at: set[int] = set()
+
+    def add_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        self._readers[fd] = callback, args
+        self.look_at(fd)
+
+    def remove_reader(self, fd: int) -> bool:
+        return self._readers.pop(fd, None) is not None
+
+    def add_writer(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
+        self._writers[fd] = callback, args
+        self.look_at(fd)
+
+    def remove_writer(self, fd: int) -> bool:
+        return self._writers.pop(fd, None) is not None
+
+    def look_at(self, fd: int) -> None:
+        """Call the watchers in the loop's next round, if the socket is ready."""
+        if fd not in self._looked_at and self._is_due(fd):
+            self._looked_at.add(fd)
+            self.call_soon(self._tell, fd)
+
+    def _is_due(self, fd: int) -> bool:
+        sock = self.world.sockets[fd]
+        return not sock.closed and (
+            (fd in self._readers and sock.readable) or (fd in self._writers and sock.writable)
+        )
+
+    def _tell(self, fd: int) -> None:
+        self._looked_at.discard(fd)
+        sock = self.world.sockets[fd]
+        for watchers, is_ready in ((self._readers, "readable"), (self._writers, "writable")):
+            if fd in watchers and not sock.closed and getattr(sock, is_ready):
+                callback, args = watchers[fd]
+                callback(*args)
+        self.look_at(fd)
+
+    async def sock_accept(self, listener: SimListener) -> tuple[SimSocket, tuple[str, int]]:
+        """Sometimes raises EMFILE."""
+        while not listener.waiting:
+            listener.arrived.clear()
+            await listener.arrived.wait()
+        if self.world.random.random() < 0.01:
+            raise OSError(errno.EMFILE, "no descriptor left, on purpose")
+        sock, host = listener.waiting.popleft()
+        sock._loop = self
+        return sock, (host, 0)
+
+    def add_signal_handler(self, *_: Any) -> None:
+        """Do nothing."""

@@ -1,0 +1,42 @@
+"""Run seeds in a process, and print lines of JSON.
+
+Usage: PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace]
+"""
+
+import gc
+import json
+import sys
+from typing import Any
+
+from kvhold.node import server
+from kvhold_lab.simulation.run import simulate
+
+_COLLECT_EVERY = 25
+
+
+def main(first: int, count: int, *, trace: bool = False) -> None:
+    sys.unraisablehook = lambda _: None  # for killed processes
+    gc.disable()  # garbage collection must not be part of a history
+    gc.freeze()
+    server._now = lambda: (0.0, 0.0)  # no part of a history, and two system calls a message
+    seeds = operations = 0
+    for seed in range(first, first + count):
+        result = simulate(seed, trace=trace)
+        seeds, operations = seeds + 1, operations + result.operations
+        if trace:
+            print("\n".join(result.history))
+        if result.findings:
+            _say({"finding": {"seed": seed, "what": result.findings}})
+        if seeds % _COLLECT_EVERY == 0:
+            gc.collect()
+            _say({"seeds": seeds, "operations": operations, "digest": result.digest})
+            seeds = operations = 0
+    _say({"seeds": seeds, "operations": operations, "digest": result.digest})
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), trace="--trace" in sys.argv[3:])

@@ -1,0 +1,313 @@
+"""Virtual time and the order of events: one scheduler for all simulated threads.
+
+    loop = world.new_loop("node")
+    loop.create_task(work())
+    world.run(until=lambda: done, most_s=60)
+
+Each thread's loop runs handles in order. Between loops the seed decides, and any loop may stall.
+All randomness comes from `world.random`, so a seed is a whole history.
+"""
+
+import asyncio
+import contextvars
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from kvhold_lab.simulation.descriptors import Descriptors
+from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
+
+_STALL = 0.0008  # chance of a stall before each step of a loop
+_MOST_NOTES = 200_000
+_STEPS_A_LOOK = 20
+
+
+class Handle:
+    """A callback that a loop runs once. It is asyncio's, without the parts that cost time."""
+
+    __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "loop")
+
+    def __init__(
+        self,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        loop: "SimLoop",
+        context: contextvars.Context,
+        when: float = 0.0,
+    ) -> None:
+        self.callback: Callable[..., Any] | None = callback
+        self.args = args
+        self.loop = loop
+        self.context = context
+        self.is_cancelled = False
+        self._when = when
+
+    def run(self) -> None:
+        try:
+            self.context.run(self.callback, *self.args)  # type: ignore[arg-type]
+        except Exception as error:  # noqa: BLE001 - as asyncio does
+            self.loop.call_exception_handler(
+                {"message": f"exception in {self.callback}", "exception": error}
+            )
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self._when
+
+
+class World:
+    def __init__(self, seed: int, *, keep_notes: bool = False) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.now = 0.0
+        self.wall_offset_s = 1_800_000_000.0
+        self.steps = 0
+        self.operations = 0
+        self.findings: list[str] = []
+        self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
+        self._keep_notes = keep_notes
+        self._loops: list[SimLoop] = []
+        self._dead: list[
+            SimLoop
+        ] = []  # kept: their tasks' `finally` clauses must not run during the history
+        self._heap: list[tuple[float, int, SimLoop | None, Handle]] = []
+        self._last = 0
+        self.descriptors = Descriptors()
+        self.sockets: dict[int, SimSocket] = {}
+        self.may_stall = True
+        self._running: SimLoop | None = None
+        self._outside = SimLoop(self, "outside")  # type: ignore[abstract]
+
+    def wall(self) -> float:
+        """Return Unix time, which may jump."""
+        return self.wall_offset_s + self.now
+
+    def note(self, text: str, *values: Any) -> None:
+        if self._keep_notes and len(self.notes) < _MOST_NOTES:
+            self.notes.append((self.now, text, values))
+
+    def find(self, text: str) -> None:
+        self.findings.append(f"{self.now:.6f} {text}")
+        self.note("FINDING %s", text)
+
+    def number(self) -> int:
+        """Return the next number; later events have higher ones."""
+        self._last += 1
+        return self._last
+
+    def new_loop(self, name: str) -> "SimLoop":
+        loop = SimLoop(self, name)  # type: ignore[abstract]  # of asyncio, what the real code uses
+        self._loops.append(loop)
+        return loop
+
+    def kill(self, loop: "SimLoop") -> None:
+        """End a thread without its cleanup."""
+        loop.dead = True
+        loop.ready.clear()
+        self._loops.remove(loop)
+        self._dead.append(loop)
+
+    def stall_one(self, seconds: float) -> None:
+        if self._loops:
+            self.random.choice(self._loops).stall(seconds)
+
+    def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Handle:
+        """Schedule an event outside all threads: network, disk or pool."""
+        handle = Handle(callback, args, self._outside, contextvars.Context())
+        self.schedule(self.now + delay_s, None, handle)
+        return handle
+
+    def schedule(self, at: float, loop: "SimLoop | None", handle: Handle) -> None:
+        heappush(self._heap, (at, self.number(), loop, handle))
+
+    def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
+        """Return a random time: about `usual_s`, with a chance of `slow` up to `slow_s`."""
+        if self.random.random() < slow:
+            return self.random.random() * slow_s
+        return self.random.expovariate(1 / usual_s)
+
+    def run(self, until: Callable[[], bool], *, most_s: float, most_steps: int = 400_000) -> bool:
+        """Return False after `most_s`, or when nothing is left to run."""
+        end = self.now + most_s
+        last_step = self.steps + most_steps
+        try:
+            while not until():
+                for _ in range(_STEPS_A_LOOK):
+                    if (
+                        self.findings
+                        or self.now > end
+                        or self.steps > last_step
+                        or not self._step()
+                    ):
+                        self.enter(None)
+                        return until()
+                self.enter(None)
+            return True
+        finally:
+            self.enter(None)
+
+    def enter(self, loop: "SimLoop | None") -> None:
+        """Make a loop asyncio's running loop. None: the code that runs is outside all threads."""
+        if self._running is not loop:
+            self._running = loop
+            events._set_running_loop(loop)
+
+    def _step(self) -> bool:
+        """Return False when nothing is left to run."""
+        heap, now = self._heap, self.now
+        while heap and heap[0][0] <= now:
+            _, _, loop, handle = heappop(heap)
+            if handle.is_cancelled:
+                continue
+            if loop is None:
+                self.steps += 1
+                self.enter(None)
+                handle.run()
+            elif not loop.dead:
+                loop.ready.append(handle)
+        runnable = [loop for loop in self._loops if loop.ready and loop.stalled_until <= now]
+        if runnable:
+            random = self.random
+            loop = (
+                runnable[0]
+                if len(runnable) == 1
+                else runnable[int(random.random() * len(runnable))]
+            )
+            if self.may_stall and random.random() < _STALL:
+                loop.stall(random.random() ** 4 * 2.0)
+                return True
+            self.steps += 1
+            loop.run_one()
+            return True
+        stalled = [loop.stalled_until for loop in self._loops if loop.ready]
+        if heap and (not stalled or heap[0][0] <= min(stalled)):
+            self.now = heap[0][0]
+        elif stalled:
+            self.now = min(stalled)
+        else:
+            return False
+        return True
+
+    def end(self) -> None:
+        for loop in list(self._loops):
+            self.kill(loop)
+        self._heap.clear()
+
+
+class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
+    """A simulated thread's loop."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__()
+        self.world = world
+        self.name = name
+        self.ready: deque[Handle] = deque()
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.stalled_until = 0.0
+        self.dead = False
+
+    def run_one(self) -> None:
+        handle = self.ready.popleft()
+        if not handle.is_cancelled:
+            self.world.enter(self)
+            handle.run()
+
+    def stall(self, seconds: float) -> None:
+        self.stalled_until = max(self.stalled_until, self.world.now + seconds)
+        self.world.note("%s stands still for %.3f s", self.name, seconds)
+
+    def time(self) -> float:
+        return self.world.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> Handle:
+        """As asyncio's. On a dead loop: nothing."""
+        handle = Handle(callback, args, self, context or contextvars.copy_context())
+        if not self.dead:
+            self.ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> Handle:
+        """As asyncio's."""
+        return self.call_at(self.world.now + max(0.0, delay), callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> Handle:
+        """As asyncio's."""
+        handle = Handle(callback, args, self, context or contextvars.copy_context(), when)
+        if not self.dead:
+            self.world.schedule(when, self, handle)
+        return handle
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> "asyncio.Task[Any]":  # type: ignore[override]
+        task = asyncio.Task(coro, loop=self, **kwargs)
+        self.tasks.append(task)
+        return task
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> "asyncio.Future[Any]":
+        """The work is done in one piece, some time later, and its answer comes some time after
+        that.
+        """
+        future = self.create_future()
+
+        def work() -> None:
+            if self.dead or future.cancelled():
+                return
+            try:
+                result, error = func(*args), None
+            except Exception as raised:  # noqa: BLE001 - whoever awaits the future gets it
+                result, error = None, raised
+            self.world.later(
+                self.world.delay(0.0005, slow=0.01), self.call_soon, deliver, result, error
+            )
+
+        def deliver(result: Any, error: Exception | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.world.later(self.world.delay(0.0005, slow=0.01), work)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Record an uncaught exception as a finding, unless the thread was killed."""
+        if not self.dead:
+            error = context.get("exception")
+            self.world.find(
+                f"{self.name}: {context.get('message')}: {type(error).__name__}: {error}"
+            )
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        self.call_exception_handler(context)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return not self.dead
+
+    def is_closed(self) -> bool:
+        return self.dead

@@ -1,0 +1,185 @@
+"""`kvhold simulate`: its rows, its comparison with a real cache, its picture, and how
+it refuses.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("numba", reason="no numba in this environment")
+
+from kvhold.cli import cli
+from kvhold.core.errors import ConfigError
+from kvhold_lab.simulate import command, numba_eviction
+from tests.lab.simulate.traces import make_trace
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"".join(make_trace(sessions=30, turns=4)))
+    return path
+
+
+def simulate(trace: Path, *arguments: str) -> Result:
+    result = CliRunner().invoke(cli, ["simulate", str(trace), *arguments])
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    return result
+
+
+def rows(trace: Path, *arguments: str) -> list[dict[str, Any]]:
+    result = simulate(trace, *arguments, "--json", str(trace.with_name("rows.json")))
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(trace.with_name("rows.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--json", "nowhere/rows.json", "there is no folder"),
+        ("--plot", "nowhere/hits.png", "there is no folder"),
+        ("--plot", "hits.xyz", "its name must end in one of .png, .svg, .pdf"),
+        ("--json", ".", "is a directory"),
+    ],
+)
+def test_where_nothing_can_be_written_is_known_before_the_run(
+    trace: Path, option: str, name: str, message: str
+) -> None:
+    result = simulate(trace, option, str(trace.parent / name))
+    assert result.exit_code == 2 and message in result.output and "requests" not in result.output
+
+
+def test_what_is_not_counted_of_a_model_is_said(trace: Path) -> None:
+    shown = simulate(
+        trace,
+        "--model",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        "--policy",
+        "lru",
+        "--capacity",
+        "1GiB",
+    ).output
+    assert (
+        "Qwen/Qwen3-Next-80B-A3B-Instruct: 36 layers keep a state, whose size is not known" in shown
+    )
+
+
+def test_a_row_for_each_combination(trace: Path) -> None:
+    found = rows(
+        trace,
+        *(
+            "--policy",
+            "lru",
+            "--policy",
+            "belady",
+            "--capacity",
+            "4GiB",
+            "--capacity",
+            "8GiB",
+            "--disk",
+            "16GiB",
+        ),
+        *(
+            "--chunk-tokens",
+            "256",
+            "--chunk-tokens",
+            "1024",
+            "--codec",
+            "raw",
+            "--codec",
+            "int8",
+            "--bytes-per-token",
+            "131072",
+        ),
+    )
+    names = ("policy", "capacity_bytes", "disk_bytes", "chunk_tokens", "codec")
+    assert len({tuple(row[name] for name in names) for row in found}) == len(found) == 16
+
+
+def test_rates_and_bytes_agree_with_each_other(trace: Path) -> None:
+    for row in rows(trace, "--capacity", "4GiB", "--disk", "8GiB", "--codec", "int8"):
+        assert row["hit_rate"] == pytest.approx(row["ram_hit_rate"] + row["disk_hit_rate"])
+        assert 0 < row["hit_rate"] < 1 and row["hit_rate"] <= row["request_hit_rate"] <= 1
+        assert row["bytes_read"] % (512 * 131_072) == 0
+        assert row["disk_bytes_read"] <= row["bytes_read"] and row["events_per_s"] > 0
+
+
+def test_more_memory_finds_no_less_and_nothing_more_than_the_bound(trace: Path) -> None:
+    found = rows(trace)
+    bound = {row["capacity_bytes"]: row["hit_rate"] for row in found if row["policy"] == "belady"}
+    assert list(bound.values()) == sorted(bound.values())
+    assert all(row["hit_rate"] <= bound[row["capacity_bytes"]] for row in found)
+    assert len({row["hit_rate"] for row in found if row["capacity_bytes"] == max(bound)}) == 1, (
+        "where all fits, policies are alike"
+    )
+
+
+def test_a_model_says_how_large_a_token_is(trace: Path) -> None:
+    [of_name] = rows(
+        trace, "--model", "Qwen/Qwen2.5-7B-Instruct", "--policy", "lru", "--capacity", "1GiB"
+    )
+    [of_bytes] = rows(trace, "--bytes-per-token", "57344", "--policy", "lru", "--capacity", "1GiB")
+    assert of_name | {"events_per_s": 0} == of_bytes | {"events_per_s": 0}
+
+
+def test_a_real_cache_finds_the_same(trace: Path) -> None:
+    shown = simulate(trace, "--check", "--capacity", "8GiB", "--requests", "60")
+    assert shown.exit_code == 0, shown.output
+    table = shown.stdout[shown.stdout.index("real cache") :]
+    assert [line.split()[0] for line in table.splitlines()[1:]] == [
+        "lru",
+        "lfu",
+        "fifo",
+        "mru",
+        "s3fifo",
+    ]
+    assert table.count("the same") == 5
+
+
+def test_a_picture_is_drawn(trace: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = trace.with_suffix(".png")
+    simulate(
+        trace,
+        "--policy",
+        "lru",
+        "--policy",
+        "belady",
+        "--disk",
+        "0",
+        "--disk",
+        "8GiB",
+        "--plot",
+        str(picture),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_policy_that_is_compiled_can_be_named() -> None:
+    assert set(command._POLICIES) == set(numba_eviction.POLICIES)
+
+
+def test_a_codec_without_a_tier_is_a_mistake(trace: Path) -> None:
+    result = simulate(trace, "--codec", "int8")
+    assert result.exit_code == 2
+    assert "say how large it is with --disk" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--chunk-tokens", "100"), "chunk_tokens is 100; it must divide the trace's block of 512"),
+        (("--block-tokens", "16"), r"trace\.jsonl, line 1: hash_ids has .* set block_tokens"),
+        (("--bytes-per-token", "0"), "bytes_per_token is 0"),
+        (("--dtype", "fp8", "--codec", "int8", "--disk", "1GiB"), "for float8_e4m3fn use raw"),
+        (("--model", "nobody/nothing"), "no model of that name is known"),
+    ],
+)
+def test_bad_input_is_named(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(trace, *arguments)
