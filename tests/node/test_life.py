@@ -324,22 +324,25 @@ def test_a_detached_node_listens_where_it_was_told_to_from_where_it_was_started(
         "--ram-bytes",
         "4MiB",
     ]
-    with (tmp_path / "log").open("wb") as log:  # not a pipe: the node keeps it open
-        assert (
-            subprocess.run(
-                command,
-                cwd=tmp_path,
-                env=clean_environ(),
-                stdout=log,
-                stderr=log,
-                timeout=PATIENT_S,
-            ).returncode
-            == 0
-        )
+    done = subprocess.run(  # over pipes: it would not end if the node kept them open
+        command,
+        cwd=tmp_path,
+        env=clean_environ(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"kvhold node ready on {tmp_path}/here.sock: 4.0 MiB in ")
+    assert done.stdout.endswith(f"its log is {tmp_path}/here.log\n")
     with NodeClient(tmp_path / "here.sock", PATIENT) as client:
         pid = client.status()["pid"]
+        open_there = {str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)}
         client.stop_node()
     eventually(lambda: not _runs(pid))
+    assert open_there == {"/dev/null", f"{tmp_path}/here.log"}, "nothing of the terminal"
+    assert "kvhold node ready" in (tmp_path / "here.log").read_text()
 
 
 def test_a_detached_node_that_cannot_start_says_so_with_its_exit_status(tmp_path: Path) -> None:

@@ -1,32 +1,23 @@
 """`kvhold serve`."""
 
 import asyncio
-import logging
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvhold.cli.detached import default_log, go_on_detached
 from kvhold.cli.tier_urls import check_no_secrets
-from kvhold.core.config import Config, load_config
-from kvhold.core.errors import NodeError
+from kvhold.core.config import load_config
 from kvhold.core.sizes import format_size
-from kvhold.memory.arena import default_arena_bytes
 from kvhold.net.central import CENTRAL_VERSION
 from kvhold.net.messages import PROTOCOL_VERSION
 from kvhold.node.central import Central
-from kvhold.node.host import belong_to_host, raise_priority
-from kvhold.node.logs import write_log
 from kvhold.node.paths import socket_path
 from kvhold.node.pauses import avoid_pauses
 from kvhold.node.server import Node
-from kvhold.node.watcher import restart_when_killed, wait_for_room
-
-log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -76,7 +67,7 @@ log = logging.getLogger(__name__)
 @click.option(
     "--log-file",
     type=click.Path(path_type=Path),
-    help="With --detach: log to this file, which is rotated, not to standard error.",
+    help="With --detach: log to this file, which is rotated. [default: beside the socket]",
 )
 @click.option("--restart", is_flag=True, help="With --detach: start it again when it was killed.")
 @click.option(
@@ -122,83 +113,31 @@ def command(
     if not config.listen.address:
         here = socket_path(config.node.socket)  # before a detached node changes its folder
         config = replace(config, node=replace(config.node, socket=str(here)))
-    log_file = log_file.absolute() if log_file is not None else None
-    release = None
+    say: Callable[[str], None] = click.echo
     if detach:
-        config, release = _detach(config, log_file, restart=restart and not config.listen.address)
+        is_central = bool(config.listen.address)
+        file = log_file.absolute() if log_file is not None else default_log(config)
+        config, say = go_on_detached(config, file, restart=restart and not is_central)
     avoid_pauses()
     if config.listen.address:
-        asyncio.run(
-            Central(config).serve(on_ready=lambda central: _announce_central(central, release))
-        )
+        asyncio.run(Central(config).serve(on_ready=lambda central: say(_central_line(central))))
     else:
         asyncio.run(
-            Node(config, idle_exit_s=idle_exit_s).serve(
-                on_ready=lambda node: _announce(node, release)
-            )
+            Node(config, idle_exit_s=idle_exit_s).serve(on_ready=lambda node: say(_node_line(node)))
         )
 
 
-def _detach(
-    config: Config, log_file: Path | None, *, restart: bool
-) -> tuple[Config, Callable[[], None]]:
-    """Continue in a child process that belongs to the host (`node/host.py`).
-
-    It has no parent: some engines kill all their descendants. Returns settings, and a function that
-    ends the caller's process, to call when the node listens.
-    """
-    ready, say = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(say)
-        if os.read(ready, 1):
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        os._exit(max(1, os.waitstatus_to_exitcode(status)))
-    os.setsid()
-    belong_to_host(keep=(say,))
-    raise_priority(config.node.nice)
-    killed = False
-    if restart:
-        # a restarted node is no smaller
-        config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())
-        try:
-            killed = restart_when_killed(Path(config.node.socket))
-        except OSError as error:
-            raise NodeError(f"node.socket: {error}") from None
-    if log_file is not None:
-        try:
-            write_log(log_file, max_bytes=config.node.log_bytes, files=config.node.log_files)
-        except OSError as error:
-            raise NodeError(f"--log-file {log_file}: {error}") from None
-
-    if killed:
-        log.warning("the node on %s was killed: starting it again", config.node.socket)
-        wait_for_room(config, config.ram_bytes)
-
-    def release() -> None:
-        with suppress(BrokenPipeError):  # a restart: the first caller has ended
-            os.write(say, b"1")
-        os.close(say)
-
-    return config, release
-
-
-def _announce_central(central: Central, release: Callable[[], None] | None) -> None:
+def _central_line(central: Central) -> str:
     size = format_size(central.central_store.arena.nbytes)
-    click.echo(
+    return (
         f"kvhold central cache ready on {central.host}:{central.port}: {size}, protocol "
         f"{CENTRAL_VERSION}"
     )
-    if release is not None:
-        release()
 
 
-def _announce(node: Node, release: Callable[[], None] | None) -> None:
+def _node_line(node: Node) -> str:
     pages = "huge" if node.arena.huge else "normal"
-    click.echo(
+    return (
         f"kvhold node ready on {node.path}: {format_size(node.arena.nbytes)} in {pages} "
         f"pages, protocol {PROTOCOL_VERSION}"
     )
-    if release is not None:
-        release()

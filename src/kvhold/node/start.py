@@ -215,7 +215,12 @@ def _as_environ(settings: Any, prefix: str = "KVHOLD_") -> dict[str, str]:
 
 
 def _told(path: Path, start: int) -> str:
+    tail = log_tail(path, start)
+    return f"its log {path} ends with: {tail}" if tail else f"its log {path} is empty"
+
+
+def log_tail(path: Path, start: int) -> str:
+    """Return the end of what a log has from byte `start` on. Raises OSError."""
     with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
-        tail = file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-    return f"its log {path} ends with: {tail}" if tail else f"its log {path} is empty"
+        return file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

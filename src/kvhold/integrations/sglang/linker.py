@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -36,6 +37,7 @@ from kvhold.integrations.sglang.names import PagePart, check_keys, engine_of, na
 from kvhold.integrations.sglang.page_store import PageStore
 from kvhold.integrations.sglang.pools import Int64s, device_pages
 from kvhold.integrations.sglang.settings import linker_settings
+from kvhold.integrations.versions import warn_if_untested
 from kvhold.memory.copier import Copier, Mark, Piece, wait_for
 from kvhold.memory.device import proven_copier_for
 from kvhold.memory.placement import place_own_threads, place_this_thread
@@ -75,6 +77,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         forward_stream: Any = None,
     ) -> None:
         """Raises ConfigError, NodeError, CapacityError, LayoutError for an unsupported engine."""
+        warn_if_untested("SGLang", sglang.__version__)
         settings = linker_settings(extra_config)
         self.forward_stream = forward_stream
         if set(components) != {ComponentType.FULL}:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -24,6 +25,7 @@ from kvhold.integrations.sglang.names import PagePart, check_keys, engine_of, na
 from kvhold.integrations.sglang.page_store import Copy, PageStore
 from kvhold.integrations.sglang.pools import Pages, host_pages
 from kvhold.integrations.sglang.settings import storage_settings
+from kvhold.integrations.versions import warn_if_untested
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
     ) -> None:
         """Raises ConfigError, LayoutError, NodeError or CapacityError."""
+        warn_if_untested("SGLang", sglang.__version__)
         self._storage_config = storage_config
         settings = storage_settings(storage_config.extra_config)
         self._config = settings.config

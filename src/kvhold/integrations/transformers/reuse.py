@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import DynamicCache, GenerationConfig
 
 from kvhold.core.api import ABSENT, Cache, Lease
@@ -24,6 +25,7 @@ from kvhold.core.rules import RequestRules, check_tags, request_rules
 from kvhold.integrations.transformers.calls import AsIs, GenerateCall, forward_call, generate_call
 from kvhold.integrations.transformers.geometry import CacheGeometry, geometry_of
 from kvhold.integrations.transformers.identity import Identity
+from kvhold.integrations.versions import warn_if_untested
 from kvhold.memory.copier import Copier, Piece, Transfer, wait_for
 from kvhold.memory.copy import warm_up
 from kvhold.memory.device import proven_copier_for
@@ -98,6 +100,7 @@ class Reuse:
 
         Raises LayoutError for an unproven model, ConfigError for unreadable weights.
         """
+        warn_if_untested("transformers", transformers.__version__)
         config = config or load_config()
         if config.memory_codec != "none":
             raise ConfigError(

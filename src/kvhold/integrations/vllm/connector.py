@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvhold.core.config import load_config
 from kvhold.core.errors import LayoutError
+from kvhold.integrations.versions import warn_if_untested
 from kvhold.integrations.vllm.drafts import draft_limit
 from kvhold.integrations.vllm.events import describer_of, with_events
 from kvhold.integrations.vllm.geometry import (
@@ -61,6 +63,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises LayoutError for an unsupported set-up, ConfigError, NodeError."""
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
+        warn_if_untested("vLLM", vllm.__version__)
         transfer = vllm_config.kv_transfer_config
         # vLLM's default fails the request; vLLM reads this later
         transfer.kv_load_failure_policy = "recompute"

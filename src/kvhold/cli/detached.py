@@ -1,0 +1,111 @@
+"""`kvhold serve --detach`: the node goes on in the background, and the terminal is left alone.
+
+    config, say = go_on_detached(config, log_file, restart=True)  # in the child process
+    say("kvhold node ready ...")                                  # the caller prints it, and ends
+
+The node reads nothing from the terminal and writes to its log only. If it cannot start, the
+caller's process prints the end of the log and ends with the node's exit status.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from kvhold.core.config import Config
+from kvhold.core.errors import NodeError
+from kvhold.memory.arena import default_arena_bytes
+from kvhold.node.host import belong_to_host, raise_priority
+from kvhold.node.logs import write_log
+from kvhold.node.paths import default_socket, prepare_folder
+from kvhold.node.start import log_tail
+from kvhold.node.watcher import restart_when_killed, wait_for_room
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 4096  # of the line that says that it is ready
+
+
+def default_log(config: Config) -> Path:
+    """Return the log file beside the node's socket; of a central cache: in that folder.
+
+    Raises NodeError for a folder that cannot be used.
+    """
+    if config.listen.address:
+        port = config.listen.address.rpartition(":")[2]
+        path = default_socket().with_name(f"central-{port}.log")
+    else:
+        path = Path(config.node.socket).with_suffix(".log")
+    prepare_folder(path, any_owner=config.node.any_owner)
+    return path
+
+
+def go_on_detached(
+    config: Config, log_file: Path, *, restart: bool
+) -> tuple[Config, Callable[[str], None]]:
+    """Continue in a child process that belongs to the host (`node/host.py`).
+
+    It has no parent: some engines kill all their descendants. Returns settings, and a function that
+    sends a line to the caller's process, which prints it and ends.
+
+    Raises NodeError.
+    """
+    ready, line = os.pipe()
+    start = log_file.stat().st_size if log_file.is_file() else 0
+    child = os.fork()
+    if child:
+        os.close(line)
+        _wait(child, ready, log_file, start)
+    os.setsid()
+    belong_to_host(keep=(line,))
+    raise_priority(config.node.nice)
+    killed = False
+    if restart:
+        # a restarted node is no smaller
+        config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())
+        try:
+            killed = restart_when_killed(Path(config.node.socket))
+        except OSError as error:
+            raise NodeError(f"node.socket: {error}") from None
+    try:
+        write_log(log_file, max_bytes=config.node.log_bytes, files=config.node.log_files)
+    except OSError as error:
+        raise NodeError(f"--log-file {log_file}: {error}") from None
+    _read_nothing()
+
+    if killed:
+        log.warning("the node on %s was killed: starting it again", config.node.socket)
+        wait_for_room(config, config.ram_bytes)
+
+    def say(text: str) -> None:
+        click.echo(text)
+        with suppress(BrokenPipeError):  # a restart: the first caller has ended
+            os.write(line, f"{text[:_MOST_BYTES]}\n".encode())
+        os.close(line)
+
+    return config, say
+
+
+def _wait(child: int, ready: int, log_file: Path, start: int) -> None:
+    """Print what the child says, and end this process."""
+    if text := os.read(ready, 2 * _MOST_BYTES).decode(errors="replace"):
+        sys.stdout.write(f"{text}its log is {log_file}\n")
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    with suppress(OSError):  # the log could not be written, which the child has said
+        if tail := log_tail(log_file, start):
+            sys.stderr.write(f"{tail}\n")
+            sys.stderr.flush()
+    os._exit(max(1, os.waitstatus_to_exitcode(status)))
+
+
+def _read_nothing() -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

@@ -1,0 +1,30 @@
+"""The engines' versions that kvhold is tested with, and a warning for any other."""
+
+import logging
+
+log = logging.getLogger(__name__)
+
+TESTED = {"vLLM": ("0.32",), "SGLang": ("0.5.23",), "transformers": ("5.19",)}
+"""Versions by engine. A version stands for all that continue it."""
+
+_said: set[str] = set()
+
+
+def is_tested(engine: str, version: str) -> bool:
+    """engine: a key of TESTED"""
+    parts = version.partition("+")[0].split(".")
+    return any(parts[: tested.count(".") + 1] == tested.split(".") for tested in TESTED[engine])
+
+
+def warn_if_untested(engine: str, version: str) -> None:
+    """Log once per engine and process that its version is not one of the tested ones."""
+    if is_tested(engine, version) or engine in _said:
+        return
+    _said.add(engine)
+    log.warning(
+        "kvhold: %s %s is not a tested version (%s is). An unknown setting gives its KV another "
+        "name. Before you rely on it, run: kvhold verify",
+        engine,
+        version,
+        ", ".join(TESTED[engine]),
+    )
