@@ -14,6 +14,7 @@ import click
 from kvhold_lab.bench.compare.command import command as compare
 from kvhold_lab.bench.compare_engines.command import command as compare_engines
 from kvhold_lab.bench.gpu.command import command as gpu
+from kvhold_lab.bench.history import command as history
 from kvhold_lab.bench.load.command import command as load
 from kvhold_lab.bench.planner.command import command as planner
 from kvhold_lab.bench.quality.command import command as quality
@@ -315,6 +316,7 @@ def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> 
 command.add_command(compare, "compare")
 command.add_command(compare_engines, "compare-engines")
 command.add_command(gpu, "gpu")
+command.add_command(history, "history")
 command.add_command(load, "load")
 command.add_command(planner, "planner")
 command.add_command(quality, "quality")

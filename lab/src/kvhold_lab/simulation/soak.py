@@ -101,16 +101,20 @@ def trace(seed: int) -> int:
 
 
 def run_mutations(
-    most_seeds: int, *, names: tuple[str, ...] = (), tell: Callable[[str], None] = lambda _: None
+    most_seeds: int,
+    first: int = 1,
+    *,
+    names: tuple[str, ...] = (),
+    tell: Callable[[str], None] = lambda _: None,
 ) -> MutationsResult:
-    """Apply each mutation to a copy of the code, and simulate until a seed finds it.
+    """Apply each mutation to a copy of the code, and simulate from a seed on until one finds it.
 
     Raises PatchError, SimulationError.
     """
     patches = [path for path in mutations() if not names or path.stem in names]
 
     def find(patch: Path) -> MutationRow:
-        row = _find_mutation(patch, most_seeds)
+        row = _find_mutation(patch, first, most_seeds)
         tell(
             f"{row.mutation}: "
             f"{f'found by seed {row.seed}: {row.what}' if row.found else 'not found'}"
@@ -121,7 +125,7 @@ def run_mutations(
         return MutationsResult(list(pool.map(find, patches)))
 
 
-def _find_mutation(patch: Path, most_seeds: int) -> MutationRow:
+def _find_mutation(patch: Path, first: int, most_seeds: int) -> MutationRow:
     with tempfile.TemporaryDirectory(prefix="kvhold-mutation-") as folder:
         shutil.copytree(
             _source() / "kvhold",
@@ -129,7 +133,7 @@ def _find_mutation(patch: Path, most_seeds: int) -> MutationRow:
             ignore=shutil.ignore_patterns("__pycache__"),
         )
         apply(patch, Path(folder))
-        for line in _lines(Path(folder), 1, most_seeds, until_found=True):
+        for line in _lines(Path(folder), first, most_seeds, until_found=True):
             if "finding" in line:
                 return MutationRow(
                     patch.stem, True, line["finding"]["seed"], line["finding"]["what"][0][:200]

@@ -117,7 +117,7 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
     "--seeds",
     default=2_000,
     show_default=True,
-    help="How many; with --mutations, the most for each.",
+    help="How many; with --mutations, the most for each, from --first on.",
 )
 @click.option("--first", default=1, show_default=True, help="The first seed.")
 @click.option(
@@ -149,7 +149,7 @@ def simulation(
     if trace:
         raise SystemExit(soak.trace(first))
     if mutations:
-        _report(lambda: soak.run_mutations(seeds, names=names, tell=tell), json_file)
+        _report(lambda: soak.run_mutations(seeds, first, names=names, tell=tell), json_file)
     else:
         _report(lambda: soak.run(seeds, first, tell=tell), json_file)
 
