@@ -11,31 +11,29 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from kvhold_lab.engines.messages import (
     EngineOptions,
-    EngineRefusal,
-    EngineStop,
     Generate,
     Generated,
     GeneratedMany,
     GenerateMany,
-    Operation,
     Ready,
-    Reply,
-    Reset,
-    ResetPrefixCache,
-    Stopped,
 )
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.process import Child, LoggedProcess
+from kvhold_lab.engines.protocol import (
+    ChildOperation,
+    EngineRefused,
+    PrefixCacheReset,
+    Reply,
+    ResetPrefixCache,
+    StopEngine,
+    Stopped,
+    ask,
+)
 from kvhold_lab.engines.stepped import bound_environment
-
-_R = TypeVar("_R", Ready, Generated, GeneratedMany, Reset, Stopped)
-_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 def is_vllm_available() -> bool:
@@ -123,7 +121,7 @@ class Engine(Child):
 
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
         """Clear the engine's own KV, or return False. Raises EngineFailed."""
-        return self._ask(ResetPrefixCache(), Reset, timeout_s).done
+        return self._ask(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
     def _spawn(self) -> LoggedProcess:
         argv = [sys.executable, "-m", "kvhold_lab.engines.engine"]
@@ -135,20 +133,15 @@ class Engine(Child):
         self.ready = self._ask(self.options, Ready, timeout_s)
 
     def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
-        self._ask(EngineStop(), Stopped, timeout_s)
+        self._ask(StopEngine(), Stopped, timeout_s)
 
-    def _ask(self, operation: Operation, kind: type[_R], timeout_s: float) -> _R:
-        process, doing = self._running(), str(operation.__struct_config__.tag)
-        line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
+    def _ask(self, operation: ChildOperation, kind: type[Reply], timeout_s: float) -> Reply:
+        process = self._running()
         try:
-            reply = _decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise process.failure(doing, f"answered with what is no reply: {error}") from error
-        if isinstance(reply, EngineRefusal):
-            raise process.failure(doing, f"refused: {reply.reason}")
-        if not isinstance(reply, kind):
-            raise process.failure(doing, f"answered {reply}")
-        return reply
+            return ask(process, operation, kind, timeout_s=timeout_s)
+        except EngineRefused as error:
+            doing = str(operation.__struct_config__.tag)
+            raise process.failure(doing, f"refused: {error}") from error
 
 
 if __name__ == "__main__":

@@ -1,35 +1,24 @@
-"""The child's side of `kvhold_lab.engines.engine`: JSON lines in, JSON lines out.
+"""The child's side of `kvhold_lab.engines.engine`. A refused start ends it."""
 
-One thread. The pipes move to other descriptors, so that an engine may print anything, and its
-children inherit no pipe.
-"""
-
-import faulthandler
-import logging
-import os
-import signal
-import sys
-from typing import BinaryIO, Protocol
-
-import msgspec
+from typing import Protocol
 
 from kvhold_lab.engines.messages import (
     EngineOptions,
-    EngineRefusal,
-    EngineStop,
     Generate,
     Generated,
     GeneratedMany,
     GenerateMany,
     Operation,
     Ready,
-    Reply,
-    Reset,
-    ResetPrefixCache,
-    Stopped,
 )
-
-_log = logging.getLogger(__name__)
+from kvhold_lab.engines.protocol import (
+    ChildReply,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    StopEngine,
+    Stopped,
+    serve,
+)
 
 
 class EngineDriver(Protocol):
@@ -50,31 +39,36 @@ class EngineDriver(Protocol):
 
 
 def main() -> int:
-    operations, replies = take_pipes()
-    faulthandler.register(signal.SIGUSR1)
-    lines = msgspec.json.Decoder(Operation)
-    driver: EngineDriver | None = None
-    for line in operations:
-        try:
-            operation = lines.decode(line)
-            if isinstance(operation, EngineOptions):
-                driver = _start(operation)
-                reply: Reply = driver.ready()
-            elif driver is None:
-                reply = EngineRefusal(reason="the first operation must be start")
-            else:
-                reply = _run(driver, operation)
-        # the parent gets the reason, the log the traceback
-        except Exception as error:  # noqa: BLE001
-            _log.exception("operation failed")
-            reply = EngineRefusal(reason=f"{type(error).__name__}: {error}")
-        replies.write(msgspec.json.encode(reply) + b"\n")
-        replies.flush()
-        if isinstance(reply, Stopped) or driver is None:
-            return 0 if driver is not None else 1
-    if driver is not None:
-        driver.close()
-    return 0
+    child = _Child()
+    serve(Operation, child.do, is_last=lambda _: child.driver is None)
+    if child.driver is not None:  # the parent has left
+        child.driver.close()
+    return 0 if child.was_started else 1
+
+
+class _Child:
+    def __init__(self) -> None:
+        self.driver: EngineDriver | None = None
+        self.was_started = False
+
+    def do(self, operation: Operation) -> ChildReply:
+        if isinstance(operation, EngineOptions):
+            assert self.driver is None, "started already"
+            self.driver = _start(operation)
+            self.was_started = True
+            return self.driver.ready()
+        assert self.driver is not None, "the first operation must be start"
+        match operation:
+            case Generate():
+                return self.driver.generate(operation)
+            case GenerateMany():
+                return self.driver.generate_many(operation)
+            case ResetPrefixCache():
+                return PrefixCacheReset(done=self.driver.reset_prefix_cache())
+            case StopEngine():
+                driver, self.driver = self.driver, None
+                driver.close()
+                return Stopped()
 
 
 def _start(options: EngineOptions) -> EngineDriver:
@@ -85,29 +79,3 @@ def _start(options: EngineOptions) -> EngineDriver:
     from kvhold_lab.engines.transformers_engine import TransformersDriver
 
     return TransformersDriver(options)
-
-
-def _run(driver: EngineDriver, operation: Operation) -> Reply:
-    match operation:
-        case Generate():
-            return driver.generate(operation)
-        case GenerateMany():
-            return driver.generate_many(operation)
-        case ResetPrefixCache():
-            return Reset(done=driver.reset_prefix_cache())
-        case EngineStop():
-            driver.close()
-            return Stopped()
-        case EngineOptions():
-            return EngineRefusal(reason="started already")
-
-
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return stdin and stdout on other descriptors. The standard ones become empty and the log."""
-    operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    return operations, replies

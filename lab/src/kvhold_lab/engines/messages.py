@@ -1,29 +1,21 @@
-"""Messages between the demo and an engine's child process: one JSON object a line.
-
-A refused start ends the engine.
-"""
+"""Operations and replies of an engine in a child process (`protocol.py`)."""
 
 import os
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from kvhold_lab.engines.protocol import (
+    ChildOperation,
+    ChildReply,
+    ResetPrefixCache,
+    StopEngine,
+)
+
 DriverName = Literal["vllm", "transformers"]
 
 
-class _Operation(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True
-):
-    pass
-
-
-class _Reply(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True
-):
-    pass
-
-
-class EngineOptions(_Operation, frozen=True, kw_only=True, tag="start"):
+class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
     """How to start; None leaves a choice to the driver."""
 
     model_path: str
@@ -40,39 +32,31 @@ class EngineOptions(_Operation, frozen=True, kw_only=True, tag="start"):
     own_binding: bool = False  # bind each thread to a core (vLLM only)
 
 
-class Generate(_Operation, frozen=True, kw_only=True, tag="generate"):
+class Generate(ChildOperation, frozen=True, kw_only=True, tag="generate"):
     """Decode one prompt greedily, past any end-of-text token."""
 
     prompt_token_ids: list[int]
     max_tokens: int
-    rules: dict[str, Any] = {}
+    rules: dict[str, Any] = msgspec.field(default_factory=dict)
     first_logprobs: bool = False  # vLLM only
 
 
-class GenerateMany(_Operation, frozen=True, kw_only=True, tag="generate_many"):
+class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many"):
     """Decode prompts greedily, together."""
 
     prompts: list[list[int]]
     max_tokens: int
-    rules: dict[str, Any] = {}
+    rules: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class ResetPrefixCache(_Operation, frozen=True, kw_only=True, tag="reset_prefix_cache"):
-    """Clear the engine's own KV; the connector's stays."""
-
-
-class EngineStop(_Operation, frozen=True, kw_only=True, tag="stop"):
-    """Shut down in order, connector included."""
-
-
-class Ready(_Reply, frozen=True, kw_only=True, tag="ready"):
+class Ready(ChildReply, frozen=True, kw_only=True, tag="ready"):
     """Started and warmed up."""
 
     tokens_per_block: int
     num_blocks: int
 
 
-class Generated(_Reply, frozen=True, kw_only=True, tag="generated"):
+class Generated(ChildReply, frozen=True, kw_only=True, tag="generated"):
     """One output. Times are taken in the engine's process, without transport."""
 
     # to the end of the step that made the first token
@@ -80,29 +64,13 @@ class Generated(_Reply, frozen=True, kw_only=True, tag="generated"):
     total_s: float
     token_ids: list[int]
     num_cached_tokens: int
-    first_logprobs: list[float] = []  # for the whole vocabulary, in order
+    # for the whole vocabulary, in order
+    first_logprobs: list[float] = msgspec.field(default_factory=list)
 
 
-class GeneratedMany(_Reply, frozen=True, kw_only=True, tag="generated_many"):
+class GeneratedMany(ChildReply, frozen=True, kw_only=True, tag="generated_many"):
     token_ids: list[list[int]]
     num_cached_tokens: list[int]
 
 
-class Reset(_Reply, frozen=True, kw_only=True, tag="reset"):
-    """done: False if running requests prevented it."""
-
-    done: bool
-
-
-class Stopped(_Reply, frozen=True, kw_only=True, tag="stopped"):
-    """The engine's last message."""
-
-
-class EngineRefusal(_Reply, frozen=True, kw_only=True, tag="refused"):
-    """Failure. The traceback is in the engine's log."""
-
-    reason: str
-
-
-Operation: TypeAlias = EngineOptions | Generate | GenerateMany | ResetPrefixCache | EngineStop
-Reply: TypeAlias = Ready | Generated | GeneratedMany | Reset | Stopped | EngineRefusal
+Operation: TypeAlias = EngineOptions | Generate | GenerateMany | ResetPrefixCache | StopEngine

@@ -7,46 +7,20 @@ failure the next engine gets a new child. Used from one thread.
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-import msgspec
-
-from kvhold_lab.engines.process import EngineFailed, LoggedProcess
-from kvhold_lab.engines.stepped import environment_for
-from kvhold_lab.verify.messages import (
-    Answered,
-    Ask,
-    Operation,
+from kvhold_lab.engines.process import LoggedProcess
+from kvhold_lab.engines.protocol import (
+    ChildOperation,
+    PrefixCacheReset,
     Reply,
-    Serve,
-    Start,
-    Started,
-    VerifyDone,
-    VerifyRefused,
-    VerifyReset,
-    VerifyServed,
-    VerifyStop,
+    ResetPrefixCache,
+    StopEngine,
+    Stopped,
+    ask,
 )
-
-_R = TypeVar("_R", Started, Answered, VerifyServed, VerifyDone)
-_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-_REFUSAL = "LayoutError: "
-_SEARCHED_BYTES = 1 << 20  # of the log; vLLM prints many stacks after a worker's
-
-
-class EngineRefused(EngineFailed):
-    """The engine refused. by_kvhold: the connector does not support this set-up."""
-
-    def __init__(self, refused: VerifyRefused, log: str, log_tail: str) -> None:
-        reason = f"{refused.kind}: {refused.reason}"
-        told_in_log = [
-            line[line.index(_REFUSAL) :] for line in log.splitlines() if _REFUSAL in line
-        ]
-        if not refused.by_kvhold and told_in_log:
-            reason = told_in_log[0]  # the engine itself only says that its worker died
-        super().__init__(reason)
-        self.by_kvhold = refused.by_kvhold or bool(told_in_log)
-        self.log_tail = log_tail
+from kvhold_lab.engines.stepped import environment_for
+from kvhold_lab.verify.messages import Answered, Ask, Serve, Start, Started, VerifyServed
 
 
 class Engines:
@@ -74,10 +48,10 @@ class Engines:
         return self._ask(arrivals, VerifyServed)
 
     def reset(self) -> None:
-        self._ask(VerifyReset(), VerifyDone)
+        self._ask(ResetPrefixCache(), PrefixCacheReset)
 
     def stop(self) -> None:
-        self._ask(VerifyStop(), VerifyDone)
+        self._ask(StopEngine(), Stopped)
 
     def close(self) -> None:
         """End the process at once."""
@@ -96,23 +70,10 @@ class Engines:
     ) -> None:
         self.close()
 
-    def _ask(self, operation: Operation, kind: type[_R]) -> _R:
+    def _ask(self, operation: ChildOperation, kind: type[Reply]) -> Reply:
         assert self._process is not None, "start an engine first"
         try:
-            return self._answer(self._process, operation, kind)
+            return ask(self._process, operation, kind, timeout_s=self._timeout_s)
         except BaseException:
             self.close()
             raise
-
-    def _answer(self, process: LoggedProcess, operation: Operation, kind: type[_R]) -> _R:
-        doing = str(operation.__struct_config__.tag)
-        line = process.ask(msgspec.json.encode(operation), doing, self._timeout_s)
-        try:
-            reply = _decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise process.failure(doing, f"answered with what is no reply: {error}") from error
-        if isinstance(reply, VerifyRefused):
-            raise EngineRefused(reply, process.log_tail(_SEARCHED_BYTES), process.log_tail())
-        if not isinstance(reply, kind):
-            raise process.failure(doing, f"answered {reply}")
-        return reply

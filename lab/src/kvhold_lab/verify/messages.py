@@ -1,8 +1,15 @@
-"""Messages between the command and an engine's child process: one JSON object a line."""
+"""Operations and replies of an engine that `kvhold verify` starts (`engines/protocol.py`)."""
 
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+from kvhold_lab.engines.protocol import (
+    ChildOperation,
+    ChildReply,
+    ResetPrefixCache,
+    StopEngine,
+)
 
 Stage = Literal["arrived", "waiting", "loading", "prefill", "decode", "preempted"]
 STAGES: tuple[Stage, ...] = (
@@ -15,18 +22,6 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
-class _Operation(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True
-):
-    pass
-
-
-class _Reply(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True
-):
-    pass
-
-
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request. tokens: the prompt, or the text after its images; images: seeds."""
 
@@ -35,14 +30,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     images: list[int] = []
 
 
-class Start(_Operation, frozen=True, kw_only=True, tag="start"):
+class Start(ChildOperation, frozen=True, kw_only=True, tag="start"):
     """Start an engine. adapters: folders of LoRA adapters."""
 
     engine: dict[str, Any]
-    adapters: list[str] = []
+    adapters: list[str] = msgspec.field(default_factory=list)
 
 
-class Ask(_Operation, frozen=True, kw_only=True, tag="ask"):
+class Ask(ChildOperation, frozen=True, kw_only=True, tag="ask"):
     """Decode a batch greedily, past any end-of-text token.
 
     choices: report the two best logits of each token; needs `logprobs_mode` "raw_logits"
@@ -67,23 +62,15 @@ class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     abort: Stage | None = None
     abort_after: int = 0
     salt: str = ""
-    rules: dict[str, Any] = {}
+    rules: dict[str, Any] = msgspec.field(default_factory=dict)
     priority: int = 0
 
 
-class Serve(_Operation, frozen=True, kw_only=True, tag="serve"):
+class Serve(ChildOperation, frozen=True, kw_only=True, tag="serve"):
     """Decode greedily requests that arrive while others run."""
 
     arrivals: list[VerifyArrival]
     margins: bool = False
-
-
-class VerifyReset(_Operation, frozen=True, kw_only=True, tag="reset"):
-    """Clear the engine's own KV; the connector's stays."""
-
-
-class VerifyStop(_Operation, frozen=True, kw_only=True, tag="stop"):
-    """Shut the engine down, connector included."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +80,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     logits: tuple[float, float]
 
 
-class Started(_Reply, frozen=True, kw_only=True, tag="started"):
+class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
     """The settings that vLLM derived from the arguments.
 
     block_sizes: tokens a block, by KV cache group; a recurrent group's does not limit prompts
@@ -112,17 +99,17 @@ class Started(_Reply, frozen=True, kw_only=True, tag="started"):
     dtype: str
 
 
-class Answered(_Reply, frozen=True, kw_only=True, tag="answered"):
+class Answered(ChildReply, frozen=True, kw_only=True, tag="answered"):
     """Outputs in order. cached: prompt tokens not computed; num_passes: steps with output."""
 
     token_ids: list[list[int]]
     cached: list[int]
     num_preemptions: int
     num_passes: int = 0
-    choices: list[list[Choice]] = []
+    choices: list[list[Choice]] = msgspec.field(default_factory=list)
 
 
-class VerifyServed(_Reply, frozen=True, kw_only=True, tag="served"):
+class VerifyServed(ChildReply, frozen=True, kw_only=True, tag="served"):
     """Results in order.
 
     ends:       vLLM's `finish_reason` (normally "length"), or "abort"
@@ -139,17 +126,4 @@ class VerifyServed(_Reply, frozen=True, kw_only=True, tag="served"):
     num_preemptions: int
 
 
-class VerifyDone(_Reply, frozen=True, kw_only=True, tag="done"):
-    """Success."""
-
-
-class VerifyRefused(_Reply, frozen=True, kw_only=True, tag="refused"):
-    """Failure. by_kvhold: the connector does not support this set-up."""
-
-    kind: str
-    reason: str
-    by_kvhold: bool = False
-
-
-Operation: TypeAlias = Start | Ask | Serve | VerifyReset | VerifyStop
-Reply: TypeAlias = Started | Answered | VerifyServed | VerifyDone | VerifyRefused
+Operation: TypeAlias = Start | Ask | Serve | ResetPrefixCache | StopEngine

@@ -17,7 +17,8 @@ from typing import Any
 from kvhold.core.config import Config
 from kvhold.node import end_node
 from kvhold_lab.engines.process import EngineFailed
-from kvhold_lab.verify.engine import EngineRefused, Engines
+from kvhold_lab.engines.protocol import EngineRefused
+from kvhold_lab.verify.engine import Engines
 from kvhold_lab.verify.messages import Answered, Ask, Choice, Question, Start, Started
 from kvhold_lab.verify.notes import FOLDER, Verdict, read_verdict
 from kvhold_lab.verify.paths import ITSELF, PATHS, Path
