@@ -17,10 +17,10 @@ from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import KEY_BYTES, Namespace, make_key
 from kvhold.core.layout import Layout
 from kvhold.memory.slab import ALIGNMENT
+from kvhold.testing import CacheContract
 from kvhold.testing.cache import (
     LAYOUTS,
     PLAIN,
-    CacheContract,
     MakeCache,
     a_prompt,
     check,

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvhold.cache import LocalCache, open_cache
-from kvhold.testing.cache import CacheContract, MakeCache
+from kvhold.testing import CacheContract
+from kvhold.testing.cache import MakeCache
 
 
 class TestLocalCache(CacheContract):

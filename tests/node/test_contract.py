@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvhold.node import NodeClient
-from kvhold.testing.cache import CacheContract, MakeCache
+from kvhold.testing import CacheContract
+from kvhold.testing.cache import MakeCache
 from tests.node.nodes import RunningNode
 
 

@@ -22,7 +22,8 @@ from kvhold.net import messages as m
 from kvhold.node import NodeClient
 from kvhold.node import client as client_module
 from kvhold.node.paths import clears_path
-from kvhold.testing.cache import HYBRID, CacheContract, MakeCache, a_prompt, check, read, store
+from kvhold.testing import CacheContract
+from kvhold.testing.cache import HYBRID, MakeCache, a_prompt, check, read, store
 from tests.node.nodes import (
     NOTHING,
     PATIENT_S,

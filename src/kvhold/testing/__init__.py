@@ -9,12 +9,20 @@ import pytest
 
 # Shows values in failed asserts, also for plugins. Must come before the imports.
 pytest.register_assert_rewrite(
-    "kvhold.testing.cache", "kvhold.testing.codec", "kvhold.testing.policy", "kvhold.testing.tier"
+    "kvhold.testing.cache",
+    "kvhold.testing.cache_contract",
+    "kvhold.testing.cache_lookups",
+    "kvhold.testing.cache_stores",
+    "kvhold.testing.codec",
+    "kvhold.testing.policy",
+    "kvhold.testing.tier",
+    "kvhold.testing.tier_contract",
+    "kvhold.testing.tier_replaces",
 )
 
-from kvhold.testing.cache import CacheContract  # noqa: E402
+from kvhold.testing.cache_contract import CacheContract  # noqa: E402
 from kvhold.testing.codec import CodecContract  # noqa: E402
 from kvhold.testing.policy import PolicyContract  # noqa: E402
-from kvhold.testing.tier import TierContract  # noqa: E402
+from kvhold.testing.tier_contract import TierContract  # noqa: E402
 
 __all__ = ["CacheContract", "CodecContract", "PolicyContract", "TierContract"]
