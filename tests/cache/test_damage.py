@@ -11,9 +11,9 @@ from kvhold.cache.commands import PendingRead
 from kvhold.cache.local import LocalCache, open_cache
 from kvhold.cache.read_buffer import ReadBuffer, Writer
 from kvhold.codecs import make_codec, read_header
-from kvhold.core.api import ABSENT
 from kvhold.core.checksums import pack
 from kvhold.core.errors import DamagedChunks, FrameError
+from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace, make_key
 from kvhold.core.metrics import Metrics
 from kvhold.core.store_options import DEFAULT_OPTIONS

@@ -12,7 +12,7 @@ import pytest
 from kvhold.cache.commands import ClearCommand, ProbeCommand, WriteCommand
 from kvhold.cache.hits import needed_chunks
 from kvhold.cache.state import CacheState
-from kvhold.core.api import ABSENT
+from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import HASH_BYTES, Namespace
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics

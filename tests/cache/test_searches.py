@@ -34,8 +34,9 @@ from kvhold.cache.commands import (
 )
 from kvhold.cache.hits import needed_chunks
 from kvhold.cache.state import new_state
-from kvhold.core.api import ABSENT, Found
+from kvhold.core.api import Found
 from kvhold.core.config import Config
+from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.planning import ComputeCost

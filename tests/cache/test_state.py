@@ -27,9 +27,9 @@ from hypothesis.stateful import (
 
 from kvhold.cache.hits import needed_chunks
 from kvhold.cache.state import new_state
-from kvhold.core.api import ABSENT
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
+from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from tests.cache.laws import Index, assert_counters_reconcile, finish_chores

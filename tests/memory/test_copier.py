@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.checksums import Checksums
+from kvhold.core.holdings import ABSENT, ChunkBytes
 from kvhold.memory.copier import Copier, HostCopier, Piece
 from kvhold.testing.device import FakeDevice, FakeEvent, fake_copier
 from tests.kernels.engines import BLOCKS, Engine, arena_for, make

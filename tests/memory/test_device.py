@@ -16,9 +16,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvhold.core.api import ChunkBytes
 from kvhold.core.checksums import Checksums
 from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused
+from kvhold.core.holdings import ChunkBytes
 from kvhold.memory.copier import HostCopier, Piece
 from kvhold.memory.device import (
     Copies,

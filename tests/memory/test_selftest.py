@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvhold.core.api import Cache, ChunkBytes
+from kvhold.core.api import Cache
 from kvhold.core.errors import LayoutError
+from kvhold.core.holdings import ChunkBytes
 from kvhold.memory.copier import Copier, HostCopier, Mark, Piece, Stage
 from kvhold.memory.device import DeviceCopier, PinnedArenas, proven_copier_for
 from kvhold.memory.device.check import check_copies

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvhold.core.api import Cache, ChunkBytes
+from kvhold.core.api import Cache
 from kvhold.core.errors import DeviceError, DeviceRefused
+from kvhold.core.holdings import ChunkBytes
 from kvhold.memory.copier import HostCopier, Piece
 from kvhold.memory.device import DeviceCopier, PinnedArenas, Settings, copier_for
 from kvhold.memory.device.streams import TorchDriver, device_errors

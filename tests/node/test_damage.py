@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvhold.cache.state import new_state
-from kvhold.core.api import ABSENT
 from kvhold.core.config import Config
 from kvhold.core.errors import DamagedChunks
+from kvhold.core.holdings import ABSENT
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
 from kvhold.node import session as session_module

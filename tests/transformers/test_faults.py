@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from kvhold.cache import LocalCache
-from kvhold.core.api import ABSENT, Hit, Lease, Reservation
+from kvhold.core.api import Hit
 from kvhold.core.config import ClientConfig, Config, NodeConfig, load_config
 from kvhold.core.errors import CapacityError, DeadlineExceeded, KVHoldError, NodeError
+from kvhold.core.holdings import ABSENT, Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.store_options import StoreOptions

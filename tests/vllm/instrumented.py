@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvhold.core.api import ABSENT, Lease, Reservation
+from kvhold.core.holdings import ABSENT, Lease, Reservation
 from kvhold.core.keys import HASH_BYTES
 from kvhold.integrations.vllm import connector as real
 from kvhold.integrations.vllm.scheduler import SchedulerSide

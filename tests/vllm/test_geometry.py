@@ -23,9 +23,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.config import Config, RulesConfig
 from kvhold.core.errors import KVHoldError, LayoutError
+from kvhold.core.holdings import ABSENT, ChunkBytes
 from kvhold.core.layout import packing_name
 from kvhold.integrations.vllm import geometry
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding

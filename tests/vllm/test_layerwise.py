@@ -19,9 +19,9 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 import numpy as np
 import torch
 
-from kvhold.core.api import ChunkBytes
 from kvhold.core.config import Config, NodeConfig
 from kvhold.core.errors import DamagedChunks, KVHoldError, LayoutError
+from kvhold.core.holdings import ChunkBytes
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.connector import KVHoldConnector

@@ -20,9 +20,9 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvhold.core.api import Lease, Reservation
 from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import DeviceError, LayoutError
+from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.geometry import Geometry, Part

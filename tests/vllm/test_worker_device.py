@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="no vLLM in this environment")
 
 import torch
 
-from kvhold.core import api
+from kvhold.core import holdings
 from kvhold.core.config import Config, NodeConfig
 from kvhold.core.errors import DamagedChunks, DeviceError, LayoutError
 from kvhold.core.keys import Namespace
@@ -391,6 +391,6 @@ def test_after_a_fault_of_the_device_loads_are_computed_and_memory_is_kept(
     engine.close()
     gc.collect()
     assert node.held()["reservations"] == before["reservations"] + 1, "the process has not ended"
-    for held in api.kept:
+    for held in holdings.kept:
         held.close()
-    api.kept.clear()
+    holdings.kept.clear()

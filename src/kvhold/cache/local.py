@@ -15,18 +15,10 @@ from kvhold.cache.reencodings import ReencodeRequest
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
 from kvhold.cache.tier_worker import TierWorker, make_tier_worker
-from kvhold.core.api import (
-    EventBatch,
-    Found,
-    Hit,
-    Lease,
-    ReencodeProgress,
-    Reencoding,
-    Reservation,
-    mask_bytes,
-)
+from kvhold.core.api import EventBatch, Found, Hit, ReencodeProgress, Reencoding, mask_bytes
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
+from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import ComputeCost, Decision

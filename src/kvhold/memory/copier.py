@@ -24,8 +24,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import ChunkBytes
 from kvhold.core.errors import DamagedChunks, DeviceError
+from kvhold.core.holdings import ChunkBytes
 from kvhold.memory.copy import PlannedCopy, Unit, plan_copy
 from kvhold.memory.views import View
 

@@ -17,9 +17,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import ABSENT, ChunkBytes
 from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DamagedChunks, LayoutError
+from kvhold.core.holdings import ABSENT, ChunkBytes
 from kvhold.kernels import (
     Chunks,
     Plan,

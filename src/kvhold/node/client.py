@@ -20,16 +20,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import (
-    EventBatch,
-    Found,
-    Hit,
-    Lease,
-    ReencodeProgress,
-    Reencoding,
-    Reservation,
-    mask_bytes,
-)
+from kvhold.core.api import EventBatch, Found, Hit, ReencodeProgress, Reencoding, mask_bytes
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import (
     DeadlineExceeded,
@@ -39,6 +30,7 @@ from kvhold.core.errors import (
     NodeRefused,
     ProtocolError,
 )
+from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import ComputeCost, Decision

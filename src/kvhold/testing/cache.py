@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvhold.core.api import ABSENT, Cache, Lease, Reservation
+from kvhold.core.api import Cache
+from kvhold.core.holdings import ABSENT, Lease, Reservation
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
 

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvhold.core.api import Cache, Reservation
+from kvhold.core.api import Cache
 from kvhold.core.errors import KVHoldError
+from kvhold.core.holdings import Reservation
 from kvhold.core.keys import ChunkNames, Namespace
 from kvhold.core.layout import Layout
 from kvhold.testing.cache import (

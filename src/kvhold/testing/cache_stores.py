@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvhold.core.api import ABSENT, Cache
+from kvhold.core.api import Cache
+from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace
 from kvhold.testing.cache import (
     HYBRID,

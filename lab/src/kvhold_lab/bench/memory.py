@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from kvhold.core.api import ChunkBytes
+from kvhold.core.holdings import ChunkBytes
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up
 from kvhold.node import NodeClient

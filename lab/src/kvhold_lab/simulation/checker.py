@@ -11,8 +11,8 @@ import numpy as np
 
 from kvhold.cache.state import CacheState
 from kvhold.codecs.frame import checksum
-from kvhold.core.api import ABSENT
 from kvhold.core.checksums import unpack
+from kvhold.core.holdings import ABSENT
 from kvhold.net import messages as m
 from kvhold.tiers.ram import Entry
 from kvhold_lab.simulation.clears import OneHost, Origin, Promise

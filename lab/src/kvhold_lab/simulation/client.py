@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvhold.codecs.frame import checksum
-from kvhold.core.api import ABSENT
 from kvhold.core.checksums import pack, unpack
 from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
+from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.net import messages as m

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.codecs.frame import checksum
-from kvhold.core.api import ChunkBytes
 from kvhold.core.checksums import Checksums, pack
+from kvhold.core.holdings import ChunkBytes
 from kvhold.core.layout import Group
 from kvhold.memory.copier import Piece, Transfer
 from kvhold.memory.device import DeviceCopier, DeviceEvent, Lane, PinnedArenas, Settings

@@ -14,9 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvhold.core.api import ABSENT, Cache, ChunkBytes, Hit, Lease, leases_as_they_arrive
+from kvhold.core.api import Cache, Hit, leases_as_they_arrive
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
+from kvhold.core.holdings import ABSENT, ChunkBytes, Lease
 from kvhold.core.keys import Namespace
 from kvhold.core.rules import request_rules
 from kvhold.integrations.sglang.names import names_of, query_of

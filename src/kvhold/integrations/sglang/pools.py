@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from kvhold.core.api import ABSENT, ChunkBytes, Lease
 from kvhold.core.errors import KVHoldError, LayoutError
+from kvhold.core.holdings import ABSENT, ChunkBytes, Lease
 from kvhold.core.layout import DTYPE_BYTES, Group, Layout
 from kvhold.memory.copier import Piece
 from kvhold.memory.copy import gather_blocks, scatter_blocks, warm_up

@@ -17,9 +17,10 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig
 
-from kvhold.core.api import ABSENT, Cache, Lease
+from kvhold.core.api import Cache
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import ConfigError, DeviceError, KVHoldError, LayoutError
+from kvhold.core.holdings import ABSENT, Lease
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import RequestRules, check_tags, request_rules
 from kvhold.integrations.transformers.calls import AsIs, GenerateCall, forward_call, generate_call

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvhold.core.api import ChunkBytes
 from kvhold.core.errors import LayoutError
+from kvhold.core.holdings import ChunkBytes
 from kvhold.integrations.vllm.geometry import Part
 from kvhold.memory.coding import coded_block
 from kvhold.memory.copier import Copier, Piece

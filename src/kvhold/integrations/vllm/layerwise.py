@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import ChunkBytes
 from kvhold.core.errors import DamagedChunks, DeviceError, KVHoldError
+from kvhold.core.holdings import ChunkBytes
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load
 from kvhold.memory.copier import Copier, Mark, Piece, Transfer

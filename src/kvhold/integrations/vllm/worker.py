@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import ABSENT, ChunkBytes, Lease, Reservation
 from kvhold.core.config import Config
 from kvhold.core.errors import DeviceError, KVHoldError, LayoutError
+from kvhold.core.holdings import ABSENT, ChunkBytes, Lease, Reservation
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part

@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from kvhold.core.api import ChunkBytes
+from kvhold.core.holdings import ChunkBytes
 from kvhold.core.layout import Group
 from kvhold.core.sizes import format_size
 from kvhold.memory.copier import Copier, Piece

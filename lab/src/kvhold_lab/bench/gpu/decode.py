@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from kvhold.core.api import ChunkBytes
+from kvhold.core.holdings import ChunkBytes
 from kvhold.core.layout import Group
 from kvhold.memory.copier import Copier, Piece, Transfer
 from kvhold.memory.copy import warm_up

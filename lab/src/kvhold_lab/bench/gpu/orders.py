@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvhold.core.api import ChunkBytes
 from kvhold.core.errors import LayoutError
+from kvhold.core.holdings import ChunkBytes
 from kvhold.core.layout import Group
 from kvhold.memory.copier import Piece, Stage
 from kvhold.memory.copy import warm_up

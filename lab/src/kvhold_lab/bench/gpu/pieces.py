@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvhold.core.api import ChunkBytes
+from kvhold.core.holdings import ChunkBytes
 from kvhold.core.layout import Group
 from kvhold.memory.copier import Copier, Piece
 from kvhold.memory.copy import warm_up

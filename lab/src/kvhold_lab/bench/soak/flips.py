@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cache.local import LocalCache, open_cache
-from kvhold.core.api import Cache, ChunkBytes, Lease
+from kvhold.core.api import Cache
 from kvhold.core.errors import DamagedChunks
+from kvhold.core.holdings import ChunkBytes, Lease
 from kvhold.core.keys import Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.memory.copy import gather_blocks, plan_copy, scatter_blocks
