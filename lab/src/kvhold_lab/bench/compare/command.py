@@ -163,6 +163,17 @@ def command(
             if not measured.cells:
                 raise
             stopped = str(error)
+    _report(measured, tiers, began, stopped, json_file)
+
+
+def _report(
+    measured: CompareMeasurement,
+    tiers: Sequence[str],
+    began: float,
+    stopped: str,
+    json_file: Path | None,
+) -> None:
+    """Print and write the rows. Exits with 1 for a failed row, or if the measurement stopped."""
     rows = make_rows(measured, tiers)
     click.echo(
         f"\n{render(rows)}\n\n{render_goals(goals(measured, rows))}"

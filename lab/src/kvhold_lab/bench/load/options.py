@@ -1,0 +1,193 @@
+"""The options that all workloads share, and the types of options."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvhold.cli.options import Size
+from kvhold_lab.bench.load.prompts import FIRST_ID, VOCAB_SIZE
+from kvhold_lab.options import PICTURES, Number, OutputFile
+
+Function = Callable[..., None]
+
+POSITIVE = click.IntRange(1)
+COUNT = click.IntRange(0)
+SECONDS = Number(0)
+FACTOR = Number(0, min_open=True)
+INPUT = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+def _header(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and re.fullmatch(r"[A-Za-z0-9-]+", value) is None:
+        raise click.BadParameter(f"{value!r} must be a header's name, such as x-user-id")
+    return value
+
+
+@dataclass(frozen=True)
+class Common:
+    base_url: str | None
+    model: str | None
+    api: str
+    api_key_env: str
+    prompts: str
+    first_token_id: int
+    vocab_size: int
+    seed: int
+    ignore_eos: bool
+    extra_body: str
+    user_header: str | None
+    timeout_s: float
+    connect_timeout_s: float
+    prewarm: int
+    progress_s: float
+    json_file: Path | None
+    plot: Path | None
+    html: Path | None
+    expect_max_errors: int | None
+    serve_demo: str | None
+    demo_context: int
+    demo_ram: int
+
+
+_OPTIONS = (
+    click.option(
+        "--base-url",
+        help="The server's, as OpenAI clients call it, such as http://localhost:8000/v1.",
+    ),
+    click.option("--model", help="Name of the model. [default: the server's only one]"),
+    click.option(
+        "--api",
+        type=click.Choice(["completions", "chat"]),
+        default="completions",
+        show_default=True,
+        help="Which of the two.",
+    ),
+    click.option(
+        "--api-key-env",
+        default="OPENAI_API_KEY",
+        show_default=True,
+        help="Environment variable that has the server's key, if any.",
+    ),
+    click.option(
+        "--prompts",
+        type=click.Choice(["tokens", "text"]),
+        help="Token ids or words. [default: tokens; of --api chat: text]",
+    ),
+    click.option(
+        "--first-token-id",
+        type=COUNT,
+        default=FIRST_ID,
+        show_default=True,
+        help="Token ids are drawn from this one ...",
+    ),
+    click.option(
+        "--vocab-size",
+        type=POSITIVE,
+        default=VOCAB_SIZE,
+        show_default=True,
+        help="... up to this one; at most the model's.",
+    ),
+    click.option(
+        "--seed",
+        type=COUNT,
+        default=0,
+        show_default=True,
+        help="Another one gives other texts, so that nothing is cached yet.",
+    ),
+    click.option(
+        "--ignore-eos/--no-ignore-eos",
+        default=True,
+        help="Ask for answers of full length, as vLLM and SGLang can. [default: yes]",
+    ),
+    click.option(
+        "--extra-body", default="{}", help="JSON object with more fields for each request."
+    ),
+    click.option(
+        "--user-header",
+        callback=_header,
+        help="Header that tells a router the user of multi-round-qa, such as x-user-id.",
+    ),
+    click.option(
+        "--timeout-s", type=FACTOR, default=600.0, show_default=True, help="For a whole answer."
+    ),
+    click.option(
+        "--connect-timeout-s",
+        type=FACTOR,
+        default=10.0,
+        show_default=True,
+        help="For a connection.",
+    ),
+    click.option(
+        "--prewarm",
+        type=COUNT,
+        default=5,
+        show_default=True,
+        help="Short requests before, which do not count.",
+    ),
+    click.option(
+        "--progress-s",
+        type=FACTOR,
+        default=30.0,
+        show_default=True,
+        help="How often progress is told where there is no terminal.",
+    ),
+    click.option(
+        "--json",
+        "json_file",
+        type=OutputFile(),
+        help="Write a line of JSON for each request, and one with the summary.",
+    ),
+    click.option("--plot", type=OutputFile(*PICTURES), help="Draw the times, such as load.png."),
+    click.option("--html", type=OutputFile(), help="Write a page with everything, in one file."),
+    click.option("--expect-max-errors", type=COUNT, help="Exit with 1 if more requests fail."),
+    click.option(
+        "--serve-demo",
+        type=click.Choice(["tiny", "small", "mid"]),
+        help="Start vLLM with kvhold and a model made here, instead.",
+    ),
+    click.option(
+        "--demo-context",
+        type=click.IntRange(1_024, 32_768),
+        default=8_192,
+        show_default=True,
+        help="Its longest prompt and answer.",
+    ),
+    click.option(
+        "--demo-ram", type=Size(), default="1GiB", show_default=True, help="Its kvhold's memory."
+    ),
+)
+GAINS = (
+    click.option(
+        "--expect-ttft-gain",
+        type=FACTOR,
+        help="Exit with 1 if warm requests' mean TTFT is not so many times shorter.",
+    ),
+    click.option(
+        "--expect-latency-gain",
+        type=FACTOR,
+        help="Exit with 1 if the warm round is not so many times faster, a request.",
+    ),
+)
+
+
+def with_common(function: Function) -> Function:
+    """Give a command the options of all workloads, as one `Common`."""
+
+    @functools.wraps(function)
+    def call(**given: Any) -> None:
+        function(Common(**{field.name: given.pop(field.name) for field in fields(Common)}), **given)
+
+    return with_options(_OPTIONS)(call)
+
+
+def with_options(
+    options: tuple[Callable[[Function], Function], ...],
+) -> Callable[[Function], Function]:
+    return lambda function: functools.reduce(
+        lambda made, option: option(made), reversed(options), function
+    )
