@@ -109,7 +109,7 @@ def test_every_reason_to_refuse_a_client_is_named() -> None:
     row = rows("What the node counts")["kvhold_protocol_errors"][1]
     calls = [
         node
-        for node in ast.walk(ast.parse((ROOT / "src/kvhold/node/server.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "src/kvhold/node/connection.py").read_text()))
         if isinstance(node, ast.Call)
     ]
     ends = [

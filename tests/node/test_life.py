@@ -22,7 +22,8 @@ from kvhold.core.config import ClientConfig, Config, NodeConfig
 from kvhold.core.errors import CapacityError, NodeError
 from kvhold.node import NodeClient, connect
 from kvhold.node.paths import clears_path, default_socket, lock_path, prepare_folder, socket_path
-from kvhold.node.server import Node, _SocketLock
+from kvhold.node.server import Node
+from kvhold.node.socket_lock import SocketLock
 from kvhold.node.start import end_node, ensure_node
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold.tiers.journal import ClearsJournal
@@ -494,9 +495,9 @@ def test_who_looks_whether_there_is_a_node_keeps_none_from_starting(
     with lock_path(path).open("rb") as looks:
         fcntl.flock(looks, fcntl.LOCK_SH)
         monkeypatch.setattr(
-            "kvhold.node.server.time.sleep", lambda seconds: fcntl.flock(looks, fcntl.LOCK_UN)
+            "kvhold.node.socket_lock.time.sleep", lambda seconds: fcntl.flock(looks, fcntl.LOCK_UN)
         )
-        _SocketLock(path).close()
+        SocketLock(path).close()
 
 
 def test_who_starts_a_node_too_many_waits_for_the_first(

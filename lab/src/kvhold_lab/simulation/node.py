@@ -17,6 +17,7 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import EVICTED
 from kvhold.net import messages as m
 from kvhold.net.wire import encode, split_number
+from kvhold.node import connection as client_connection
 from kvhold.node import server
 from kvhold.node.listener import Listener
 from kvhold.node.peers import Peer, ProcessEnd
@@ -170,6 +171,11 @@ class SimNode(server.Node):
             )
         checker.scrubbing = lambda: self._scrubbing
 
+    @staticmethod
+    def now() -> tuple[float, float]:
+        """No part of a history, and two system calls a message."""
+        return 0.0, 0.0
+
     def _make_tier(self, store: SimTierStore) -> Any:
         return SimTier(self.world, store, self.checker)
 
@@ -258,7 +264,7 @@ class SimNode(server.Node):
             self.world.kill(self.scrubber.loop)
 
 
-class _SimConnection(server._Connection):
+class _SimConnection(client_connection.ClientConnection):
     def __init__(self, node: SimNode) -> None:
         super().__init__(node)
         self._sim = node
@@ -279,7 +285,7 @@ class _SimConnection(server._Connection):
 
     def _answer(self, body: memoryview | bytes) -> None:
         number, record = split_number(body)
-        request = server._request_decoder.decode(record)
+        request = client_connection._request_decoder.decode(record)
         self._sim.world.note(
             "node <- %s %d: %s",
             self.session.name if self.session is not None else "?",

@@ -8,7 +8,6 @@ import json
 import sys
 from typing import Any
 
-from kvhold.node import server
 from kvhold_lab.simulation.run import simulate
 
 _COLLECT_EVERY = 25
@@ -18,7 +17,6 @@ def main(first: int, count: int, *, trace: bool = False) -> None:
     sys.unraisablehook = lambda _: None  # for killed processes
     gc.disable()  # garbage collection must not be part of a history
     gc.freeze()
-    server._now = lambda: (0.0, 0.0)  # no part of a history, and two system calls a message
     seeds = operations = 0
     for seed in range(first, first + count):
         result = simulate(seed, trace=trace)

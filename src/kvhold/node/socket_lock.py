@@ -1,0 +1,84 @@
+"""The lock on a node's socket: one node for each socket."""
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+
+from kvhold.core.errors import NodeError
+from kvhold.node.paths import lock_path, open_beside, prepare_folder
+from kvhold.tiers.files.safe import Unsafe
+
+_LOCK_ATTEMPTS = 100
+_LOCK_PAUSE_S = 0.002
+
+
+def _lock(fd: int) -> None:
+    """Raises BlockingIOError: a node has the lock.
+
+    Tries for 0.2 s: a process that checks for a node (`start.py`) takes the lock for an instant.
+    """
+    for left in range(_LOCK_ATTEMPTS, 0, -1):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if left == 1:
+                raise
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return
+
+
+class SocketLock:
+    """A file with the owner's pid, locked while the owner lives."""
+
+    def __init__(self, path: Path, *, any_owner: bool = False) -> None:
+        prepare_folder(path, any_owner=any_owner)
+        self._file = lock_path(path)
+        try:
+            self._fd = open_beside(self._file, os.O_RDWR | os.O_CREAT)
+        except Unsafe as error:
+            raise NodeError(f"node.socket: {error}") from None
+        except OSError as error:
+            raise NodeError(
+                f"node.socket: cannot write {self._file}: {error.strerror}; choose a place "
+                "you can write"
+            ) from None
+        try:
+            _lock(self._fd)
+        except OSError as error:
+            owner = os.read(self._fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise NodeError(
+                    f"node.socket: cannot lock {self._file}: {error.strerror}"
+                ) from None
+            raise NodeError(
+                f"a node is running on {path} already (pid {owner}); use it, stop it, or "
+                "set node.socket"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    def close(self) -> None:
+        """The file stays: else two owners could lock two files of one name."""
+        os.close(self._fd)
+
+
+def remove_stale(path: Path) -> None:
+    """Raises NodeError: no socket. The caller holds the lock."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise NodeError(
+                f"node.socket: {path} is there already, and is no socket; remove it or "
+                "choose another path"
+            )
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise NodeError(
+            f"node.socket: cannot remove the old socket {path}: {error.strerror}"
+        ) from None
