@@ -156,7 +156,7 @@ class TestRestarts:
     def test_a_clear_waits_for_its_write_though_a_burst_of_clears_became_one_clear_of_everything(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvhold.tiers.guard._MOST_PENDING", 5)
+        monkeypatch.setattr("kvhold.tiers.clears._MOST_PENDING", 5)
         with cache_over(place.url()) as cache:
             place.hold("put")
             store(cache, PROMPT)
@@ -375,7 +375,7 @@ class TestRestarts:
     async def test_very_many_debts_are_paid_and_none_of_a_shared_tier_becomes_a_clear_of_everything(
         self, place: Place, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvhold.tiers.guard._MOST_PENDING", 5)
+        monkeypatch.setattr("kvhold.tiers.clears._MOST_PENDING", 5)
         spaces = [bytes([number]) * NAMESPACE_BYTES for number in range(9)]
         tier = (SharedMemoryTier if shared else memory.MemoryTier)(place)
         path = tmp_path / "clears"

@@ -356,7 +356,7 @@ class TestDeadlines:
     async def test_a_scan_that_hangs_ends_the_clear(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvhold.tiers.guard._SCAN_TIMEOUT_S", SOON_S)
+        monkeypatch.setattr("kvhold.tiers.guard.SCAN_TIMEOUT_S", SOON_S)
         bench = Bench(place)
         place.hold("scan")
         assert await bench.guard.clear(b"") == 0

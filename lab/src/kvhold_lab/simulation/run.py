@@ -520,7 +520,8 @@ class Simulation:
             owing = [
                 guard
                 for guard in guards
-                if (guard._suppressed.pending or guard._garbage) and not guard.config.read_only
+                if (guard.clears.suppressed.pending or guard.clears.garbage)
+                and not guard.config.read_only
             ]
             return node.settled and not owing and not any(guard._stuck for guard in guards)
 

@@ -1,0 +1,231 @@
+"""The pending clears of a tier: begun, due, and tried again until their values are removed.
+
+    pending_clear = await clears.begin(prefix)  # suppressed, and in the journal
+    await clears.end(pending_clear)             # removed, now or by a background task
+
+Runs on the guard's event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from kvhold.tiers.calls import SCAN_TIMEOUT_S, TierCall
+from kvhold.tiers.gate import Urgency
+from kvhold.tiers.generations import GenerationTier
+from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.suppressed import PendingClear, Suppressed
+from kvhold.tiers.table import KeyList
+
+if TYPE_CHECKING:
+    from kvhold.tiers.guard import Guard
+
+log = logging.getLogger(__name__)
+
+_CLEAR_TIMEOUT_S = 60.0
+_LONGEST_PAUSE_S = 30.0
+_MOST_GARBAGE = 10_000
+_MOST_PENDING = 1000
+
+
+class Clears:
+    """The clears of one guarded tier.
+
+    remember_generation: writes the generations of a shared tier to the disk
+    """
+
+    def __init__(self, guard: "Guard") -> None:
+        self.suppressed = Suppressed()
+        # name prefix of old values to remove -> number of its clear
+        self.garbage: dict[bytes, int] = {}
+        self.remember_generation: Callable[[], Awaitable[None]] | None = None
+        self._guard = guard
+        self._retrying: asyncio.Task[None] | None = None
+        self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self._journal_turn = asyncio.Lock()
+        self._journal: ClearsJournal | None = None
+
+    async def begin(self, prefix: bytes) -> PendingClear:
+        """Suppress all values with this prefix. Return the pending clear, for `end`.
+
+        If there is a journal, the clear is on the disk when this returns. A tier that is not shared
+        and has too many pending clears gets one of everything instead, which is due when all
+        writes of now have ended. In a read-only tier the values stay suppressed.
+        """
+        if (
+            not self._guard.traits.shared
+            and not self.suppressed.number(prefix)
+            and len(self.suppressed.pending) >= _MOST_PENDING
+        ):
+            log.warning(
+                "tier %s has over %d pending clears: all its values are removed",
+                self._guard.name,
+                _MOST_PENDING,
+            )
+            pending_clear = PendingClear(b"", self.suppressed.add_everything_instead())
+        else:
+            pending_clear = PendingClear(prefix, self.suppressed.add(prefix))
+        await self._write_journal(pending_clear.prefix)
+        return pending_clear
+
+    async def end(self, pending_clear: PendingClear) -> int:
+        """Remove the values of a pending clear. Return the number of removed values.
+
+        Call this when the writes of its prefix that ran at `begin` have ended. If
+        the tier fails now, a background task tries again.
+        """
+        if self._guard.config.read_only:
+            log.warning(
+                "tier %s is read_only: what was cleared stays there, and this host does not use it",
+                self._guard.name,
+            )
+            return 0
+        self.suppressed.fall_due(pending_clear.prefix, pending_clear.number)
+        removed = await self._clear_pending(pending_clear.prefix)
+        if (self.suppressed.due(pending_clear.prefix) or self.garbage) and (
+            self._retrying is None or self._retrying.done()
+        ):
+            log.warning(
+                "tier %s could not be cleared now; what was to go is not used, and goes "
+                "when it can",
+                self._guard.name,
+            )
+            self._retrying = asyncio.ensure_future(self._retry_clears())
+        return removed
+
+    async def _write_journal(self, prefix: bytes) -> None:
+        if self._journal is not None:
+            async with self._journal_turn:
+                if self.suppressed.number(prefix):
+                    await self._journal.add(self._guard.place, prefix)
+                else:
+                    await self._journal.remove(self._guard.place, prefix)
+
+    def hide(self, prefix: bytes) -> None:
+        """`remember` writes the clear to the disk."""
+        self.suppressed.add(prefix)
+
+    async def remember(self) -> None:
+        if self._journal is not None:
+            for prefix in set(self.suppressed.pending) - set(
+                self._journal.pending(self._guard.place)
+            ):
+                await self._write_journal(prefix)
+
+    def resume(self, journal: ClearsJournal) -> None:
+        self._journal = journal
+        for prefix in journal.pending(self._guard.place):
+            self.suppressed.fall_due(prefix, self.suppressed.add(prefix))
+        if (
+            self.suppressed.pending
+            and (self._retrying is None or self._retrying.done())
+            and not self._guard.config.read_only
+        ):
+            self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
+
+    async def _clear_pending(self, prefix: bytes) -> int:
+        """Remove the values of one pending clear, but none stored meanwhile."""
+        turn = self._payers.get(prefix)
+        if turn is None:
+            turn = self._payers[prefix] = asyncio.Lock()
+        async with turn:
+            pending_clear = self.suppressed.due(prefix)
+            if not pending_clear:  # the call before has ended it
+                return 0
+            if isinstance(self._guard.tier, GenerationTier):
+                removed = await self._clear_by_generation(self._guard.tier, prefix, pending_clear)
+            else:
+                removed = await self._clear_by_scan(prefix, pending_clear)
+        return removed
+
+    async def _ended(self, prefix: bytes, pending_clear: int) -> None:
+        """End a pending clear, first in the journal: else a restart would clear once more."""
+        async with self._journal_turn:
+            if self._journal is not None and self.suppressed.number(prefix) == pending_clear:
+                await self._journal.remove(self._guard.place, prefix)
+            self.suppressed.settle(prefix, pending_clear)
+
+    async def _clear_by_generation(
+        self, tier: GenerationTier, prefix: bytes, pending_clear: int
+    ) -> int:
+        call = TierCall[bytes]("clear", 0, _CLEAR_TIMEOUT_S)
+        await self._guard.run(call, lambda: tier.advance(prefix))
+        if call.result is None:
+            return 0
+        if self.remember_generation is not None:
+            # a restarted node would know this clear only by its marker, which the store may lose
+            await self.remember_generation()
+        await self._ended(prefix, pending_clear)
+        removed, is_done = await self._remove_garbage(tier, call.result)
+        if not is_done:
+            while len(self.garbage) >= _MOST_GARBAGE:
+                self.garbage.pop(next(iter(self.garbage)))
+            self.garbage[call.result] = pending_clear
+        return removed
+
+    async def _remove_garbage(self, tier: GenerationTier, old: bytes) -> tuple[int, bool]:
+        removed, scan = 0, TierCall[KeyList]("scan", 0, SCAN_TIMEOUT_S, is_vital=False)
+        await self._guard.run(scan, lambda: tier.names_of(old))
+        if scan.result is None:
+            return 0, False
+        for batch in scan.result.taken():
+            async with self._guard.gate.turn(Urgency.DELETE):
+                deleting = TierCall[list[bool]](
+                    "delete", len(batch), self._guard.config.put_timeout_s, is_vital=False
+                )
+                if (
+                    await self._guard.run(deleting, partial(tier.remove_names, batch)) is not None
+                    or deleting.result is None
+                ):
+                    return removed, False
+            removed += sum(deleting.result)
+            self._guard.count(
+                "delete", removed=sum(deleting.result), absent=len(batch) - sum(deleting.result)
+            )
+        return removed, True
+
+    async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
+        keys, fault = await self._guard.scan_all(prefix)
+        num_keys, left = len(keys), set[bytes]()
+        for batch in keys.taken():
+            async with self._guard.gate.turn(Urgency.DELETE):
+                left.update(
+                    key
+                    for key, gone in zip(batch, await self._guard.delete(batch), strict=True)
+                    if not gone
+                )
+        removed = num_keys - len(left)
+        if left and fault is None:
+            there, fault = await self._guard.scan_all(prefix)
+            still = set[bytes]()
+            for part in there.taken():
+                still.update(left.intersection(part))
+                await asyncio.sleep(0)
+            left = still
+        if not left and fault is None:
+            await self._ended(prefix, pending_clear)
+        return removed
+
+    async def _retry_clears(self, first_pause_s: float | None = None) -> None:
+        pause_s = self._guard.config.breaker_pause_s if first_pause_s is None else first_pause_s
+        while self.suppressed.all_due or self.garbage:
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, max(self._guard.config.breaker_pause_s, 2 * pause_s))
+            for prefix in self.suppressed.all_due if self._guard.available else ():
+                await self._clear_pending(prefix)
+            for old, pending_clear in list(self.garbage.items()) if self._guard.available else ():
+                assert isinstance(self._guard.tier, GenerationTier)
+                _, is_done = await self._remove_garbage(self._guard.tier, old)
+                if not is_done:
+                    break
+                if self.garbage.get(old) == pending_clear:
+                    del self.garbage[old]
+
+    async def close(self) -> None:
+        """Stop the background task."""
+        if self._retrying is not None:
+            self._retrying.cancel()
+            await asyncio.wait((self._retrying,))
