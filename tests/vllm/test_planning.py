@@ -42,7 +42,9 @@ class Clock:
             return compute(output)
 
         engine._compute = timed  # type: ignore[method-assign]
-        engine.connector.scheduler._costs = Costs(engine.options.budget, clock=lambda: self.now_s)
+        engine.connector.scheduler.lookups.costs = Costs(
+            engine.options.budget, clock=lambda: self.now_s
+        )
 
 
 @pytest.fixture

@@ -38,11 +38,12 @@ from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import ConfigError, LayoutError, NodeError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.integrations.vllm import register, scheduler, space
+from kvhold.integrations.vllm import lookups, register, space
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
 from kvhold.integrations.vllm.naming import adapters
+from kvhold.integrations.vllm.request_state import RequestState
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.node import NodeClient
 from tests.vllm.scheduling import (
@@ -173,8 +174,8 @@ def unanswered(one: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) 
     one.hands.client.clear()
     one.stores.clear()
     side = one.connector.scheduler
-    answer, ask = Event(), side._ask
-    monkeypatch.setattr(side, "_ask", lambda *asked: answer.wait(20) and ask(*asked))
+    answer, ask = Event(), side.lookups._ask
+    monkeypatch.setattr(side.lookups, "_ask", lambda *asked: answer.wait(20) and ask(*asked))
     return answer
 
 
@@ -270,8 +271,8 @@ class TestStores:
         if max_tokens > 2:
             late.run(until=lambda: request.num_output_tokens >= 3)
             assert late.stores == []
-        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)
-        late.connector.scheduler._patience_s = 20.0
+        monkeypatch.setattr(lookups, "_PATIENCE_S", 20.0)
+        late.connector.scheduler.lookups.patience_s = 20.0
         answer.set()
         late.run()
         assert late.outputs["b"] == answer_to(prompt, max_tokens)
@@ -474,7 +475,7 @@ class TestWork:
         thread.
         """
         # an answer that is late leaves a part of the work to the next step
-        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)
+        monkeypatch.setattr(lookups, "_PATIENCE_S", 20.0)
         counts = {}
         for num_chunks in (2, 60):
             warm = engine(num_blocks=600, budget=8192)
@@ -530,7 +531,7 @@ class TestQueues:
         self, engine: MakeEngine, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # else vLLM asks about the second while the first is looked up
-        monkeypatch.setattr(scheduler, "_PATIENCE_S", 20.0)
+        monkeypatch.setattr(lookups, "_PATIENCE_S", 20.0)
         one = engine(max_running=1, caching=False)
         prompt = make_prompt("twins", 300)
         one.add("first", prompt, max_tokens=2)
@@ -1033,7 +1034,7 @@ class TestLostNode:
             "compute_s",
             lambda num_tokens, _: computed_in_s[num_tokens],
         )
-        monkeypatch.setattr(scheduler, "_START_S", WITHIN_S)
+        monkeypatch.setattr(lookups, "_START_S", WITHIN_S)
         long, short = make_prompt("lost", 300), make_prompt("lost", 1)
         warm.add("long", long)
         warm.add("short", short)
@@ -1126,18 +1127,18 @@ class TestLostNode:
         """Whoever waits uses up the patience of the whole pass."""
         side, patience = warm.connector.scheduler, []
 
-        def resolve(followed: scheduler._RequestState, patience_s: float) -> bool:
+        def resolve(followed: RequestState, patience_s: float) -> bool:
             patience.append(patience_s)
             return real(followed, patience_s)
 
-        real = side._resolve
-        monkeypatch.setattr(side, "_resolve", resolve)
+        real = side.lookups.resolve
+        monkeypatch.setattr(side.lookups, "resolve", resolve)
         frail.hold_up()
         for number in range(400):
             warm.add(f"{number}", make_prompt(number, 20), max_tokens=1)
         warm.step()
         assert len(patience) > 10
-        assert patience[0] == scheduler._PATIENCE_S
+        assert patience[0] == lookups._PATIENCE_S
         assert sum(left > 0 for left in patience) < 5, "the first has waited for nearly all of it"
         monkeypatch.undo()
         warm.run()
@@ -1912,8 +1913,8 @@ class TestTiersBelow:
         engine.step()
         followed = engine.connector.scheduler._request_states["waits"]
         side = engine.connector.scheduler
-        assert side._resolve(followed, WITHIN_FOR_EVER_S) is False
-        side._patience_s = 0.0
+        assert side.lookups.resolve(followed, WITHIN_FOR_EVER_S) is False
+        side.lookups.patience_s = 0.0
         node.go_on()
         engine.abort("waits")
 

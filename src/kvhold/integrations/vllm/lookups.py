@@ -1,0 +1,368 @@
+"""Look up prompts in the cache, in the scheduler's process.
+
+The lookup thread hashes a prompt on arrival, and looks it up when the scheduler asks. So a queued
+request pins nothing.
+
+A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
+miss. If the node is lost, a lookup waits for the next one, but no longer than computing takes.
+Chunks from lower tiers are waited for at most `client.arrival_timeout_s`.
+"""
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvhold.core.api import Hit
+from kvhold.core.config import Config
+from kvhold.core.errors import KVHoldError, NodeLost
+from kvhold.core.keys import Namespace, Prompt
+from kvhold.core.planning import MOST_NAME
+from kvhold.core.reasons import SLOWER, WHOLE
+from kvhold.core.rules import RequestRules
+from kvhold.integrations.vllm.costs import Costs, Took
+from kvhold.integrations.vllm.events import Announcer
+from kvhold.integrations.vllm.geometry import Geometry
+from kvhold.integrations.vllm.media import Media
+from kvhold.integrations.vllm.naming.adapters import Adapters
+from kvhold.integrations.vllm.request_state import RequestState
+from kvhold.integrations.vllm.space import prompt_of
+from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_AWAITED, NOT_NAMED, Tally
+from kvhold.integrations.vllm.tracker import RequestTracker
+from kvhold.node import NodeClient
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+_MOST_CAUSES = 100
+_START_S = 1.0  # a killed node is usually back within this time
+_PATIENCE_S = 0.003  # a pass waits so long; RAM answers faster
+
+
+class Lookups:
+    """The lookups of requests.
+
+    What calls the cache or hashes tokens runs on the lookup thread, all else on the scheduler's.
+
+    namespace: of the prompts that are hashed from now on
+    costs:     estimates how long computing takes
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        namespace: Namespace,
+        geometry: Geometry,
+        cache: NodeClient,
+        thread: ThreadPoolExecutor,
+        *,
+        loads: bool,
+        costs: Costs,
+        adapters: Adapters,
+        media: Media,
+        announcer: Announcer | None,
+        tally: Tally,
+    ) -> None:
+        """loads: whether hits may be loaded"""
+        self.namespace = namespace
+        self.costs = costs
+        self.patience_s = _PATIENCE_S
+        self._config = config
+        self._geometry = geometry
+        self._cache = cache
+        self._thread = thread
+        self._may_load = loads
+        self._adapters = adapters  # used on the lookup thread
+        self._media = media  # used on the lookup thread
+        self._announcer = announcer
+        self._tally = tally
+        self._not_named: set[str] = set()
+
+    def begin_pass(self) -> None:
+        """Let the next pass wait for its lookups."""
+        self.patience_s = _PATIENCE_S
+
+    def submit_name(self, request: "Request", rules: RequestRules) -> "Future[Prompt | None]":
+        """Hash the prompt on the lookup thread."""
+        return self._thread.submit(self._name, request, rules)
+
+    def submit_timings(self) -> None:
+        """Report the timings of requests that have ended their prefill, on the lookup thread."""
+        for took in self.costs.over():
+            self._thread.submit(self._tell, took)
+            self._thread.submit(self.costs.prepare)
+
+    def would_load(self, request_state: RequestState, computed_tokens: int) -> bool:
+        """Whether a load is allowed and useful.
+
+        A load takes longer than computing one missing block.
+        """
+        least_block = min(part.group.block_tokens for part in self._geometry.parts)
+        return self._loads_for(request_state) and (
+            not computed_tokens or request_state.request.num_tokens - computed_tokens > least_block
+        )
+
+    def look_up(
+        self, request_state: RequestState, request: "Request", computed_tokens: int
+    ) -> None:
+        if request_state.naming is None:
+            request_state.naming = self.submit_name(request, request_state.rules)
+        if request.num_preemptions and self.saves_decode(request_state):
+            request_state.naming = self._thread.submit(
+                self._name_on, request_state.naming, request, request.num_tokens
+            )
+        request_state.tried = request.num_preemptions
+        request_state.pending_steps.clear()
+        request_state.asked_s = request_state.since_s = time.monotonic()
+        plans = request_state.rules.plan and self._loads_for(request_state)
+        asking = (
+            (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
+        )
+        would_load = self.would_load(request_state, computed_tokens)
+        have_tokens = computed_tokens if would_load else request.num_tokens
+        if plans and not would_load:
+            self.costs.follow(request.request_id, request.num_tokens)
+        request_state.patience_s = self._config.client.arrival_timeout_s
+        request_state.no_hit, request_state.computed_tokens = NO_ANSWER, computed_tokens
+        request_state.ask = partial(
+            self._ask, request_state, request_state.naming, asking, have_tokens, computed_tokens
+        )
+        request_state.lookup = self._thread.submit(request_state.ask)
+
+    def _name(self, request: "Request", rules: RequestRules) -> Prompt | None:
+        """Hash the prompt. Never raises, because the scheduler would raise it again."""
+        try:
+            prompt, cause = prompt_of(self.namespace, request, rules, self._adapters, self._media)
+            if prompt is None:
+                self._say_once(request, cause)
+            else:
+                prompt = prompt.until(max(0, prompt.num_tokens - self._config.skip_last_n_tokens))
+                prompt.query()
+        except KVHoldError as error:
+            log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
+        except Exception:
+            log.exception("kvhold: request %s is not cached", request.request_id)
+        else:
+            return prompt
+        return None
+
+    def _say_once(self, request: "Request", cause: str) -> None:
+        if cause not in self._not_named and len(self._not_named) < _MOST_CAUSES:
+            self._not_named.add(cause)
+            log.warning(
+                "kvhold: request %s is not cached, nor are others like it: %s",
+                request.request_id,
+                cause,
+            )
+
+    def _name_on(
+        self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int
+    ) -> Prompt | None:
+        prompt = naming.result()
+        end = num_tokens - self._config.skip_last_n_tokens
+        if prompt is not None and end > prompt.num_tokens:
+            try:
+                return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
+            except Exception:
+                log.exception(
+                    "kvhold: what request %s has generated is not looked up", request.request_id
+                )
+        return prompt
+
+    def _patience(self, num_tokens: int, computed_tokens: int) -> float:
+        client = self._config.client
+        compute_s = self.costs.compute_s(num_tokens, computed_tokens)
+        return max(client.call_timeout_s, min(compute_s, client.arrival_timeout_s))
+
+    def _ask(
+        self,
+        request_state: RequestState,
+        naming: "Future[Prompt | None]",
+        asking: tuple[str, int, int] | None,
+        have_tokens: int,
+        computed_tokens: int,
+    ) -> Hit | None:
+        prompt = None if naming.cancelled() else naming.result()
+        request_state.is_lost = False
+        try:
+            patience_s = request_state.patience_s = self._patience(
+                request_state.request.num_tokens, computed_tokens
+            )
+            cost = self.costs.cost(*asking) if asking is not None else None
+            if prompt is not None:
+                return self._cache.lookup(
+                    self._asked(prompt).query(),
+                    cost=cost,
+                    have_tokens=have_tokens,
+                    wait_s=0,
+                    deadline_s=patience_s,
+                )
+        except NodeLost as error:
+            log.debug("kvhold: lookup: %s", error)
+            self._note_loss(request_state)
+        except KVHoldError as error:
+            log.debug("kvhold: lookup: %s", error)
+        except Exception:
+            log.exception("kvhold: lookup")
+        return None
+
+    def _look_again(self, request_state: RequestState, hit: Hit, settle: bool) -> Hit | None:
+        try:
+            if settle:
+                hit.settle()
+            else:
+                hit.refresh()
+            return hit
+        except NodeLost as error:
+            log.debug("kvhold: lookup: %s", error)
+            self._note_loss(request_state)
+        except KVHoldError as error:
+            log.debug("kvhold: lookup: %s", error)
+        except Exception:
+            log.exception("kvhold: lookup")
+        hit.close()
+        return None
+
+    def _note_loss(self, request_state: RequestState) -> None:
+        compute_s = self.costs.compute_s(
+            request_state.request.num_tokens, request_state.computed_tokens
+        )
+        request_state.compute_s = min(compute_s, request_state.patience_s)
+        request_state.is_lost = True
+
+    def _asked(self, prompt: Prompt) -> Prompt:
+        """Leave out the prompt's last token, if the model does not allow it in a hit."""
+        if (
+            self._geometry.whole_prompt_fits
+            or self._config.skip_last_n_tokens
+            or not prompt.num_tokens
+        ):
+            return prompt
+        return prompt.until(prompt.num_tokens - 1)
+
+    def _tell(self, took: Took) -> None:
+        try:
+            self._cache.report_timing(
+                took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s
+            )
+        except KVHoldError as error:
+            log.debug("kvhold: %s", error)
+
+    def resolve(
+        self, request_state: RequestState, patience_s: float, *, last: bool = False
+    ) -> bool:
+        """Take the lookup's answer if it is there in time and final.
+
+        last: take any answer; a late one is a miss
+        """
+        assert request_state.lookup is not None
+        assert request_state.naming is not None
+        began_s, hit, lookup = time.monotonic(), None, request_state.lookup
+        try:
+            # no pass waits for arrivals
+            hit = lookup.result(timeout=0 if request_state.arriving else patience_s)
+            request_state.lookup = None
+        except FutureTimeout:
+            if not last and began_s - request_state.asked_s < request_state.patience_s:
+                return False
+            self.let_go(request_state)
+        finally:
+            self.patience_s = max(0.0, self.patience_s - (time.monotonic() - began_s))
+        if (
+            hit is None
+            and request_state.is_lost
+            and not last
+            and self._waits(request_state, began_s)
+        ):
+            request_state.lookup = request_state.lookup or lookup
+            return False
+        if hit is not None and hit.arriving and not last:
+            settle = (
+                bool(request_state.pending_steps)
+                or began_s - request_state.since_s >= self._config.client.arrival_timeout_s
+            )
+            request_state.lookup, request_state.arriving = (
+                self._thread.submit(self._look_again, request_state, hit, settle),
+                hit,
+            )
+            request_state.asked_s = began_s
+            return False
+        request_state.hit, request_state.arriving = hit, None
+        prompt = request_state.naming.result() if request_state.naming.done() else None
+        self._count(request_state, prompt, hit)
+        if (
+            hit is not None
+            and not request_state.pending_steps
+            and request_state.rules.plan
+            and (hit.num_tokens or hit.reason == SLOWER)
+        ):
+            self.costs.follow(request_state.request.request_id, request_state.request.num_tokens)
+        if prompt is not None:
+            request_state.tracker = RequestTracker(
+                prompt,
+                save_decode=self.saves_decode(request_state),
+                store_tails=self._config.store_tails,
+                skip_last_n_tokens=self._config.skip_last_n_tokens,
+            )
+            request_state.tracker.found(hit.num_tokens if hit is not None else 0)
+            if self._announcer is not None and hit is not None:
+                self._announcer.found(request_state.request, prompt, hit.num_tokens)
+        return True
+
+    def _waits(self, request_state: RequestState, now_s: float) -> bool:
+        """Whether a lookup waits for the next node: at most as long as computing takes."""
+        waited_s = now_s - request_state.asked_s
+        request_state.arriving = None
+        if self._cache.connected:
+            if request_state.ask is not None and waited_s < request_state.patience_s:
+                request_state.lookup = self._thread.submit(request_state.ask)
+            return request_state.lookup is not None
+        if not self._cache.is_rejoining:
+            return False
+        away_s = now_s - self._cache.lost_at_s
+        if waited_s < request_state.compute_s and away_s < max(_START_S, request_state.compute_s):
+            return True
+        request_state.no_hit = NOT_AWAITED
+        return False
+
+    def _count(self, request_state: RequestState, prompt: Prompt | None, hit: Hit | None) -> None:
+        request = request_state.request
+        num_tokens = max(request.num_prompt_tokens, prompt.num_tokens if prompt is not None else 0)
+        if hit is None:
+            reason = request_state.no_hit if prompt is not None else NOT_NAMED
+            self._tally.looked_up(num_tokens, sources={}, reason=reason)
+        else:
+            reason = hit.reason if hit.reason and hit.reason != WHOLE else BELOW_MINIMUM
+            self._tally.looked_up(num_tokens, sources=hit.sources, reason=reason)
+
+    def saves_decode(self, request_state: RequestState) -> bool:
+        """Whether generated tokens are stored.
+
+        Not for a resumable session, whose later prompts may contain more than tokens.
+        """
+        return self._config.save_decode and not request_state.request.resumable
+
+    def _loads_for(self, request_state: RequestState) -> bool:
+        return self._may_load and request_state.rules.load
+
+    def let_go(self, request_state: RequestState) -> None:
+        if request_state.lookup is not None and not request_state.lookup.cancel():
+            self._thread.submit(_close_late_hit, request_state.lookup)
+        request_state.lookup = None
+        hit, request_state.hit, request_state.arriving = (
+            request_state.arriving or request_state.hit,
+            None,
+            None,
+        )
+        if hit is not None and hit.ticket:
+            self._thread.submit(hit.close)
+
+
+def _close_late_hit(lookup: "Future[Hit | None]") -> None:
+    hit = lookup.result()
+    if hit is not None:
+        hit.close()

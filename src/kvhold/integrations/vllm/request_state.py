@@ -1,0 +1,57 @@
+"""What the scheduler's side keeps about a request, from its arrival to its end."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvhold.core.api import Hit
+from kvhold.core.keys import Prompt
+from kvhold.core.rules import RequestRules
+from kvhold.integrations.vllm.stats import NO_ANSWER
+from kvhold.integrations.vllm.tracker import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class RequestState:
+    """A request from its arrival to its end.
+
+    naming: its result is None if the request is not cached
+    arriving: the hit that `lookup` refreshes
+    patience_s: the longest wait for an answer
+    asked_s, since_s: the last and the first call to the cache for this hit
+    tried: `num_preemptions` at the last lookup. Each start tries one load, so a failing load ends
+        in computing
+    pending_steps: steps that the tracker does not know yet
+    no_hit: the miss reason, if the cache gave none
+    """
+
+    request: "Request"
+    rules: RequestRules
+    naming: "Future[Prompt | None] | None" = None
+    tracker: RequestTracker | None = None
+    lookup: "Future[Hit | None] | None" = None
+    arriving: Hit | None = None
+    patience_s: float = 0.0
+    asked_s: float = 0.0
+    since_s: float = 0.0
+    hit: Hit | None = None
+    first_token: int = 0
+    loading: bool = False
+    tried: int = -1
+    pending_steps: "list[Scheduled]" = field(default_factory=list)
+    ask: "Callable[[], Hit | None] | None" = None
+    is_lost: bool = False
+    computed_tokens: int = 0
+    compute_s: float = 0.0
+    no_hit: str = NO_ANSWER
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    num_tokens: int
+    computed_tokens: int
+    starts: bool
