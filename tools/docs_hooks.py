@@ -1,0 +1,39 @@
+"""MkDocs hooks: the site also has pages that lie outside docs/.
+
+    hooks: [tools/docs_hooks.py]  # in mkdocs.yml
+
+In the repository, their links and those to them are relative to their own places.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "lab/README.md": "lab.md",
+}
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    for path, page in PAGES.items():
+        text = (ROOT / path).read_text().replace("](docs/", "](")
+        files.append(File.generated(config, page, content=_on_site(text)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Change the links to the pages."""
+    return _on_site(markdown)
+
+
+def _on_site(text: str) -> str:
+    for path, page in PAGES.items():
+        text = re.sub(rf"\]\((?:\.\./)?{re.escape(path)}", f"]({page}", text)
+    return text
