@@ -197,6 +197,27 @@ class TestParts:
         assert geometry.parts[0].group.block_bytes == 3 * 5 * 4 + 7 * 2
         assert not geometry.whole_prompt_fits
 
+    @pytest.mark.parametrize(("unit", "is_refused"), [(None, True), (16, True), (64, False)])
+    def test_states_that_vllm_keeps_between_blocks_are_refused(
+        self, config: VllmConfig, unit: int | None, is_refused: bool
+    ) -> None:
+        """Mamba2 keeps a checkpoint at the last unit of a prompt, in the slot of a block's end."""
+        state = MambaSpec(
+            block_size=64,
+            shapes=((3, 5),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+            num_prefill_checkpoint_blocks=1,
+            prefill_checkpoint_alignment=1,
+        )
+        config.cache_config.prefix_match_unit = unit
+        attention = full(block_size=64 if unit else 32)
+        if not is_refused:
+            assert of_width(config, 1, groups(state, attention)).layout.tokens_per_chunk == 64
+            return
+        with pytest.raises(LayoutError, match="it keeps states between blocks' ends"):
+            of_width(config, 1, groups(state, attention))
+
     def test_a_long_name_of_a_packing_is_not_cut_to_that_of_another(self) -> None:
         names = [f"vllm-0.32-state-a_very_long_kind_of_state_{end}" for end in "ab"]
         assert len({packing_name(name) for name in names}) == 2
@@ -352,7 +373,8 @@ class TestDrafters:
             kv = groups(full())
             found = of_width(config, 1, kv)
             facts: dict[str, str] = {}
-            _add_draft_model(config.speculative_config, _rules((), per_shard=False), facts)
+            rules = _rules((), per_shard=False)
+            _add_draft_model(config.speculative_config, config.load_config, rules, facts)
             digests.append((facts["vllm.draft_model_config.weights"], found.looks_ahead))
         assert digests[0] == digests[1] != digests[2]
 

@@ -338,6 +338,19 @@ class TestEngine:
         assert engine.loads, "the pass that loads is the one that computes"
         engine.run()
 
+    def test_a_request_that_is_preempted_right_after_its_load_loads_again(
+        self, engine: Engine
+    ) -> None:
+        """`reset_prefix_cache(reset_running_requests=True)` preempts between two passes."""
+        prompt = make_prompt("preempted after its load", 640)
+        ask(engine, "first", prompt)
+        engine.add("second", prompt, max_tokens=3)
+        engine.next_pass()
+        assert len(engine.loads) == 1
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.run()
+        assert len(engine.loads) == 2, "its blocks are new, and hold nothing yet"
+
     def test_after_a_failed_load_the_request_is_computed_and_nothing_of_the_failed_pass_is_stored(
         self, engine: Engine
     ) -> None:

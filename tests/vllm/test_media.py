@@ -116,8 +116,54 @@ def test_what_vllm_leaves_out_is_known_from_before_or_not_at_all() -> None:
     told = inserts(memory, feature(pixels=PIXELS))
     assert inserts(memory, feature()) == told
     assert inserts(memory, feature(), feature("another")) is None
-    changed = inserts(memory, feature(pixels=PIXELS + 1))
-    assert inserts(memory, feature()) == changed != told
+    assert inserts(memory, feature()) == told
+
+
+def request_of(*features: Any) -> Any:
+    return SimpleNamespace(mm_features=list(features))
+
+
+def test_an_identifier_of_two_contents_names_neither_from_then_on() -> None:
+    """vLLM computes the second with the KV and the embeddings of the first."""
+    memory = Media()
+    first, second = feature("cat", pixels=PIXELS), feature("cat", pixels=PIXELS + 1)
+    assert inserts(memory, first) is not None
+    assert memory.is_certain(request_of(first))
+    assert inserts(memory, second, feature("dog", pixels=PIXELS)) is None
+    assert not memory.is_certain(request_of(first)), "what runs is not stored"
+    assert inserts(memory, first) is None
+    assert inserts(memory, feature("cat")) is None
+    assert inserts(memory, feature("dog", pixels=PIXELS)) is not None
+    assert inserts(memory, feature("dog", pixels=PIXELS), second) is None
+
+
+def test_a_content_that_cannot_be_told_spoils_its_identifier() -> None:
+    memory = Media()
+    assert inserts(memory, feature("cat", pixels=None)) is None
+    assert inserts(memory, feature("cat", pixels=PIXELS)) is None
+
+
+def test_nothing_is_certain_while_another_request_waits_to_be_read() -> None:
+    memory = Media()
+    one, two = feature("cat", pixels=PIXELS), feature("cat", pixels=PIXELS + 1)
+    memory.announce(request_of(one))
+    assert not memory.is_certain(request_of(one))
+    inserts(memory, one)
+    assert memory.is_certain(request_of(one))
+    memory.announce(request_of(feature("dog")))
+    assert memory.is_certain(request_of(one)), "another identifier waits"
+    memory.announce(request_of(two))
+    assert not memory.is_certain(request_of(one))
+    inserts(memory, two)
+    assert not memory.is_certain(request_of(one))
+    assert memory.is_certain(request_of()), "text is certain"
+
+
+def test_content_in_shared_memory_is_refused() -> None:
+    """With mm_processor_cache_type = shm the engine has a handle: its numbers change."""
+    handle = feature("cat", address=1, monotonic_id=2, signature=b"x")
+    with pytest.raises(MediaError, match="mm_processor_cache_type is shm"):
+        Media().inserts_of(request_of(handle))
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

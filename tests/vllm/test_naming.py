@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import ConfigError, LayoutError
+from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.integrations.vllm.naming import engine_facts, environment, tables, walk
+from kvhold.integrations.vllm.naming.places import check_weights
 from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.weights import code_identity, model_identity
 from kvhold.node import NodeClient
@@ -432,6 +434,83 @@ class TestRemoteCode:
     def test_that_cannot_be_told_is_refused(self, hub: Path) -> None:
         with pytest.raises(LayoutError, match="set model_id"):
             code_identity("org/model", {"AutoModel": "nobody/knows--modeling.Model"}, None)
+
+
+class TestWeightsElsewhere:
+    """Weights outside the model's folder and the usual hub cache are named, or refused."""
+
+    @pytest.fixture
+    def space(self, config: VllmConfig) -> Callable[..., Namespace]:
+        kv_cache = make_kv_config(Options(Path(config.model_config.model)))
+
+        def name(**settings: Any) -> Namespace:
+            told = Config(**settings)
+            return namespace_of(config, kv_cache, geometry_of(config, kv_cache, told), told)
+
+        return name
+
+    @pytest.mark.parametrize(
+        "load",
+        [
+            {"load_format": "tensorizer"},
+            {"model_loader_extra_config": {"tensorizer_config": {"tensorizer_uri": "s3://b/m"}}},
+            {"model_loader_extra_config": {"files": ["/elsewhere/model"]}},
+        ],
+        ids=["tensorizer", "a URI", "a list of files"],
+    )
+    def test_that_the_loader_is_pointed_to_are_refused_without_a_model_id(
+        self, config: VllmConfig, space: Callable[..., Namespace], load: dict[str, Any]
+    ) -> None:
+        for name, value in load.items():
+            setattr(config.load_config, name, value)
+        with pytest.raises(LayoutError, match="reads them from elsewhere; set model_id"):
+            space()
+        assert space(model_id="mine").model == "mine"
+
+    def test_settings_of_a_loader_without_a_place_are_served(
+        self, config: VllmConfig, space: Callable[..., Namespace]
+    ) -> None:
+        config.load_config.model_loader_extra_config = {"concurrency": 16, "pattern": "part-{n}"}
+        assert space()
+
+    def test_from_modelscope_are_refused_unless_they_are_in_a_folder(
+        self,
+        config: VllmConfig,
+        space: Callable[..., Namespace],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+        assert space()
+        with pytest.raises(LayoutError, match="they come from ModelScope; set model_id"):
+            check_weights(config.load_config, "org/model")
+
+    def test_in_another_hub_cache_are_named_by_the_commit_there(self, tmp_path: Path) -> None:
+        place = tmp_path / "models--org--model"
+        (place / "snapshots" / ("d" * 40)).mkdir(parents=True)
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text("d" * 40)
+        for revision in (None, "main", "d" * 40):
+            found = model_identity("org/model", revision, cache_dir=str(tmp_path))
+            assert found == f"hub:org/model@{'d' * 40}"
+        for revision in ("other", "e" * 40):
+            with pytest.raises(LayoutError, match="has no snapshot of its revision; set model_id"):
+                model_identity("org/model", revision, cache_dir=str(tmp_path))
+
+    def test_of_towers_with_a_repository_of_their_own_are_named_by_their_commits(
+        self, config: VllmConfig, space: Callable[..., Namespace], tmp_path: Path
+    ) -> None:
+        """As Ultravox has them."""
+        tower = tmp_path / "tower"
+        tower.mkdir()
+        (tower / "model.safetensors").write_bytes(b"one")
+        before = space().digest
+        config.model_config.hf_config.audio_model_id = str(tower)
+        named = space().digest
+        (tower / "model.safetensors").write_bytes(b"two")
+        assert len({before, named, space().digest}) == 3
+        config.model_config.hf_config.audio_model_id = "nobody/knows"
+        with pytest.raises(LayoutError, match="set model_id"):
+            space()
 
 
 class TestTheSame:

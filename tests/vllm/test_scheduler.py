@@ -802,10 +802,39 @@ class TestNeverAFalseHit:
         assert warm.loads == []
         assert warm.tokens_computed["a"] == 300 + 1
 
+    def test_for_an_image_whose_identifier_has_stood_for_another(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM answers the second with the first one's KV, because its caches go by identifiers."""
+        fed = engine()
+        monkeypatch.setattr(  # the model here has no encoder
+            fed.scheduler,
+            "_try_schedule_encoder_inputs",
+            lambda request, first, count, budget, **_: ([], count, budget, [], []),
+        )
+        prompt = make_prompt("images", 300)
+        for name, identifier, pixels in (
+            ("a", "cat", torch.zeros(3, 4)),
+            ("b", "cat", torch.ones(3, 4)),
+            ("c", "another cat", torch.ones(3, 4)),
+        ):
+            stored = len(fed.stores)
+            fed.add(name, prompt, mm_features=[image(identifier, pixels)])
+            fed.run()
+            assert (len(fed.stores) > stored) == (name != "b")
+            if name == "b":
+                forget_locally(fed)
+        assert fed.loads == [], "nothing was stored under the second image's content"
+
     def test_for_a_token_that_is_none(self, warm: Engine) -> None:
         request = warm.add("a", [2**40, *self.PROMPT[1:]])
         assert matched(warm, request) == (0, False)
         warm.abort("a")
+
+
+def image(identifier: str, pixels: torch.Tensor) -> MultiModalFeatureSpec:
+    data: Any = {"pixels": SimpleNamespace(data=pixels)}
+    return MultiModalFeatureSpec(data, "image", identifier, PlaceholderRange(offset=2, length=9))
 
 
 @pytest.fixture
@@ -850,6 +879,20 @@ class TestAdapters:
         assert self.hit(tuned, adapter("one", number=1)) == 288
         assert self.hit(tuned, adapter("other", b"Weights", number=2)) == 0
         assert self.hit(tuned, None) == 288
+
+    def test_one_loaded_again_from_changed_files_is_not_cached_whatever_its_number(
+        self, engine: MakeEngine, adapter: Callable[..., LoRARequest]
+    ) -> None:
+        """vLLM's prefix cache goes by name and path: it answers with the first one's KV."""
+        tuned = engine()
+        tuned.add("first", self.PROMPT, lora_request=adapter("one", b"old", number=1))
+        tuned.run()
+        stored = len(tuned.stores)
+        assert stored
+        tuned.add("second", self.PROMPT, lora_request=adapter("one", b"new", number=2))
+        tuned.run()
+        assert len(tuned.stores) == stored
+        assert self.hit(tuned, adapter("elsewhere", b"new", number=3)) == 0
 
     def test_the_same_content_elsewhere_is_the_same(
         self, engine: MakeEngine, adapter: Callable[..., LoRARequest]

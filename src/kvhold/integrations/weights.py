@@ -32,6 +32,7 @@ _MAX_FILES = 20_000
 _SETTLED_NS = 2_000_000_000  # file systems round times
 _NOTE_BYTES = 65  # digest, blank, check
 _DIGEST = re.compile("[0-9a-f]{32}")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 HARMLESS_FILES = {
     "documents and pictures": "*.md *.pdf *.png *.jpg *.jpeg *.gif *.svg *.html "
@@ -56,8 +57,10 @@ ALWAYS_NAMED = "*.safetensors *.bin *.pt *.pth *.ckpt *.gguf *.npz *.tensors *.p
 _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in patterns.split())
 
 
-def model_identity(model: str, revision: str | None) -> str:
+def model_identity(model: str, revision: str | None, *, cache_dir: str | None = None) -> str:
     """Return "content:<digest>" or "hub:<name>@<commit>".
+
+    cache_dir: the hub cache of the weights, if it is another than that of the settings
 
     Raises LayoutError if the weights cannot be identified.
     """
@@ -66,6 +69,8 @@ def model_identity(model: str, revision: str | None) -> str:
         return f"content:{_digest_of(path, files_of(path))}"
     if path.is_file():
         return f"content:{_digest_of(path.parent, [path])}"
+    if cache_dir is not None:
+        return f"hub:{model}@{_commit_in(Path(cache_dir).expanduser(), model, revision)}"
     return f"hub:{model}@{_hub_commit(model, revision)}"
 
 
@@ -244,6 +249,20 @@ def _notes_folder() -> Path:
 
 def _hub_commit(model: str, revision: str | None, names: Sequence[str] = _SETTINGS) -> str:
     return _snapshot_of(_in_hub_cache(model, revision, names))
+
+
+def _commit_in(folder: Path, model: str, revision: str | None) -> str:
+    """Return the commit of a hub cache's snapshot, which may hold weights only."""
+    place = folder / f"models--{model.replace('/', '--')}"
+    reference = place / "refs" / (revision or "main")
+    with suppress(OSError, UnicodeError):
+        commit = reference.read_text().strip() if reference.is_file() else revision or ""
+        if _COMMIT.fullmatch(commit) and (place / "snapshots" / commit).is_dir():
+            return commit
+    raise LayoutError(
+        f"cannot tell which weights {model!r} names, because {folder} has no snapshot of its "
+        "revision; set model_id"
+    )
 
 
 def _in_hub_cache(model: str, revision: str | None, names: Sequence[str]) -> Path:

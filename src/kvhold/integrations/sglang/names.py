@@ -100,7 +100,7 @@ def engine_of(settings: SGLangSettings) -> SGLangEngine:
         facts["scales"] = repr(_file_digest(args.quantization_param_path))
     if args.load_format == "dummy":
         facts["sglang.random_seed"] = repr(args.random_seed)  # makes the weights
-    model = model_id or model_identity(args.model_path, args.revision)
+    model = model_id or model_identity(args.model_path, args.revision, cache_dir=args.download_dir)
     kv_dtype = settings.kv_dtype or KV_DTYPES.get(str(args.kv_cache_dtype), "")
     return SGLangEngine(model, Facts.of(facts), kv_dtype, title=str(args.model_path))
 

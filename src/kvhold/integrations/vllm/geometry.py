@@ -16,6 +16,7 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
@@ -239,6 +240,16 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
     return f"vllm-{version}-cpu_attn-{isa}"
 
 
+def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig") -> bool:
+    """Whether vLLM may keep the state after another token than a block's last one."""
+    sizes = [
+        spec.block_size
+        for spec in (group.kv_cache_spec for group in kv_cache.kv_cache_groups)
+        if isinstance(spec, MambaSpec) and spec.num_prefill_checkpoint_blocks
+    ]
+    return bool(sizes) and resolve_kv_cache_block_sizes(kv_cache, config)[1] < min(sizes)
+
+
 def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> None:
     groups, device = kv_cache.kv_cache_groups, unproven_platform()
     parallel, cache, speculation = (
@@ -292,7 +303,11 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "= true serves it)": (
             drafts(config) and method not in _SHOWN_DRAFTERS and not settings.allow_unproven
         ),
-        "a drafter and several pipeline stages": drafts(config) and stages > 1,
+        "speculative decoding and several pipeline stages": speculation is not None and stages > 1,
+        "it keeps states between blocks' ends, since its prefixes are matched in units that are "
+        "smaller than a block of states (prefix_match_unit, or other groups' blocks)": (
+            _keeps_states_between_blocks(config, kv_cache)
+        ),
         "a drafter beside other than full attention has not been shown to be exact "
         "(allow_unproven = true serves it)": (
             drafts(config)

@@ -88,7 +88,21 @@ class Lookups:
 
     def submit_name(self, request: "Request", rules: RequestRules) -> "Future[Prompt | None]":
         """Hash the prompt on the lookup thread."""
+        self._media.announce(request)
         return self._thread.submit(self._name, request, rules)
+
+    def note(self, request: "Request") -> None:
+        """Note the content of a request that is not cached. vLLM's own caches keep its KV."""
+        if has_content(request):
+            self.submit_name(request, RequestRules())
+
+    def is_certain(self, request: "Request") -> bool:
+        """Whether vLLM has computed a named request with the content of its name."""
+        adapter = request.lora_request
+        return self._media.is_certain(request) and (
+            adapter is None
+            or self._adapters.is_unchanged(adapter, has_media=bool(request.mm_features))
+        )
 
     def submit_timings(self) -> None:
         """Report the timings of requests that have ended their prefill, on the lookup thread."""
@@ -360,6 +374,11 @@ class Lookups:
         )
         if hit is not None and hit.ticket:
             self._thread.submit(hit.close)
+
+
+def has_content(request: "Request") -> bool:
+    """Whether vLLM's caches keep KV of a request under a name that its client has chosen."""
+    return bool(request.mm_features) or request.lora_request is not None
 
 
 def _close_late_hit(lookup: "Future[Hit | None]") -> None:

@@ -1,10 +1,13 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
-Two users may choose the same identifier, so the content is hashed whole. vLLM leaves out content
-that this process has had under the same identifier; then the earlier hash counts.
+vLLM's own caches go by an identifier that a client may choose. Under an identifier that has stood
+for two contents, vLLM may compute one with the other's KV or embeddings. So no request with such an
+identifier is named or stored any more. vLLM leaves out content that this process has had under the
+same identifier; then the earlier content counts.
 """
 
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,9 @@ from kvhold.core.keys import Insert
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_REMEMBERED = 10_000
+_REMEMBERED = 200_000  # identifiers; vLLM forgets their KV long before
+_SEVERAL = b""
+_IN_SHARED_MEMORY = {"address", "signature"}
 
 
 class MediaError(Exception):
@@ -25,47 +30,116 @@ class MediaError(Exception):
 
 
 class Media:
+    """The contents that this engine has met, by identifier. Any thread.
+
+    `announce` a request when it arrives, and call `inserts_of` once for it, in the same order.
+    """
+
     def __init__(self, *, embeddings_may_be_missing: bool = False) -> None:
-        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, bytes] = OrderedDict()
+        self._announced: Counter[bytes] = Counter()
         self._may_be_missing = embeddings_may_be_missing
 
+    def announce(self, request: "Request") -> None:
+        """Note the identifiers of a request whose content has not been read yet."""
+        if request.mm_features:
+            with self._lock:
+                self._announced.update(_key(feature) for feature in request.mm_features)
+
+    def is_certain(self, request: "Request") -> bool:
+        """Whether each identifier of a named request stands for one content.
+
+        False also while another request with one of them waits to be read.
+        """
+        with self._lock:
+            return all(
+                not self._announced[key] and self._known.get(key, _SEVERAL) != _SEVERAL
+                for key in map(_key, request.mm_features)
+            )
+
     def inserts_of(self, request: "Request") -> list[Insert]:
-        """Return one insert for each content. One thread.
+        """Return one insert for each content.
 
         Raises MediaError if one cannot be identified, TypeError for unknown types.
         """
+        refusal: Exception | None = None
+        inserts = []
+        for feature in request.mm_features:  # all of them, since vLLM caches them all
+            try:
+                digest = self._digest(feature)
+            except (MediaError, TypeError) as error:
+                refusal = refusal or error
+            else:
+                place = feature.mm_position
+                inserts.append(Insert(place.offset, place.length, digest))
+        with self._lock:
+            for key in map(_key, request.mm_features):
+                if self._announced[key] > 1:
+                    self._announced[key] -= 1
+                else:
+                    del self._announced[key]
         if request.mm_features and self._may_be_missing:
             raise MediaError(
                 "embeddings of its images, video or audio may come from elsewhere "
                 "(allow_missing_mm_embeddings)"
             )
-        return [
-            Insert(f.mm_position.offset, f.mm_position.length, self._digest(f))
-            for f in request.mm_features
-        ]
+        if refusal is not None:
+            raise refusal
+        return inserts
 
     def _digest(self, feature: Any) -> bytes:
         if feature.data is None:
-            digest = self._known.get(feature.identifier)
-            if digest is None:
+            with self._lock:
+                content = self._known.get(_key(feature))
+            if content is None:
                 raise MediaError(
                     "the content of an image, video or audio was left out of the request, "
                     "and was not seen here before"
                 )
-            self._known.move_to_end(feature.identifier)
-            return digest
-        parts = {name: element.data for name, element in feature.data.items()}
-        if not parts or any(part is None for part in parts.values()):
-            raise MediaError("a part of an image's, video's or audio's content is missing")
-        state = blake2b(feature.modality.encode(), digest_size=32)
-        _feed(state, parts)
+        else:
+            try:
+                content = _content_of(feature)
+            except (MediaError, TypeError):
+                self._note(_key(feature), _SEVERAL)  # vLLM computes with it, too
+                raise
+        if self._note(_key(feature), content) == _SEVERAL:
+            raise MediaError(
+                "the identifier of an image, video or audio has stood for several contents"
+            )
+        state = blake2b(content, digest_size=32)
         _feed(state, feature.mm_position.is_embed)
-        digest = state.digest()
-        self._known[feature.identifier] = digest
-        self._known.move_to_end(feature.identifier)
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return digest
+        return state.digest()
+
+    def _note(self, key: bytes, content: bytes) -> bytes:
+        """Return the one content of an identifier, or _SEVERAL."""
+        with self._lock:
+            if self._known.get(key, content) != content:
+                content = _SEVERAL
+            self._known[key] = content
+            self._known.move_to_end(key)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+            return content
+
+
+def _key(feature: Any) -> bytes:
+    return blake2b(feature.identifier.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _content_of(feature: Any) -> bytes:
+    """Hash a content. Raises MediaError, TypeError."""
+    if _IN_SHARED_MEMORY <= feature.data.keys():
+        raise MediaError(
+            "images, video and audio come through shared memory, which only vLLM can read "
+            "(mm_processor_cache_type is shm; lru can be cached)"
+        )
+    parts = {name: element.data for name, element in feature.data.items()}
+    if not parts or any(part is None for part in parts.values()):
+        raise MediaError("a part of an image's, video's or audio's content is missing")
+    state = blake2b(feature.modality.encode(), digest_size=32)
+    _feed(state, parts)
+    return state.digest()
 
 
 def _feed(state: Any, value: Any) -> None:

@@ -21,7 +21,7 @@ from kvhold.integrations.vllm.costs import Costs
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
-from kvhold.integrations.vllm.lookups import Lookups
+from kvhold.integrations.vllm.lookups import Lookups, has_content
 from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.naming.adapters import Adapters, AdapterUse
 from kvhold.integrations.vllm.naming.loads import can_observe
@@ -136,6 +136,7 @@ class SchedulerSide:
         except ConfigError as error:
             log.warning("kvhold: request %s is not cached: %s", request.request_id, error)
             self.tally.add("refused_requests", 1)
+            self.lookups.note(request)
             return
         # a session that continues its prompt
         if (before := self._request_states.pop(request.request_id, None)) is not None:
@@ -144,6 +145,8 @@ class SchedulerSide:
             self._request_states[request.request_id] = RequestState(
                 request, rules, naming=self.lookups.submit_name(request, rules)
             )
+        else:
+            self.lookups.note(request)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond `computed_tokens`, and whether outside the passes.
@@ -154,6 +157,9 @@ class SchedulerSide:
         if request_state is None:
             return 0, False
         if request_state.tried != request.num_preemptions:
+            if request.request_id in self._inside:  # loaded into blocks that it has lost
+                request_state.loading = False
+                self._inside.remove(request.request_id)
             self.lookups.let_go(request_state)
             self.lookups.look_up(request_state, request, computed_tokens)
         if not self.lookups.would_load(request_state, computed_tokens):
@@ -176,7 +182,7 @@ class SchedulerSide:
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Plan a load into `blocks`; without a load, release the hit."""
         request_state = self._request_states.get(request.request_id)
-        if request_state is None or request_state.loading:
+        if request_state is None or (request_state.loading and not external_tokens):
             return
         if not external_tokens or request_state.hit is None:
             if (
@@ -258,7 +264,7 @@ class SchedulerSide:
         )
         self.lookups.let_go(request_state)
         self._costs.forget(request.request_id)
-        if request_state.naming is not None:
+        if request_state.naming is not None and not has_content(request):
             request_state.naming.cancel()
         if not complete or request_state.tracker is None or not self._stores_for(request_state):
             return False
@@ -268,7 +274,7 @@ class SchedulerSide:
             len(tables[part.table]) * part.group.block_tokens for part in self._geometry.parts
         )
         taken = request_state.tracker.finish(request.all_token_ids, reached // self._block)
-        if taken is None or not self._adapter_stays(request_state):
+        if taken is None or not self.lookups.is_certain(request_state.request):
             return False
         store = self._store(request_state, taken, tables, last=True)
         if store is None:
@@ -337,7 +343,7 @@ class SchedulerSide:
         taken = request_state.tracker.take(
             request_state.request.all_token_ids if self.lookups.saves_decode(request_state) else ()
         )
-        if taken is not None and self._adapter_stays(request_state):
+        if taken is not None and self.lookups.is_certain(request_state.request):
             store = self._store(
                 request_state, taken, output.kv_connector_block_state.get_block_ids(request_id)
             )
@@ -401,10 +407,6 @@ class SchedulerSide:
     def _adapter_of(self, request_state: RequestState) -> AdapterUse | None:
         adapter = request_state.request.lora_request
         return self._adapters.use_of(adapter) if adapter is not None else None
-
-    def _adapter_stays(self, request_state: RequestState) -> bool:
-        adapter = request_state.request.lora_request
-        return adapter is None or self._adapters.is_unchanged(adapter)
 
 
 def _blocks(

@@ -7,13 +7,14 @@ import numpy as np
 
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
-from kvhold.core.keys import Namespace, Prompt
+from kvhold.core.keys import Insert, Namespace, Prompt
 from kvhold.core.naming import Facts
 from kvhold.core.rules import RequestRules, request_rules
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.media import Media, MediaError
 from kvhold.integrations.vllm.naming import engine_facts
 from kvhold.integrations.vllm.naming.adapters import Adapters
+from kvhold.integrations.vllm.naming.places import check_weights, other_models
 from kvhold.integrations.weights import code_identity, model_identity
 from kvhold.memory.coding import ERROR_BOUND
 from kvhold.node import NodeClient, connect
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
+
+_UNKNOWN = "\0"  # of an adapter without a name
+_NO_MEDIA = "its images, video or audio cannot be told"
 
 
 def namespace_of(
@@ -38,14 +42,20 @@ def namespace_of(
         raise LayoutError(
             f"cannot tell the weights at {model.model_weights} by their content; set model_id"
         )
+    cache_dir = config.load_config.download_dir
+    if not settings.model_id:
+        check_weights(config.load_config, model.model)
     facts = dict(engine_facts(config, kv_cache, settings).items)
+    if not settings.model_id:
+        for name, other in other_models(model.hf_config):
+            facts[f"weights.{name}"] = model_identity(other, None, cache_dir=cache_dir)
     if not settings.model_id and model.trust_remote_code:
         for code in code_identity(
             model.model, getattr(model.hf_config, "auto_map", None), model.code_revision
         ):
             facts[f"code.{code}"] = "'used'"
     return Namespace(
-        model=settings.model_id or model_identity(model.model, model.revision),
+        model=settings.model_id or model_identity(model.model, model.revision, cache_dir=cache_dir),
         layout=geometry.layout,
         dtype=str(model.dtype),
         quantization=str(model.quantization or ""),
@@ -91,7 +101,16 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRu
 def prompt_of(
     namespace: Namespace, request: "Request", rules: RequestRules, adapters: Adapters, media: Media
 ) -> tuple[Prompt | None, str]:
-    """Return the named prompt and an empty text; or None, and why its KV cannot be named."""
+    """Return the named prompt and an empty text; or None, and why its KV cannot be named.
+
+    Call it for every request, in the order of arrival: vLLM's own caches keep the KV of all.
+    """
+    inserts, no_media = _inserts_of(request, media)
+    lora = ""
+    if request.lora_request is not None:
+        lora = (
+            adapters.name_of(request.lora_request, has_media=bool(request.mm_features)) or _UNKNOWN
+        )
     if (
         request.prompt_token_ids is None
         or request.prompt_embeds is not None
@@ -100,27 +119,31 @@ def prompt_of(
         return None, "embeddings stand in its prompt"
     if request.pooling_params:
         return None, "it is a pooling request"
-    lora = ""
-    if request.lora_request is not None:
-        name = adapters.name_of(request.lora_request)
-        if name is None:
-            return (
-                None,
-                (
-                    f"adapter {request.lora_request.lora_name} cannot be told, has changed, or "
-                    "is newer than the engine"
-                ),
-            )
-        lora = name
+    if lora == _UNKNOWN:
+        return (
+            None,
+            (
+                f"adapter {request.lora_request.lora_name} cannot be told, has changed, or "
+                "is newer than the engine"
+            ),
+        )
+    if no_media:
+        return None, no_media
     tokens = np.array(request.prompt_token_ids, dtype=np.int32)
     space = namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "", tags=rules.tags)
     try:
-        return space.prompt(tokens, inserts=media.inserts_of(request)), ""
-    except MediaError as error:
-        return None, str(error)
-    except (
-        ValueError,
-        TypeError,
-    ) as error:  # overlapping contents, or unknown types
+        return space.prompt(tokens, inserts=inserts), ""
+    except ValueError as error:  # overlapping contents
         log.debug("kvhold: %s", error)
-        return None, "its images, video or audio cannot be told"
+        return None, _NO_MEDIA
+
+
+def _inserts_of(request: "Request", media: Media) -> tuple[list[Insert], str]:
+    """Return the contents, or why they cannot be told."""
+    try:
+        return media.inserts_of(request), ""
+    except MediaError as error:
+        return [], str(error)
+    except TypeError as error:
+        log.debug("kvhold: %s", error)
+        return [], _NO_MEDIA

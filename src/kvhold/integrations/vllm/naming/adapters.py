@@ -1,8 +1,9 @@
 """Name a request's LoRA adapter by the content of its files.
 
 vLLM loads adapters without telling the connector. After a change of the files, a worker may have
-either content. So the adapter is not cached until the engine restarts or the adapter gets another
-number.
+either content. vLLM's prefix cache goes by an adapter's name and path, and its embeddings of images
+by the name. So an adapter of a name and path that have had another content is not cached until the
+engine restarts, whatever its number is; nor are images with a name that has had another content.
 
 Files older than the engine had one content in every load. For newer files, the workers compare the
 name with their loads (`loads.py`). One thread, except for `is_unchanged` and `use_of`.
@@ -22,6 +23,8 @@ from kvhold.integrations.weights import adapter_identity, adapter_places
 log = logging.getLogger(__name__)
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+_SEVERAL = "several contents, or one that cannot be told"
 
 MARGIN_NS = 2_000_000_000
 """Files must be older than the engine by this: file systems round times, to 2 seconds at worst."""
@@ -59,9 +62,15 @@ class Adapters:
         self._can_observe = can_observe
         self._oldest_load_ns = time.time_ns()
         self._known: dict[tuple[int, str, str], _Known] = {}
+        self._contents: dict[tuple[str, ...], str] = {}  # by name and path, and by name
 
-    def name_of(self, adapter: Any) -> str | None:
-        """Return the adapter's name; None: not cached, logged why."""
+    def name_of(self, adapter: Any, *, has_media: bool = False) -> str | None:
+        """Return the adapter's name; None: not cached, logged why.
+
+        Call it for every request with the adapter, in the order of arrival.
+
+        has_media: the request has images, video or audio
+        """
         known_as = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         known = self._known.get(known_as)
         try:
@@ -84,10 +93,13 @@ class Adapters:
                     "kvhold: requests of adapter %s are not cached: %s", adapter.lora_name, error
                 )
             self._known[known_as] = known = _Known((), None)
-        return known.name
+        self._note(adapter, known.identity if known.name is not None else _SEVERAL)
+        return known.name if self._is_one_content(adapter, has_media=has_media) else None
 
-    def is_unchanged(self, adapter: Any) -> bool:
+    def is_unchanged(self, adapter: Any, *, has_media: bool = False) -> bool:
         """Whether a named adapter's files are unchanged (20 microseconds)."""
+        if not self._is_one_content(adapter, has_media=has_media):
+            return False
         known = self._known.get((adapter.lora_int_id, adapter.lora_name, adapter.lora_path))
         try:
             return (
@@ -103,6 +115,23 @@ class Adapters:
         if known is None or known.name is None:
             return AdapterUse(adapter.lora_int_id, adapter.lora_path, "", is_newer=True)
         return AdapterUse(adapter.lora_int_id, adapter.lora_path, known.identity, known.is_newer)
+
+    def _note(self, adapter: Any, identity: str) -> None:
+        for key in ((adapter.lora_name, adapter.lora_path), (adapter.lora_name,)):
+            before = self._contents.setdefault(key, identity)
+            if before not in (identity, _SEVERAL):
+                self._contents[key] = _SEVERAL
+                log.warning(
+                    "kvhold: %s of adapter %s are not cached any more: the name has had other "
+                    "content, whose results vLLM may use. Give each content a name of its own",
+                    "requests" if len(key) == 2 else "images",
+                    adapter.lora_name,
+                )
+
+    def _is_one_content(self, adapter: Any, *, has_media: bool) -> bool:
+        of_path = self._contents.get((adapter.lora_name, adapter.lora_path))
+        of_name = self._contents.get((adapter.lora_name,)) if has_media else of_path
+        return _SEVERAL not in (of_path, of_name)
 
     def _check_age(self, adapter: Any) -> bool:
         """Whether this engine may have loaded an earlier content.

@@ -17,6 +17,7 @@ from kvhold.core.naming import Facts, NamingRules, Table, text_of, walk
 from kvhold.integrations.machine import processor_facts, version_facts
 from kvhold.integrations.vllm.geometry import drafts
 from kvhold.integrations.vllm.naming.environment import environment_facts
+from kvhold.integrations.vllm.naming.places import check_weights
 from kvhold.integrations.vllm.naming.tables import ELSEWHERE, TABLES
 from kvhold.integrations.weights import code_identity, file_digest, model_identity
 
@@ -123,7 +124,7 @@ def _add_conditional(config: "VllmConfig", rules: NamingRules, found: dict[str, 
     if str(config.load_config.load_format) == "dummy":
         found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # makes the weights
     if drafts(config):
-        _add_draft_model(config.speculative_config, rules, found)
+        _add_draft_model(config.speculative_config, config.load_config, rules, found)
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     if scales:
         try:
@@ -134,12 +135,16 @@ def _add_conditional(config: "VllmConfig", rules: NamingRules, found: dict[str, 
             ) from None
 
 
-def _add_draft_model(speculation: Any, rules: NamingRules, found: dict[str, str]) -> None:
+def _add_draft_model(
+    speculation: Any, load: Any, rules: NamingRules, found: dict[str, str]
+) -> None:
+    load = speculation.draft_load_config or load
     draft, where = speculation.draft_model_config, "vllm.draft_model_config"
     try:
         if draft.model_weights:
             raise LayoutError(f"its weights are at {draft.model_weights}")
-        weights = model_identity(draft.model, draft.revision)
+        check_weights(load, draft.model)
+        weights = model_identity(draft.model, draft.revision, cache_dir=load.download_dir)
     except LayoutError as error:
         raise LayoutError(
             f"the draft model {draft.model} cannot be told by its content: {error}"
