@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvhold.cache import LocalCache
-from kvhold.cache.tier_worker import TierWorker
+from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.errors import ConfigError, TierError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics

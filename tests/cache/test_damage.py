@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvhold.cache.commands import PendingRead
 from kvhold.cache.local import LocalCache, open_cache
-from kvhold.cache.read_buffer import ReadBuffer, Writer
+from kvhold.cache.transfer.commands import PendingRead
+from kvhold.cache.transfer.read_buffer import ReadBuffer, Writer
 from kvhold.codecs import make_codec, read_header
 from kvhold.core.checksums import pack
 from kvhold.core.errors import DamagedChunks, FrameError

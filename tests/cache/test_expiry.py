@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvhold.cache.commands import ClearCommand, ProbeCommand, WriteCommand
-from kvhold.cache.hits import needed_chunks
+from kvhold.cache.index.hits import needed_chunks
 from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.commands import ClearCommand, ProbeCommand, WriteCommand
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import HASH_BYTES, Namespace
 from kvhold.core.layout import Layout

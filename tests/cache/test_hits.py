@@ -5,7 +5,7 @@ every pattern of missing chunks.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.cache.hits import longest_hit, needed_chunks
+from kvhold.cache.index.hits import longest_hit, needed_chunks
 from kvhold.core.layout import Group, Layout
 
 SHAPE = {"layers": 1, "planes": 1, "heads": 1, "head_dim": 1, "dtype": "int8"}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvhold.cache.commands import WriteCommand
-from kvhold.cache.tier_worker import TierWorker
+from kvhold.cache.transfer.commands import WriteCommand
+from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.keys import KEY_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard, GuardConfig

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhold.cache.commands import ClearCommand, FetchCommand, ProbeCommand, WriteCommand
+from kvhold.cache.transfer.commands import ClearCommand, FetchCommand, ProbeCommand, WriteCommand
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import MOST_CHUNK_BYTES, MOST_LAYERS, Group, Layout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvhold.cache import LocalCache
-from kvhold.cache.eviction_history import EvictionHistory
+from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.core.api import Hit
 from kvhold.core.errors import TierError
 from kvhold.core.keys import Namespace

@@ -16,7 +16,7 @@ pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this en
 from msgspec.structs import asdict
 
 from kvhold.cache import LocalCache
-from kvhold.cache.reencodings import ReencodableTier, ReencodeRequest, Reencodings
+from kvhold.cache.transfer.reencodings import ReencodableTier, ReencodeRequest, Reencodings
 from kvhold.codecs import read_header
 from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError, ProtocolError, TierUnavailable
@@ -231,7 +231,7 @@ class TestWhich:
         with wide_cache(place.url(codec="int8")) as cache:
             filled(cache, a_prompt(WIDE_SPACE, 128))
             before = dict(place.values)
-            monkeypatch.setattr("kvhold.cache.reencoder.find_codec", lambda name: None)
+            monkeypatch.setattr("kvhold.cache.transfer.reencoder.find_codec", lambda name: None)
             assert only(reencoded(cache, "raw")) == {"done": True, "seen": 2, "unknown": 2}
             assert place.values == before
 

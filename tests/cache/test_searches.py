@@ -25,15 +25,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvhold.cache.commands import (
+from kvhold.cache.index.hits import needed_chunks
+from kvhold.cache.state import new_state
+from kvhold.cache.transfer.commands import (
     ClearCommand,
     FetchCommand,
     PendingRead,
     ProbeCommand,
     WriteCommand,
 )
-from kvhold.cache.hits import needed_chunks
-from kvhold.cache.state import new_state
 from kvhold.core.api import Found
 from kvhold.core.config import Config
 from kvhold.core.holdings import ABSENT

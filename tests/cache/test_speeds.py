@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.cache.speeds import TierSpeed
+from kvhold.cache.transfer.speeds import TierSpeed
 
 MB = 1 << 20
 

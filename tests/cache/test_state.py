@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvhold.cache.hits import needed_chunks
+from kvhold.cache.index.hits import needed_chunks
 from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError

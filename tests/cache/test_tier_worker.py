@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvhold.cache import LocalCache, tier_worker
-from kvhold.cache.read_buffer import ReadBuffer
+from kvhold.cache import LocalCache
+from kvhold.cache.transfer import tier_worker
+from kvhold.cache.transfer.read_buffer import ReadBuffer
 from kvhold.core.errors import TierFull, TierUnavailable
 from kvhold.core.keys import make_key
 from kvhold.core.store_options import StoreOptions
@@ -284,7 +285,8 @@ class TestReads:
     ) -> None:
         framed: list[object] = []
         monkeypatch.setattr(
-            "kvhold.cache.read_buffer.Writer.framed", lambda *arguments: framed.append(arguments)
+            "kvhold.cache.transfer.read_buffer.Writer.framed",
+            lambda *arguments: framed.append(arguments),
         )
         with a_cache_over(place.url(breaker_failures=1, breaker_pause_s=1000)) as cache:
             place.faults["probe"] = TierUnavailable("memory", "probe", "gone")
@@ -481,7 +483,7 @@ class TestWrites:
     ) -> None:
         with a_cache_over(place.url()) as cache:
             with monkeypatch.context() as patched:
-                patched.setattr("kvhold.cache.read_buffer.Writer.framed", lambda *_: 1 / 0)
+                patched.setattr("kvhold.cache.transfer.read_buffer.Writer.framed", lambda *_: 1 / 0)
                 store(cache, a_prompt(SPACE, 32))
                 assert cache.flush()
             assert (

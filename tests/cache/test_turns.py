@@ -10,8 +10,8 @@ import pytest
 
 from kvhold.cache import state as state_module
 from kvhold.cache.chores import Chores, Running, finish
-from kvhold.cache.commands import FetchCommand, ProbeCommand, WriteCommand
 from kvhold.cache.state import CacheState, new_state
+from kvhold.cache.transfer.commands import FetchCommand, ProbeCommand, WriteCommand
 from kvhold.core.config import Config
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, Query

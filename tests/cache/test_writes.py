@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvhold.cache.commands import WriteCommand
 from kvhold.cache.state import new_state
+from kvhold.cache.transfer.commands import WriteCommand
 from kvhold.core.config import Config
 from kvhold.core.keys import Namespace, make_key
 from kvhold.core.layout import Group, Layout

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cache.events import snapshot_of
-from kvhold.cache.reencodings import ReencodeRequest
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
-from kvhold.cache.tier_worker import TierWorker, make_tier_worker
+from kvhold.cache.transfer.reencodings import ReencodeRequest
+from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.api import EventBatch, Found, Hit, ReencodeProgress, Reencoding, mask_bytes
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError

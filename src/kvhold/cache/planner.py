@@ -4,7 +4,7 @@
     planner.plan(number, cost, layout, found)  # after it
     planner.is_too_slow(number, ...)           # during the reads
 
-An engine states its costs; tiers are measured (`speeds.py`). No I/O.
+An engine states its costs; tiers are measured (`transfer/speeds.py`). No I/O.
 """
 
 import time
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from kvhold.cache.hits import needed_chunks
-from kvhold.cache.presence import Extent
-from kvhold.cache.speeds import TierSpeed
+from kvhold.cache.index.hits import needed_chunks
+from kvhold.cache.index.presence import Extent
+from kvhold.cache.transfer.speeds import TierSpeed
 from kvhold.core.estimates import Estimate
 from kvhold.core.keys import HASH_BYTES, Query
 from kvhold.core.layout import Layout

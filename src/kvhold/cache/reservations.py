@@ -13,8 +13,8 @@ from math import ceil, inf
 
 from kvhold.cache.chores import Turns
 from kvhold.cache.counts import count_entries
-from kvhold.cache.eviction_history import EvictionHistory
-from kvhold.cache.writes import Writes
+from kvhold.cache.index.eviction_history import EvictionHistory
+from kvhold.cache.transfer.writes import Writes
 from kvhold.core.api import ABSENT
 from kvhold.core.checksums import BYTES
 from kvhold.core.errors import ProtocolError

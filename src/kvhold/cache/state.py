@@ -18,16 +18,16 @@ from secrets import randbits
 from typing import Any
 
 from kvhold.cache.chores import TURN, Chores, Turns, emptied, emptied_dicts, finish
-from kvhold.cache.commands import ClearCommand, Command
 from kvhold.cache.counts import count_entries, count_lookup
 from kvhold.cache.events import EventLog
-from kvhold.cache.eviction_history import EvictionHistory
+from kvhold.cache.index.eviction_history import EvictionHistory
+from kvhold.cache.index.presence import Extent, Prefix, Presence
 from kvhold.cache.planner import Planner
-from kvhold.cache.presence import Extent, Prefix, Presence
-from kvhold.cache.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.reservations import MAX_SHARDS, Grant, Reservations, ReservedChunks
-from kvhold.cache.searches import Search, Searches, sources_turns
-from kvhold.cache.writes import Writes
+from kvhold.cache.transfer.commands import ClearCommand, Command
+from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
+from kvhold.cache.transfer.searches import Search, Searches, sources_turns
+from kvhold.cache.transfer.writes import Writes
 from kvhold.core.api import ABSENT, EventBatch, Found, ReencodeProgress
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError, ProtocolError

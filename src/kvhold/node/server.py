@@ -25,7 +25,7 @@ from typing import Any
 from kvhold import __version__
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import CacheState, new_state
-from kvhold.cache.tier_worker import TierWorker, make_tier_worker
+from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes

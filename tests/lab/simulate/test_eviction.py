@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="no numba in this environment")
 
-from kvhold.cache.commands import FetchCommand, ProbeCommand, WriteCommand
 from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.commands import FetchCommand, ProbeCommand, WriteCommand
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.core.metrics import Metrics

@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from kvhold.cache.commands import ProbeCommand
+from kvhold.cache.transfer.commands import ProbeCommand
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS

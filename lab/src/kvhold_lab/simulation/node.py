@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvhold.cache import tier_worker as tier_worker_module
 from kvhold.cache.state import CacheState
-from kvhold.cache.tier_worker import TierWorker
+from kvhold.cache.transfer import tier_worker as tier_worker_module
+from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.config import Config
 from kvhold.core.errors import NodeError
 from kvhold.core.metrics import Metrics

@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvhold.cache.commands import Command, WriteCommand
+from kvhold.cache.transfer.commands import Command, WriteCommand
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.sizes import format_size

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from kvhold.cache.chores import Turns, emptied, finish
-from kvhold.cache.hits import longest_hit_turns, needed_chunks
+from kvhold.cache.index.hits import longest_hit_turns, needed_chunks
 from kvhold.core.keys import HASH_BYTES, Query, place_suffix, split_hashes
 from kvhold.core.layout import Layout
 

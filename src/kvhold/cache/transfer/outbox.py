@@ -4,8 +4,8 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvhold.cache.commands import WriteCommand
-from kvhold.cache.read_buffer import Written
+from kvhold.cache.transfer.commands import WriteCommand
+from kvhold.cache.transfer.read_buffer import Written
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard

@@ -9,7 +9,7 @@ Any thread; the work releases the GIL.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvhold.cache.commands import PendingRead
+from kvhold.cache.transfer.commands import PendingRead
 from kvhold.codecs import (
     Codec,
     Raw,

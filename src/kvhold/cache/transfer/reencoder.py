@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
-from kvhold.cache.commands import ReencodeCommand, Space
-from kvhold.cache.read_buffer import Writer, Written
+from kvhold.cache.transfer.commands import ReencodeCommand, Space
+from kvhold.cache.transfer.read_buffer import Writer, Written
 from kvhold.codecs import (
     Codec,
     Raw,

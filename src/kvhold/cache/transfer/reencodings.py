@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from kvhold.cache.commands import Command, ReencodeCommand, Space, StopCommand
-from kvhold.cache.presence import Presence
+from kvhold.cache.index.presence import Presence
+from kvhold.cache.transfer.commands import Command, ReencodeCommand, Space, StopCommand
 from kvhold.codecs import check_codec
 from kvhold.codecs.budget import LOSSLESS
 from kvhold.codecs.frame import RAW

@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvhold.cache.chores import Turns
-from kvhold.cache.commands import Command, FetchCommand, PendingRead, ProbeCommand
+from kvhold.cache.index.presence import Need, Prefix, Presence
 from kvhold.cache.planner import IN_RAM, ChunkPlaces, Marks, Planner
-from kvhold.cache.presence import Need, Prefix, Presence
-from kvhold.cache.writes import Writes
+from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, ProbeCommand
+from kvhold.cache.transfer.writes import Writes
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics

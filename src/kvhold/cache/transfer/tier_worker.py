@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvhold.cache.commands import (
+from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.commands import (
     ClearCommand,
     Command,
     FetchCommand,
@@ -29,11 +30,10 @@ from kvhold.cache.commands import (
     StopCommand,
     WriteCommand,
 )
-from kvhold.cache.outbox import FrameCoding, Outbox, Write
-from kvhold.cache.read_buffer import ReadBuffer, Writer, Written
-from kvhold.cache.reencoder import Reencoder
-from kvhold.cache.reencodings import LOSES_NOTHING, ReencodableTier
-from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
+from kvhold.cache.transfer.read_buffer import ReadBuffer, Writer, Written
+from kvhold.cache.transfer.reencoder import Reencoder
+from kvhold.cache.transfer.reencodings import LOSES_NOTHING, ReencodableTier
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring

@@ -1,0 +1,1 @@
+"""Chunks between memory and the tiers: promotion, write-behind, re-encoding."""
