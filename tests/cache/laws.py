@@ -54,7 +54,7 @@ def assert_counters_reconcile(state: CacheState) -> None:
     here = [entry for entry in state.ram.entries() if entry.committed]
     writing = [
         e
-        for held in state._holdings.values()
+        for held in state._leases._holdings.values()
         for reservation in held.reservations.values()
         for entries in reservation.chunks.values()
         for e in entries

@@ -261,7 +261,7 @@ class World(RuleBasedStateMachine):
         assert (number in self.state._searches) == (waits and arriving)
         if leased is not None:
             prompt = prompt_of(*self.searched[number][1])
-            entries = self.state._holdings[owner].leases[leased.lease]
+            entries = self.state._leases._holdings[owner].leases[leased.lease]
             num_tokens = (
                 sum(leased.num_tokens) + first * LAYOUT.tokens_per_chunk if leased.num_tokens else 0
             )
@@ -459,7 +459,7 @@ class World(RuleBasedStateMachine):
         pins: Counter[int] = Counter()
         for search in self.state._searches._searches.values():
             pins.update(map(id, search.pinned.values()))
-        for ticket in self.state._tickets.values():
+        for ticket in self.state._leases._tickets.values():
             pins.update(
                 id(entry)
                 for groups in ticket.shards.values()
@@ -467,7 +467,7 @@ class World(RuleBasedStateMachine):
                 for entry in row
                 if entry is not None
             )
-        for held in self.state._holdings.values():
+        for held in self.state._leases._holdings.values():
             pins.update(id(entry) for entries in held.leases.values() for entry in entries)
         pins.update(id(command.entry) for command in self.writes.values())
         in_use = {id(entry): entry for entry in self.state.ram.entries()}
@@ -486,7 +486,7 @@ class World(RuleBasedStateMachine):
         used |= {command.entry.offset: command.entry.nbytes for command in self.writes.values()}
         for search in self.state._searches._searches.values():
             used |= {entry.offset: entry.nbytes for entry in search.pinned.values()}
-        for ticket in self.state._tickets.values():
+        for ticket in self.state._leases._tickets.values():
             for groups in ticket.shards.values():
                 used |= {
                     entry.offset: entry.nbytes

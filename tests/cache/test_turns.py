@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhold.cache import state as state_module
 from kvhold.cache.chores import Chores, Running, finish
 from kvhold.cache.state import CacheState, new_state
 from kvhold.cache.transfer.commands import FetchCommand, ProbeCommand, WriteCommand
@@ -188,8 +187,9 @@ class TestClear:
 class TestLongLookups:
     @pytest.fixture(autouse=True)
     def _make_all_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(state_module, "_ONE_TURN_KEYS", 0)
-        monkeypatch.setattr(state_module, "_MOST_PINS", 7)
+        monkeypatch.setattr("kvhold.cache.chores._ONE_TURN_KEYS", 0)
+        monkeypatch.setattr("kvhold.cache.index.pins._MOST_PINS", 7)
+        monkeypatch.setattr("kvhold.cache.leases._MOST_LEASED", 7)
 
     @staticmethod
     def begin(state: CacheState, prompt: Prompt) -> Running[Any]:

@@ -5,13 +5,16 @@ steps.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 TURN = 400  # units per step: under a millisecond on a slow machine
+_ONE_TURN_KEYS = 250  # a call of up to so many keys is one turn
 _MOST_DROPPED = 4000  # list items per step
 _MOST_POPPED = 200  # dictionary items per step
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 Turns: TypeAlias = Generator[int, None, Result]
@@ -27,6 +30,13 @@ class Chores:
 
     def add(self, work: Iterator[int]) -> None:
         self._work.append(work)
+
+    def run(self, turns: Turns[None], num_keys: int) -> None:
+        """Finish a short work now, and a long one in the background."""
+        if is_short(num_keys):
+            finish(turns)
+        else:
+            self.add(turns)
 
     def step(self, units: int = TURN) -> bool:
         """Do about `units` of work. Return whether there is more."""
@@ -62,6 +72,25 @@ def finish(turns: Turns[Result]) -> Result:
         except StopIteration as end:
             result: Result = end.value
             return result
+
+
+def in_one_turn(call: Callable[Arguments, Turns[Result]]) -> Callable[Arguments, Result]:
+    """Return the call that does all its steps at once."""
+
+    @wraps(call)
+    def finished(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return finish(call(*args, **kwargs))
+
+    return finished
+
+
+def is_short(num_keys: int) -> bool:
+    """Return whether a call for so many keys is one turn."""
+    return num_keys <= _ONE_TURN_KEYS
+
+
+def one_turn_if_short(turns: Turns[Result], num_keys: int) -> Turns[Result]:
+    return finish(turns) if is_short(num_keys) else (yield from turns)
 
 
 class Running(Generic[Result]):

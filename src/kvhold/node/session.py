@@ -11,7 +11,8 @@ import msgspec
 
 from kvhold.cache.chores import TURN, Running, Turns
 from kvhold.cache.events import MOST, snapshot_of
-from kvhold.cache.state import CacheState, ClaimAnswer
+from kvhold.cache.leases import ClaimAnswer
+from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.reencodings import ReencodeRequest
 from kvhold.core.api import Found, ReencodeProgress
 from kvhold.core.errors import KVHoldError, ProtocolError

@@ -143,7 +143,7 @@ class Checker:
 
     def committing(self, owner: Any, reservation: int, chunks: list[int]) -> None:
         assert self._state is not None
-        held = self._state._holdings.get(owner)
+        held = self._state._leases._holdings.get(owner)
         reserved = held.reservations.get(reservation) if held is not None else None
         for chunk in chunks if reserved is not None else ():
             for entry in reserved.chunks.get(chunk, ()) if reserved is not None else ():
@@ -169,7 +169,7 @@ class Checker:
                 f"ticket {ticket} is good, and no lookup of this node was answered with it"
             )
             return
-        held = self._state._holdings.get(owner)
+        held = self._state._leases._holdings.get(owner)
         for entry in held.leases.get(lease, ()) if held is not None else ():
             self._check_leased(entry, asked, min(asked_wall, self._world.wall()))
 
@@ -200,8 +200,10 @@ class Checker:
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
-        holders: list[Any] = [ticket.pinned for ticket in state._tickets.values()]
-        holders += [lease for held in state._holdings.values() for lease in held.leases.values()]
+        holders: list[Any] = [ticket.pinned for ticket in state._leases._tickets.values()]
+        holders += [
+            lease for held in state._leases._holdings.values() for lease in held.leases.values()
+        ]
         holders += [search.pinned.values() for search in state._searches._searches.values()]
         holders += [state._writes._held.values(), self.scrubbing()]
         for held in holders:
@@ -220,7 +222,7 @@ class Checker:
         state: Any = self._state
         held = {
             owner.name: len(all_of.tickets) + len(all_of.leases) + len(all_of.reservations)
-            for owner, all_of in state._holdings.items()
+            for owner, all_of in state._leases._holdings.items()
         }
         return {name: number for name, number in held.items() if number}
 
@@ -256,8 +258,8 @@ class Checker:
             "arriving chunks": state._searches.num_arriving,
             "waiting writes": len(state._writes),
             "bytes that wait": state._writes.queued_bytes,
-            "owners": len(state._holdings),
-            "tickets": len(state._tickets),
+            "owners": len(state._leases._holdings),
+            "tickets": len(state._leases._tickets),
             "clears": state._clears,
         }
         for name, count in left.items():

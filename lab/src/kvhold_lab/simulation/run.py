@@ -100,11 +100,11 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     """Replace the real code's own constants and randomness."""
     log = logging.getLogger("kvhold")
     handler, level, propagate = _Findings(world), log.level, log.propagate
-    constants: Any = state_module
+    numbers: Any = state_module
     outside: Any = listener
-    kept = constants.randbits, constants._ONE_TURN_KEYS, chores.Running.step.__defaults__
+    kept = numbers.randbits, chores._ONE_TURN_KEYS, chores.Running.step.__defaults__
     kept_scrub, kept_os = scrub._BATCH_BYTES, outside.os
-    constants.randbits = world.random.getrandbits
+    numbers.randbits = world.random.getrandbits
     scrub._BATCH_BYTES, outside.os = world.random.choice((1, 1000)), SimOs(world.descriptors)
     log.addHandler(handler)
     log.setLevel(logging.ERROR)
@@ -122,7 +122,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
-        constants.randbits, constants._ONE_TURN_KEYS, chores.Running.step.__defaults__ = kept
+        numbers.randbits, chores._ONE_TURN_KEYS, chores.Running.step.__defaults__ = kept
         scrub._BATCH_BYTES, outside.os = kept_scrub, kept_os
 
 
@@ -133,7 +133,7 @@ class Simulation:
         self.world = world
         self.random = world.random
         self.draw = drawn if drawn is not None else draw(world.random)
-        state_module._ONE_TURN_KEYS = self.draw.one_turn_keys
+        chores._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
         self.checker = checker if checker is not None else Checker(world)
         self.stores: list[Any] = [

@@ -1,0 +1,36 @@
+"""The changes of what is in memory, as events for other indexes and as reasons of later misses."""
+
+from kvhold.cache.events import EventLog
+from kvhold.cache.index.eviction_history import EvictionHistory
+from kvhold.core.errors import ConfigError
+from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import CLEARED, REASONS
+from kvhold.tiers.ram import Entry
+
+
+class Changes:
+    def __init__(self, metrics: Metrics, evictions: EvictionHistory, event_buffer: int) -> None:
+        """Note nothing yet. event_buffer: the most events to keep; 0: none."""
+        self._metrics = metrics
+        self._evictions = evictions
+        self._log = EventLog(event_buffer) if event_buffer else None
+
+    @property
+    def log(self) -> EventLog:
+        """Raises ConfigError without events."""
+        if self._log is None:
+            raise ConfigError(
+                "event_buffer is 0: this cache keeps no events; set it to how many are to "
+                "be remembered, such as 100000"
+            )
+        return self._log
+
+    def note(self, what: str, entry: Entry) -> None:
+        """Note one change, as `RamTier.watch` reports it."""
+        if self._log is not None:
+            self._log.add(what, entry)
+        if what in REASONS:
+            self._evictions.add(entry.key, what)
+        if what == CLEARED:
+            self._metrics.add("kvhold_cleared_chunks")
+            self._metrics.add("kvhold_cleared_bytes", entry.nbytes)

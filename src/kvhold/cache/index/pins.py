@@ -1,0 +1,80 @@
+"""Pins and holds of entries in memory, taken and removed in steps.
+
+    presence = Presence(query, layout, pins.finder(num_keys, held))
+    yield from pins.pin_turns(entries)
+    pins.unpin(entries)
+
+Both keep an entry in place; a pin also counts it as used. No I/O.
+"""
+
+from collections.abc import Callable, Iterator
+
+from kvhold.cache.chores import Chores, Turns, is_short
+from kvhold.cache.index.presence import Prefix
+from kvhold.tiers.ram import Entry, RamTier
+
+_MOST_PINS = 500  # per step
+_MOST_AT_ONCE = 2000  # entries unpinned per step
+
+
+class Pins:
+    def __init__(self, ram: RamTier, chores: Chores) -> None:
+        self._ram = ram
+        self._chores = chores
+
+    def finder(self, num_keys: int, held: list[Entry]) -> Callable[[bytes], Entry | None]:
+        """Return a function that finds entries in RAM. In a call of several turns it holds them."""
+        return self._ram.find if is_short(num_keys) else self._find_and_hold(held)
+
+    def pin_turns(self, entries: list[Entry]) -> Turns[None]:
+        """Pin the last entry first, see `Reservations.commit_turns`."""
+        left = len(entries)
+        try:
+            while left:
+                part = entries[max(0, left - _MOST_PINS) : left]
+                self._ram.pin_all(part[::-1])
+                left -= len(part)
+                if left:
+                    yield len(part)
+        finally:
+            if left:  # the caller has left
+                self.unpin(entries[left:])
+
+    def hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:
+        """Hold the entries of a hit, and return them."""
+        entries = yield from prefix.in_order_turns()
+        num_held = 0
+        try:
+            while num_held < len(entries):
+                part = entries[num_held : num_held + _MOST_PINS]
+                self._ram.hold_all(part)
+                num_held += len(part)
+                yield len(part) // 4
+        except GeneratorExit:  # the caller has left
+            self.unpin(entries[:num_held])
+            raise
+        return entries
+
+    def unpin(self, entries: list[Entry]) -> None:
+        """Unpin entries and empty the list, a long one in the background."""
+        if len(entries) <= _MOST_AT_ONCE:
+            self._ram.unpin_all(entries)
+        else:
+            self._chores.add(self._unpin_turns(entries))
+
+    def _find_and_hold(self, held: list[Entry]) -> Callable[[bytes], Entry | None]:
+        def find(key: bytes) -> Entry | None:
+            entry = self._ram.find(key)
+            if entry is not None:
+                self._ram.hold(entry)
+                held.append(entry)
+            return entry
+
+        return find
+
+    def _unpin_turns(self, entries: list[Entry]) -> Iterator[int]:
+        while entries:
+            part = entries[-_MOST_PINS:]
+            del entries[-_MOST_PINS:]
+            self._ram.unpin_all(part)
+            yield len(part) // 3

@@ -1,0 +1,476 @@
+"""Lookups and prefetches, from one pass over memory to the settled hit.
+
+    probing  -> the tiers are asked for what memory lacks
+    arriving -> chunks are read and pinned; the hit may still grow
+    settled  -> the hit has a ticket (`leases.py`), or there is none
+
+A lookup that needs no tier is settled at once. `Searches` does the work of the first two states.
+Between two steps, a lookup may be released or cleared, and chunks may arrive. No I/O.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from kvhold.cache.chores import (
+    TURN,
+    Chores,
+    Turns,
+    emptied_dicts,
+    one_turn_if_short,
+)
+from kvhold.cache.counts import count_lookup
+from kvhold.cache.index.eviction_history import EvictionHistory
+from kvhold.cache.index.pins import Pins
+from kvhold.cache.index.presence import Extent, Prefix, Presence
+from kvhold.cache.leases import ClaimAnswer, Leases, Owner
+from kvhold.cache.planner import Planner
+from kvhold.cache.reservations import MAX_SHARDS
+from kvhold.cache.transfer.searches import Search, Searches, sources_turns
+from kvhold.core.api import Found
+from kvhold.core.errors import ProtocolError
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.core.planning import ComputeCost
+from kvhold.core.reasons import (
+    BEING_WRITTEN,
+    CLEARED,
+    DEADLINE,
+    INCOMPLETE,
+    NEVER_STORED,
+    NOT_NEEDED,
+    SLOWER,
+    TIER_DOWN,
+    WHOLE,
+)
+from kvhold.tiers.ram import Entry, RamTier
+
+_MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
+_LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
+
+
+@dataclass(frozen=True)
+class _Looked:
+    number: int
+    owner: Owner
+    query: Query
+    layout: Layout
+    presence: Presence[Entry]
+    extent: Extent
+
+
+class Lookups:
+    def __init__(
+        self,
+        ram: RamTier,
+        metrics: Metrics,
+        chores: Chores,
+        pins: Pins,
+        leases: Leases,
+        searches: Searches,
+        planner: Planner,
+        evictions: EvictionHistory,
+        numbers: Iterator[int],
+        *,
+        has_tiers: bool,
+        find_layout: Callable[[bytes], Layout],
+    ) -> None:
+        """Make no lookups. find_layout: by fingerprint; raises LayoutError."""
+        self._ram = ram
+        self._metrics = metrics
+        self._chores = chores
+        self._pins = pins
+        self._leases = leases
+        self._searches = searches
+        self._planner = planner
+        self._evictions = evictions
+        self._numbers = numbers
+        self._has_tiers = has_tiers
+        self._find_layout = find_layout
+        self._has_news = False
+
+    def lookup_turns(
+        self, owner: Owner, query: Query, cost: ComputeCost | None = None, *, have_tokens: int = 0
+    ) -> Turns[Found]:
+        """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
+        layout = self._find_layout(query.layout)
+        num_keys = check_query(layout, query)
+        turns = self._look_up(owner, query, layout, cost, have_tokens, num_keys)
+        return (yield from one_turn_if_short(turns, num_keys))
+
+    def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
+        """Return the current hit of a ticket; an empty `Found` if none."""
+        num_keys = self._searches[ticket].num_keys if ticket in self._searches else 0
+        turns = self._refresh(ticket, settle=settle)
+        return (yield from one_turn_if_short(turns, num_keys))
+
+    def claim_turns(
+        self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
+    ) -> Turns[ClaimAnswer | None]:
+        """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
+        if first_chunk < 0:
+            raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
+        while self._is_arriving(ticket):
+            search = self._searches[ticket]
+            if search.settling:
+                yield TURN
+            elif not arriving:
+                yield from self.refresh_turns(ticket, settle=True)
+            elif not 0 <= shard < search.query.shards:
+                break
+            else:
+                extent = yield from search.here.extent_turns()
+                if self._searches.get(ticket) is search and not search.settling:
+                    return (
+                        yield from self._lend_arriving(
+                            owner, ticket, search, shard, first_chunk, extent
+                        )
+                    )
+        return (
+            yield from self._leases.claim_turns(
+                owner, ticket, shard, first_chunk, is_arriving=self._is_arriving(ticket)
+            )
+        )
+
+    def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
+        layout = self._find_layout(query.layout)
+        num_keys = check_query(layout, query)
+        turns = self._prefetch(query, layout, num_keys)
+        return (yield from one_turn_if_short(turns, num_keys))
+
+    def is_over(self, ticket: int) -> bool:
+        """Return whether nothing more will arrive. Cheap."""
+        return ticket not in self._searches or self._searches[ticket].over
+
+    def num_arrived(self, ticket: int) -> int:
+        return len(self._searches[ticket].sources) if ticket in self._searches else 0
+
+    def take_news(self) -> bool:
+        """Return whether a search has ended since the last call."""
+        news, self._has_news = self._has_news, False
+        return news
+
+    def release(self, owner: Owner, number: int) -> bool:
+        """Release a lookup that is not settled. Return False if the owner has none."""
+        search = self._searches.get(number)
+        if search is None or search.owner != owner:
+            return False
+        self._searches.take(number)
+        self._leases.withdraw(owner, number)
+        self._planner.settled(number, 0, waited_s=self._planner.clock() - search.began_s)
+        self._chores.run(self._count_and_let_go(number, search), search.num_keys)
+        return True
+
+    def search_ended(self, number: int) -> None:
+        """Note that nothing more will arrive for a search."""
+        if self._searches[number].owner is None:
+            self._let_go(self._searches.take(number))
+        self._has_news = True
+
+    def _look_up(
+        self,
+        owner: Owner,
+        query: Query,
+        layout: Layout,
+        cost: ComputeCost | None,
+        have_tokens: int,
+        num_keys: int,
+    ) -> Turns[Found]:
+        for _ in range(_LOOKUP_ATTEMPTS):
+            clears = self._ram.num_clears
+            held: list[Entry] = []
+            try:
+                presence = Presence(query, layout, self._pins.finder(num_keys, held))
+                prefix = yield from presence.take_turns()
+                extent, number, declined = prefix.extent, next(self._numbers), False
+                if self._is_worth_a_search(query, presence, extent):
+                    declined = cost is not None and not self._planner.pays(
+                        cost, query, layout, extent
+                    )
+                    if not declined:
+                        self._leases.promise(owner, number)
+                        yield from self._searches.begin_turns(
+                            number,
+                            owner,
+                            query,
+                            layout,
+                            prefix,
+                            cost,
+                            num_keys=num_keys,
+                            have_tokens=have_tokens,
+                        )
+                        if clears == self._ram.num_clears:
+                            return (yield from self._refresh(number))
+                        self._forget_search(number, owner)  # its pins may have been cleared
+                        continue
+                pinned = yield from prefix.in_order_turns()
+                yield from self._pins.pin_turns(pinned)
+                if clears == self._ram.num_clears:  # else the hit may have been cleared
+                    answer = self._answer_from_ram(
+                        _Looked(number, owner, query, layout, presence, extent),
+                        cost,
+                        declined=declined,
+                    )
+                    if answer.ticket:
+                        self._leases.issue(owner, answer, query, layout, prefix, pinned)
+                    else:
+                        self._pins.unpin(pinned)
+                    if declined and self._planner.is_to_try():
+                        yield from self._search_for_nobody(query, layout, num_keys, sample=True)
+                    return answer
+                self._pins.unpin(pinned)
+            finally:
+                self._pins.unpin(held)
+        return Found(0, 0, reason=CLEARED)
+
+    def _forget_search(self, number: int, owner: Owner) -> None:
+        self._leases.withdraw(owner, number)
+        if number in self._searches:
+            self._let_go(self._searches.take(number))
+
+    def _answer_from_ram(
+        self, looked: _Looked, cost: ComputeCost | None, *, declined: bool
+    ) -> Found:
+        answer = self._answer(looked.number, looked.presence, looked.extent)
+        if cost is not None:
+            answer = self._if_worth_loading(
+                looked.number, answer, looked.query, looked.layout, cost, declined
+            )
+        count_lookup(self._metrics, answer, looked.presence.asked_tokens)
+        return answer
+
+    def _if_worth_loading(
+        self,
+        number: int,
+        answer: Found,
+        query: Query,
+        layout: Layout,
+        cost: ComputeCost,
+        declined: bool,
+    ) -> Found:
+        worth = self._planner.is_worth_loading(cost, query, layout, answer.num_tokens)
+        self._planner.decided_here(
+            number, cost, query, layout, answer.num_tokens, worth=worth, declined=declined
+        )
+        if answer.num_tokens and not worth:
+            answer = Found(0, 0, reason=SLOWER)
+        elif declined:
+            answer = replace(answer, reason=SLOWER)
+        return answer
+
+    def _prefetch(self, query: Query, layout: Layout, num_keys: int) -> Turns[None]:
+        held: list[Entry] = []
+        try:
+            presence = Presence(query, layout, self._pins.finder(num_keys, held))
+            prefix = yield from presence.take_turns()
+            if self._is_worth_a_search(query, presence, prefix.extent):
+                yield from self._search_for_nobody(query, layout, num_keys, prefix=prefix)
+            else:
+                present = yield from prefix.in_order_turns()
+                yield from self._pins.pin_turns(present)
+                self._pins.unpin(present)  # now young, so not evicted next
+        finally:
+            self._pins.unpin(held)
+
+    def _search_for_nobody(
+        self,
+        query: Query,
+        layout: Layout,
+        num_keys: int,
+        *,
+        prefix: Prefix[Entry] | None = None,
+        sample: bool = False,
+    ) -> Turns[None]:
+        """Load chunks without a waiting request. sample: only one, to measure the tier."""
+        number, clears, has_begun = next(self._numbers), self._ram.num_clears, False
+        held: list[Entry] = []
+        try:
+            if prefix is None:
+                prefix = yield from Presence(
+                    query, layout, self._pins.finder(num_keys, held)
+                ).take_turns()
+            yield from self._searches.begin_turns(
+                number, None, query, layout, prefix, num_keys=num_keys, sample=sample
+            )
+            has_begun = clears == self._ram.num_clears  # else pins may have been cleared
+        finally:  # the caller may leave
+            if number in self._searches and not has_begun:
+                self._let_go(self._searches.take(number))
+            self._pins.unpin(held)
+
+    def _is_worth_a_search(self, query: Query, presence: Presence[Entry], extent: Extent) -> bool:
+        return (
+            self._has_tiers
+            and extent.num_tokens < presence.asked_tokens
+            and self._searches.may_begin(query)
+        )
+
+    def _refresh(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
+        while self._is_arriving(ticket):
+            search = self._searches[ticket]
+            if search.settling:
+                yield TURN  # another caller makes the hit
+                continue
+            if settle or search.over:
+                return (yield from self._settle(ticket))
+            extent = yield from search.here.extent_turns()
+            if self._is_arriving(ticket) and not search.settling:
+                if not self._searches.is_too_slow(ticket, extent.num_tokens):
+                    return Found(ticket, extent.num_tokens, arriving=True)
+                settle = True
+        return self._leases.found(ticket) or Found(0, 0)
+
+    def _is_arriving(self, ticket: int) -> bool:
+        return ticket in self._searches and self._searches[ticket].owner is not None
+
+    def _lend_arriving(
+        self,
+        owner: Owner,
+        ticket: int,
+        search: Search,
+        shard: int,
+        first_chunk: int,
+        extent: Extent,
+    ) -> Turns[ClaimAnswer | None]:
+        rows = [row[first_chunk:] for row in search.here.shard_rows(shard, extent)]
+        num_tokens = [search.layout.tokens_per_chunk] * len(rows[0])
+        return (
+            yield from self._leases.lend_turns(
+                owner, rows, num_tokens, may_go_on=lambda: self._searches.get(ticket) is search
+            )
+        )
+
+    def _settle(self, number: int) -> Turns[Found]:
+        search, is_settled = self._searches[number], False
+        search.settling = True
+        try:
+            prefix = yield from search.here.take_turns()
+            answer = yield from self._answer_turns(number, search, prefix)
+            if search.cost is not None and not self._planner.is_worth_loading(
+                search.cost, search.query, search.layout, prefix.extent.num_tokens
+            ):
+                answer = Found(0, 0, reason=SLOWER)
+            pinned = (yield from self._pins.hold_turns(prefix)) if answer.ticket else []
+            is_settled = True
+            # the search was released during these steps
+            if self._searches.get(number) is not search:
+                self._pins.unpin(pinned)
+                return Found(0, 0)
+            if search.cost is not None:
+                self._planner.settled(
+                    number, answer.num_tokens, waited_s=self._planner.clock() - search.began_s
+                )
+            count_lookup(self._metrics, answer, search.here.asked_tokens)
+            self._searches.take(number)
+            self._leases.withdraw(search.owner, number)
+            if answer.ticket:
+                self._leases.issue(
+                    search.owner, answer, search.query, search.layout, prefix, pinned
+                )
+            self._let_go(search)
+            return answer
+        finally:
+            search.settling = False
+            if not is_settled:  # the caller has left
+                search.forget_what_is_here()
+
+    def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
+        try:
+            prefix = yield from Presence(
+                search.query, search.layout, search.pinned.get
+            ).take_turns()
+            count_lookup(
+                self._metrics,
+                (yield from self._answer_turns(number, search, prefix)),
+                search.here.asked_tokens,
+            )
+            yield from prefix.empty_turns()
+        finally:
+            self._let_go(search)
+
+    def _let_go(self, search: Search) -> None:
+        self._chores.run(self._let_go_turns(search), search.num_keys)
+
+    def _let_go_turns(self, search: Search) -> Turns[None]:
+        for part in search.pinned.emptied():
+            self._ram.unpin_all(part)
+            yield len(part) // 3
+        for sources in search.sources.emptied():
+            yield len(sources) // 4
+        yield from emptied_dicts(search.places, search.faults)
+
+    def _answer(
+        self,
+        number: int,
+        presence: Presence[Entry],
+        extent: Extent,
+        search: Search | None = None,
+        sources: dict[str, int] | None = None,
+    ) -> Found:
+        reason = self._reason(presence, extent, search)
+        if not extent.num_tokens:
+            return Found(0, 0, reason=reason)
+        return Found(
+            number, extent.num_tokens, sources=sources or {"ram": extent.num_tokens}, reason=reason
+        )
+
+    def _answer_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[Found]:
+        sources = (
+            (yield from sources_turns(prefix, search, self._planner.names))
+            if len(search.sources)
+            else None
+        )
+        return self._answer(number, search.here, prefix.extent, search, sources)
+
+    def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> str:
+        gap = presence.gap(extent)
+        if search is not None and gap is not None and search.declines(gap.key):
+            return SLOWER
+        if search is not None and gap is not None and search.idle and gap.key in search.places:
+            return NOT_NEEDED
+        if search is not None:  # a chunk that RAM or a tier has is not the reason
+            gap = search.would_have(self._ram.find).gap(extent) or gap
+        if gap is None:
+            return WHOLE
+        if search is not None and (fault := search.faults.get(gap.key)):
+            return fault
+        if search is not None and (search.probing or gap.key in search.awaited):
+            return DEADLINE
+        if self._ram.holds(gap.key):
+            return BEING_WRITTEN
+        if search is not None and search.silent:
+            return TIER_DOWN
+        if self._has_tiers and search is None:
+            # the tiers are being cleared, else they would have been probed
+            return CLEARED
+        places = search.places if search is not None else ()
+        partly = any(key in places or self._ram.find(key) is not None for key in gap.siblings)
+        return self._evictions.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
+
+
+def check_query(layout: Layout, query: Query) -> int:
+    """Return the number of keys. Raises ProtocolError."""
+    if (
+        len(query.namespace) != NAMESPACE_BYTES
+        or len(query.hashes) % HASH_BYTES
+        or not 1 <= query.shards <= MAX_SHARDS
+    ):
+        raise ProtocolError("a query's namespace, hashes or shards have an impossible size")
+    if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
+        raise ProtocolError("a query's tail hashes and tail lengths do not agree")
+    if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
+        raise ProtocolError(
+            f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens"
+        )
+    num_keys = (
+        (len(query.hashes) // HASH_BYTES + len(query.tail_lengths))
+        * len(layout.groups)
+        * query.shards
+    )
+    if num_keys > _MOST_KEYS:
+        raise ProtocolError(
+            f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "
+            f"{len(query.tail_lengths)} tails, {len(layout.groups)} "
+            f"groups, {query.shards} shards); {_MOST_KEYS} is the most: look up a shorter prompt"
+        )
+    return num_keys
