@@ -306,7 +306,7 @@ class Retriever:
 
     def retrieve(self, *, check: bool) -> None:
         assert self._cache.tier_worker is not None
-        self._cache.tier_worker.check = check
+        self._cache.tier_worker.reader.check = check
         self._prompts.reverse()
         with self._cache.lookup(self._prompts[0].query(), wait_s=120) as hit:
             assert hit.num_tokens == len(self._prompts[0].tokens), hit.num_tokens

@@ -1,11 +1,11 @@
-"""Moves chunks between the arena and the tiers: probes, checked reads, writes behind, clears.
+"""Moves chunks between the arena and the tiers: probes, reads, writes behind, clears.
 
     worker = TierWorker(state, stack, metrics, post)   # a thread with its own event loop
     worker.submit(state.take_commands())               # never blocks
     post(lambda: state.fetched(entry, True))           # run where the state lives
 
-Frames are checked before the chunk is visible; a bad frame is removed. Raw payloads move without a
-copy. Pools encode and check, and release the GIL.
+`TierReader` checks frames before a chunk is visible. Raw payloads move without a copy. Pools encode
+and check, and release the GIL.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,30 +23,29 @@ from kvhold.cache.transfer.commands import (
     ClearCommand,
     Command,
     FetchCommand,
-    PendingRead,
     ProbeCommand,
     ReencodeCommand,
     StopCommand,
     WriteCommand,
 )
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
-from kvhold.cache.transfer.read_buffer import ReadBuffer, Writer, Written
+from kvhold.cache.transfer.read_buffer import Writer, Written
 from kvhold.cache.transfer.reencoder import Reencoder
 from kvhold.cache.transfer.reencodings import LOSES_NOTHING, ReencodableTier
+from kvhold.cache.transfer.tier_reader import TierReader, remove
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.api import ReencodeProgress
 from kvhold.core.config import Config
-from kvhold.core.errors import ConfigError, DamagedChunks, FrameError
+from kvhold.core.errors import ConfigError, DamagedChunks
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
-from kvhold.tiers.ram import Entry, RamTier
+from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import Stack, make_stack
 from kvhold.tiers.suppressed import PendingClear
 
@@ -58,17 +56,7 @@ _MOMENT_S = 0.05
 _LEAVE_S = 5.0  # then hung calls are abandoned
 
 
-@dataclass(frozen=True)
-class _Arrived:
-    read_buffer: ReadBuffer
-    expires_at: int = 0
-    fault: FrameError | None = None
-
-
 class TierWorker:
-    check = True
-    """Off only to measure the cost of checks."""
-
     def __init__(
         self,
         state: CacheState,
@@ -113,6 +101,16 @@ class TierWorker:
         )
         self._reencodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
+        self.reader = TierReader(
+            state,
+            stack,
+            keyrings,
+            metrics,
+            self._loop,
+            self._checking,
+            post=post,
+            start=self._start,
+        )
         # runs before any order
         self._loop.call_soon(self._begin)
         self._closed = False
@@ -202,7 +200,7 @@ class TierWorker:
                 case ProbeCommand():
                     self._start(self._probe(command))
                 case FetchCommand():
-                    self._start(self._fetch(command))
+                    self._start(self.reader.fetch(command))
                 case WriteCommand():
                     self._queue(command)
                 case ClearCommand():
@@ -248,163 +246,6 @@ class TierWorker:
             for space in spaces:
                 guard.use(space)
             await guard.meet(spaces)
-
-    async def _fetch(self, command: FetchCommand) -> None:
-        by_tier: dict[int, list[PendingRead]] = {}
-        for pending_read in command.pending_reads:
-            by_tier.setdefault(pending_read.place.tier, []).append(pending_read)
-        for tier, pending_reads in by_tier.items():
-            guard = self._stack.guards[tier]
-            for batch in _batches(
-                pending_reads, lambda pending_read: pending_read.entry.nbytes, guard.batch_bytes
-            ):
-                self._start(self._fetch_batch(guard, self._codings[tier].keyring, batch))
-
-    async def _fetch_batch(
-        self,
-        guard: Guard,
-        keyring: Keyring | None,
-        batch: list[PendingRead],
-        *,
-        again: bool = False,
-    ) -> None:
-        left = {id(pending_read): pending_read for pending_read in batch}
-        why: dict[int, str] = {}
-        try:
-            async with guard.gate.turn(Urgency.READ):
-                read_buffers = [
-                    ReadBuffer.of(self._ram, pending_read, keyring) for pending_read in batch
-                ]
-                keys = [pending_read.entry.key for pending_read in batch]
-                outcome = await guard.get(keys, [read_buffer.parts for read_buffer in read_buffers])
-            if outcome.pending is not None:
-                self._give_up(left, outcome.pending)
-                return
-            arrived = await self._loop.run_in_executor(
-                self._checking, self._check_all, read_buffers, outcome.items
-            )
-            good = [one for one in arrived if self._is_good(one)]
-            self._tell_fetched(
-                [(left.pop(id(one.read_buffer.pending_read)).entry, one.expires_at) for one in good]
-            )
-            why |= {
-                id(pending_read): TIER_DOWN if failed else EVICTED
-                for pending_read, failed in zip(batch, outcome.failed, strict=True)
-            }
-            if not again:
-                missed = zip(batch, outcome.items, outcome.failed, strict=True)
-                resized = await self._resized(
-                    guard,
-                    [
-                        pending_read
-                        for pending_read, size, failed in missed
-                        if size is None and not failed
-                    ],
-                )
-                for number in resized:
-                    del left[number]
-                if resized:
-                    self._start(
-                        self._fetch_batch(guard, keyring, list(resized.values()), again=True)
-                    )
-            why |= {
-                id(one.read_buffer.pending_read): BAD_FRAME if one.fault is not None else EXPIRED
-                for one in arrived
-            }
-            # so that the next lookup does not find it
-            await self._remove_bad(guard, arrived)
-        # the tier may still use the memory, so do not reuse it
-        except asyncio.CancelledError:
-            self._tell_given_up(left)
-            raise
-        finally:  # in every case: no search waits for ever, no memory is lost
-            self._tell_fetched(
-                [
-                    (pending_read.entry, why.get(number, TIER_DOWN))
-                    for number, pending_read in left.items()
-                ]
-            )
-
-    async def _resized(self, guard: Guard, missed: list[PendingRead]) -> dict[int, PendingRead]:
-        """Return, by `id`, the missed arrivals that were re-encoded since the probe."""
-        sizes = (
-            await guard.probe([pending_read.entry.key for pending_read in missed]) if missed else []
-        )
-        return {
-            id(pending_read): replace(pending_read, place=replace(pending_read.place, nbytes=size))
-            for pending_read, size in zip(missed, sizes, strict=True)
-            if size is not None and size != pending_read.place.nbytes
-        }
-
-    def _give_up(self, left: dict[int, PendingRead], pending: "asyncio.Task[Any]") -> None:
-        entries = self._tell_given_up(left)
-
-        def let_go(_: Any) -> None:
-            for entry in entries:
-                self._post(lambda entry=entry: self._state.let_go(entry))  # type: ignore[misc]
-
-        pending.add_done_callback(let_go)
-
-    def _tell_given_up(self, left: dict[int, PendingRead]) -> list[Entry]:
-        entries = [pending_read.entry for pending_read in left.values()]
-        left.clear()
-        for entry in entries:
-            self._post(lambda entry=entry: self._state.given_up(entry))  # type: ignore[misc]
-        return entries
-
-    def _check_all(
-        self, read_buffers: Sequence[ReadBuffer], sizes: Sequence[int | None]
-    ) -> list["_Arrived"]:
-        return [
-            _accepted(read_buffer, nbytes, check=self.check)
-            for read_buffer, nbytes in zip(read_buffers, sizes, strict=True)
-            if nbytes is not None
-        ]
-
-    def _is_good(self, one: "_Arrived") -> bool:
-        return one.fault is None and not self._has_expired(one)
-
-    def _has_expired(self, one: "_Arrived") -> bool:
-        return 0 < one.expires_at <= self._ram.now()
-
-    async def _remove_bad(self, guard: Guard, arrived: Sequence["_Arrived"]) -> None:
-        keys = []
-        for one in arrived:
-            key = one.read_buffer.pending_read.entry.key
-            if one.fault is not None:
-                self._metrics.add(
-                    "kvhold_tier_bad_frames", tier=guard.name, reason=one.fault.reason
-                )
-                log.warning("tier %s: %s is removed: %s", guard.name, key.hex(), one.fault)
-                keys.append(key)
-            elif self._has_expired(one):
-                self._metrics.add("kvhold_expired_chunks", tier=guard.name)
-                self._metrics.add(
-                    "kvhold_expired_bytes",
-                    one.read_buffer.pending_read.entry.nbytes,
-                    tier=guard.name,
-                )
-                keys.append(key)
-        if keys:
-            await self._remove(guard, keys)
-
-    async def _remove(self, guard: Guard, keys: list[bytes]) -> None:
-        if not guard.config.read_only:
-            async with guard.gate.turn(Urgency.DELETE):
-                await guard.delete(keys)
-
-    def _tell_fetched(self, ended: Sequence[tuple[Entry, int | str]]) -> None:
-        """Report reads, each with its expiry (0: never) or its fault."""
-
-        def tell() -> None:
-            for entry, outcome in ended:
-                if isinstance(outcome, str):
-                    self._state.fetched(entry, False, why=outcome)
-                else:
-                    self._state.fetched(entry, True, outcome)
-
-        if ended:
-            self._post(tell)
 
     def _queue(self, command: WriteCommand) -> None:
         write = Write(command)
@@ -515,7 +356,7 @@ class TierWorker:
         ]
         # clears do not wait for hung calls; shared tiers wrote under old names
         if cleared and not guard.traits.shared:
-            self._start(self._remove(guard, cleared))
+            self._start(remove(guard, cleared))
         self._finish(batch)
 
     def _finish(self, batch: Iterable[Write]) -> None:
@@ -615,13 +456,6 @@ class TierWorker:
             self._post(lambda: self._state.cleared(command.prefix))
 
 
-def _accepted(read_buffer: ReadBuffer, nbytes: int, *, check: bool) -> _Arrived:
-    try:
-        return _Arrived(read_buffer, read_buffer.accept(nbytes, check=check))
-    except FrameError as fault:
-        return _Arrived(read_buffer, fault=fault)
-
-
 def make_tier_worker(
     config: Config,
     state: CacheState,
@@ -686,19 +520,6 @@ def _why_not_reencoded(guard: Guard) -> str:
         else f"{guard.traits.name} cannot put a value in the place of another in one step; "
         "clear it instead"
     )
-
-
-def _batches(items: Sequence[Any], size: Callable[[Any], int], most: int) -> Iterable[list[Any]]:
-    batch: list[Any] = []
-    left = most
-    for item in items:
-        if batch and size(item) > left:
-            yield batch
-            batch, left = [], most
-        batch.append(item)
-        left -= size(item)
-    if batch:
-        yield batch
 
 
 async def _all(tasks: "list[asyncio.Task[Any]]") -> None:
