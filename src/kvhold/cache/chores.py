@@ -89,10 +89,6 @@ def is_short(num_keys: int) -> bool:
     return num_keys <= _ONE_TURN_KEYS
 
 
-def one_turn_if_short(turns: Turns[Result], num_keys: int) -> Turns[Result]:
-    return finish(turns) if is_short(num_keys) else (yield from turns)
-
-
 class Running(Generic[Result]):
     result: Result
 

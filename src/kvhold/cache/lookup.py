@@ -11,13 +11,7 @@ Between two steps, a lookup may be released or cleared, and chunks may arrive. N
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from kvhold.cache.chores import (
-    TURN,
-    Chores,
-    Turns,
-    emptied_dicts,
-    one_turn_if_short,
-)
+from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
@@ -96,13 +90,13 @@ class Lookups:
         layout = self._find_layout(query.layout)
         num_keys = check_query(layout, query)
         turns = self._look_up(owner, query, layout, cost, have_tokens, num_keys)
-        return (yield from one_turn_if_short(turns, num_keys))
+        return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
         """Return the current hit of a ticket; an empty `Found` if none."""
         num_keys = self._searches[ticket].num_keys if ticket in self._searches else 0
         turns = self._refresh(ticket, settle=settle)
-        return (yield from one_turn_if_short(turns, num_keys))
+        return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def claim_turns(
         self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
@@ -136,7 +130,7 @@ class Lookups:
         layout = self._find_layout(query.layout)
         num_keys = check_query(layout, query)
         turns = self._prefetch(query, layout, num_keys)
-        return (yield from one_turn_if_short(turns, num_keys))
+        return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def is_over(self, ticket: int) -> bool:
         """Return whether nothing more will arrive. Cheap."""
