@@ -41,6 +41,8 @@ class HostMemorySpec(CPUOffloadingSpec):
     memory too.
     """
 
+    _worker: "HostMemoryWorker | None"
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self.blocks_per_chunk != 1:
             raise ValueError(
@@ -79,7 +81,7 @@ class HostMemoryWorker(OffloadingWorker):
         )
 
     def get_finished(self) -> list[TransferResult]:
-        ended = []
+        ended: list[TransferResult] = []
         while True:
             try:
                 job_id = self._finished.get_nowait()

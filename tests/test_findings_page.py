@@ -113,9 +113,9 @@ def test_a_test_that_does_not_exist_is_noticed() -> None:
     ("act", "result"),
     [
         (lambda: __import__("kvhold.no_such_module"), CANNOT_RUN),
-        (lambda: layout.NoSuchClass, CANNOT_RUN),
-        (lambda: load_config(no_such_argument=1), CANNOT_RUN),
-        (lambda: load_config(1, 2), CANNOT_RUN),
+        (lambda: layout.NoSuchClass, CANNOT_RUN),  # type: ignore[attr-defined]
+        (lambda: load_config(no_such_argument=1), CANNOT_RUN),  # type: ignore[call-arg]
+        (lambda: load_config(1, 2), CANNOT_RUN),  # type: ignore[call-arg, arg-type]
         (lambda: load_config({"no_such_setting": 1}, environ={}), CANNOT_RUN),
         (lambda: pytest.MonkeyPatch().setattr(layout, "no_such_name", 1), CANNOT_RUN),
         (lambda: types.SimpleNamespace().missing, CANNOT_RUN),
@@ -128,8 +128,8 @@ def test_a_test_that_does_not_exist_is_noticed() -> None:
         (lambda: load_config(environ={"KVHOLD_SERVICE_HOSTS": "x"}), FAILED),
         (lambda: pytest.fail("Timeout (>5.0s) from pytest-timeout."), FAILED),
         (lambda: pytest.fail("1 != 2"), FAILED),
-        (lambda: "text".missing, FAILED),
-        (lambda: len(5), FAILED),
+        (lambda: "text".missing, FAILED),  # type: ignore[attr-defined]
+        (lambda: len(5), FAILED),  # type: ignore[arg-type]
     ],
 )
 def test_failures_for_a_missing_interface_are_told_from_others(

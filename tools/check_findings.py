@@ -427,7 +427,7 @@ class Recorder:
             assert call.excinfo is not None
             self._write(
                 item=item.nodeid,
-                **asdict(why_failed(call.excinfo, report.longreprtext, report.when or "")),
+                **asdict(why_failed(call.excinfo, report.longreprtext, report.when)),
             )
         elif report.when == "call":
             self._write(item=item.nodeid, result=PASSED, reason="")

@@ -14,7 +14,7 @@ The first of `root_packages` is the house. It may import nothing from the others
 """
 
 import re
-from typing import Any
+from typing import Any, cast
 
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
@@ -48,12 +48,17 @@ class HouseContract(Contract):
 
     may_import = _TableField()
 
+    @property
+    def _table(self) -> dict[str, frozenset[str]]:
+        """`may_import`: import-linter has put what the field parsed in the field's place."""
+        return cast(dict[str, frozenset[str]], self.may_import)
+
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         root = self.session_options["root_packages"][0]
         faults = [
             f"{package} has no row in the table of pyproject.toml"
             for package in sorted(_package_of(child, root) for child in graph.find_children(root))
-            if package not in self.may_import
+            if package not in self._table
         ]
         for importer in sorted(graph.find_descendants(root)):
             for imported in sorted(graph.find_modules_directly_imported_by(importer)):
@@ -70,7 +75,7 @@ class HouseContract(Contract):
     ) -> list[str]:
         package, other = _package_of(importer, root), _package_of(imported, root)
         # no row is reported once, not once an import
-        row = self.may_import.get(package, {ANYTHING})
+        row = self._table.get(package, {ANYTHING})
         is_outside = imported.partition(".")[0] != root
         if not is_outside and (package == other or other in row or ANYTHING in row):
             return []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhold.cache import LocalCache, open_cache
-from kvhold.core.api import Cache
+from kvhold.core.api import Cache, Hit
 from kvhold.core.keys import Namespace
 from kvhold.testing.cache import HYBRID, PLAIN
 from tests.tiers.memory import PLUGIN
@@ -72,7 +72,13 @@ def is_at_baseline(cache: Cache) -> None:
     assert cache.status()["used_bytes"] == cache.status()["chunks"] == 0
 
 
-def set_deadlines(cache: LocalCache, **timeouts: float) -> None:
+def has_arrived(hit: Hit) -> bool:
+    """Whether nothing of the hit is on its way any more, looked at now."""
+    hit.refresh()
+    return not hit.arriving
+
+
+def set_deadlines(cache: LocalCache, **timeouts: Any) -> None:
     """Of all tiers, from now on: what is to hang is given up soon, and nothing else is."""
     assert cache.tier_worker is not None
     for guard in cache.tier_worker._stack.guards:
@@ -82,7 +88,9 @@ def set_deadlines(cache: LocalCache, **timeouts: float) -> None:
 def at_rest(cache: Cache) -> bool:
     """Whether nothing is being read or written below."""
     status = cache.status()
-    return status["arriving_chunks"] == 0 and status["write_behind"] == {"chunks": 0, "bytes": 0}
+    return bool(
+        status["arriving_chunks"] == 0 and status["write_behind"] == {"chunks": 0, "bytes": 0}
+    )
 
 
 def forget(cache: LocalCache) -> None:

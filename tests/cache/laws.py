@@ -13,8 +13,8 @@ class Index:
 
     def __init__(self, state: CacheState) -> None:
         self.state = state
-        self.next, entries = state.snapshot()
-        self.there = {entry.key for entry in entries}
+        self.next, parts = state.snapshot()
+        self.there = {entry.key for entries in parts for entry in entries}
 
     def assert_right(self) -> None:
         """Follow, and compare."""
@@ -77,7 +77,7 @@ def assert_counters_reconcile(state: CacheState) -> None:
         )
 
 
-def finish_chores(state):
+def finish_chores(state: CacheState) -> None:
     """Do all that goes on in the background: what was cleared is freed in steps."""
     while state.step():
         pass

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,16 +198,16 @@ class TestFrames:
     def frame(self, chunk: int, **changes: object) -> bytes:
         """A frame as the cache would write it, but for what is changed."""
         key = self.key(chunk)
-        fields = {
+        fields: dict[str, Any] = {
             "key": key,
             "layout": PLAIN,
             "num_tokens": 16,
             "first_token": 16 * chunk,
             "align": ALIGNMENT,
         } | changes
-        layout = fields["layout"]
-        chunk_bytes = memoryview(demanded_bytes(key, layout.chunk_bytes(0, fields["num_tokens"])))
-        frame = frame_chunk(chunk_bytes, Raw(), **fields)  # type: ignore[arg-type]
+        layout: Layout = fields["layout"]
+        chunk_bytes = demanded_bytes(key, layout.chunk_bytes(0, fields["num_tokens"])).data
+        frame = frame_chunk(chunk_bytes, Raw(), **fields)
         return bytes(frame.header) + bytes(frame.payload)
 
     def test_it_is_written_as_it_is_read_here(self, place: Place) -> None:

@@ -490,11 +490,13 @@ class TestOtherHosts:
                 store(writer, PROMPT)
                 settle(writer)
                 (reader if number % 3 else writer).clear(NAMESPACE if number % 5 else None)
-                eventually(
-                    lambda reader=reader, writer=writer: (
-                        read(reader, PROMPT) == read(writer, PROMPT) == 0
-                    )
-                )
+
+                def both_are_empty(
+                    reader: LocalCache = reader, writer: LocalCache = writer
+                ) -> bool:
+                    return read(reader, PROMPT) == read(writer, PROMPT) == 0
+
+                eventually(both_are_empty)
                 settle(one)
                 settle(other)
 

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -87,10 +88,8 @@ def live(cache: Cache, follower: Follower, seed: int, *, steps: int = 60, pause:
 def test_a_log_gives_what_came_after_a_number_or_says_that_it_cannot(
     limit: int, steps: list[tuple[int, int]], most: int
 ) -> None:
-    log, entry = (
-        EventLog(limit),
-        SimpleNamespace(key=bytes(40), num_tokens=16, first_token=0, parent=None),
-    )
+    log = EventLog(limit)
+    entry: Any = SimpleNamespace(key=bytes(40), num_tokens=16, first_token=0, parent=None)
     begin, added = log.last, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST", most)

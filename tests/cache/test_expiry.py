@@ -3,17 +3,19 @@ needs, and its memory is nobody else's.
 """
 
 import math
-from types import SimpleNamespace
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvhold.cache.index.hits import needed_chunks
+from kvhold.cache.reservations import Grant
 from kvhold.cache.state import CacheState
-from kvhold.cache.transfer.commands import ClearCommand, ProbeCommand, WriteCommand
+from kvhold.cache.transfer.commands import ClearCommand, FetchCommand, ProbeCommand, WriteCommand
+from kvhold.core.api import Found
 from kvhold.core.holdings import ABSENT
-from kvhold.core.keys import HASH_BYTES, Namespace
+from kvhold.core.keys import HASH_BYTES, Namespace, Prompt
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeCost
@@ -21,6 +23,7 @@ from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import TierPlace
+from tests.cache.scripted import arena_of
 from tests.cache.test_state import GROUPS, SLOT, SLOTS
 
 LAYOUTS = {
@@ -50,17 +53,15 @@ class Bench:
     def __init__(self, layout: Layout, *, num_tiers: int) -> None:
         self.clock, self.layout, self.space = Clock(), layout, Namespace("m", layout)
         metrics = Metrics()
-        ram = RamTier(
-            SimpleNamespace(nbytes=SLOTS * SLOT), make_policy("lru"), metrics, clock=self.clock
-        )
+        ram = RamTier(arena_of(SLOTS * SLOT), make_policy("lru"), metrics, clock=self.clock)
         self.state = CacheState(ram, metrics, num_tiers=num_tiers, write_behind_bytes=1 << 40)
         self.state.tier_names = ["below"][:num_tiers]
         self.state.register(layout)
 
-    def prompt(self, seed: int):
+    def prompt(self, seed: int) -> Prompt:
         return self.space.prompt(np.arange(7, dtype=np.int32) + 100 * seed)
 
-    def reserve(self, seed: int, first: int, store_options: StoreOptions):
+    def reserve(self, seed: int, first: int, store_options: StoreOptions) -> Grant:
         """From a chunk on, to the tail."""
         return self.state.reserve(
             "w", self.layout, self.prompt(seed).chunks(first), 0, store_options=store_options
@@ -72,7 +73,7 @@ class Bench:
         )
         self.commands()
 
-    def commands(self, below=()) -> None:
+    def commands(self, below: Collection[bytes] = ()) -> None:
         """All that is wanted is done; tiers have the keys in `below`."""
         while commands := self.state.take_commands():
             for command in commands:
@@ -87,14 +88,16 @@ class Bench:
                     case ClearCommand():
                         self.state.cleared(command.prefix)
                     case _:
+                        assert isinstance(command, FetchCommand)
                         for pending_read in command.pending_reads:
                             self.state.fetched(pending_read.entry, True)
 
-    def check(self, found) -> None:
+    def check(self, found: Found) -> None:
         """What the hit needs is there, and what is reserved now lies elsewhere."""
         taken = set()
         if found.ticket:
             leased = self.state.claim("a", found.ticket, 0, 0)
+            assert leased is not None
             for group, offsets in enumerate(leased.offsets):
                 needed = [
                     offsets[chunk] for chunk in needed_chunks(self.layout, group, found.num_tokens)

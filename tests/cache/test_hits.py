@@ -2,13 +2,18 @@
 every pattern of missing chunks.
 """
 
+from typing import Any, TypeAlias
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhold.cache.index.hits import longest_hit, needed_chunks
 from kvhold.core.layout import Group, Layout
 
-SHAPE = {"layers": 1, "planes": 1, "heads": 1, "head_dim": 1, "dtype": "int8"}
+SHAPE: dict[str, Any] = {"layers": 1, "planes": 1, "heads": 1, "head_dim": 1, "dtype": "int8"}
+
+Piece: TypeAlias = tuple[int, str, int]  # group, "chunk" or "tail", index
+Case: TypeAlias = tuple[Layout, int, list[int], set[Piece]]
 
 groups = st.one_of(
     st.just(Group(**SHAPE)),
@@ -31,7 +36,7 @@ def needs(group: Group, first_token: int, end_token: int, num_tokens: int) -> bo
 
 
 @st.composite
-def cases(draw):
+def cases(draw: st.DrawFn) -> Case:
     """A layout, how many whole chunks a prompt has, the tails that may follow, and which pieces are
     present.
     """
@@ -48,9 +53,12 @@ def cases(draw):
 
 
 @given(cases())
-def test_the_longest_hit_is_the_longest_prefix_of_which_every_group_has_what_it_looks_at(case):
+def test_the_longest_hit_is_the_longest_prefix_of_which_every_group_has_what_it_looks_at(
+    case: Case,
+) -> None:
     layout, num_whole, tails, present = case
-    size, asked_of_full = layout.tokens_per_chunk, []
+    size = layout.tokens_per_chunk
+    asked_of_full: list[int] = []
 
     def is_hit(num_tokens: int) -> bool:
         whole, rest = divmod(num_tokens, size)
@@ -89,7 +97,9 @@ def test_the_longest_hit_is_the_longest_prefix_of_which_every_group_has_what_it_
 
 
 @given(groups, st.integers(1, 6), st.integers(1, 40))
-def test_the_chunks_needed_are_those_the_group_looks_at(group, size, num_tokens):
+def test_the_chunks_needed_are_those_the_group_looks_at(
+    group: Group, size: int, num_tokens: int
+) -> None:
     layout = Layout(groups=(group,), tokens_per_chunk=size)
     count = -(-num_tokens // size)
     ends = [min((i + 1) * size, num_tokens) for i in range(count)]

@@ -44,9 +44,10 @@ def test_queueing_and_writing_reads_each_chunk_a_fixed_number_of_times(num_chunk
         )
         tier_worker = TierWorker(state, Stack([guard]), metrics, lambda event: event())
         entries: list[Any] = [CountedEntry(number) for number in range(num_chunks)]
+        layout: Any = None
         tier_worker.submit(
-            [WriteCommand(number, entry, layout=None) for number, entry in enumerate(entries)]
-        )  # type: ignore[arg-type]
+            [WriteCommand(number, entry, layout) for number, entry in enumerate(entries)]
+        )
         place.wait_for("probe", 3)
         assert metrics.value("kvhold_tier_queued_chunks", tier="memory") == num_chunks
         assert metrics.value("kvhold_tier_queued_bytes", tier="memory") == 4096 * num_chunks

@@ -3,19 +3,28 @@ for nothing; and what is told of it.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhold.cache.transfer.commands import ClearCommand, FetchCommand, ProbeCommand, WriteCommand
+from kvhold.cache.transfer.commands import (
+    ClearCommand,
+    Command,
+    FetchCommand,
+    ProbeCommand,
+    WriteCommand,
+)
+from kvhold.core.api import Found
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import MOST_CHUNK_BYTES, MOST_LAYERS, Group, Layout
 from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import DEADLINE, SLOWER, WHOLE
 from kvhold.tiers.stack import TierPlace
+from tests.cache.scripted import only
 from tests.cache.test_searches import Bench, all_keys
 
 SIZE = 2
@@ -27,18 +36,18 @@ SLOW = ComputeCost("slow", 16, 0, 64, 0.0, 1.0, 0.0, 0.01, 0.0)  # 16 s
 class World(Bench):
     """The same with a clock, and a first tier that reads each chunk in `chunk_s`."""
 
-    def __init__(self, *, chunk_s=0.01, num_slots=60):
+    def __init__(self, *, chunk_s: float = 0.01, num_slots: int = 60) -> None:
         super().__init__(num_slots=num_slots)
         self.now = 1000.0
         self.state.planner.clock = lambda: self.now
         self.chunk_s = chunk_s
 
-    def ask(self, num_tokens=16, cost=None, seed=0):
+    def ask(self, num_tokens: int = 16, cost: ComputeCost | None = None, seed: int = 0) -> Found:
         return self.state.lookup("a", self.prompt(num_tokens, seed).query(), cost)
 
-    def commands(self):
+    def commands(self) -> list[Command]:
         """What is wanted of the tiers' reads; what is to be written or cleared, is."""
-        wanted = []
+        wanted: list[Command] = []
         for command in self.state.take_commands():
             match command:
                 case WriteCommand():
@@ -49,7 +58,7 @@ class World(Bench):
                     wanted.append(command)
         return wanted
 
-    def store(self, chunks):
+    def store(self, chunks: int) -> None:
         """The first chunks of the prompt are in memory."""
         reservation = self.state.reserve(
             "w", self.layout, self.prompt(16).chunks(0, last=chunks), 0
@@ -57,14 +66,19 @@ class World(Bench):
         self.state.commit("w", reservation, range(chunks))
         assert self.commands() == []
 
-    def answer_probes(self, commands, below=lambda key: True, tier=0):
+    def answer_probes(
+        self,
+        commands: list[Command],
+        below: Callable[[bytes], bool] = lambda key: True,
+        tier: int = 0,
+    ) -> None:
         for command in commands:
             assert isinstance(command, ProbeCommand)
             self.state.probed(
                 command.search, {key: TierPlace(tier, 100) for key in command.keys if below(key)}
             )
 
-    def read(self, commands):
+    def read(self, commands: list[Command]) -> int:
         """Every chunk in its time; returns how many."""
         pending_reads = [
             pending_read
@@ -77,7 +91,7 @@ class World(Bench):
             self.state.fetched(pending_read.entry, True)
         return len(pending_reads)
 
-    def work_off(self):
+    def work_off(self) -> list[int]:
         """Carry out all commands. Return how many chunks were read at once, by wave."""
         waves = []
         while commands := self.commands():
@@ -88,7 +102,7 @@ class World(Bench):
                 waves.append(count)
         return waves
 
-    def learn(self, rounds=12):
+    def learn(self, rounds: int = 12) -> None:
         """Have the tiers read, until their speed is known. Both of the bench are alike."""
         for seed in range(100, 100 + rounds):
             found = self.ask(4 + seed % 7 * 2, seed=seed)
@@ -99,13 +113,13 @@ class World(Bench):
         self.state.clear(None)
         assert self.commands() == []
 
-    def finish(self, found):
+    def finish(self, found: Found) -> Found:
         final = self.state.refresh(found.ticket)
         self.state.release_owner("a")
         return final
 
 
-def test_without_work_all_is_ordered_at_once():
+def test_without_work_all_is_ordered_at_once() -> None:
     world = World()
     found = world.ask()
     assert world.work_off() == [8]
@@ -113,7 +127,7 @@ def test_without_work_all_is_ordered_at_once():
     assert world.state.planner.explain("") == []
 
 
-def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more():
+def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more() -> None:
     world = World()
     found = world.ask(cost=SLOW)
     assert world.work_off() == [1, 7], "eight times what has come at once"
@@ -129,7 +143,7 @@ def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more():
     assert decision.waited_s == pytest.approx(8 * world.chunk_s)
 
 
-def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_looked_for():
+def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_looked_for() -> None:
     world = World()
     world.learn()
     found = world.ask(cost=FAST)
@@ -145,7 +159,7 @@ def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_l
     assert world.finish(found).num_tokens == 16
 
 
-def test_the_largest_query_is_planned_for_and_a_larger_one_is_refused():
+def test_the_largest_query_is_planned_for_and_a_larger_one_is_refused() -> None:
     world = World()
     world.learn()
     largest = Group(
@@ -166,7 +180,7 @@ def test_the_largest_query_is_planned_for_and_a_larger_one_is_refused():
         world.state.lookup("a", space.prompt(np.zeros(16 * 257, np.int32)).query(), FAST)
 
 
-def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
+def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed() -> None:
     world = World()
     world.learn()
     cost = ComputeCost(
@@ -174,7 +188,7 @@ def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
     )  # twice as slow as the tiers
     found = world.ask(cost=cost)
     keys = all_keys(world.prompt(16), 1)
-    [probe] = world.commands()
+    probe = only(world.commands(), ProbeCommand)
     for speed in world.state.planner.speeds[1:]:
         for _ in range(3):  # meanwhile somebody else has found the second tier to be slow
             speed.requested(CHUNK_BYTES, world.now)
@@ -191,7 +205,7 @@ def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed():
     assert decision.why.startswith("loading a part takes")
 
 
-def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded():
+def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded() -> None:
     world = World()
     world.store(8)
     found = world.ask(cost=ComputeCost("small", 16, 0, 64, 0.0, 1e-4, 0.0, 0.01, 0.0))
@@ -211,13 +225,13 @@ def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded()
     )
 
 
-def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here():
+def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here() -> None:
     world = World()
     world.learn()
     cost = ComputeCost("late", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0)  # 0.8 s
     found = world.ask(cost=cost)
     world.answer_probes(world.commands())
-    [command] = world.commands()
+    command = only(world.commands(), FetchCommand)
     assert len(command.pending_reads) == 8
     for pending_read in command.pending_reads[:3]:
         world.now += world.chunk_s
@@ -238,7 +252,7 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
     world.finished()
 
 
-def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
+def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end() -> None:
     world = World(chunk_s=0.3)  # all of it in 2.4 s
     # or computed in 1.6 s
     began_s, found = (
@@ -267,7 +281,7 @@ def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end():
 @pytest.mark.parametrize(("compute_s", "loads"), [(2.0, True), (0.6, False)])
 def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_time_at_their_pace(
     compute_s: float, loads: bool
-):
+) -> None:
     world = World(chunk_s=0.1)
     for seed in range(100, 106):
         world.ask(SIZE, seed=seed)
@@ -276,7 +290,7 @@ def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_tim
     world.state.release_owner("a")
     found = world.ask(cost=ComputeCost("long", 16, 0, 64, 0.0, compute_s / 16, 0.0, 0.0, 0.0))
     world.answer_probes(world.commands())
-    [command] = world.commands()
+    command = only(world.commands(), FetchCommand)
     assert len(command.pending_reads) == 8
     world.now += 0.55  # they come side by side
     assert world.state.refresh(found.ticket).arriving == loads, (
@@ -287,7 +301,7 @@ def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_tim
     world.state.release_owner("a")
 
 
-def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
+def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs() -> None:
     world = World()
     world.learn()
     found = world.ask(cost=ComputeCost("stuck", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
@@ -305,7 +319,7 @@ def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs():
     world.state.release_owner("a")
 
 
-def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile():
+def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile() -> None:
     world = World()
     world.learn()
     found = world.ask(cost=ComputeCost("first", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
@@ -320,7 +334,7 @@ def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile():
     assert world.finish(found).num_tokens > 0
 
 
-def test_who_is_told_to_make_do_does_so_for_another_reason():
+def test_who_is_told_to_make_do_does_so_for_another_reason() -> None:
     world = World()
     found = world.ask(cost=ComputeCost("unknown", 16))
     world.answer_probes(world.commands())
@@ -330,7 +344,7 @@ def test_who_is_told_to_make_do_does_so_for_another_reason():
     world.state.release_owner("a")
 
 
-def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
+def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes() -> None:
     world = World()
     found = world.ask(cost=SLOW)
     world.now += 14
@@ -346,7 +360,7 @@ def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes():
     world.state.release_owner("a")
 
 
-def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_waits_for():
+def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_waits_for() -> None:
     world = World(chunk_s=0.5)
     world.learn()
     world.chunk_s = 1e-5  # it has become fast, and nobody has noticed
@@ -364,7 +378,7 @@ def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_wa
     world.state.release_owner("a")
 
 
-def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded():
+def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded() -> None:
     world = World()
     for number in range(600):
         world.ask(cost=ComputeCost(f"request-{number}", 16, 16, 64, 0.0, 1.0))
@@ -392,8 +406,8 @@ def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded
     engine_has=st.integers(0, 16),
 )
 def test_no_decision_is_worse_than_the_better_of_loading_all_and_computing_all(
-    token_s, load_s, chunk_s, in_memory, engine_has
-):
+    token_s: float, load_s: float, chunk_s: float, in_memory: int, engine_has: int
+) -> None:
     """With the tiers' speed known, as it then turns out to be."""
     world = World(chunk_s=chunk_s)
     world.learn()
@@ -401,7 +415,7 @@ def test_no_decision_is_worse_than_the_better_of_loading_all_and_computing_all(
         world.store(in_memory)
     cost = ComputeCost("r", 16, engine_has, 64, 0.0, token_s, 0.0, load_s, 0.0)
 
-    def total_s(hit_tokens, waited_s):
+    def total_s(hit_tokens: int, waited_s: float) -> float:
         left = max(1, 16 - max(hit_tokens, engine_has))
         return waited_s + (load_s if hit_tokens > engine_has else 0) + left * token_s
 

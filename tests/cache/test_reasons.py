@@ -3,6 +3,7 @@ where its KV came from.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tests.cache.below import (
     cache_over,
     eventually,
     forget,
+    has_arrived,
     set_deadlines,
 )
 from tests.cache.laws import assert_counters_reconcile
@@ -103,7 +105,13 @@ class TestInMemory:
         assert ended(cache, HYBRID_SPACE, 80) == (64, "never_stored")
 
     def test_what_no_longer_hit_would_need_is_not_the_reason(self, cache: LocalCache) -> None:
-        shape = {"layers": 1, "planes": 1, "heads": 1, "head_dim": 8, "dtype": "int8"}
+        shape: dict[str, Any] = {
+            "layers": 1,
+            "planes": 1,
+            "heads": 1,
+            "head_dim": 8,
+            "dtype": "int8",
+        }
         wide, narrow = (Group(**shape, attention="sliding", window=window) for window in (64, 8))
         space = Namespace("model", Layout((Group(**shape), wide, narrow), tokens_per_chunk=16))
         cache.register(space)
@@ -268,7 +276,7 @@ class TestBelow:
             place.wait_for("get")
             del place.values[prompt.chunk_key(1)]
             place.let_go("get")
-            eventually(lambda: (hit.refresh(), not hit.arriving)[1])
+            eventually(lambda: has_arrived(hit))
             assert (hit.num_tokens, hit.reason, hit.sources) == (16, "evicted", {BELOW: 16})
 
     def test_there_is_no_room_to_bring_it_up(self, above: LocalCache) -> None:

@@ -107,7 +107,7 @@ def test_its_thread_finds_damage_by_itself_and_ends_with_the_cache() -> None:
                 60,
             )
         assert found
-    assert not cache._scrubber._thread.is_alive()
+    assert cache._scrubber._thread is not None and not cache._scrubber._thread.is_alive()
 
 
 def test_an_interval_of_0_is_no_thread(cache: LocalCache) -> None:

@@ -9,7 +9,6 @@ shows up as somebody else's bytes.
 from collections import Counter
 from dataclasses import dataclass
 from itertools import count
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     initialize,
     invariant,
@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 
 from kvhold.cache.index.hits import needed_chunks
+from kvhold.cache.leases import ClaimAnswer
 from kvhold.cache.state import new_state
 from kvhold.cache.transfer.commands import (
     ClearCommand,
@@ -37,7 +38,7 @@ from kvhold.cache.transfer.commands import (
 from kvhold.core.api import Found
 from kvhold.core.config import Config
 from kvhold.core.holdings import ABSENT
-from kvhold.core.keys import HASH_BYTES, Namespace, make_key
+from kvhold.core.keys import HASH_BYTES, Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import (
@@ -49,8 +50,10 @@ from kvhold.core.reasons import (
     TIER_DOWN,
     WHOLE,
 )
+from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import TierPlace
 from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
+from tests.cache.scripted import Asked, all_of, arena_of, only
 from tests.cache.test_state import LAYOUT, SHARDS, SLOT, SPACES, TEXTS, prompt_of
 
 OWNERS = ("a", "b", "c")
@@ -68,11 +71,11 @@ HOLDS = 1_000_000_000_000  # bytes that a tier says a value has; the state does 
 NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
 
 
-def slots(entry):
+def slots(entry: Entry) -> slice:
     return slice(entry.offset // SLOT, -(-(entry.offset + entry.nbytes) // SLOT))
 
 
-def needed_keys(prompt, num_tokens, shards=SHARDS):
+def needed_keys(prompt: Prompt, num_tokens: int, shards: int = SHARDS) -> set[bytes]:
     """All keys that a hit of `num_tokens` needs."""
     layout = prompt.namespace.layout
     whole, rest = divmod(num_tokens, layout.tokens_per_chunk)
@@ -88,7 +91,7 @@ def needed_keys(prompt, num_tokens, shards=SHARDS):
     }
 
 
-def all_keys(prompt, shards=SHARDS):
+def all_keys(prompt: Prompt, shards: int = SHARDS) -> list[bytes]:
     layout = prompt.namespace.layout
     hashes = [prompt.hash_at(i) for i in range(prompt.num_whole)] + (
         [prompt.tails[-HASH_BYTES:]] if prompt.tail_lengths else []
@@ -101,7 +104,7 @@ def all_keys(prompt, shards=SHARDS):
     ]
 
 
-def longest(prompt, present, shards=SHARDS):
+def longest(prompt: Prompt, present: set[bytes], shards: int = SHARDS) -> int:
     """By the definition: try every length."""
     for num_tokens in range(len(prompt.tokens), 0, -1):
         ends_with_tail = num_tokens % prompt.namespace.layout.tokens_per_chunk
@@ -134,8 +137,8 @@ class World(RuleBasedStateMachine):
     any_of = st.integers(0, 10_000)
 
     @initialize(target=numbers)
-    def begin(self):
-        arena = SimpleNamespace(nbytes=self.slots_in_all * SLOT)
+    def begin(self) -> MultipleResults[int]:
+        arena = arena_of(self.slots_in_all * SLOT)
         config = Config(
             tiers=("disk:///x", "redis://y"),
             write_behind_bytes=self.write_behind_bytes,
@@ -163,16 +166,18 @@ class World(RuleBasedStateMachine):
         self.reads: list[Read] = []
         self.writes: dict[int, WriteCommand] = {}
         self.clears: list[ClearCommand] = []
-        self.searched: dict[int, tuple] = {}  # number -> (owner, prompt)
+        self.searched: dict[int, tuple[str, Asked]] = {}  # number -> (owner, prompt)
         self.lent_bytes = 0
-        self.leases: dict[int, tuple] = {}  # number -> (owner, [(key, offset, nbytes)])
+        self.leases: dict[
+            int, tuple[str, list[tuple[bytes, int, int]]]
+        ] = {}  # number -> (owner, [(key, offset, nbytes)])
         self.entered: Counter[int] = Counter()
         return multiple()
 
     # Owners
 
     @rule(owner=owners, prompt=prompts, shards=st.sampled_from([(0, 1), (0, 1), (1,)]))
-    def store(self, owner, prompt, shards):
+    def store(self, owner: str, prompt: Asked, shards: tuple[int, ...]) -> None:
         for shard in shards:
             names = prompt_of(*prompt).chunks()
             granted = self.state.reserve(owner, LAYOUT, names, shard)
@@ -201,7 +206,9 @@ class World(RuleBasedStateMachine):
         cost=st.sampled_from(COSTS),
         have_tokens=st.sampled_from([0, 0, 3, 9]),
     )
-    def lookup(self, owner, prompt, cost=None, have_tokens=0):
+    def lookup(
+        self, owner: str, prompt: Asked, cost: ComputeCost | None = None, have_tokens: int = 0
+    ) -> int | MultipleResults[int]:
         asked_before = self.state.metrics.value("kvhold_lookup_tokens")
         found = self.state.lookup(owner, prompt_of(*prompt).query(), cost, have_tokens=have_tokens)
         self.take_commands()
@@ -223,16 +230,16 @@ class World(RuleBasedStateMachine):
         return found.ticket
 
     @rule(owner=owners, prompt=prompts)
-    def prefetch(self, owner, prompt):
+    def prefetch(self, owner: str, prompt: Asked) -> None:
         before = self.state.holdings()
         self.state.prefetch(owner, prompt_of(*prompt).query())
         self.take_commands()
         assert self.state.holdings() == before, "nobody holds what was prefetched"
 
     @rule(number=numbers, settle=st.booleans())
-    def refresh(self, number, settle):
+    def refresh(self, number: int, settle: bool) -> None:
         search = self.state._searches._searches.get(number)
-        present = {entry.key for entry in search.pinned.values()} if search is not None else None
+        present = {entry.key for entry in search.pinned.values()} if search is not None else set()
         over = search is not None and search.over
         found = self.state.refresh(number, settle=settle)
         if search is not None and search.cost is not None:
@@ -255,7 +262,9 @@ class World(RuleBasedStateMachine):
         first=st.integers(0, 3),
         arriving=st.booleans(),
     )
-    def claim(self, owner, number, shard, first, arriving=False):
+    def claim(
+        self, owner: str, number: int, shard: int, first: int, arriving: bool = False
+    ) -> None:
         waits = number in self.state._searches and self.state._searches[number].owner is not None
         leased = self.state.claim(owner, number, shard, first, arriving=arriving)
         assert (number in self.state._searches) == (waits and arriving)
@@ -273,17 +282,17 @@ class World(RuleBasedStateMachine):
             )
 
     @rule(number=numbers)
-    def release(self, number):
+    def release(self, number: int) -> None:
         self.state.release(self.searched[number][0], number)
 
     @rule(which=any_of)
-    def return_lease(self, which):
+    def return_lease(self, which: int) -> None:
         if self.leases:
             number = sorted(self.leases)[which % len(self.leases)]
             self.state.release(self.leases.pop(number)[0], number)
 
     @rule(owner=owners, seldom=st.integers(0, 3))
-    def vanish(self, owner, seldom):
+    def vanish(self, owner: str, seldom: int) -> None:
         if not seldom:
             self.state.release_owner(owner)
             self.leases = {
@@ -292,7 +301,7 @@ class World(RuleBasedStateMachine):
             self.take_commands()
 
     @rule(space=st.none() | spaces, seldom=st.integers(0, 2))
-    def clear(self, space, seldom):
+    def clear(self, space: int | None, seldom: int) -> None:
         if not seldom:
             namespace = None if space is None else SPACES[space].digest
             self.state.clear(namespace)
@@ -303,13 +312,15 @@ class World(RuleBasedStateMachine):
     # The world below
 
     @rule(prompt=prompts, left_out=st.sets(any_of, max_size=2))
-    def has_below(self, prompt, left_out):
+    def has_below(self, prompt: Asked, left_out: set[int]) -> None:
         keys = all_keys(prompt_of(*prompt))
         self.below |= set(keys)
         self.below -= {keys[number % len(keys)] for number in left_out}
 
     @rule(target=numbers, owner=owners, prompt=prompts, given_up=st.booleans())
-    def is_on_its_way(self, owner, prompt, given_up):
+    def is_on_its_way(
+        self, owner: str, prompt: Asked, given_up: bool
+    ) -> int | MultipleResults[int]:
         """A lookup that is a step further; perhaps what it waits for hangs."""
         found = self.lookup(owner, prompt)
         for command in [command for command in self.probes if command.search == found]:
@@ -326,7 +337,7 @@ class World(RuleBasedStateMachine):
         return found
 
     @rule(which=any_of, lost=st.booleans())
-    def answer_probe(self, which, lost):
+    def answer_probe(self, which: int, lost: bool) -> None:
         if self.probes:
             command = self.probes.pop(which % len(self.probes))
             assert command.keys and len(set(command.keys)) == len(command.keys)
@@ -344,7 +355,7 @@ class World(RuleBasedStateMachine):
         which=any_of,
         answer=st.sampled_from(["well", "well", "well", "fails", "expires", "given up"]),
     )
-    def answer_read(self, which, answer):
+    def answer_read(self, which: int, answer: str) -> None:
         if self.reads:
             read = self.reads[which % len(self.reads)]
             entry = read.pending_read.entry
@@ -357,7 +368,7 @@ class World(RuleBasedStateMachine):
             self.take_commands()
 
     @rule(prompt=prompts, owner=owners)
-    def everything_is_answered_well(self, prompt, owner):
+    def everything_is_answered_well(self, prompt: Asked, owner: str) -> None:
         """What a quick world does; so that deeper states are met more often."""
         while self.probes or any(not read.given_up for read in self.reads):
             while self.probes:
@@ -368,7 +379,7 @@ class World(RuleBasedStateMachine):
                 self.take_commands()
 
     @rule(which=any_of)
-    def answer_write(self, which):
+    def answer_write(self, which: int) -> None:
         if self.writes:
             self.state.written(
                 self.writes.pop(sorted(self.writes)[which % len(self.writes)]).number
@@ -376,7 +387,7 @@ class World(RuleBasedStateMachine):
             self.take_commands()
 
     @rule(which=any_of)
-    def answer_clear(self, which):
+    def answer_clear(self, which: int) -> None:
         if self.clears:
             command = self.clears.pop(which % len(self.clears))
             self.below = {key for key in self.below if not key.startswith(command.prefix)}
@@ -384,10 +395,10 @@ class World(RuleBasedStateMachine):
             self.take_commands()
 
     @rule(step=st.sampled_from([0, 0, 0.002, 0.1, 3, 40]))
-    def time_passes(self, step):
+    def time_passes(self, step: float) -> None:
         self.now += step
 
-    def answers_for_itself(self, number, found):
+    def answers_for_itself(self, number: int, found: Found) -> None:
         """Of an answer, when it is final: its tokens by source, and a reason."""
         if found.arriving or not found.ticket:
             return
@@ -397,7 +408,7 @@ class World(RuleBasedStateMachine):
         )
         assert found.reason in REASONS
 
-    def end_read(self, read, answer):
+    def end_read(self, read: Read, answer: str) -> None:
         entry = read.pending_read.entry
         assert (self.memory[slots(entry)] == read.garbage).all(), (
             "somebody wrote where a tier was still writing"
@@ -410,13 +421,13 @@ class World(RuleBasedStateMachine):
             self.write(entry, good=True)
             self.state.fetched(entry, True, int(self.now) + 30 if answer == "expires" else 0)
 
-    def write(self, entry, *, good):
+    def write(self, entry: Entry, *, good: bool) -> int:
         number = next(self.ids)
         self.content[number] = entry.key if good else b""
         self.memory[slots(entry)] = number
         return number
 
-    def take_commands(self):
+    def take_commands(self) -> None:
         for command in self.state.take_commands():
             match command:
                 case ProbeCommand():
@@ -436,7 +447,7 @@ class World(RuleBasedStateMachine):
     # What must hold at every step
 
     @invariant()
-    def nothing_in_use_was_written_by_others(self):
+    def nothing_in_use_was_written_by_others(self) -> None:
         for owner, pieces in self.leases.values():
             for key, offset, nbytes in pieces:
                 there = self.memory[offset // SLOT : -(-(offset + nbytes) // SLOT)]
@@ -455,7 +466,7 @@ class World(RuleBasedStateMachine):
             )
 
     @invariant()
-    def every_pin_is_somebody_s(self):
+    def every_pin_is_somebody_s(self) -> None:
         pins: Counter[int] = Counter()
         for search in self.state._searches._searches.values():
             pins.update(map(id, search.pinned.values()))
@@ -478,7 +489,7 @@ class World(RuleBasedStateMachine):
         assert doomed == len(pins.keys() - in_use.keys()) + writing_doomed
 
     @invariant()
-    def memory_is_in_use_for_what_is_here_read_or_on_its_way_and_nothing_else(self):
+    def memory_is_in_use_for_what_is_here_read_or_on_its_way_and_nothing_else(self) -> None:
         used = {entry.offset: entry.nbytes for entry in self.state.ram.entries()}
         used |= {
             read.pending_read.entry.offset: read.pending_read.entry.nbytes for read in self.reads
@@ -502,13 +513,13 @@ class World(RuleBasedStateMachine):
         assert self.state.status()["arriving_chunks"] == len(self.reads)
 
     @invariant()
-    def what_is_counted_adds_up(self):
+    def what_is_counted_adds_up(self) -> None:
         assert_counters_reconcile(self.state)
         self.index.assert_right()
         assert self.state.metrics.value("kvhold_leased_bytes") == self.lent_bytes
 
     @invariant()
-    def whoever_waits_waits_for_something(self):
+    def whoever_waits_waits_for_something(self) -> None:
         probing = [command.search for command in self.probes]
         on_their_way = {read.pending_read.entry.key for read in self.reads if not read.given_up}
         assert len(on_their_way) == sum(not read.given_up for read in self.reads), (
@@ -522,14 +533,14 @@ class World(RuleBasedStateMachine):
             )
 
     @invariant()
-    def what_waits_to_be_written_is_counted_exactly_and_bounded(self):
+    def what_waits_to_be_written_is_counted_exactly_and_bounded(self) -> None:
         queued = sum(command.entry.nbytes for command in self.writes.values())
         assert self.state.status()["write_behind"] == {"chunks": len(self.writes), "bytes": queued}
         assert queued <= self.write_behind_bytes
         assert self.state.all_done(self.state.mark) == (not self.writes and not self.clears)
 
     @invariant()
-    def nothing_of_what_is_being_cleared_is_fetched_or_here(self):
+    def nothing_of_what_is_being_cleared_is_fetched_or_here(self) -> None:
         if not self.clears:
             return
         for read in self.reads:
@@ -538,7 +549,7 @@ class World(RuleBasedStateMachine):
             ):
                 assert read.pending_read.entry.doomed
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "state"):
             return
         for owner in OWNERS:
@@ -571,8 +582,8 @@ class TightWorld(World):
 
 @pytest.mark.parametrize("world", [World, TightWorld])
 def test_whatever_order_the_world_answers_in_everybody_gets_what_is_theirs_and_nothing_is_left(
-    world,
-):
+    world: type[World],
+) -> None:
     run_state_machine_as_test(world, settings=settings(max_examples=100, stateful_step_count=50))
 
 
@@ -597,7 +608,9 @@ _GROUPS = {
 @pytest.mark.parametrize("groups", _GROUPS.values(), ids=_GROUPS)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(groups, data):
+def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(
+    groups: tuple[Group, ...], data: st.DataObject
+) -> None:
     layout = Layout(groups, tokens_per_chunk=_SIZE)
     shards = data.draw(st.integers(1, 2))
     prompt = Namespace("m", layout, shards=shards).prompt(
@@ -607,26 +620,24 @@ def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(group
     lost = data.draw(st.sets(st.sampled_from(keys), max_size=3))
     here = data.draw(st.sets(st.sampled_from(keys))) - lost
     below = set(keys) - here - lost
-    state = new_state(Config(tiers=("disk:///x",)), SimpleNamespace(nbytes=400 * SLOT))
+    state = new_state(Config(tiers=("disk:///x",)), arena_of(400 * SLOT))
     state.register(layout)
     for shard in range(shards):
         names = prompt.chunks()
         reservation = state.reserve("w", layout, names, shard).reservation
         state.commit("w", reservation, range(len(names)))
-    for command in state.take_commands():
-        state.written(command.number)
+    for write in all_of(state.take_commands(), WriteCommand):
+        state.written(write.number)
     for entry in state.ram.entries():
         if entry.key not in here:
             state.ram.remove(entry)
     found = state.lookup("a", prompt.query())
     assert found.num_tokens <= longest(prompt, here | below, shards)
-    for command in state.take_commands():
-        assert not set(command.keys) & here, "nobody is asked for what is here"
-        state.probed(
-            command.search, {key: TierPlace(0, 100) for key in command.keys if key in below}
-        )
-    for command in state.take_commands():
-        for pending_read in data.draw(st.permutations(command.pending_reads)):
+    for probe in all_of(state.take_commands(), ProbeCommand):
+        assert not set(probe.keys) & here, "nobody is asked for what is here"
+        state.probed(probe.search, {key: TierPlace(0, 100) for key in probe.keys if key in below})
+    for fetch in all_of(state.take_commands(), FetchCommand):
+        for pending_read in data.draw(st.permutations(fetch.pending_reads)):
             assert state.refresh(found.ticket).arriving
             state.fetched(pending_read.entry, True)
     final = state.refresh(found.ticket)
@@ -642,31 +653,33 @@ def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(group
 class Bench:
     """A state with one namespace of one full group, and short ways to say what happens."""
 
-    def __init__(self, *, num_slots=60, write_behind_bytes=0):
+    def __init__(self, *, num_slots: int = 60, write_behind_bytes: int = 0) -> None:
         self.layout = Layout(
             (Group(layers=1, planes=1, heads=1, head_dim=1500, dtype="int8"),), tokens_per_chunk=2
         )
         self.space = Namespace("m", self.layout)
-        arena = SimpleNamespace(nbytes=num_slots * SLOT)
+        arena = arena_of(num_slots * SLOT)
         self.state = new_state(
             Config(tiers=("disk:///x", "redis://y"), write_behind_bytes=write_behind_bytes), arena
         )
         self.state.register(self.layout)
 
-    def prompt(self, num_tokens, seed=0):
+    def prompt(self, num_tokens: int, seed: int = 0) -> Prompt:
         return self.space.prompt(np.arange(num_tokens, dtype=np.int32) + 1000 * seed)
 
-    def arriving(self, prompt, owner="a", tier=0):
+    def arriving(
+        self, prompt: Prompt, owner: str = "a", tier: int = 0
+    ) -> tuple[int, list[PendingRead]]:
         """A lookup whose chunks are all on their way: its number, and the arrivals."""
         found = self.state.lookup(owner, prompt.query())
-        [probe] = self.state.take_commands()
+        probe = only(self.state.take_commands(), ProbeCommand)
         self.state.probed(probe.search, {key: TierPlace(tier, 100) for key in probe.keys})
-        commands = self.state.take_commands()
+        commands = all_of(self.state.take_commands(), FetchCommand)
         return found.ticket, [
             pending_read for command in commands for pending_read in command.pending_reads
         ]
 
-    def finished(self):
+    def finished(self) -> None:
         """Nothing is held, and a clear leaves nothing."""
         for command in self.state.take_commands():
             if isinstance(command, WriteCommand):
@@ -678,7 +691,7 @@ class Bench:
         assert self.state.ram.used_bytes == 0
 
 
-def test_a_prompt_that_memory_has_whole_asks_no_tier():
+def test_a_prompt_that_memory_has_whole_asks_no_tier() -> None:
     bench = Bench()
     reservation = bench.state.reserve("w", bench.layout, bench.prompt(8).chunks(), 0).reservation
     bench.state.commit("w", reservation, range(4))
@@ -687,28 +700,28 @@ def test_a_prompt_that_memory_has_whole_asks_no_tier():
     assert (found.num_tokens, found.arriving, bench.state.take_commands()) == (8, False, [])
 
 
-def test_the_tiers_are_asked_once_for_all_that_memory_lacks_in_the_prompt_s_order():
+def test_the_tiers_are_asked_once_for_all_that_memory_lacks_in_the_prompt_s_order() -> None:
     bench = Bench()
     reservation = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).reservation
     bench.state.commit("w", reservation, range(2))
     bench.state.take_commands()
     prompt = bench.prompt(13)
     bench.state.lookup("a", prompt.query())
-    [probe] = bench.state.take_commands()
+    probe = only(bench.state.take_commands(), ProbeCommand)
     assert probe.keys == all_keys(prompt, 1)[2:]
 
 
-def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond_a_gap():
+def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond_a_gap() -> None:
     bench = Bench(num_slots=3)
     _, pending_reads = bench.arriving(bench.prompt(10))
     assert [pending_read.entry.first_token for pending_read in pending_reads] == [0, 2, 4]
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(10).query())
-    [probe] = bench.state.take_commands()
+    probe = only(bench.state.take_commands(), ProbeCommand)
     bench.state.probed(
         found.ticket, {key: TierPlace(0, 1) for key in probe.keys if key != probe.keys[2]}
     )
-    [fetch] = bench.state.take_commands()
+    fetch = only(bench.state.take_commands(), FetchCommand)
     assert [pending_read.entry.first_token for pending_read in fetch.pending_reads] == [0, 2]
 
 
@@ -717,15 +730,15 @@ def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond
     [(0, 5, 5), (9, 5, 5), (10, 5, 0), (11, 5, 0), (4, 2, 0), (3, 2, 2), (9, 0, 0)],
 )
 def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already(
-    have, below, requested
-):
+    have: int, below: int, requested: int
+) -> None:
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=have)
-    [probe] = bench.state.take_commands()
+    probe = only(bench.state.take_commands(), ProbeCommand)
     bench.state.probed(found.ticket, {key: TierPlace(0, 1) for key in probe.keys[:below]})
     pending_reads = [
         pending_read
-        for command in bench.state.take_commands()
+        for command in all_of(bench.state.take_commands(), FetchCommand)
         for pending_read in command.pending_reads
     ]
     assert len(pending_reads) == requested
@@ -738,13 +751,13 @@ def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already
         )
 
 
-def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
+def test_what_memory_has_is_a_hit_even_where_it_is_there_already() -> None:
     bench = Bench()
     reservation = bench.state.reserve("w", bench.layout, bench.prompt(4).chunks(), 0).reservation
     bench.state.commit("w", reservation, range(2))
     bench.state.take_commands()
     found = bench.state.lookup("a", bench.prompt(10).query(), have_tokens=10)
-    [probe] = bench.state.take_commands()
+    probe = only(bench.state.take_commands(), ProbeCommand)
     bench.state.probed(found.ticket, {key: TierPlace(0, 1) for key in probe.keys})
     assert bench.state.take_commands() == []
     final = bench.state.refresh(found.ticket)
@@ -757,7 +770,7 @@ def test_what_memory_has_is_a_hit_even_where_it_is_there_already():
     bench.state.release("a", final.ticket)
 
 
-def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing():
+def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing() -> None:
     bench = Bench()
     names = bench.prompt(10).chunks(2, last=3, tail=False)
     reservation = bench.state.reserve("w", bench.layout, names, 0).reservation
@@ -772,7 +785,7 @@ def test_nothing_is_read_beyond_a_chunk_that_somebody_else_is_writing():
     bench.finished()
 
 
-def test_of_two_clears_the_first_that_ends_lets_nothing_up_yet():
+def test_of_two_clears_the_first_that_ends_lets_nothing_up_yet() -> None:
     bench = Bench()
     for _ in range(2):
         bench.state.clear(bench.space.digest)
@@ -785,7 +798,7 @@ def test_of_two_clears_the_first_that_ends_lets_nothing_up_yet():
     assert bench.state.lookup("a", bench.prompt(4).query()).arriving
 
 
-def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of_it():
+def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of_it() -> None:
     bench = Bench()
     prompt = bench.prompt(8)
     one, pending_reads = bench.arriving(prompt, "a")
@@ -800,7 +813,9 @@ def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of
     bench.finished()
 
 
-def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing_that_cannot_come():
+def test_a_lookup_while_a_given_up_read_holds_its_memory_waits_for_nothing_that_cannot_come() -> (
+    None
+):
     bench = Bench()
     prompt = bench.prompt(8)
     one, pending_reads = bench.arriving(prompt, "a")
@@ -809,7 +824,7 @@ def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing
         bench.state.fetched(pending_read.entry, True)
     assert bench.state.refresh(one).num_tokens == 2
     two = bench.state.lookup("b", prompt.query())
-    [probe] = bench.state.take_commands()
+    probe = only(bench.state.take_commands(), ProbeCommand)
     bench.state.probed(probe.search, {key: TierPlace(0, 100) for key in probe.keys})
     assert bench.state.refresh(two.ticket) == Found(
         two.ticket, 2, sources={"ram": 2}, reason=DEADLINE
@@ -824,7 +839,7 @@ def test_a_lookup_while_a_given_up_read_still_holds_its_memory_waits_for_nothing
     bench.finished()
 
 
-def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_lets_go():
+def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_lets_go() -> None:
     bench = Bench()
     prompt = bench.prompt(2)
     one, [first] = bench.arriving(prompt, "a")
@@ -842,12 +857,13 @@ def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_le
     bench.finished()
 
 
-def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_same():
+def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_same() -> None:
     bench = Bench()
     ticket, pending_reads = bench.arriving(bench.prompt(8))
     for pending_read in pending_reads[:2]:
         bench.state.fetched(pending_read.entry, True)
     leased = bench.state.claim("b", ticket, 0, 0)
+    assert leased is not None
     assert leased.num_tokens == [2, 2]
     for pending_read in pending_reads[2:]:
         bench.state.fetched(pending_read.entry, True)
@@ -857,27 +873,33 @@ def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_s
     bench.finished()
 
 
-def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
+def test_what_has_come_is_lent_while_the_rest_goes_on_arriving() -> None:
     bench = Bench()
+
+    def claim(first: int = 0) -> ClaimAnswer:
+        answer = bench.state.claim("b", ticket, 0, first, arriving=True)
+        assert answer is not None
+        return answer
+
     ticket, pending_reads = bench.arriving(bench.prompt(7))
-    assert bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens == []
+    assert claim().num_tokens == []
     assert bench.state.num_arrived(ticket) == 0
     bench.state.fetched(pending_reads[1].entry, True)
     assert (
-        bench.state.claim("b", ticket, 0, 0, arriving=True).num_tokens,
+        claim().num_tokens,
         bench.state.num_arrived(ticket),
     ) == ([], 1)
     bench.state.fetched(pending_reads[0].entry, True)
-    first = bench.state.claim("b", ticket, 0, 0, arriving=True)
+    first = claim()
     assert first.num_tokens == [2, 2]
     assert first.offsets == [[pending_reads[0].entry.offset, pending_reads[1].entry.offset]]
     assert bench.state.claim("b", ticket, 1, 0, arriving=True) is None, "there is one shard"
     for pending_read in pending_reads[2:]:
         bench.state.fetched(pending_read.entry, True)
-    second = bench.state.claim("b", ticket, 0, 2, arriving=True)
+    second = claim(2)
     assert second.num_tokens == [2], "but for the tail, which may yet be another"
     assert bench.state.refresh(ticket) == Found(ticket, 7, sources={"tier-1": 7}, reason=WHOLE)
-    last = bench.state.claim("b", ticket, 0, 3, arriving=True)
+    last = claim(3)
     assert (last.num_tokens, last.offsets) == ([1], [[pending_reads[3].entry.offset]])
     bench.state.release("a", ticket)
     assert bench.state.status()["pinned_chunks"] == 4, "leases have pins of their own"
@@ -885,7 +907,7 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving():
     bench.finished()
 
 
-def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_for_it():
+def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_for_it() -> None:
     bench = Bench()
     ticket, pending_reads = bench.arriving(bench.prompt(8))
     bench.state.fetched(pending_reads[0].entry, False)
@@ -895,10 +917,10 @@ def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_f
     bench.finished()
 
 
-def test_what_was_prefetched_is_nobody_s_ticket():
+def test_what_was_prefetched_is_nobody_s_ticket() -> None:
     bench = Bench()
     bench.state.prefetch("a", bench.prompt(4).query())
-    [probe] = bench.state.take_commands()
+    probe = only(bench.state.take_commands(), ProbeCommand)
     for call in (
         lambda: bench.state.refresh(probe.search, settle=True),
         lambda: bench.state.claim("b", probe.search, 0, 0),
@@ -907,7 +929,7 @@ def test_what_was_prefetched_is_nobody_s_ticket():
         call()
     assert bench.state.holdings() == NOTHING
     bench.state.probed(probe.search, {key: TierPlace(0, 1) for key in probe.keys})
-    [fetch] = bench.state.take_commands()
+    fetch = only(bench.state.take_commands(), FetchCommand)
     for pending_read in fetch.pending_reads:
         bench.state.fetched(pending_read.entry, True)
     assert bench.state.lookup("b", bench.prompt(4).query()).num_tokens == 4
@@ -915,10 +937,10 @@ def test_what_was_prefetched_is_nobody_s_ticket():
     bench.finished()
 
 
-def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
+def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up() -> None:
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(4).query())
-    [probe] = bench.state.take_commands()
+    probe = only(bench.state.take_commands(), ProbeCommand)
     bench.state.clear(bench.space.digest)
     [clear] = bench.state.take_commands()
     assert isinstance(clear, ClearCommand)
@@ -934,7 +956,7 @@ def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up():
     bench.finished()
 
 
-def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere():
+def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere() -> None:
     bench = Bench()
     ticket, pending_reads = bench.arriving(bench.prompt(4), tier=1)
     bench.state.clear(None)
@@ -947,12 +969,12 @@ def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere():
     bench.finished()
 
 
-def test_what_came_from_the_second_tier_is_written_to_those_above_it_alone():
+def test_what_came_from_the_second_tier_is_written_to_those_above_it_alone() -> None:
     bench = Bench()
     _, pending_reads = bench.arriving(bench.prompt(4), tier=1)
     for pending_read in pending_reads:
         bench.state.fetched(pending_read.entry, True, 4_000_000_000)
-    commands = bench.state.take_commands()
+    commands = all_of(bench.state.take_commands(), WriteCommand)
     assert [
         (command.entry.key, command.above, command.entry.expires_at) for command in commands
     ] == [(pending_read.entry.key, 1, 4_000_000_000) for pending_read in pending_reads]

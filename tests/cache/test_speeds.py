@@ -26,7 +26,7 @@ def test_nothing_is_known_of_a_tier_that_was_never_read() -> None:
     assert speed.wait_s(np.array([0, 5])).tolist() == [0, 0]
     assert speed.is_stale(0.0)
     read(speed, MB, 0.0, call_s=0.01, byte_s=1e-7)
-    assert speed.is_known and speed.most_bytes == 8 * MB
+    assert (speed.is_known, speed.most_bytes) == (True, 8 * MB)
 
 
 @given(

@@ -6,9 +6,9 @@ committed writer of its key left there, a writer what it wrote itself, whatever 
 so no two pieces of memory in use ever overlap.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     initialize,
@@ -30,9 +31,10 @@ from kvhold.cache.state import new_state
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
 from kvhold.core.holdings import ABSENT
-from kvhold.core.keys import HASH_BYTES, Namespace, make_key
+from kvhold.core.keys import HASH_BYTES, Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
 from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
+from tests.cache.scripted import Asked, arena_of
 
 SLOT = 4096
 SLOTS = 60
@@ -89,7 +91,7 @@ class Ticket:
     shards: dict[int, list[list[Piece | None]]] = field(default_factory=dict)
 
 
-def prompt_of(space, text, num_tokens):
+def prompt_of(space: int, text: int, num_tokens: int) -> Prompt:
     return SPACES[space].prompt(TEXTS[text][:num_tokens])
 
 
@@ -104,8 +106,8 @@ class Life(RuleBasedStateMachine):
     prompts = st.tuples(spaces, st.integers(0, len(TEXTS) - 1), st.integers(1, 9))
 
     @initialize(target=owners)
-    def begin(self):
-        arena = SimpleNamespace(nbytes=SLOTS * SLOT)
+    def begin(self) -> MultipleResults[str]:
+        arena = arena_of(SLOTS * SLOT)
         self.state = new_state(Config(policy=self.policy, event_buffer=10_000), arena)
         self.index = Index(self.state)
         self.state.register(LAYOUT)
@@ -128,41 +130,49 @@ class Life(RuleBasedStateMachine):
         tail=st.booleans(),
         unwanted=st.none() | st.sets(st.tuples(st.integers(0, len(GROUPS) - 1), st.integers(0, 4))),
     )
-    def reserve(self, owner, prompt, shard, first, tail, unwanted):
+    def reserve(
+        self,
+        owner: str,
+        prompt: Asked,
+        shard: int,
+        first: int,
+        tail: bool,
+        unwanted: set[tuple[int, int]] | None,
+    ) -> Reservation | MultipleResults[Reservation]:
         reservation = self.reserved(owner, prompt_of(*prompt), shard, first, tail, unwanted)
         return multiple() if reservation is None else reservation
 
     @rule(reservation=reservations, chosen=st.none() | st.sets(st.integers(0, 4)))
-    def commit(self, reservation, chosen):
+    def commit(self, reservation: Reservation, chosen: set[int] | None) -> None:
         self.committed_of(reservation, set(reservation.chunks) if chosen is None else chosen)
 
     @rule(owner=owners, prompt=prompts)
-    def store(self, owner, prompt):
+    def store(self, owner: str, prompt: Asked) -> None:
         """A whole prompt in all its shards, as engines do; so that there is something to find."""
         for shard in range(SHARDS):
             if (reservation := self.reserved(owner, prompt_of(*prompt), shard)) is not None:
                 self.committed_of(reservation, set(reservation.chunks))
 
     @rule(reservation=consumes(reservations))
-    def abandon(self, reservation):
+    def abandon(self, reservation: Reservation) -> None:
         self.state.abandon(reservation.owner, reservation.number)
         self.live_reservations.discard(reservation)
 
     @rule(owner=owners)
-    def stall(self, owner):
+    def stall(self, owner: str) -> None:
         """Nobody waits for its writing any more; it goes on writing all the same."""
         self.state.give_up(owner)
         for reservation in self.live_reservations:
             reservation.stalled |= reservation.owner == owner
 
     @rule(reservation=reservations, stranger=owners)
-    def commit_what_another_owns(self, reservation, stranger):
+    def commit_what_another_owns(self, reservation: Reservation, stranger: str) -> None:
         if stranger != reservation.owner:
             self.state.commit(stranger, reservation.number, list(reservation.chunks))
             self.state.abandon(stranger, reservation.number)
 
     @rule(target=tickets, owner=owners, prompt=prompts)
-    def lookup(self, owner, prompt):
+    def lookup(self, owner: str, prompt: Asked) -> Ticket | MultipleResults[Ticket]:
         ticket = self.found(owner, prompt)
         return multiple() if ticket is None else ticket
 
@@ -173,24 +183,26 @@ class Life(RuleBasedStateMachine):
         shard=st.integers(0, SHARDS),
         first=st.integers(0, 3),
     )
-    def claim(self, owner, ticket, shard, first):
+    def claim(
+        self, owner: str, ticket: Ticket, shard: int, first: int
+    ) -> Lease | MultipleResults[Lease]:
         lease = self.leased(owner, ticket, shard, first)
         return multiple() if lease is None else lease
 
     @rule(owner=owners, ticket=tickets)
-    def release_ticket(self, owner, ticket):
+    def release_ticket(self, owner: str, ticket: Ticket) -> None:
         self.state.release(owner, ticket.number)
         if owner == ticket.owner:
             self.live_tickets.discard(ticket)
 
     @rule(owner=owners, lease=leases)
-    def release_lease(self, owner, lease):
+    def release_lease(self, owner: str, lease: Lease) -> None:
         self.state.release(owner, lease.number)
         if owner == lease.owner:
             self.live_leases.discard(lease)
 
     @rule(owner=owners, prompts=st.lists(prompts, min_size=1, max_size=4))
-    def read_one_while_others_are_stored(self, owner, prompts):
+    def read_one_while_others_are_stored(self, owner: str, prompts: list[Asked]) -> None:
         self.store(owner, prompts[0])
         ticket = self.found(owner, prompts[0])
         leases = (
@@ -205,7 +217,7 @@ class Life(RuleBasedStateMachine):
             self.release_lease(owner, lease)
 
     @rule(owner=owners, seldom=st.integers(0, 3))
-    def vanish(self, owner, seldom):
+    def vanish(self, owner: str, seldom: int) -> None:
         if seldom:
             return
         self.state.release_owner(owner)
@@ -213,7 +225,7 @@ class Life(RuleBasedStateMachine):
             live -= {holding for holding in live if holding.owner == owner}
 
     @rule(space=st.none() | spaces, seldom=st.integers(0, 3))
-    def clear(self, space, seldom):
+    def clear(self, space: int | None, seldom: int) -> None:
         if seldom:
             return
         namespace = None if space is None else SPACES[space].digest
@@ -222,7 +234,15 @@ class Life(RuleBasedStateMachine):
         assert self.state.ram.entries(namespace or b"") == []
         finish_chores(self.state)
 
-    def reserved(self, owner, prompt, shard, first=0, tail=True, unwanted=None):
+    def reserved(
+        self,
+        owner: str,
+        prompt: Prompt,
+        shard: int,
+        first: int = 0,
+        tail: bool = True,
+        unwanted: set[tuple[int, int]] | None = None,
+    ) -> Reservation | None:
         """unwanted: groups of chunks that are not asked for; None: `groups` is not given."""
         names = prompt.chunks(min(first, prompt.num_whole), tail=tail)
         sizes = names.num_tokens(LAYOUT)
@@ -297,8 +317,8 @@ class Life(RuleBasedStateMachine):
         self.live_reservations.add(reservation)
         return reservation
 
-    def found(self, owner, prompt):
-        prompt = prompt_of(*prompt)
+    def found(self, owner: str, asked: Asked) -> Ticket | None:
+        prompt = prompt_of(*asked)
         expected = self.longest(prompt)
         found = self.state.lookup(owner, prompt.query())
         assert found.num_tokens == expected
@@ -314,11 +334,12 @@ class Life(RuleBasedStateMachine):
         self.live_tickets.add(ticket)
         return ticket
 
-    def leased(self, owner, ticket, shard, first):
+    def leased(self, owner: str, ticket: Ticket, shard: int, first: int) -> Lease | None:
         leased = self.state.claim(owner, ticket.number, shard, first)
         if ticket not in self.live_tickets or shard not in ticket.shards:
             assert leased is None
             return None
+        assert leased is not None
         groups = ticket.shards[shard]
         assert leased.offsets == [
             [ABSENT if piece is None else piece.offset for piece in row[first:]] for row in groups
@@ -332,7 +353,7 @@ class Life(RuleBasedStateMachine):
         self.live_leases.add(lease)
         return lease
 
-    def committed_of(self, reservation, chosen):
+    def committed_of(self, reservation: Reservation, chosen: set[int]) -> None:
         self.state.commit(reservation.owner, reservation.number, sorted(chosen))
         if reservation not in self.live_reservations:
             return
@@ -348,7 +369,7 @@ class Life(RuleBasedStateMachine):
     # What must hold at every step
 
     @invariant()
-    def memory_in_use_holds_what_its_user_put_there(self):
+    def memory_in_use_holds_what_its_user_put_there(self) -> None:
         for reservation in self.live_reservations:
             for pieces in reservation.chunks.values():
                 for piece in pieces:
@@ -360,7 +381,7 @@ class Life(RuleBasedStateMachine):
             assert self.committed[piece.write] == piece.key, "what is lent was never committed"
 
     @invariant()
-    def what_is_visible_was_committed_and_is_pinned_by_its_readers_alone(self):
+    def what_is_visible_was_committed_and_is_pinned_by_its_readers_alone(self) -> None:
         pins: dict[tuple[bytes, int], int] = {}
         for piece in self.pinned():
             pins[piece.key, piece.offset] = pins.get((piece.key, piece.offset), 0) + 1
@@ -378,12 +399,12 @@ class Life(RuleBasedStateMachine):
             assert entry.pins == pins.get((entry.key, entry.offset), 0)
 
     @invariant()
-    def what_is_counted_adds_up(self):
+    def what_is_counted_adds_up(self) -> None:
         assert_counters_reconcile(self.state)
         self.index.assert_right()
 
     @invariant()
-    def what_is_out_is_counted(self):
+    def what_is_out_is_counted(self) -> None:
         assert self.state.holdings() == {
             "tickets": len(self.live_tickets),
             "leases": len(self.live_leases),
@@ -396,7 +417,7 @@ class Life(RuleBasedStateMachine):
             assert self.state.touches_memory(owner) == writes_or_reads
 
     @invariant()
-    def memory_is_used_for_what_is_visible_written_or_read_and_for_nothing_else(self):
+    def memory_is_used_for_what_is_visible_written_or_read_and_for_nothing_else(self) -> None:
         used = {
             (entry.key, entry.offset): -(-entry.nbytes // SLOT)
             for entry in self.state.ram.entries()
@@ -411,7 +432,7 @@ class Life(RuleBasedStateMachine):
             used[piece.key, piece.offset] = -(-piece.nbytes // SLOT)
         assert self.state.ram.used_bytes == SLOT * sum(used.values())
 
-    def teardown(self):
+    def teardown(self) -> None:
         if hasattr(self, "state"):
             for owner in "abc":
                 self.state.release_owner(owner)
@@ -428,23 +449,25 @@ class Life(RuleBasedStateMachine):
     # The definition
 
     @property
-    def evicted(self):
+    def evicted(self) -> float:
         return self.state.metrics.value("kvhold_evicted_chunks", tier="ram")
 
-    def pinned(self):
+    def pinned(self) -> Iterator[Piece]:
         for ticket in self.live_tickets:
             for groups in ticket.shards.values():
                 yield from (piece for row in groups for piece in row if piece is not None)
         for lease in self.live_leases:
             yield from lease.pieces
 
-    def visible(self, key):
+    def visible(self, key: bytes) -> Piece | None:
         entry = self.state.ram.find(key)
-        return entry and Piece(
-            key, entry.offset, entry.nbytes, int(self.memory[entry.offset // SLOT])
+        return (
+            None
+            if entry is None
+            else Piece(key, entry.offset, entry.nbytes, int(self.memory[entry.offset // SLOT]))
         )
 
-    def needed_keys(self, prompt, num_tokens, shard):
+    def needed_keys(self, prompt: Prompt, num_tokens: int, shard: int) -> list[list[bytes | None]]:
         """[group][chunk], None where a hit of `num_tokens` does not need the chunk."""
         whole, rest = divmod(num_tokens, LAYOUT.tokens_per_chunk)
         hashes = [prompt.hash_at(i) for i in range(whole)] + (
@@ -460,7 +483,7 @@ class Life(RuleBasedStateMachine):
             for g in range(len(GROUPS))
         ]
 
-    def longest(self, prompt):
+    def longest(self, prompt: Prompt) -> int:
         for num_tokens in range(len(prompt.tokens), 0, -1):
             if num_tokens % LAYOUT.tokens_per_chunk and num_tokens != len(prompt.tokens):
                 continue
@@ -477,13 +500,15 @@ class Life(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
-def test_owners_that_come_and_go_in_any_order_get_what_is_theirs_and_leave_nothing(policy):
+def test_owners_that_come_and_go_in_any_order_get_what_is_theirs_and_leave_nothing(
+    policy: str,
+) -> None:
     machine = type(f"Life_{policy}", (Life,), {"policy": policy})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_a_layout_that_was_never_registered_is_refused(space):
-    state = new_state(Config(), SimpleNamespace(nbytes=SLOT))
+def test_a_layout_that_was_never_registered_is_refused(space: Namespace) -> None:
+    state = new_state(Config(), arena_of(SLOT))
     with pytest.raises(LayoutError, match="not registered"):
         state.lookup("owner", space.prompt(TEXTS[0]).query())

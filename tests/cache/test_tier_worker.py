@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvhold.cache import LocalCache
-from kvhold.cache.transfer import tier_worker
 from kvhold.cache.transfer.read_buffer import ReadBuffer
 from kvhold.core.errors import TierFull, TierUnavailable
 from kvhold.core.keys import make_key
@@ -27,6 +26,7 @@ from tests.cache.below import (
     cache_over,
     eventually,
     forget,
+    has_arrived,
     set_deadlines,
     tier_counter,
 )
@@ -132,7 +132,7 @@ class TestReads:
                 assert hit.arriving
                 assert place.inside["get"] == 3
                 place.let_go("get")
-                eventually(lambda: hit.refresh() or not hit.arriving)
+                eventually(lambda: has_arrived(hit))
                 assert hit.num_tokens == 160
 
     def test_a_second_lookup_of_what_arrives_reads_nothing_twice(self, place: Place) -> None:
@@ -508,7 +508,7 @@ class LateThread(threading.Thread):
 def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_worker.threading, "Thread", LateThread)
+    monkeypatch.setattr(threading, "Thread", LateThread)
     LateThread.begins.clear()
     with a_cache_over(place.url()) as cache:
         monkeypatch.undo()
@@ -576,7 +576,7 @@ class TestClears:
             cleared = pool.submit(cache.clear)
             cleared.result(60)
             place.let_go("get")
-            eventually(lambda: hit.refresh() or not hit.arriving)
+            eventually(lambda: has_arrived(hit))
             assert hit.num_tokens == 0
             hit.close()
             assert cache.status()["used_bytes"] == 0

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.core.reasons import CLEARED, EVICTED
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import TierPlace
+from tests.cache.scripted import arena_of
 
 FULL = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8")
 WINDOW = Group(layers=1, planes=1, heads=1, head_dim=8, dtype="int8", attention="sliding", window=5)
@@ -28,7 +28,7 @@ _numbers = count()
 
 def new_cache() -> CacheState:
     """One that frees nothing until `step` is called with some units."""
-    state = new_state(Config(event_buffer=100_000), SimpleNamespace(nbytes=64 << 20))
+    state = new_state(Config(event_buffer=100_000), arena_of(64 << 20))
     state.register(LAYOUT)
     state.turn_units = 0
     return state
@@ -72,7 +72,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 class TestCommit:
     def test_memory_of_chunks_that_go_between_two_steps_is_not_written_below(self) -> None:
-        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state = new_state(Config(tiers=("null://",)), arena_of(64 << 20))
         state.register(LAYOUT)
         names = prompt_of(40).chunks()
         granted = state.reserve("writer", LAYOUT, names, 0)
@@ -88,7 +88,7 @@ class TestCommit:
         assert state.ram.used_bytes == 0
 
     def test_a_commit_that_is_given_up_between_two_steps_holds_nothing(self) -> None:
-        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state = new_state(Config(tiers=("null://",)), arena_of(64 << 20))
         state.register(LAYOUT)
         names = prompt_of(40).chunks()
         turns = state.commit_turns(
@@ -104,7 +104,7 @@ class TestClear:
     def test_touches_few_entries_in_one_step_and_nothing_is_found_after_it(
         self, removed: list[bytes]
     ) -> None:
-        state = new_state(Config(), SimpleNamespace(nbytes=64 << 20))
+        state = new_state(Config(), arena_of(64 << 20))
         state.register(LAYOUT)
         prompts = [prompt_of(500) for _ in range(3)]
         for prompt in prompts:
@@ -243,7 +243,7 @@ class TestLongLookups:
             assert state.ram.used_bytes == 0
 
     def test_keep_their_chunks_while_others_store_more_than_memory_holds(self) -> None:
-        state = new_state(Config(), SimpleNamespace(nbytes=16 << 20))
+        state = new_state(Config(), arena_of(16 << 20))
         state.register(LAYOUT)
         prompt = prompt_of(500)
         store(state, prompt)
@@ -286,7 +286,7 @@ class TestLongLookups:
 
 
 def test_a_long_lookup_below_memory_begins_in_steps_and_asks_for_what_is_missing() -> None:
-    state = new_state(Config(tiers=("disk:///x",)), SimpleNamespace(nbytes=64 << 20))
+    state = new_state(Config(tiers=("disk:///x",)), arena_of(64 << 20))
     state.register(LAYOUT)
     prompt = prompt_of(1000)
     store(state, prompt.until(2 * 300))
@@ -344,7 +344,7 @@ class TestLongSearches:
 
     def begin(self) -> tuple[CacheState, int]:
         """The tier has answered, and nothing is decided yet."""
-        state = new_state(Config(tiers=("disk:///x",)), SimpleNamespace(nbytes=64 << 20))
+        state = new_state(Config(tiers=("disk:///x",)), arena_of(64 << 20))
         state.register(LAYOUT)
         state.turn_units = 0
         prompt = prompt_of(self.NUM_CHUNKS)
@@ -439,11 +439,9 @@ class TestLongSearches:
         refreshing = Running(state.refresh_turns(ticket))
         claiming = Running(state.claim_turns("worker", ticket, 0, 0))
         done = [False, False]
+        both: tuple[Running[Any], ...] = (refreshing, claiming)
         for _ in range(1000):
-            done = [
-                one.step(10) if not was else True
-                for one, was in zip((refreshing, claiming), done, strict=True)
-            ]
+            done = [one.step(10) if not was else True for one, was in zip(both, done, strict=True)]
             if all(done):
                 break
         assert refreshing.result.num_tokens == 2 * self.NUM_CHUNKS
@@ -612,7 +610,7 @@ class TestPrefetch:
     def test_of_a_long_prompt_looks_for_few_keys_in_one_step(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state = new_state(Config(tiers=("null://",)), arena_of(64 << 20))
         state.register(LAYOUT)
         prompt = prompt_of(2000)
         looked: list[bytes] = []
@@ -629,7 +627,7 @@ class TestPrefetch:
 
     @pytest.mark.parametrize("num_closed", [10, 20, 40])
     def test_that_is_given_up_between_two_steps_holds_nothing(self, num_closed: int) -> None:
-        state = new_state(Config(tiers=("null://",)), SimpleNamespace(nbytes=64 << 20))
+        state = new_state(Config(tiers=("null://",)), arena_of(64 << 20))
         state.register(LAYOUT)
         long = prompt_of(2000)
         part = long.chunks()

@@ -1,17 +1,17 @@
 """The queue of chunks that wait to be written below: bounded, exact, and never in anybody's way."""
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvhold.cache.state import new_state
+from kvhold.cache.state import CacheState, new_state
 from kvhold.cache.transfer.commands import WriteCommand
 from kvhold.core.config import Config
-from kvhold.core.keys import Namespace, make_key
+from kvhold.core.keys import Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.store_options import StoreOptions
+from tests.cache.scripted import all_of, arena_of
 
 SLOT = 4096
 LAYOUT = Layout(
@@ -21,43 +21,49 @@ CHUNK_BYTES = LAYOUT.chunk_bytes(0, 2)
 SPACE = Namespace("m", LAYOUT)
 
 
-def new(*, num_slots=64, chunks_in_queue=4, tiers=("disk:///x",)):
+def new(
+    *, num_slots: int = 64, chunks_in_queue: int = 4, tiers: tuple[str, ...] = ("disk:///x",)
+) -> CacheState:
     config = Config(tiers=tiers, write_behind_bytes=chunks_in_queue * CHUNK_BYTES)
-    state = new_state(config, SimpleNamespace(nbytes=num_slots * SLOT))
+    state = new_state(config, arena_of(num_slots * SLOT))
     state.register(LAYOUT)
     return state
 
 
-def prompt(num_chunks, seed=0):
+def prompt(num_chunks: int, seed: int = 0) -> Prompt:
     return SPACE.prompt(np.arange(2 * num_chunks, dtype=np.int32) + 10_000 * seed)
 
 
-def commit(state, num_chunks, seed=0, ttl_s=None):
+def commit(
+    state: CacheState, num_chunks: int, seed: int = 0, ttl_s: float | None = None
+) -> tuple[int, list[WriteCommand]]:
     """Store a prompt. Returns the mark and what was ordered."""
     names = prompt(num_chunks, seed).chunks()
     granted = state.reserve("a", LAYOUT, names, 0, store_options=StoreOptions(ttl_s=ttl_s))
     mark = state.commit("a", granted.reservation, range(num_chunks))
-    return mark, state.take_commands()
+    return mark, all_of(state.take_commands(), WriteCommand)
 
 
-def dropped(state):
+def dropped(state: CacheState) -> float:
     return state.metrics.value("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
 
 
-def test_what_was_committed_is_ordered_to_be_written_the_beginning_first():
+def test_what_was_committed_is_ordered_to_be_written_the_beginning_first() -> None:
     _, commands = commit(new(), 4)
     keys = [make_key(SPACE.digest, prompt(4).hash_at(i), 0, 0) for i in range(4)]
     assert [command.entry.key for command in commands] == keys
-    assert all(isinstance(command, WriteCommand) and command.above is None for command in commands)
+    assert all(command.above is None for command in commands)
 
 
-def test_without_tiers_nothing_is_ordered_or_held():
+def test_without_tiers_nothing_is_ordered_or_held() -> None:
     state = new(tiers=())
     mark, commands = commit(state, 4)
     assert (commands, state.status()["pinned_chunks"], state.all_done(mark)) == ([], 0, True)
 
 
-def test_what_is_too_much_is_dropped_counted_logged_once_a_burst_and_stays_in_memory(caplog):
+def test_what_is_too_much_is_dropped_counted_logged_once_a_burst_and_stays_in_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     state = new(chunks_in_queue=3)
     with caplog.at_level(logging.WARNING):
         _, commands = commit(state, 5)
@@ -77,7 +83,7 @@ def test_what_is_too_much_is_dropped_counted_logged_once_a_burst_and_stays_in_me
     assert len(caplog.records) == 2, "another burst"
 
 
-def test_what_waits_is_not_evicted_and_what_was_written_is():
+def test_what_waits_is_not_evicted_and_what_was_written_is() -> None:
     state = new(num_slots=8, chunks_in_queue=4)
     _, commands = commit(state, 4)
     commit(state, 8, seed=1)
@@ -90,7 +96,7 @@ def test_what_waits_is_not_evicted_and_what_was_written_is():
     assert all(state.ram.find(command.entry.key) is None for command in commands)
 
 
-def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order():
+def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order() -> None:
     state = new(chunks_in_queue=8)
     first, one = commit(state, 2)
     second, two = commit(state, 2, seed=1)
@@ -112,7 +118,7 @@ def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order():
     )
 
 
-def test_a_mark_does_not_wait_for_what_came_after_it():
+def test_a_mark_does_not_wait_for_what_came_after_it() -> None:
     state = new(chunks_in_queue=8)
     first, one = commit(state, 2)
     commit(state, 2, seed=1)
@@ -121,7 +127,7 @@ def test_a_mark_does_not_wait_for_what_came_after_it():
     assert state.all_done(first)
 
 
-def test_what_was_cleared_while_it_was_filled_is_not_written():
+def test_what_was_cleared_while_it_was_filled_is_not_written() -> None:
     state = new()
     names = prompt(2).chunks()
     granted = state.reserve("a", LAYOUT, names, 0)
@@ -132,7 +138,7 @@ def test_what_was_cleared_while_it_was_filled_is_not_written():
     assert state.ram.used_bytes == 0
 
 
-def test_what_is_cleared_while_it_is_written_keeps_its_memory_until_then():
+def test_what_is_cleared_while_it_is_written_keeps_its_memory_until_then() -> None:
     state = new()
     _, commands = commit(state, 2)
     state.clear(None)
@@ -145,7 +151,7 @@ def test_what_is_cleared_while_it_is_written_keeps_its_memory_until_then():
 
 
 @pytest.mark.parametrize("ttl_s", [None, 90])
-def test_a_time_to_live_goes_with_the_chunk(ttl_s):
+def test_a_time_to_live_goes_with_the_chunk(ttl_s: float | None) -> None:
     state = new()
     state.ram._clock = lambda: 1000.5
     _, commands = commit(state, 2, ttl_s=ttl_s)

@@ -3,7 +3,9 @@ page is right, they agree with it.
 """
 
 import struct
+from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -47,18 +49,19 @@ def read_frame(frame: bytes) -> dict[str, object]:
 
 def encode(value: object) -> bytes:
     """`enc` of docs/format.md."""
-    tag, content = {
+    encoders: dict[type, Callable[[Any], tuple[bytes, bytes]]] = {
         type(None): lambda v: (b"n", b""),
         bool: lambda v: (b"t" if v else b"f", b""),
         int: lambda v: (b"i", str(v).encode()),
         str: lambda v: (b"s", v.encode()),
         bytes: lambda v: (b"b", v),
         list: lambda v: (b"l", b"".join(encode(item) for item in v)),
-    }[type(value)](value)
+    }
+    tag, content = encoders[type(value)](value)
     return tag + struct.pack("<Q", len(content)) + content
 
 
-def layout_fingerprint(layout: dict) -> bytes:
+def layout_fingerprint(layout: dict[str, Any]) -> bytes:
     names = [
         "layers",
         "planes",
@@ -77,7 +80,7 @@ def layout_fingerprint(layout: dict) -> bytes:
     return blake2b(content, digest_size=16).digest()
 
 
-def namespace_digest(space: dict, fingerprint: bytes) -> bytes:
+def namespace_digest(space: dict[str, Any], fingerprint: bytes) -> bytes:
     fields = [
         space[name]
         for name in [
@@ -106,7 +109,7 @@ def chunk_hash(
     parent: bytes,
     tokens: list[int],
     extra: bytes = b"",
-    inserts: list | None = None,
+    inserts: list[list[Any]] | None = None,
 ) -> bytes:
     """inserts: [start, length, digest] of each that this chunk touches."""
     person = b"kvhold-chunk-1\0\0"
@@ -176,7 +179,7 @@ def _decode_stream(data: bytes, at: int, count: int, width: int) -> tuple[bytes,
     if form == 3:
         bias, at = data[at : at + width], at + width
     symbols, at = data[at] + 1, at + 1
-    slots = []
+    slots: list[tuple[int, int, int]] = []
     for _ in range(symbols):
         symbol, often = struct.unpack_from("<BH", data, at)
         slots += [(symbol, often, len(slots))] * often
@@ -329,7 +332,8 @@ def decode_kivi4(encoded: bytes, dtype: str, shape: list[int], bits: int = 4) ->
     ]
     at += full * 32 * row
     plain = b"".join(
-        _between(*ends[token // 32], code, bits, dtype) for token, code in enumerate(codes)
+        _between(ends[token // 32, 0], ends[token // 32, 1], code, bits, dtype)
+        for token, code in enumerate(codes)
     )
     rest = (tokens - 32 * full) * width * ELEMENT_BYTES[dtype]
     plain += encoded[at : at + rest]

@@ -3,7 +3,7 @@ conformance suite must tell them apart.
 """
 
 import zlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class Int8:
 class Forgetful(Deflate):
     """Decodes into a buffer of its own, but for the last byte."""
 
-    def decode(self, encoded: memoryview, out: memoryview, **place: object) -> None:
+    def decode(self, encoded: memoryview, out: memoryview, **place: Any) -> None:
         spare = bytearray(len(out))
         super().decode(encoded, memoryview(spare), **place)
         out[:-1] = spare[:-1]
@@ -130,7 +130,7 @@ class Greedy(Deflate):
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
         return layout.groups[group].layer_bytes(num_tokens) // 8
 
-    def encode(self, plain: memoryview, out: memoryview, **place: object) -> int:
+    def encode(self, plain: memoryview, out: memoryview, **place: Any) -> int:
         return min(
             super().encode(plain, memoryview(bytearray(2 * len(plain) + 64)), **place), len(plain)
         )
@@ -139,14 +139,14 @@ class Greedy(Deflate):
 class Boastful(Deflate):
     """Claims to have written more than there was room for."""
 
-    def encode(self, plain: memoryview, out: memoryview, **place: object) -> int:
+    def encode(self, plain: memoryview, out: memoryview, **place: Any) -> int:
         return len(out) + 1
 
 
 class Numpyish(Deflate):
     """Lets a numpy scalar out."""
 
-    def encode(self, plain: memoryview, out: memoryview, **place: object) -> int:
+    def encode(self, plain: memoryview, out: memoryview, **place: Any) -> int:
         return np.int64(super().encode(plain, out, **place))  # type: ignore[return-value]
 
 
@@ -156,27 +156,27 @@ class Chained(Deflate):
     def __init__(self) -> None:
         self.last = b"\0"
 
-    def encode(self, plain: memoryview, out: memoryview, **place: object) -> int:
+    def encode(self, plain: memoryview, out: memoryview, **place: Any) -> int:
         packed = self.last + zlib.compress(plain, 1)
         out[: len(packed)] = packed
         self.last = packed[-1:]
         return len(packed)
 
-    def decode(self, encoded: memoryview, out: memoryview, **place: object) -> None:
+    def decode(self, encoded: memoryview, out: memoryview, **place: Any) -> None:
         super().decode(encoded[1:], out, **place)
 
 
 class Trusting(Deflate):
     """Lets the library's own error through."""
 
-    def decode(self, encoded: memoryview, out: memoryview, **place: object) -> None:
+    def decode(self, encoded: memoryview, out: memoryview, **place: Any) -> None:
         out[:] = zlib.decompress(encoded)
 
 
 class Bomb(Deflate):
     """Believes a length that it finds in the bytes."""
 
-    def decode(self, encoded: memoryview, out: memoryview, **place: object) -> None:
+    def decode(self, encoded: memoryview, out: memoryview, **place: Any) -> None:
         if encoded:
             np.ones(encoded[0] << 20, np.uint8)
         super().decode(encoded, out, **place)

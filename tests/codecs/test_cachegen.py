@@ -93,7 +93,8 @@ def test_early_layers_are_finer_than_late_ones_and_keys_finer_than_values() -> N
 
     def errors(layer: int) -> np.ndarray:
         _, before, after = coded(values, place, layer=layer)
-        return np.square(after - before).mean(axis=(1, 2))
+        means: np.ndarray = np.square(after - before).mean(axis=(1, 2))
+        return means
 
     early, late = errors(1), errors(2)
     assert (early < 0.9 * late).all() and early[0] < 0.8 * early[1] and late[0] < 0.9 * late[1]

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ _PAGE = mmap.PAGESIZE
 _GUARD = 64
 
 
-def _case(dtype: str, tokens: int, **group: int) -> Case:
+def _case(dtype: str, tokens: int, **group: Any) -> Case:
     place = Group(layers=1, dtype=dtype, **{"planes": 2, "heads": 2, "head_dim": 32, **group})
     return Case(Layout(groups=(place,), tokens_per_chunk=256), 0, tokens)
 
@@ -81,7 +82,7 @@ class Fenced:
         protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         assert protect(view.ctypes.data + self._size, _PAGE, 0) == 0, "mprotect"
 
-    def put(self, data: bytes) -> memoryview:
+    def put(self, data: bytes | bytearray) -> memoryview:
         """`data`, ending at the fence."""
         begin = self._size - len(data)
         self._map[begin : self._size] = data
@@ -92,7 +93,7 @@ FENCED = Fenced(1 << 20)
 OUT = {name: bytearray(place.layer_bytes + 2 * _GUARD) for name, place in CASES.items()}
 
 
-def attack(name: str, data: bytes) -> bool:
+def attack(name: str, data: bytes | bytearray) -> bool:
     """Whether `data` decodes at all; guards around the output are looked at."""
     place, room = CASES[name], OUT[name]
     room[:_GUARD] = room[-_GUARD:] = b"\xc3" * _GUARD

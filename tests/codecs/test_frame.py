@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -235,9 +236,9 @@ def test_the_largest_header_is_within_the_bounds_of_readers() -> None:
         ({"first_token": 4}, "first token"),
     ],
 )
-def test_a_good_frame_of_something_else_is_refused(asked: dict[str, object], words: str) -> None:
+def test_a_good_frame_of_something_else_is_refused(asked: dict[str, Any], words: str) -> None:
     header = read_header(framed(GQA, num_tokens=4, first_token=8))
-    right = {"key": KEY, "layout": GQA, "num_tokens": 4}
+    right: dict[str, Any] = {"key": KEY, "layout": GQA, "num_tokens": 4}
     check_identity(header, **right)
     check_identity(header, **right, first_token=8)
     with pytest.raises(FrameError, match=words) as caught:
@@ -257,7 +258,7 @@ def test_a_good_frame_of_something_else_is_refused(asked: dict[str, object], wor
     ],
 )
 def test_a_writer_that_names_our_layout_but_describes_another_is_refused(
-    wrong: dict[str, object],
+    wrong: dict[str, Any],
 ) -> None:
     header = example(layout=GQA.fingerprint)
     check_identity(header, key=KEY, layout=GQA, num_tokens=4)
@@ -277,19 +278,19 @@ def test_asking_for_what_cannot_be_is_the_callers_error() -> None:
 
 def test_a_raw_frame_is_the_chunk_itself_and_one_piece_only_if_wanted() -> None:
     chunk = np.frombuffer(content(GQA.chunk_bytes(0, 4)), np.uint8).copy()
-    place = {"key": KEY, "layout": GQA, "num_tokens": 4, "first_token": 0}
-    frame = frame_chunk(memoryview(chunk), Raw(), **place)
+    place: dict[str, Any] = {"key": KEY, "layout": GQA, "num_tokens": 4, "first_token": 0}
+    frame = frame_chunk(chunk.data, Raw(), **place)
     assert np.shares_memory(np.frombuffer(frame.payload, np.uint8), chunk)
     out = memoryview(bytearray(max_frame_bytes(Raw(), GQA, 0, 4, align=4096)))
-    whole = frame_chunk(memoryview(chunk), Raw(), **place, out=out, align=4096)
+    whole = frame_chunk(chunk.data, Raw(), **place, out=out, align=4096)
     assert len(whole.header) == 4096 and whole.nbytes == len(out)
     assert out == b"".join(whole.parts)
     assert whole.payload == frame.payload == chunk.data
     with pytest.raises(ValueError, match="out has"):
-        frame_chunk(memoryview(chunk), Raw(), **place, out=out[1:], align=4096)
+        frame_chunk(chunk.data, Raw(), **place, out=out[1:], align=4096)
     for align in (12, 4, 0, -8):
         with pytest.raises(ValueError, match="align is"):
-            frame_chunk(memoryview(chunk), Raw(), **place, align=align)
+            frame_chunk(chunk.data, Raw(), **place, align=align)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +398,9 @@ def test_other_threads_run_while_a_large_chunk_is_framed_and_unframed() -> None:
     )
     chunk = np.ones(layout.chunk_bytes(0, 256), np.uint8)
     out, into = np.zeros(max_frame_bytes(Raw(), layout, 0, 256), np.uint8), np.zeros_like(chunk)
-    place = {"key": KEY, "layout": layout, "num_tokens": 256}
-    steps, done, interval = [0], [], sys.getswitchinterval()
+    place: dict[str, Any] = {"key": KEY, "layout": layout, "num_tokens": 256}
+    steps, interval = [0], sys.getswitchinterval()
+    done: list[bool] = []
 
     def count() -> None:
         while not done:

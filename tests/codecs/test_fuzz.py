@@ -44,7 +44,7 @@ EXTREMES = [
 ]
 
 
-def read(frame: bytes, layout: Layout = GQA, num_tokens: int = TOKENS) -> bytes:
+def read(frame: bytes | bytearray, layout: Layout = GQA, num_tokens: int = TOKENS) -> bytes:
     into = bytearray(layout.chunk_bytes(0, num_tokens))
     unframe_chunk(
         memoryview(frame), memoryview(into), key=KEY, layout=layout, num_tokens=num_tokens
@@ -52,7 +52,7 @@ def read(frame: bytes, layout: Layout = GQA, num_tokens: int = TOKENS) -> bytes:
     return bytes(into)
 
 
-def is_refused(frame: bytes, layout: Layout = GQA, num_tokens: int = TOKENS) -> bool:
+def is_refused(frame: bytes | bytearray, layout: Layout = GQA, num_tokens: int = TOKENS) -> bool:
     try:
         read(frame, layout, num_tokens)
     except FrameError:

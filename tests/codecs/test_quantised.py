@@ -188,7 +188,7 @@ def test_the_bound_holds_on_ten_thousand_layers(name: str) -> None:
         shape = shape if number % 10 == 0 else (shape[0], min(shape[1], 34), 1, min(shape[3], 24))
         count = int(np.prod(shape))
         contents = [CONTENTS[name](rng, count, dtype) for name in rng.choice(list(CONTENTS), 2)]
-        mixed = np.where(rng.random(count) < rng.random(), *contents)
+        mixed = np.where(rng.random(count) < rng.random(), contents[0], contents[1])
         check(codec, case(dtype, shape), from_float64(mixed, dtype))
 
 

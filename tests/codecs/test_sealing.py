@@ -72,8 +72,10 @@ def test_keys_are_read_from_files(tmp_path: Path, text: bytes) -> None:
     assert keyring.seals("a")
     assert not keyring.seals("")
     assert (
-        Keyring({"a": [SECRET]}).unseal(
-            memoryview(sealed_by(keyring, b"frame", "a")), key=CHUNK, tenant="a"
+        bytes(
+            Keyring({"a": [SECRET]}).unseal(
+                memoryview(sealed_by(keyring, b"frame", "a")), key=CHUNK, tenant="a"
+            )
         )
         == b"frame"
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.core.encoding import canonical
+from kvhold.core.encoding import Plain, canonical
 
 plain = st.recursive(
     st.one_of(
@@ -52,7 +52,7 @@ def test_no_value_is_the_beginning_of_another(items: list[Any], data: st.DataObj
 
 
 def test_a_nest_is_not_its_content() -> None:
-    nests = [[], [[]], [[], []], [[[]]], ["a"], [["a"]], ["a", []], [[], "a"], "a"]
+    nests: list[Plain] = [[], [[]], [[], []], [[[]]], ["a"], [["a"]], ["a", []], [[], "a"], "a"]
     assert len(set(map(canonical, nests))) == len(nests)
 
 

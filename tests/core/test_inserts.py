@@ -116,9 +116,9 @@ class TestWhatCounts:
         )
 
     def test_any_kind_of_whole_number_is_the_same_number(self) -> None:
-        assert names(with_images((np.int64(2), np.uint8(6), b"cat"))) == names(
-            with_images((2, 6, b"cat"))
-        )
+        start: Any = np.int64(2)
+        length: Any = np.uint8(6)
+        assert names(with_images((start, length, b"cat"))) == names(with_images((2, 6, b"cat")))
 
     def test_a_prompt_without_any_has_the_keys_of_text(self) -> None:
         assert names(SPACE.prompt(TEXT, inserts=())) == names(SPACE.prompt(TEXT))
@@ -267,10 +267,11 @@ class TestBadInserts:
 def prompts(draw: st.DrawFn, num_tokens: int) -> tuple[Insert, ...]:
     """Inserts of a prompt, apart, with few digests, so that equal ones are frequent."""
     inserts, at = [], 0
+    digests: st.SearchStrategy[bytes | str] = st.sampled_from([b"cat", b"dog", "cat"])
     while at < num_tokens and draw(st.booleans()):
         start = draw(st.integers(at, num_tokens - 1))
         length = draw(st.integers(1, num_tokens - start))
-        inserts.append(Insert(start, length, draw(st.sampled_from([b"cat", b"dog", "cat"]))))
+        inserts.append(Insert(start, length, draw(digests)))
         at = start + length
     return tuple(inserts)
 

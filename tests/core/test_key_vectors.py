@@ -18,7 +18,7 @@ from tests.codecs import independent
 
 FILE = Path(__file__).parent / "vectors" / "keys.json"
 
-DENSE = {
+DENSE: dict[str, Any] = {
     "tokens_per_chunk": 4,
     "tail_tokens": 1,
     "groups": [

@@ -106,10 +106,11 @@ class TestNamespace:
         assert ours.chunk_key(0)[:NAMESPACE_BYTES] != theirs.chunk_key(0)[:NAMESPACE_BYTES]
 
     def test_the_same_text_in_two_fields_is_not_the_same(self) -> None:
-        named = [
-            replace(SPACE, **{field: "x"})
+        changes: list[dict[str, Any]] = [
+            {field: "x"}
             for field in ("revision", "dtype", "quantization", "lora", "cache_salt", "hashing")
         ]
+        named = [replace(SPACE, **change) for change in changes]
         named += [replace(SPACE, tags=(("x", ""),)), replace(SPACE, tags=(("", "x"),))]
         assert len({space.digest for space in named}) == len(named)
 

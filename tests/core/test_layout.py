@@ -121,7 +121,7 @@ class TestFingerprint:
         variants = [base, *(replace(base, **{field: value}) for field, value in other.items())]
         variants += [
             replace(base, attention=attention, window=0) for attention in ("full", "state")
-        ]  # type: ignore[arg-type]
+        ]
         assert len({Layout((group,), 256, 16).fingerprint for group in variants}) == len(variants)
 
     def test_the_chunk_the_tail_and_the_order_of_groups_change_it(self) -> None:
@@ -179,8 +179,9 @@ class TestBadValues:
     @pytest.mark.parametrize("value", [0, -16])
     @pytest.mark.parametrize("field", ["block_tokens", "block_bytes"])
     def test_an_opaque_packing_has_blocks(self, field: str, value: int) -> None:
+        change: dict[str, Any] = {field: value}
         with pytest.raises(LayoutError, match=field):
-            replace(OPAQUE, **{field: value})
+            replace(OPAQUE, **change)
 
     def test_a_sliding_group_has_a_window(self) -> None:
         with pytest.raises(LayoutError, match="window is 0"):
@@ -201,8 +202,9 @@ class TestBadValues:
         ],
     )
     def test_a_bad_value_of_a_layout_is_refused_and_named(self, field: str, value: int) -> None:
+        change: dict[str, Any] = {field: value}
         with pytest.raises(LayoutError, match=rf"{field}.*{value}"):
-            replace(Layout((GQA,), tokens_per_chunk=256), **{field: value})
+            replace(Layout((GQA,), tokens_per_chunk=256), **change)
 
     @pytest.mark.parametrize(
         ("chunk", "tail", "field"),

@@ -30,7 +30,7 @@ from tests.findings.both import PATIENT, PROMPT, SPACE, WITHIN_S, a_node, clean_
 try:
     from kvhold_lab.servers.central import CentralServer
 except ImportError:  # 5f474b0
-    from kvhold.testing.servers.central import CentralServer  # type: ignore[no-redef]
+    from kvhold.testing.servers.central import CentralServer  # type: ignore[import-not-found, no-redef]
 
 TOKEN = "open-sesame"
 
@@ -41,7 +41,7 @@ class TestB1:
             rules = request_rules({"tags": {"tenant": "victim"}}, RulesConfig(tenant="acme"))
         except ConfigError:
             return
-        options = rules.store_options if hasattr(rules, "store_options") else rules.terms
+        options = rules.store_options if hasattr(rules, "store_options") else rules.terms  # type: ignore[attr-defined]
         assert options.tenant == "acme"
 
 

@@ -211,7 +211,7 @@ class TestA4:
                 data={"image_grid_thw": grid},
             )
             try:
-                inserts = told.inserts_of(SimpleNamespace(mm_features=[image]))  # type: ignore[arg-type]
+                inserts = told.inserts_of(SimpleNamespace(mm_features=[image]))
             except getattr(media, "MediaError", ()):
                 inserts = None
             names.append(inserts[0].digest if inserts else None)

@@ -30,7 +30,7 @@ from tests.findings.both import (
 try:
     from kvhold.node.central_store import CentralStore
 except ImportError:  # 5f474b0
-    from kvhold.node.shelf import Shelf as CentralStore  # type: ignore[no-redef]
+    from kvhold.node.shelf import Shelf as CentralStore  # type: ignore[import-not-found, no-redef]
 from tests.tiers.memory import PLUGIN, a_place
 
 

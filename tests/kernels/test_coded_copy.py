@@ -216,7 +216,7 @@ def test_checksums_are_of_the_codes() -> None:
             layers = engine.base[OFFSETS[chunk] : OFFSETS[chunk] + LAYERS * nbytes].reshape(
                 LAYERS, nbytes
             )
-            assert sums[chunk].tolist() == [xxh3_64_intdigest(layer) for layer in layers]
+            assert sums[chunk].tolist() == [xxh3_64_intdigest(layer.data) for layer in layers]
 
 
 def test_scales_that_would_not_be_aligned_are_refused() -> None:
@@ -244,7 +244,7 @@ def test_a_group_says_how_it_is_coded_and_takes_about_half() -> None:
 
 
 def test_groups_that_gain_nothing_are_left_and_those_that_cannot_be_coded_are_refused() -> None:
-    opaque = {"packing": "x", "block_tokens": 2, "block_bytes": 768}
+    opaque: dict[str, Any] = {"packing": "x", "block_tokens": 2, "block_bytes": 768}
     state = Group(
         layers=1, planes=1, heads=1, head_dim=64, dtype="int8", attention="state", **opaque
     )

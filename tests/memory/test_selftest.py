@@ -46,13 +46,18 @@ class OfEngine:
         )
 
     def write(self, stage: Stage, version: int) -> None:
-        stage.compute(
-            lambda: HostCopier().scatter([self.piece(self.bytes_of(version))], after=None) and None
-        )
+        def scatter() -> None:
+            HostCopier().scatter([self.piece(self.bytes_of(version))], after=None)
+
+        stage.compute(scatter)
 
     def read(self, stage: Stage) -> Callable[[], npt.NDArray[np.uint8]]:
         seen = np.zeros(self.nbytes, np.uint8)
-        stage.compute(lambda: HostCopier().gather([self.piece(seen)], after=None) and None)
+
+        def gather() -> None:
+            HostCopier().gather([self.piece(seen)], after=None)
+
+        stage.compute(gather)
         return lambda: seen
 
     def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     initialize,
@@ -217,7 +218,7 @@ class Allocating(RuleBasedStateMachine):
         self.taken: dict[int, int] = {}  # offset -> size
 
     @rule(target=objects, nbytes=sizes)
-    def allocate(self, nbytes: int) -> object:
+    def allocate(self, nbytes: int) -> int | MultipleResults[int]:
         offset = self.slabs.allocate(nbytes)
         if offset is None:
             assert self.largest_gap() < size_class(nbytes) + 2 * SLAB_BYTES, (
@@ -228,7 +229,7 @@ class Allocating(RuleBasedStateMachine):
         return offset
 
     @rule(target=objects, wanted=st.lists(sizes, max_size=5))
-    def allocate_all(self, wanted: list[int]) -> object:
+    def allocate_all(self, wanted: list[int]) -> MultipleResults[int]:
         before = self.slabs.used_bytes, self.slabs.free_bytes
         offsets = self.slabs.allocate_all(wanted)
         if offsets is None:

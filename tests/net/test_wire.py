@@ -71,31 +71,37 @@ answers = st.one_of(
 
 
 @given(requests)
-def test_a_request_comes_back_as_it_was(request):
+def test_a_request_comes_back_as_it_was(request: m.Request) -> None:
     assert REQUESTS.decode(encode(request)[LENGTH_BYTES:]) == request
 
 
 @given(answers)
-def test_an_answer_comes_back_as_it_was(answer):
+def test_an_answer_comes_back_as_it_was(answer: m.Answer) -> None:
     assert ANSWERS.decode(encode(answer)[LENGTH_BYTES:]) == answer
 
 
 @given(st.lists(requests, max_size=6), st.data())
-def test_however_a_stream_is_cut_the_same_messages_come_out(sent, data):
+def test_however_a_stream_is_cut_the_same_messages_come_out(
+    sent: list[m.Request], data: st.DataObject
+) -> None:
     stream = b"".join(map(encode, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    splitter, received = Splitter(), []
+    splitter = Splitter()
+    received: list[m.Request] = []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         received += map(REQUESTS.decode, splitter.feed(stream[start:end]))
     assert received == sent
 
 
-def test_what_is_not_whole_yet_is_kept_when_the_reader_uses_its_memory_for_what_comes_next():
+def test_what_is_not_whole_yet_is_kept_when_the_reader_uses_its_memory_for_what_comes_next() -> (
+    None
+):
     stream, memory = (
         bytes(encode(m.Refused("one", False)) + encode(m.Refused("two", True))),
         bytearray(64),
     )
-    splitter, received = Splitter(), []
+    splitter = Splitter()
+    received: list[m.Answer] = []
     for at in range(0, len(stream), 7):
         piece = stream[at : at + 7]
         memory[: len(piece)] = piece
@@ -103,7 +109,7 @@ def test_what_is_not_whole_yet_is_kept_when_the_reader_uses_its_memory_for_what_
     assert received == [m.Refused("one", False), m.Refused("two", True)]
 
 
-def test_a_stream_that_comes_byte_by_byte_is_read():
+def test_a_stream_that_comes_byte_by_byte_is_read() -> None:
     sent = [m.Ping(), m.Commit(3, list(range(40)), bytes(320)), m.Status()]
     splitter = Splitter()
     assert [
@@ -113,7 +119,7 @@ def test_a_stream_that_comes_byte_by_byte_is_read():
     ] == sent
 
 
-def test_a_reader_that_stops_in_the_middle_gets_each_message_once():
+def test_a_reader_that_stops_in_the_middle_gets_each_message_once() -> None:
     sent = [m.Release(i) for i in range(5)]
     splitter, received, stream = Splitter(), [], b"".join(map(encode, sent))
     while (body := next(iter(splitter.feed(stream)), None)) is not None:
@@ -123,7 +129,7 @@ def test_a_reader_that_stops_in_the_middle_gets_each_message_once():
 
 
 @pytest.mark.parametrize("length", [0, MAX_MESSAGE_BYTES + 1, 2**31, 2**32 - 1])
-def test_a_length_that_is_not_allowed_is_refused_at_once_and_for_good(length):
+def test_a_length_that_is_not_allowed_is_refused_at_once_and_for_good(length: int) -> None:
     prefix = length.to_bytes(LENGTH_BYTES, "little")
     with pytest.raises(ProtocolError, match=str(length)):
         body_length(prefix)
@@ -136,7 +142,7 @@ def test_a_length_that_is_not_allowed_is_refused_at_once_and_for_good(length):
         list(splitter.feed(encode(m.Ping())))
 
 
-def test_the_longest_message_passes_and_one_byte_more_is_not_sent():
+def test_the_longest_message_passes_and_one_byte_more_is_not_sent() -> None:
     frame = len(encode(m.Refused("x" * 70_000, True))) - LENGTH_BYTES - 70_000
     longest = m.Refused("x" * (MAX_MESSAGE_BYTES - frame), True)
     [body] = Splitter().feed(bytes(encode(longest)))
@@ -149,7 +155,7 @@ def test_the_longest_message_passes_and_one_byte_more_is_not_sent():
 @pytest.mark.parametrize(
     "message", [m.Claim(2**64, 0, 0), m.Hello("kvhold", 1, "\udcff", 1)], ids=["number", "text"]
 )
-def test_what_cannot_be_written_is_our_error(message):
+def test_what_cannot_be_written_is_our_error(message: m.Request) -> None:
     with pytest.raises(ProtocolError):
         encode(message)
 
@@ -160,14 +166,16 @@ def test_what_cannot_be_written_is_our_error(message):
 @example(b"\x93\xa6Commit\x01\xdd\x00\x00\x00\x02\x01")
 @example(b"\x92\xa8Register\x93\x90\x01\x01")
 @example(b"\x92\xa5Hello\xff")
-def test_bytes_that_are_no_message_are_our_error_and_no_other(body):
+def test_bytes_that_are_no_message_are_our_error_and_no_other(body: bytes) -> None:
     for decoder in (REQUESTS, ANSWERS):
         with suppress(ProtocolError):
             decoder.decode(body)
 
 
 @given(requests, st.data())
-def test_a_message_cut_short_or_followed_by_more_is_refused(request, data):
+def test_a_message_cut_short_or_followed_by_more_is_refused(
+    request: m.Request, data: st.DataObject
+) -> None:
     body = bytes(encode(request)[LENGTH_BYTES:])
     short = data.draw(st.integers(0, len(body) - 1))
     for wrong in (body[:short], body + b"\xc0"):
@@ -175,14 +183,14 @@ def test_a_message_cut_short_or_followed_by_more_is_refused(request, data):
             REQUESTS.decode(wrong)
 
 
-def test_one_sides_messages_are_not_the_others():
+def test_one_sides_messages_are_not_the_others() -> None:
     with pytest.raises(ProtocolError):
         ANSWERS.decode(encode(m.Status())[LENGTH_BYTES:])
     with pytest.raises(ProtocolError):
         REQUESTS.decode(encode(m.NotFound())[LENGTH_BYTES:])
 
 
-def test_a_layout_that_cannot_be_is_refused_with_its_reason():
+def test_a_layout_that_cannot_be_is_refused_with_its_reason() -> None:
     group = {"layers": 0, "planes": 2, "heads": 1, "head_dim": 1, "dtype": "int8"}
     body = msgspec.msgpack.encode(
         ["Register", {"groups": [group], "tokens_per_chunk": 16, "tail_tokens": 1}]

@@ -265,7 +265,7 @@ def bytes_of(reservation: Any) -> np.ndarray:
     )
 
 
-def set_deadlines(client: NodeClient, **settings: float) -> None:
+def set_deadlines(client: NodeClient, **settings: Any) -> None:
     """Its settings, from now on: it has joined in peace, and what the test breaks is
     given up soon.
     """

@@ -145,7 +145,11 @@ def test_several_clients_claim_one_shard_and_each_ends_by_itself(shared_node: Ru
             # closed
             worker.close()
             lease.close()
-            eventually(lambda left=left: watcher.status()["pinned_chunks"] == left)
+
+            def so_many_are_left(left: int = left) -> bool:
+                return bool(watcher.status()["pinned_chunks"] == left)
+
+            eventually(so_many_are_left)
         assert held_by(watcher) == NOTHING
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -33,7 +33,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine(shared_node: RunningNode, patient: None) -> NodeClient:
+def engine(shared_node: RunningNode, patient: None) -> Iterator[NodeClient]:
     with shared_node.client(name="engine") as client:
         client.register(SPACE)
         store(client, a_prompt(SPACE, 64))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +11,7 @@ from kvhold.core.errors import ProtocolError
 from kvhold.net import messages as m
 from kvhold.node import session as session_module
 from kvhold.node.session import Session
+from tests.cache.scripted import arena_of
 from tests.cache.test_events import HYBRID_SPACE, SPACE, Follower, live
 from tests.cache.test_state import LAYOUT, SPACES
 from tests.node.nodes import RunningNode
@@ -39,7 +39,7 @@ def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(session_module, "MOST", 4)
-    state = new_state(Config(event_buffer=1000), SimpleNamespace(nbytes=16 << 20))
+    state = new_state(Config(event_buffer=1000), arena_of(16 << 20))
     state.register(LAYOUT)
     session = Session(state, m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "test", 1), None)  # type: ignore[arg-type]
 
@@ -47,15 +47,19 @@ def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(
         names = SPACES[0].prompt(tokens).chunks()
         state.commit("a", state.reserve("a", LAYOUT, names, 0).reservation, range(len(names)))
 
+    def ask(request: m.Request) -> m.Happened:
+        answer = session.answer(request)
+        assert isinstance(answer, m.Happened)
+        return answer
+
     commit(list(range(7)))
-    page = first = session.answer(m.Snapshot(0))
-    assert isinstance(first, m.Happened) and first.more and first.events
+    page = first = ask(m.Snapshot(0))
+    assert first.more and first.events
     state.clear(None)
     commit(list(range(100, 107)))
     there, pages = {event.key for event in first.events}, 1
     while page.more:
-        page = session.answer(m.Snapshot(pages))
-        assert isinstance(page, m.Happened)
+        page = ask(m.Snapshot(pages))
         there |= {event.key for event in page.events}
         assert page.next == first.next
         pages += 1
@@ -63,8 +67,8 @@ def test_a_snapshot_in_pages_and_the_events_after_it_say_what_is_there(
     with pytest.raises(ProtocolError):
         session.answer(m.Snapshot(1))
     number = first.next
-    while (batch := session.answer(m.Events(number))).events:
-        assert isinstance(batch, m.Happened) and not batch.lost
+    while (batch := ask(m.Events(number))).events:
+        assert not batch.lost
         for event in batch.events:
             (there.add if event.kind == "admitted" else there.discard)(event.key)
         number = batch.next

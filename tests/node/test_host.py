@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -45,7 +46,7 @@ with connect(ram_bytes="4MiB", node={"socket": sys.argv[1]}, client=client) as c
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> psutil.Process:
+def node(tmp_path: Path) -> Iterator[psutil.Process]:
     """A node that such an engine has started; the engine has ended."""
     path = tmp_path / "node.sock"
     environ = clean_environ(
@@ -201,7 +202,12 @@ def test_listening_never_changes_the_modes_of_files_that_others_make(
     other threads make meanwhile.
     """
     calls: list[int] = []
-    monkeypatch.setattr(os, "umask", lambda mask: calls.append(mask) or 0o022)
+
+    def umask(mask: int) -> int:
+        calls.append(mask)
+        return 0o022
+
+    monkeypatch.setattr(os, "umask", umask)
 
     async def listen() -> int:
         node = Node(Config(ram_bytes=4 << 20, node=NodeConfig(socket=str(tmp_path / "s"))))

@@ -78,7 +78,7 @@ def test_what_a_late_answer_granted_is_given_back(node: RunningNode) -> None:
             with pytest.raises(DeadlineExceeded):
                 client.reserve(PLAIN, a_prompt(SPACE, 64, 2).chunks(), deadline_s=0.05)
         # all three are answered, and what they granted is back
-        eventually(lambda: not client._link.has_loose_ends)
+        eventually(lambda: client._link is not None and not client._link.has_loose_ends)
         assert held_by(other) == {"tickets": 1, "leases": 0, "reservations": 0}
     assert store(other, a_prompt(SPACE, 64, 2)) == [0, 1, 2, 3], "nobody writes it"
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -41,7 +42,7 @@ from tests.node.nodes import (
 StartNode = Callable[..., RunningNode]
 
 
-def config_at(path: Path, **settings: object) -> Config:
+def config_at(path: Path, **settings: Any) -> Config:
     return Config(
         ram_bytes=4 << 20,
         node=NodeConfig(socket=str(path), **settings),

@@ -96,7 +96,7 @@ def test_every_lookup_is_answered_and_no_connection_is_lost(tmp_path: Path) -> N
         for said in all_say():
             assert said.pop("failed") == []
             assert said.pop("same connection")
-            counted.update(said)  # type: ignore[arg-type]
+            counted.update(said)
         with NodeClient(path, PATIENT, name="test") as client:
             counters = client.status()["counters"]
             client.stop_node()

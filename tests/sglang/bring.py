@@ -14,6 +14,7 @@ import types
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tools.setup_env import sglang_folder
 
@@ -50,8 +51,9 @@ def _stand_in_for_torchvision() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    for module in ("torchvision.transforms", "torchvision.transforms.functional"):
-        sys.modules[module].InterpolationMode = types.SimpleNamespace(
+    modules: dict[str, Any] = sys.modules
+    for name in ("torchvision.transforms", "torchvision.transforms.functional"):
+        modules[name].InterpolationMode = types.SimpleNamespace(
             BICUBIC=None, BILINEAR=None, NEAREST=None, LANCZOS=None
         )
-    sys.modules["torchvision.io"].decode_jpeg = None
+    modules["torchvision.io"].decode_jpeg = None

@@ -53,7 +53,7 @@ class Controller:
         allocator = PagedTokenToKVPoolAllocator(
             PAGES * PAGE, PAGE, torch.bfloat16, "cpu", device, False
         )
-        extra = {
+        extra: dict[str, Any] = {
             "backend_name": "kvhold",
             "module_path": "kvhold.integrations.sglang",
             "class_name": "KVHoldStorage",

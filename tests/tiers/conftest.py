@@ -3,17 +3,17 @@ program is not installed.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
 import pytest
 
 from kvhold.tiers.base import Tier
-from kvhold_lab.servers.base import NotInstalled, ServerProcess
+from kvhold_lab.servers.base import NotInstalled
 
 _WITH_SERVERS = ("central", "redis", "memcached", "s3", "mooncake", "layerwise")
 
-Server = TypeVar("Server", bound=ServerProcess)
+Server = TypeVar("Server")
 AnyTier = TypeVar("AnyTier", bound=Tier)
 
 _opened: list[Tier] = []
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("server")
 
 
-def start_or_skip(make: Callable[[], Server]) -> Iterator[Server]:
+def start_or_skip(make: Callable[[], AbstractContextManager[Server]]) -> Iterator[Server]:
     """Yield a running server; what a fixture delegates to."""
     with ExitStack() as stack:
         try:

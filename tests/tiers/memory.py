@@ -96,7 +96,8 @@ class Place:
 @contextmanager
 def a_place() -> Iterator[Place]:
     """A place of its own. What it still holds up goes on in the end."""
-    place = _places[name] = Place(name := f"place{next(_numbers)}")
+    name = f"place{next(_numbers)}"
+    place = _places[name] = Place(name)
     try:
         yield place
     finally:

@@ -4,7 +4,7 @@ what it logs.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 import pytest
 
@@ -363,6 +363,7 @@ class TestLog:
         await store(tier, {make_key(i): b"x" for i in range(10)})
         scan = tier.scan(b"")
         await anext(scan)
+        assert isinstance(scan, AsyncGenerator)
         await scan.aclose()
         assert "scan: 1 keys" in caplog.records[-1].getMessage()
 
@@ -379,7 +380,7 @@ class TestSettings:
     async def test_a_url_names_what_it_wraps_and_its_options(self) -> None:
         tier, _ = make_tier("audit+null://?audit_max_keys=7&audit_exclude=probe")
         assert isinstance(tier, AuditTier)
-        assert (tier._digests._max_keys, tier._excluded) == (7, {"probe"})
+        assert (tier._digests._max_keys, tier._excluded) == (7, frozenset({"probe"}))
         await tier.close()
 
     async def test_it_has_the_traits_of_what_it_wraps(self) -> None:
@@ -422,6 +423,7 @@ async def test_a_scan_that_is_left_early_ends_at_once_below() -> None:
     inner = Scanned()
     scan = AuditTier(inner).scan(b"")
     assert await anext(scan) == b"key"
+    assert isinstance(scan, AsyncGenerator)
     await scan.aclose()
     assert inner.ended
 

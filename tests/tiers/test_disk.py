@@ -222,7 +222,7 @@ class TestAlignedMemory:
     async def test_large_aligned_values_do_pass_the_page_cache_by(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        carried = []
+        carried: list[tuple[bool, int]] = []
         for name in ("pwritev", "preadv"):
             monkeypatch.setattr(os, name, noting_direct(getattr(os, name), carried))
         value = make_value(1, 4096 + 300 * KIB + 10)
@@ -422,7 +422,7 @@ class TestAccount:
         async with disk(tmp_path, max_bytes=512 * KIB) as tier:
             await fill(tier, range(16), 32 * KIB)
             values = {make_key(n): make_value(n, 64 * KIB) for n in range(100, 104)}
-            calls = [
+            calls: list[asyncio.Future[Any]] = [
                 asyncio.ensure_future(store(tier, values)),
                 asyncio.ensure_future(tier.delete([make_key(n) for n in range(3)])),
             ]
@@ -619,7 +619,7 @@ class TestThreads:
     ) -> None:
         for turn in range(20):
             async with disk(tmp_path) as tier:
-                calls = []
+                calls: list[asyncio.Future[list[int | None]]] = []
                 while not calls or not calls[0].done():
                     calls.append(asyncio.ensure_future(tier.probe([make_key(turn)])))
                     await asyncio.sleep(0)
@@ -888,7 +888,7 @@ class TestFaults:
         async with disk(small_disk / "values") as tier:
             await fill(tier, range(1))
         await asyncio.to_thread(
-            subprocess.run, ["mount", "-o", "remount,ro", small_disk], check=True
+            lambda: subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
         )
         async with disk(small_disk / "values") as tier:
             with pytest.raises(TierDenied, match="mount it writable"):

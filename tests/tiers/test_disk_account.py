@@ -86,7 +86,7 @@ class AnyOrder(RuleBasedStateMachine):
         """Cancelled after so many turns of the loop, or not at all."""
 
         async def overlap() -> None:
-            calls = [
+            calls: list[asyncio.Future[Any]] = [
                 asyncio.ensure_future(store(self.tier, {make_key(n): value_of(n) for n in puts})),
                 asyncio.ensure_future(self.tier.delete([make_key(n) for n in deletes])),
                 asyncio.ensure_future(

@@ -3,7 +3,7 @@ says, and no more.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
@@ -50,7 +50,7 @@ class TestFaultTierWithoutRules(TierContract):
 
 
 async def call(tier: FaultTier, operation: str) -> object:
-    calls = {
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
         "probe": lambda: tier.probe([KEY]),
         "get": lambda: fetch(tier, [KEY], [1_000]),
         "put": lambda: store(tier, {make_key(1_000): b"new"}),
@@ -465,6 +465,7 @@ async def test_a_scan_that_is_left_early_ends_at_once_below() -> None:
     inner = Scanned()
     scan = FaultTier(inner).scan(b"")
     assert await anext(scan) == b"key"
+    assert isinstance(scan, AsyncGenerator)
     await scan.aclose()
     assert inner.ended
 

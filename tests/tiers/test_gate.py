@@ -140,7 +140,10 @@ async def test_who_fails_inside_gives_its_turn_back() -> None:
 )
 def test_no_turn_is_lost_or_given_twice(width: int, steps: list[tuple[str, int, int]]) -> None:
     async def live() -> None:
-        line, urgencies, waiting, inside = Line(width), {}, [], []
+        line = Line(width)
+        urgencies: dict[str, Urgency] = {}
+        waiting: list[str] = []
+        inside: list[str] = []
         for number, (step, urgency, which) in enumerate(steps):
             if step == "join":
                 urgencies[f"{number}"] = Urgency(urgency)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from heapq import heapify
+from typing import Any
 
 import pytest
 
@@ -267,7 +268,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("name", POLICIES)
     def test_places_that_touches_left_behind_are_swept(self, name: str) -> None:
-        policy = make_policy(name)
+        policy: Any = make_policy(name)
         insert(policy, range(100))
         for _ in range(100):
             hit(policy, *range(100))
@@ -278,10 +279,13 @@ class TestMemory:
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sorted_at_once: list[int] = []
-        monkeypatch.setattr(
-            chains, "heapify", lambda places: sorted_at_once.append(len(places)) or heapify(places)
-        )
-        policy = make_policy(name)
+
+        def counted(places: list[Any]) -> None:
+            sorted_at_once.append(len(places))
+            heapify(places)
+
+        monkeypatch.setattr(chains, "heapify", counted)
+        policy: Any = make_policy(name)
         insert(policy, range(20_000))
         hit(policy, *range(0, 20_000, 3))
         for number in range(0, 20_000, 2):
@@ -292,7 +296,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("name", POLICIES)
     def test_of_keys_that_have_gone_nothing_is_left(self, name: str) -> None:
-        policy = make_policy(name)
+        policy: Any = make_policy(name)
         # each in a namespace of its own, and the one that it continues there
         for number in range(1, 50):
             space = bytes([number]) * 16

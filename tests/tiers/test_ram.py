@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     initialize,
@@ -387,7 +388,7 @@ class Lending(RuleBasedStateMachine):
         numbers=st.lists(st.integers(0, 30), min_size=1, max_size=3, unique=True),
         nbytes=st.sampled_from([1, 5000, 70_000, CHUNK, 300_000, MIB]),
     )
-    def reserve(self, numbers: list[int], nbytes: int) -> object:
+    def reserve(self, numbers: list[int], nbytes: int) -> MultipleResults[tuple[Entry, int]]:
         wanted = [Wanted(make_key(n), nbytes) for n in numbers if not self.tier.holds(make_key(n))]
         before = self.tier.used_bytes
         entries = self.tier.reserve_all(wanted, num_tokens=1, first_token=0) if wanted else None
@@ -414,7 +415,7 @@ class Lending(RuleBasedStateMachine):
         self.tier.abandon(writer[0])
 
     @rule(target=reading, number=st.integers(0, 30))
-    def pin(self, number: int) -> object:
+    def pin(self, number: int) -> tuple[Entry, int] | MultipleResults[tuple[Entry, int]]:
         entry = self.tier.find(make_key(number))
         if entry is None:
             return multiple()

@@ -140,7 +140,7 @@ class TestSlotsThatMove:
                 assert (
                     isinstance(got[i], TierUnavailable)
                     if lost[i]
-                    else (got[i], buffers[i]) == (len(value), value)
+                    else (got[i], bytes(buffers[i])) == (len(value), value)
                 )
                 assert isinstance(faults[i], TierUnavailable) if lost[i] else faults[i] is None
             with pytest.raises(TierUnavailable):

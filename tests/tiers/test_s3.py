@@ -236,7 +236,7 @@ async def test_of_two_clients_that_put_one_key_the_first_one_stays(
     ],
 )
 async def test_stores_that_lack_something_do_too(
-    open_tier: OpenTier, prefix: str, options: dict[str, object]
+    open_tier: OpenTier, prefix: str, options: dict[str, Any]
 ) -> None:
     tier, key, first = await open_tier(prefix, **options), make_key(1), make_value(1, 5_000)
     assert await store(tier, {key: first, make_key(2): b"2"}) == [True, True]
@@ -518,9 +518,9 @@ async def test_answers_that_moto_never_gives_are_named(
         url = f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{port}&access_key_id=hidden&secret_access_key=hidden"
         tier = opened(S3Tier.from_url(parse_url(url)))
         items = [(make_key(1), [memoryview(b"x")])]
-        fault = (await asyncio.gather(tier.put(items), return_exceptions=True))[0]
+        ended = (await asyncio.gather(tier.put(items), return_exceptions=True))[0]
         await tier.close()
-    fault = fault[0] if isinstance(fault, list) else fault
+    fault = ended[0] if isinstance(ended, list) else ended
     assert type(fault) is kind
     assert message in str(fault)
     assert "hidden" not in str(fault)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def places() -> Iterator[list[Place]]:
         yield [one, two, three]
 
 
-def stack_of(places: list[Place], **settings: object) -> Stack:
+def stack_of(places: list[Place], **settings: Any) -> Stack:
     metrics = Metrics()
     return Stack(
         [

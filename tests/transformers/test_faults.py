@@ -225,7 +225,11 @@ class Failing:
                 np.arange(len(names)) == 1, ABSENT, reservation._offsets
             )
         if self._operation == "commit":
-            reservation._commit = lambda *_: self._fail("commit")
+
+            def commit(*_: object) -> Any:
+                self._fail("commit")
+
+            reservation._commit = commit
         return reservation
 
     def _fail(self, operation: str) -> None:
@@ -282,7 +286,8 @@ class TestFailingCache:
     def test_while_storing_leaves_nothing_behind(
         self, llama: Any, cache: LocalCache, operation: str, error: KVHoldError
     ) -> None:
-        reuse = Reuse(llama, Failing(cache, operation, error), config=small_chunks())
+        failing: Any = Failing(cache, operation, error)
+        reuse = Reuse(llama, failing, config=small_chunks())
         for _ in range(2):
             assert torch.equal(
                 reuse.generate(prompt_of(50), **GREEDY), llama.generate(prompt_of(50), **GREEDY)

@@ -55,7 +55,9 @@ class Witness(WorkerSide):
         reading = super()._read(one, mark)
         if reading.is_whole:
             wait_for(reading.transfers)
-            self._note(one.store, one.shard, one.reservation.result())
+            reservation = one.reservation.result()
+            assert reservation is not None
+            self._note(one.store, one.shard, reservation)
         return reading
 
     def _note(self, store: Store, shard: int, reservation: Reservation) -> None:
@@ -143,5 +145,6 @@ class WatchedConnector(real.KVHoldConnector):
     """KVHoldConnector with a witness."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        real.WorkerSide, real.SchedulerSide = Witness, Announcer  # type: ignore[misc]
+        module: Any = real
+        module.WorkerSide, module.SchedulerSide = Witness, Announcer
         super().__init__(*args, **kwargs)

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     ahead = [0]
     now = time.time_ns
-    monkeypatch.setattr(adapters.time, "time_ns", lambda: now() + ahead[0])
+    monkeypatch.setattr(time, "time_ns", lambda: now() + ahead[0])
     return ahead
 
 
@@ -93,7 +93,8 @@ class Worker:
         )
 
     def load(self, adapter: Any) -> bytes:
-        return self._load(None, adapter)
+        loaded: bytes = self._load(None, adapter)
+        return loaded
 
 
 @pytest.fixture(params=["files that have just changed", "files that had long been as they are"])
@@ -199,5 +200,5 @@ def test_vllms_own_method_is_wrapped_once() -> None:
 
     assert can_observe()
     assert observed_loads() is observed_loads()
-    assert LRUCacheWorkerLoRAManager._load_adapter.kvhold_loads is observed_loads()  # type: ignore[attr-defined]
-    assert not hasattr(LRUCacheWorkerLoRAManager._load_adapter.__wrapped__, "kvhold_loads")  # type: ignore[attr-defined]
+    assert LRUCacheWorkerLoRAManager._load_adapter.kvhold_loads is observed_loads()
+    assert not hasattr(LRUCacheWorkerLoRAManager._load_adapter.__wrapped__, "kvhold_loads")

@@ -2,7 +2,9 @@
 over.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +22,16 @@ STEP_S, TOKEN_S, PAIR_S = 0.004, 3e-4, 2e-8
 class Engine:
     """Steps of known costs, on a clock of its own."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 50.0
         self.costs = Costs(2048, clock=lambda: self.now)
 
-    def plan(self, new=(), cached=(), drafts=()):
+    def plan(
+        self,
+        new: Sequence[tuple[str, int, int]] = (),
+        cached: Sequence[tuple[str, int, int]] = (),
+        drafts: Sequence[str] = (),
+    ) -> float:
         """new, cached: (request, computed tokens, tokens); drafts: those whose tokens are guesses,
         but for the first
         """
@@ -48,12 +55,14 @@ class Engine:
             for _, computed, count in (*new, *cached)
         )
 
-    def step(self, new=(), cached=()):
+    def step(
+        self, new: Sequence[tuple[str, int, int]] = (), cached: Sequence[tuple[str, int, int]] = ()
+    ) -> list[Took]:
         self.now += self.plan(new, cached)
         return self.costs.over()
 
 
-def test_nothing_is_known_before_the_first_step():
+def test_nothing_is_known_before_the_first_step() -> None:
     cost = Engine().costs.cost("a", 100, 10)
     assert (
         cost.request,
@@ -64,7 +73,7 @@ def test_nothing_is_known_before_the_first_step():
     ) == ("a", 100, 10, 2048, False)
 
 
-def test_what_a_prompt_takes_to_compute_is_what_its_steps_took():
+def test_what_a_prompt_takes_to_compute_is_what_its_steps_took() -> None:
     engine = Engine()
     assert engine.costs.compute_s(1000, 0) == pytest.approx(2.0), (
         "as on a slow engine, as long as nothing is known"
@@ -76,9 +85,16 @@ def test_what_a_prompt_takes_to_compute_is_what_its_steps_took():
     assert engine.costs.compute_s(1000, 900) < engine.costs.compute_s(1000, 0) / 5
 
 
-def test_a_lookup_does_not_wait_for_what_can_be_fitted_before(monkeypatch):
+def test_a_lookup_does_not_wait_for_what_can_be_fitted_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, fitted = Engine(), []
-    monkeypatch.setattr(estimates, "fit", lambda *given: fitted.append(1) or fit(*given))
+
+    def counted(*given: Any) -> Any:
+        fitted.append(1)
+        return fit(*given)
+
+    monkeypatch.setattr(estimates, "fit", counted)
     for number in range(20):
         engine.step([(f"r{number}", 0, 100 + 50 * number)])
     before = len(fitted)
@@ -88,7 +104,7 @@ def test_a_lookup_does_not_wait_for_what_can_be_fitted_before(monkeypatch):
     assert len(fitted) == before + 1
 
 
-def test_costs_are_those_of_steps_that_compute_prompts():
+def test_costs_are_those_of_steps_that_compute_prompts() -> None:
     engine, rng = Engine(), np.random.default_rng(0)
     engine.now += 100  # compiling, perhaps
     for number in range(30):
@@ -108,7 +124,7 @@ def test_costs_are_those_of_steps_that_compute_prompts():
     assert found == pytest.approx(STEP_S + 2048 * TOKEN_S + 2048 * 5000 * PAIR_S, rel=0.02)
 
 
-def test_of_steps_under_way_beside_each_other_each_lasts_from_the_end_of_the_one_before():
+def test_of_steps_under_way_beside_each_other_each_lasts_from_the_end_of_the_one_before() -> None:
     engine = Engine()
     for number in range(20):
         seconds = [
@@ -123,7 +139,7 @@ def test_of_steps_under_way_beside_each_other_each_lasts_from_the_end_of_the_one
     )
 
 
-def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once():
+def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once() -> None:
     engine = Engine()
     for number, nbytes in enumerate((1 << 20, 4 << 20, 16 << 20, 64 << 20)):
         name = f"r{number}"
@@ -134,7 +150,10 @@ def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once():
         assert engine.step([(name, 600, 300)]) == []
         [took] = engine.step(cached=[(name, 900, 100), ("other", 11, 1)])
         computed_s = 2 * STEP_S + 401 * TOKEN_S + PAIR_S * (300 * 750 + 100 * 950 + 11.5)
-        assert took == Took(name, pytest.approx(0.01 + nbytes * 1e-9), pytest.approx(computed_s))
+        assert isinstance(took, Took)
+        assert took.request_id == name
+        assert took.load_s == pytest.approx(0.01 + nbytes * 1e-9)
+        assert took.compute_s == pytest.approx(computed_s)
         assert engine.step(cached=[(name, 1000, 1), ("other", 12, 1)]) == []
     cost = engine.costs.cost("a", 1000, 0)
     assert cost.load_s + (8 << 20) * cost.load_byte_s == pytest.approx(
@@ -142,7 +161,9 @@ def test_a_load_lasts_until_its_request_runs_and_the_end_is_told_once():
     )
 
 
-def test_a_request_that_is_no_more_is_not_told_of_and_nobody_waits_for_steps_that_never_end():
+def test_a_request_that_is_no_more_is_not_told_of_and_nobody_waits_for_steps_that_never_end() -> (
+    None
+):
     engine = Engine()
     engine.costs.follow("a", 10)
     engine.costs.forget("a")

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvhold.cache.local import open_cache
 from kvhold.core.api import Event
@@ -124,13 +125,17 @@ class Followed:
                     in keys
                 ):
                     hashes = request.block_hashes[begin // BLOCK : end // BLOCK]
-                    found |= {(0, events_module.maybe_convert_block_hash(each)) for each in hashes}
+                    found |= {(0, maybe_convert_block_hash(each)) for each in hashes}
         return found
+
+    def read(self) -> Router:
+        """The router, which has read all events by now."""
+        self.router.read(self.engine.connector.take_events())
+        return self.router
 
     def settles(self) -> bool:
         """Whether the router knows what is there."""
-        self.router.read(self.engine.connector.take_events())
-        return self.router.held == self.there()
+        return self.read().held == self.there()
 
 
 @pytest.fixture
@@ -200,12 +205,7 @@ def test_ours_say_of_a_block_what_vllm_says(
     )
     followed.engine.add("long", prompt, max_tokens=100)
     followed.engine.run()
-    eventually(
-        lambda: (
-            [followed.router.read(followed.engine.connector.take_events())]
-            and len(followed.router.held) == 3 * 12 + 6
-        )
-    )
+    eventually(lambda: len(followed.read().held) == 3 * 12 + 6)
     assert followed.router.held <= followed.router.gpu
 
 
@@ -236,12 +236,7 @@ def test_with_the_node_all_goes_and_comes_again_as_it_is_used(
     eventually(followed.settles)
     assert followed.router.held
     node.kill()
-    eventually(
-        lambda: (
-            [followed.router.read(followed.engine.connector.take_events())]
-            and not followed.router.held
-        )
-    )
+    eventually(lambda: not followed.read().held)
     clients = [followed.side._cache, followed.engine.hands.client]
     # both have noticed: a store on a dead connection is dropped
     eventually(lambda: not any(client.connected for client in clients))
@@ -260,7 +255,12 @@ def test_events_that_the_node_has_forgotten_are_made_up_for(
     followed = follow(start_node(ram="1MiB", events=3))
     snapshots = []
     ask = followed.side._cache.snapshot
-    monkeypatch.setattr(followed.side._cache, "snapshot", lambda: snapshots.append(1) or ask())
+
+    def snapshot() -> Any:
+        snapshots.append(1)
+        return ask()
+
+    monkeypatch.setattr(followed.side._cache, "snapshot", snapshot)
     for number in range(12):
         followed.compute(make_prompt(("forgotten", number), 300))
     eventually(followed.settles)
@@ -278,12 +278,7 @@ def test_after_a_reset_nothing_is_announced(
     eventually(followed.settles)
     assert len(followed.router.held) == 2 * 12
     assert followed.engine.scheduler.reset_prefix_cache(reset_connector=True)
-    eventually(
-        lambda: (
-            [followed.router.read(followed.engine.connector.take_events())]
-            and not followed.router.held
-        )
-    )
+    eventually(lambda: not followed.read().held)
     followed.compute(prompt)
     eventually(lambda: followed.settles() and followed.router.held)
 
@@ -307,7 +302,9 @@ def test_a_node_that_keeps_no_events_is_said_once(
     followed = follow(start_node(events=0))
     for number in range(3):
         followed.compute(make_prompt(("none", number), 200))
-    followed.side._announcer._asked.result()
+    announcer = followed.side._announcer
+    assert announcer is not None and announcer._asked is not None
+    announcer._asked.result()
     assert followed.router.held == set()
     assert len([record for record in caplog.records if "event_buffer" in record.getMessage()]) == 1
 

@@ -29,7 +29,7 @@ from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.layerwise import Layerwise, refusal
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
-from kvhold.memory.copier import Ended, Mark, Piece, Transfer
+from kvhold.memory.copier import Copier, Ended, Mark, Piece, Transfer
 from kvhold.memory.views import View
 from tests.vllm.scheduling import (
     LAYERS,
@@ -102,7 +102,7 @@ def passing(copier: Scripted) -> Iterator[Layerwise]:
         block_bytes=1024,
     )
     with ThreadPoolExecutor(1) as loader, ThreadPoolExecutor(1) as saver:
-        yield Layerwise(Part(0, NAMES, group, group), copier, loader, saver)
+        yield Layerwise(Part(0, NAMES, group, group), cast(Copier, copier), loader, saver)
 
 
 def load(name: str, *blocks: int) -> Load:
@@ -363,7 +363,7 @@ class TestEngine:
         def fail(*_: Any, **__: Any) -> None:
             cache.claim = claim  # type: ignore[method-assign]
 
-        cache.claim = fail  # type: ignore[assignment,method-assign]
+        cache.claim = fail  # type: ignore[method-assign]
         engine.excused = {"second"}
         ask(engine, "second", longer)
         assert engine.tokens_computed["second"] == 300 + 940 + 2
@@ -478,7 +478,7 @@ def test_an_engine_that_speculates_is_refused() -> None:
     """vLLM's runner asks which loads failed before the pass has ended there; it would hear of it a
     pass too late.
     """
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "cache_config": {"enable_prefix_caching": False},
         "scheduler_config": {"async_scheduling": False},
         "parallel_config": {"world_size": 1},

@@ -40,7 +40,7 @@ def feature(
 def inserts(memory: Media, *features: Any) -> list[Insert] | None:
     """None: refused."""
     try:
-        return memory.inserts_of(SimpleNamespace(mm_features=list(features)))  # type: ignore[arg-type]
+        return memory.inserts_of(SimpleNamespace(mm_features=list(features)))
     except MediaError:
         return None
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,19 @@ def compare(engines: list[MiniEngine], asked: list[Asked], reference: MiniEngine
     return wrong
 
 
+def worker_of(engine: MiniEngine) -> Any:
+    """The worker's side of its connector."""
+    assert engine.connector is not None
+    return engine.connector.worker
+
+
+def is_over(engine: MiniEngine, request: str) -> bool:
+    return request in engine.kv_digests
+
+
 def damage(engine: MiniEngine, tokens: Sequence[int], *, chunk: int) -> None:
     """Invert one bit of a chunk of this prompt in the node's memory."""
-    cache, side = engine.connector.worker._cache, engine.scheduler.connector.scheduler
+    cache, side = worker_of(engine)._cache, engine.scheduler.connector.scheduler
     with cache.lookup(side._namespace.prompt(np.array(tokens, dtype=np.int32)).query()) as hit:
         lease = cache.claim(hit.ticket)
         with lease, OpenArena(cache.status()["pid"]) as arena:
@@ -178,7 +189,7 @@ def damage(engine: MiniEngine, tokens: Sequence[int], *, chunk: int) -> None:
 
 def lose_every_second_hit(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the worker every second hit is gone when it comes to claim it."""
-    cache, calls = engine.connector.worker._cache, itertools.count()
+    cache, calls = worker_of(engine)._cache, itertools.count()
     claim = cache.claim
     monkeypatch.setattr(
         cache, "claim", lambda *args, **kwargs: claim(*args, **kwargs) if next(calls) % 2 else None
@@ -246,7 +257,7 @@ def test_a_block_that_is_loaded_has_the_bytes_of_the_block_that_was_stored(
     prompt = traffic(model, 1)[0].tokens[:1] * 5 + tuple(range(100))
     for engine in (storing, loading):
         engine.add("a", prompt, 4)
-        engine.run(until=lambda engine=engine: "a" in engine.kv_digests)
+        engine.run(until=partial(is_over, engine, "a"))
     assert loading.counts.loaded_tokens >= 96
     assert storing.kv_digests == loading.kv_digests
     for group, stored, loaded in zip(
@@ -324,6 +335,7 @@ def test_blocks_that_are_stored_are_read_before_the_next_pass_zeroes_them(
         "prefix_caching": False,
     }
     engine = start(model, zero_blocks=True, second_runner=second_runner, **few)
+    assert engine.connector is not None
     gather, handle, save = (
         HostCopier.gather,
         engine.connector.handle_preemptions,
@@ -356,8 +368,8 @@ def test_blocks_that_are_stored_are_read_before_the_next_pass_zeroes_them(
     ]
     serve([engine], asked)  # the second one gets the blocks of the first
     steps[0] = next(begun)  # for the copies of the last step
-    engine.connector.worker.end_reading()
-    engine.connector.worker._settler.submit(int).result()  # all is committed
+    worker_of(engine).end_reading()
+    worker_of(engine)._settler.submit(int).result()  # all is committed
     loading = start(model, **few)
     serve([loading], asked)
     assert loading.counts.loaded_tokens == 2 * 176

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvhold_lab.bench.command import command
 from kvhold_lab.checkpoints import make_checkpoint
 from kvhold_lab.verify.engine import Engines
-from kvhold_lab.verify.messages import STAGES, Ask, Question, Serve, Start, VerifyArrival
+from kvhold_lab.verify.messages import STAGES, Ask, Question, Serve, Stage, Start, VerifyArrival
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -88,7 +88,7 @@ def test_a_request_is_aborted_in_the_stage_that_was_named(engines: Engines) -> N
     whole = engines.serve(Serve(arrivals=[VerifyArrival(tokens=prompt, max_tokens=20)])).token_ids[
         0
     ]
-    stages = ["arrived", "prefill", "decode"]
+    stages: list[Stage] = ["arrived", "prefill", "decode"]
     for stage in stages:
         served = engines.serve(
             Serve(

@@ -311,4 +311,4 @@ def is_up(socket: Path) -> bool:
 
 def orphan_stores(orphan: Engine, socket: Path, prompt: list[int]) -> bool:
     orphan.generate(prompt, max_tokens=1)
-    return status(socket)["chunks"] > 0
+    return bool(status(socket)["chunks"] > 0)

@@ -153,13 +153,13 @@ def table(engine: Engine, request_id: str) -> list[int]:
 
 def matched(engine: Engine, request: Request, computed: int = 0) -> tuple[int, bool]:
     """The connector's answer about a request, once it has one."""
-    answers = []
-    eventually(
-        lambda: (
-            answers.append(engine.connector.get_num_new_matched_tokens(request, computed))
-            or answers[-1][0] is not None
-        )
-    )
+    answers: list[tuple[int | None, bool]] = []
+
+    def is_answered() -> bool:
+        answers.append(engine.connector.get_num_new_matched_tokens(request, computed))
+        return answers[-1][0] is not None
+
+    eventually(is_answered)
     tokens, asynchronous = answers[-1]
     assert tokens is not None
     return tokens, asynchronous
@@ -1504,7 +1504,7 @@ def test_where_adapters_may_leak_into_plain_requests_these_are_not_stored(
 
 @pytest.mark.parametrize(("lora", "trusted"), [(None, True), (SimpleNamespace(), False)])
 def test_adapters_leak_where_they_are_enabled_on_a_cpu(lora: object, trusted: bool) -> None:
-    assert mixes_adapters(SimpleNamespace(lora_config=lora)) is not trusted  # type: ignore[arg-type]
+    assert mixes_adapters(SimpleNamespace(lora_config=lora)) is not trusted
 
 
 class TestRefusals:
@@ -1933,7 +1933,11 @@ class TestTiersBelow:
         engine.add("waits", prompt)
         for number in range(5):
             engine.add(f"{number}", other := make_prompt(number, 200))
-            engine.run(until=lambda number=number: len(engine.outputs.get(f"{number}", [])) == 2)
+
+            def has_two_tokens(name: str = f"{number}") -> bool:
+                return len(engine.outputs.get(name, [])) == 2
+
+            engine.run(until=has_two_tokens)
             assert engine.outputs[f"{number}"] == answer_to(other, 2)
         assert "waits" not in engine.tokens_computed
         assert engine.loads == []
@@ -2245,7 +2249,10 @@ class TestDrafts:
 
     def test_blocks_computed_after_those_without_a_drafter_are_not_stored(self) -> None:
         undrafted = Undrafted([part_of(16)], DraftLimit(1000, late=0))
-        tables = {"a": ([1, 2, 3, 4],), "b": (list(range(100, 170)),)}
+        tables: dict[str, tuple[list[int], ...]] = {
+            "a": ([1, 2, 3, 4],),
+            "b": (list(range(100, 170)),),
+        }
         undrafted.planned(planned({"a": (0, 32), "b": (998, 4)}, tables))
         undrafted.planned(planned({"a": (32, 32)}, tables))
         assert undrafted.are_among([[3, 4]]), "the drafter has read what is missing in 1 and 2"
@@ -2255,7 +2262,7 @@ class TestDrafts:
 
     def test_a_pass_may_begin_earlier_than_planned_when_drafts_were_rejected(self) -> None:
         undrafted = Undrafted([part_of(16)], DraftLimit(1000, late=6))
-        tables = {"a": ([10, 11],), "b": (list(range(100, 170)),)}
+        tables: dict[str, tuple[list[int], ...]] = {"a": ([10, 11],), "b": (list(range(100, 170)),)}
         undrafted.planned(planned({"a": (12, 4)}, tables))
         undrafted.planned(planned({"a": (16, 4), "b": (998, 4)}, tables))
         assert undrafted.are_among([[10]]) and undrafted.are_among([[11]])

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -107,7 +108,7 @@ class Host:
         after = self.counts()
         return {name: after[name] - before[name] for name in after}
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         with NodeClient(
             self.socket, ClientConfig(call_timeout_s=60, connect_timeout_s=60), name="test"
         ) as client:

@@ -85,7 +85,7 @@ class MiniEngine:
         what it computes here loses nothing.
         """
         self.inside = inside
-        size = {"block_tokens": BLOCK, "block_bytes": BLOCK * 64 * 4}
+        size: dict[str, Any] = {"block_tokens": BLOCK, "block_bytes": BLOCK * 64 * 4}
         plain = Group(
             layers=len(LAYERS), planes=2, heads=1, head_dim=32, dtype="float32", packing="d", **size
         )

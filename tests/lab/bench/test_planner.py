@@ -4,6 +4,7 @@ agree.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def trace(tmp_path: Path) -> Path:
     """Ten conversations of three turns, which take turns; each begins as all do, and grows by two
     blocks a turn.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
     for turn in range(3):
         for talk in range(10):
             ids = [0, *range(1000 * (talk + 1), 1000 * (talk + 1) + 2 * turn + 2)]
@@ -123,7 +124,10 @@ def test_real_engines_answer_the_same_computed_loaded_and_planned() -> None:
     ) >= len(prompts)
     row = make_row(found, speed=1.0, bytes_per_s=BYTES_S)
     taken, computed = (
-        sum(times(cell)[LOAD] for cell in found)
-        for times in (lambda cell: cell.taken_s, lambda cell: cell.computed_s)
+        sum(times[LOAD] for times in of_cells)
+        for of_cells in (
+            [cell.taken_s for cell in found],
+            [cell.computed_s for cell in found],
+        )
     )
     assert row.requests == len(prompts) and row.load.value == pytest.approx(taken / computed)

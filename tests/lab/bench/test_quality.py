@@ -197,14 +197,15 @@ class TestQuestions:
             runs, pairs = self.read(context)
             assert not set(runs) & set(pairs)
             at, count = 0, {LOOKUP: 0, HOP: 0, RUN: 0}
-            told = set()
+            told: set[int] = set()
             while at < len(questions):
                 mark, key = questions[at : at + 2]
-                right = {
+                rights: dict[int, list[int] | list[int | None]] = {
                     LOOKUP: [pairs.get(key)],
                     HOP: [pairs.get(pairs.get(key, -1))],
                     RUN: runs.get(key, []),
-                }[mark]
+                }
+                right = rights[mark]
                 assert questions[at + 2 : at + 2 + len(right)] == right
                 assert kinds[at : at + 2 + len(right)] == [NO_KIND, NO_KIND] + [mark] * len(right)
                 asks_about = {key, pairs[key]} if mark == HOP else {key}

@@ -26,9 +26,12 @@ def test_bytes_come_through_and_take_their_time() -> None:
             socket.create_connection(("127.0.0.1", link.port)) as client,
         ):
             sent, began = bytes(range(256)) * 4_000, time.monotonic()
-            threading.Thread(
-                target=lambda: (client.sendall(sent), client.shutdown(socket.SHUT_WR)), daemon=True
-            ).start()
+
+            def send() -> None:
+                client.sendall(sent)
+                client.shutdown(socket.SHUT_WR)
+
+            threading.Thread(target=send, daemon=True).start()
             received = bytearray()
             while piece := client.recv(1 << 16):
                 received += piece

@@ -220,7 +220,8 @@ def test_the_99th_percentile_is_that_of_the_requests() -> None:
         [cell(0, kvhold=float(seconds), recompute=1.0) for seconds in range(1, 101)]
     )[::-1]
     assert row.system == KVHOLD
-    assert (row.ttft_p50_s, row.ttft_p99_s) == (50.5, pytest.approx(99.01))
+    assert row.ttft_p50_s == 50.5
+    assert row.ttft_p99_s == pytest.approx(99.01)
     assert row.throughput is None
 
 

@@ -107,9 +107,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def listening(world: World) -> ListeningSocket:
-    sock: Any = ListeningSocket(world)
+    sock = ListeningSocket(world)
     loop: Any = ListeningLoop(world.new_loop("node"))
-    Listener(sock, Accepted, lambda: "").start(loop)
+    as_socket: Any = sock
+    Listener(as_socket, Accepted, lambda: "").start(loop)
     return sock
 
 

@@ -214,8 +214,12 @@ def rows_of(measured: CompareMeasurement, tier: str) -> dict[str, SystemRow]:
 
 
 def test_kvhold_is_compared_with_the_best_that_is_not_kvhold() -> None:
-    times = {"recompute": 8.0, "vllm": 7.0, "offloading": 4.0, "lmcache__disk": 5.0}
-    ours = {"kvhold__disk": 3.0, "kvhold__no_prefix_cache__disk": 2.0, "kvhold__ram": 1.0}
+    times: dict[str, Any] = {"recompute": 8.0, "vllm": 7.0, "offloading": 4.0, "lmcache__disk": 5.0}
+    ours: dict[str, Any] = {
+        "kvhold__disk": 3.0,
+        "kvhold__no_prefix_cache__disk": 2.0,
+        "kvhold__ram": 1.0,
+    }
     rows = rows_of(
         measured_of(*[cell(75, **times, **ours), cell(75, burst=True, **times, **ours)] * 5), "disk"
     )
@@ -237,15 +241,19 @@ def test_kvhold_is_compared_with_the_best_that_is_not_kvhold() -> None:
 
 
 def test_cost_is_judged_over_all_workloads_and_gain_against_every_peer() -> None:
-    unused = {
+    unused: dict[str, Any] = {
         "recompute": 1.0,
         "vllm": 1.0,
         "vllm__again": 1.0,
         "kvhold__ram": 1.01,
         "kvhold__disk": 1.1,
     }
-    within = {"kvhold__ram": 1.03, "kvhold__left_alone": 1.0, "kvhold__left_alone_again": 1.0}
-    used = {
+    within: dict[str, Any] = {
+        "kvhold__ram": 1.03,
+        "kvhold__left_alone": 1.0,
+        "kvhold__left_alone_again": 1.0,
+    }
+    used: dict[str, Any] = {
         "recompute": 9.0,
         "vllm": 2.5,
         "vllm__again": 2.5,
@@ -267,20 +275,17 @@ def test_cost_is_judged_over_all_workloads_and_gain_against_every_peer() -> None
         ][2]
         == "NO"
     )
-    assert judged["disk, no reuse: time for the same work over vLLM's without a connector"] == (
-        pytest.approx(1.1),
-        10,
-        "NO",
-    )
+    slower = judged["disk, no reuse: time for the same work over vLLM's without a connector"]
+    assert slower[0] == pytest.approx(1.1)
+    assert slower[1:] == (10, "NO")
     (gain,) = [(what, found) for what, found in judged.items() if "best peer" in what]
-    assert gain == (
-        "ram, working set 2x, 50 % reuse: TTFT over the best peer's, offloading",
-        (pytest.approx(2 / 1.9), 5, "NO"),
-    )
+    assert gain[0] == "ram, working set 2x, 50 % reuse: TTFT over the best peer's, offloading"
+    assert gain[1][0] == pytest.approx(2 / 1.9)
+    assert gain[1][1:] == (5, "NO")
 
 
 def test_differences_of_copies_leave_goals_undecided() -> None:
-    unused = {"recompute": 1.0, "vllm": 1.0, "vllm__again": 1.2, "kvhold__ram": 1.1}
+    unused: dict[str, Any] = {"recompute": 1.0, "vllm": 1.0, "vllm__again": 1.2, "kvhold__ram": 1.1}
     measured = measured_of(*[cell(0, burst, **unused) for burst in (False, True)] * 5)
     assert {goal.verdict for goal in goals(measured, make_rows(measured, ("ram",)))} == {
         "undecided"
@@ -290,7 +295,8 @@ def test_differences_of_copies_leave_goals_undecided() -> None:
 def test_without_copies_to_compare_nothing_is_decided() -> None:
     measured = measured_of(*[cell(50, recompute=9.0, vllm=9.0, kvhold__ram=1.0)] * 5)
     (goal,) = goals(measured, make_rows(measured, ("ram",)))
-    assert (goal.ratio.median, goal.verdict) == (pytest.approx(1 / 9), "undecided")
+    assert goal.ratio.median == pytest.approx(1 / 9)
+    assert goal.verdict == "undecided"
 
 
 def test_the_table_has_a_line_for_each_system_and_says_where_hits_came_from() -> None:

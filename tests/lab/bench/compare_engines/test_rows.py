@@ -47,7 +47,8 @@ def test_rows_have_medians_rates_and_ratios_within_rounds() -> None:
     ours = row_of(rows, KVHOLD)
     assert ours.median_s == pytest.approx(0.2)
     assert ours.mb_s == pytest.approx(200)
-    assert (ours.best_peer, ours.ratio_to_best_peer) == (DRIVEN, pytest.approx(0.5))
+    assert ours.best_peer == DRIVEN
+    assert ours.ratio_to_best_peer == pytest.approx(0.5)
     assert ours.ratios[SERVER].median == pytest.approx(0.25)
     assert ours.ratios[SERVER].cells == 3
     assert row_of(rows, SERVER).ratio_to_best_peer == pytest.approx(4)

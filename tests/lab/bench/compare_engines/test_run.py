@@ -5,6 +5,7 @@ or lies. No processes.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -33,6 +34,8 @@ from kvhold_lab.bench.compare_engines.systems import (
 from kvhold_lab.engines.process import EngineFailed
 
 WORK = Work(num_tokens=512, lookup_tokens=1024, layers=1, heads=1, head_dim=8, rounds=2)
+
+Answers: TypeAlias = dict[str, Callable[[], dict[str, object]]]
 
 
 class Child:
@@ -74,9 +77,7 @@ class Machine:
     instead.
     """
 
-    def __init__(
-        self, unwell: dict[str, dict[str, Callable[[], dict[str, object]]]] | None = None
-    ) -> None:
+    def __init__(self, unwell: dict[str, Answers] | None = None) -> None:
         self.children: dict[str, list[Child]] = {}
         self._unwell = unwell or {}
 
@@ -210,7 +211,10 @@ def test_bytes_that_were_not_stored_are_told(
 
 
 def test_one_that_stored_something_else_is_told_even_if_it_gets_that_back(tmp_path: Path) -> None:
-    other = {"store": lambda: {"checksum": "mine"}, "retrieve": lambda: {"checksum": "mine"}}
+    other: Answers = {
+        "store": lambda: {"checksum": "mine"},
+        "retrieve": lambda: {"checksum": "mine"},
+    }
     measured = run(Machine({SERVER: other}), tmp_path, tiers=("disk",))
     assert (measured.equal[RETRIEVE, "disk", KVHOLD], measured.equal[RETRIEVE, "disk", SERVER]) == (
         True,

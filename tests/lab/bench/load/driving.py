@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import chain
+from typing import cast
 
 from kvhold_lab.bench.load.prompts import Content, Prompts
 from kvhold_lab.bench.load.work import Phase, Reply, Request, Session, Workload
@@ -36,9 +37,8 @@ def requests(
 
 def prompt(request: Request) -> list[int]:
     """Its token ids."""
-    return list(
-        chain.from_iterable(request.turns[place].content for place in range(len(request.turns)))
-    )  # type: ignore[arg-type]
+    contents = [request.turns[place].content for place in range(len(request.turns))]
+    return list(chain.from_iterable(cast(list[list[int]], contents)))
 
 
 def shared(one: list[int], other: list[int]) -> int:

@@ -37,7 +37,8 @@ def result(
 def test_a_spread_is_linear_between_values() -> None:
     spread = Spread.of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert spread is not None
-    assert (spread.mean, spread.p50, spread.p90) == (22.0, 3.0, pytest.approx(61.6))
+    assert (spread.mean, spread.p50) == (22.0, 3.0)
+    assert spread.p90 == pytest.approx(61.6)
     assert spread.p99 == pytest.approx(96.16)
     assert Spread.of([]) is None
 

@@ -205,7 +205,7 @@ class TestMultiRoundQA:
                 "round 4",
             ]
             for one, two in pairwise(conversation):
-                assert prompt(two)[: len(prompt(one)) + 1] == [*prompt(one), *well(one).content]  # type: ignore[misc]
+                assert prompt(two)[: len(prompt(one)) + 1] == [*prompt(one), *well(one).content]
             assert [request.needs_content for request in conversation] == [True, True, True, False]
 
     def test_users_share_the_system_prompt_and_nothing_else(self) -> None:
