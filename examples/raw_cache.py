@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 import kvhold
-from kvhold.core.api import ABSENT, Cache, ChunkBytes
+from kvhold.core.api import Cache
+from kvhold.core.holdings import ABSENT, ChunkBytes
 from kvhold.core.keys import Prompt
 
 # One group: 4 layers, with keys and values (2 planes) of 2 heads.

@@ -16,6 +16,7 @@ from kvhold.cache.state import new_state
 from kvhold.cache.transfer.reencodings import ReencodeRequest
 from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.api import EventBatch, Found, Hit, ReencodeProgress, Reencoding, mask_bytes
+from kvhold.core.arrays import WholePrompts
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.holdings import Lease, Reservation
@@ -32,7 +33,7 @@ def open_cache(**settings: Any) -> "LocalCache":
     return LocalCache(load_config(settings))
 
 
-class LocalCache:
+class LocalCache(WholePrompts):
     """Implements `core.api.Cache`. After `close`, every call raises KVHoldError."""
 
     def __init__(self, config: Config) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.api import EventBatch, Found, Hit, ReencodeProgress, Reencoding, mask_bytes
+from kvhold.core.arrays import WholePrompts
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import (
     DeadlineExceeded,
@@ -49,7 +50,7 @@ _TEND_S = 0.5
 _FLUSH_PAUSE_S = 0.05
 
 
-class NodeClient:
+class NodeClient(WholePrompts):
     def __init__(
         self,
         path: Path,
