@@ -50,9 +50,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvhold.core.api import ABSENT
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
-from kvhold.core.holdings import ABSENT
 from kvhold.core.layout import Layout
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.steps import Load, Steps, Store
