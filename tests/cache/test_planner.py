@@ -384,11 +384,11 @@ def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded
         world.ask(cost=ComputeCost(f"request-{number}", 16, 16, 64, 0.0, 1.0))
         world.work_off()
     planner = world.state.planner
-    planner.report_timing("request-599", load_s=0.5, compute_s=-1.0)
-    planner.report_timing("nobody's", load_s=0.5, compute_s=-1.0)
+    planner.report_timing("request-599", load_s=0.5, compute_s=None)
+    planner.report_timing("nobody's", load_s=0.5, compute_s=None)
     assert len(planner.explain("request-5")) == 20
     [last] = planner.explain("request-599")
-    assert (last.load_s, last.compute_s) == (0.5, -1.0)
+    assert (last.load_s, last.compute_s) == (0.5, None)
     assert (
         planner.explain("request-5")[-1].request == "request-580"
         and planner.explain("request-77") == []

@@ -86,10 +86,11 @@ def test_an_engine_for_which_computing_is_dear_loads(engine: MakeEngine, node: N
     prompt = make_prompt("dear", 500)
     assert ask(one, "first", prompt) == 500
     assert [ask(one, f"again-{i}", prompt) for i in range(4)] == [500 - 496] * 4
-    told = eventually(lambda: [d for d in explained(node, "again-3") if d.compute_s >= 0])
+    told = eventually(lambda: [d for d in explained(node, "again-3") if d.compute_s is not None])
     assert (told[0].num_tokens, told[0].hit_tokens, told[0].found) == (500, 496, {"ram": 496})
     assert told[0].alternatives["compute"].total_s == pytest.approx(50, rel=0.2)
-    assert told[0].load_s >= 0 and told[0].compute_s == pytest.approx(0.401)
+    assert told[0].load_s is not None
+    assert told[0].compute_s == pytest.approx(0.401)
     assert told[0].why.startswith("loading all of it takes")
 
 

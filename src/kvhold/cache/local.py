@@ -99,7 +99,12 @@ class LocalCache(WholePrompts):
         return Hit(found, lambda: self._release(ticket), ask=self._ask, pause=self._pause)
 
     def report_timing(
-        self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
+        self,
+        request: str,
+        *,
+        load_s: float | None,
+        compute_s: float | None,
+        deadline_s: float | None = None,
     ) -> None:
         with self._lock:
             self._check_open()

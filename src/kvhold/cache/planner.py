@@ -284,7 +284,7 @@ class Planner:
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
         self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
 
-    def report_timing(self, request: str, *, load_s: float, compute_s: float) -> None:
+    def report_timing(self, request: str, *, load_s: float | None, compute_s: float | None) -> None:
         for number, decision in reversed(self._decisions.items()):
             if decision.request == request:
                 self._change(number, load_s=load_s, compute_s=compute_s)

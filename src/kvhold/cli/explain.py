@@ -80,21 +80,21 @@ def _describe(decision: Decision) -> str:
     chosen = decision.alternatives["chosen"]
     for label, tokens, wait_s, load_s, compute_s in (
         ("chosen", chosen.num_tokens, chosen.wait_s, chosen.load_s, chosen.compute_s),
-        ("what came of it", _hit(decision), decision.waited_s, decision.load_s, decision.compute_s),
+        ("measured", _hit(decision), decision.waited_s, decision.load_s, decision.compute_s),
     ):
-        in_all = f"{wait_s + max(load_s, 0) + compute_s:10.4f}" if compute_s >= 0 else f"{'-':>10}"
+        in_all = "-" if compute_s is None else f"{wait_s + (load_s or 0.0) + compute_s:.4f}"
         lines.append(
-            f"{label:25}{tokens:>8}{wait_s:10.4f}{_seconds(load_s):>10}{_seconds(compute_s):>11}{in_all}"
+            f"{label:25}{tokens:>8}{wait_s:10.4f}{_seconds(load_s):>10}{_seconds(compute_s):>11}{in_all:>10}"
         )
     return "\n".join(lines)
 
 
 def _hit(decision: Decision) -> str:
-    return str(decision.hit_tokens) if decision.hit_tokens >= 0 else "(waits)"
+    return "(waits)" if decision.hit_tokens is None else str(decision.hit_tokens)
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.4f}" if seconds >= 0 else "-"
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.4f}"
 
 
 def _time(decision: Decision) -> str:

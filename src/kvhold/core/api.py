@@ -306,12 +306,17 @@ class Cache(Protocol):
         """
 
     def report_timing(
-        self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
+        self,
+        request: str,
+        *,
+        load_s: float | None,
+        compute_s: float | None,
+        deadline_s: float | None = None,
     ) -> None:
         """Report the timing of a request that was looked up with its `cost`, for `explain`.
 
-        load_s:    how long the load took; -1: there was none
-        compute_s: how long computing the rest took; -1: there was none
+        load_s:    how long the load took; None: there was none
+        compute_s: how long computing the rest took; None: there was none
         """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:

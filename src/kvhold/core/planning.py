@@ -77,8 +77,8 @@ class Decision(msgspec.Struct, frozen=True):
 
     at_s:         wall clock
     found:        tokens by source, as far as the lookup searched
-    hit_tokens:   -1: it still waits
-    load_s, compute_s: measured; -1: none or unknown
+    hit_tokens:   None: it still waits
+    load_s, compute_s: measured; None: there was none, or it is unknown
     """
 
     request: str
@@ -90,9 +90,9 @@ class Decision(msgspec.Struct, frozen=True):
     chosen_tokens: int
     why: str
     waited_s: float = 0.0
-    hit_tokens: int = -1
-    load_s: float = -1.0
-    compute_s: float = -1.0
+    hit_tokens: int | None = None
+    load_s: float | None = None
+    compute_s: float | None = None
 
 
 def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:

@@ -107,11 +107,11 @@ class Refresh(Message, frozen=True):
 
 
 class Timing(Message, frozen=True):
-    """Report how long load and compute took; -1: not done."""
+    """Report how long load and compute took; None: not done."""
 
     request: _Name
-    load_s: float
-    compute_s: float
+    load_s: float | None
+    compute_s: float | None
 
 
 class Explain(Message, frozen=True):

@@ -167,7 +167,12 @@ class NodeClient(WholePrompts):
         return hit
 
     def report_timing(
-        self, request: str, *, load_s: float, compute_s: float, deadline_s: float | None = None
+        self,
+        request: str,
+        *,
+        load_s: float | None,
+        compute_s: float | None,
+        deadline_s: float | None = None,
     ) -> None:
         self._call(m.Timing(request, load_s, compute_s), m.Done, deadline_s)
 

@@ -26,10 +26,10 @@ _MOST_STEPS = 64  # if more are under way, some were never computed
 
 @dataclass(frozen=True)
 class Took:
-    """A request's times: its load (-1: none), and computing the rest."""
+    """A request's times: its load (None: there was none), and computing the rest."""
 
     request_id: str
-    load_s: float
+    load_s: float | None
     compute_s: float
 
 
@@ -53,7 +53,7 @@ class _Request:
     began_s: float = 0.0
     load_began_s: float = 0.0
     load_bytes: int = 0
-    load_s: float = -1.0
+    load_s: float | None = None
 
 
 class Costs:
