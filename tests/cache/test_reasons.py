@@ -14,6 +14,7 @@ from kvhold.core.api import Hit
 from kvhold.core.errors import TierError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
+from kvhold.core.reasons import CLEARED, EVICTED, Reason
 from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import PLAIN, a_prompt, flood, store
 from tests.cache.below import (
@@ -58,13 +59,13 @@ def above(place: Place) -> Iterator[LocalCache]:
             assert_counters_reconcile(cache._state)
 
 
-def missed(cache: LocalCache, reason: str) -> float:
+def missed(cache: LocalCache, reason: str | None) -> float:
     return float(cache.status()["counters"].get(f"kvhold_missed_tokens{{reason={reason}}}", 0))
 
 
 def ended(
     cache: LocalCache, space: Namespace, num_tokens: int, *, wait_s: float | None = None
-) -> tuple[int, str]:
+) -> tuple[int, Reason | None]:
     """How far the hit of a prompt goes, and why; what it misses is counted under that."""
     prompt = a_prompt(space, num_tokens)
     with cache.lookup(prompt.query(), wait_s=wait_s) as hit:
@@ -157,16 +158,16 @@ class TestInMemory:
             assert ended(cache, SPACE, 32) == (0, "no_room")
 
     def test_what_became_of_a_key_is_forgotten_in_the_end_and_memory_is_bounded(self) -> None:
-        release_owner = EvictionHistory(limit=10)
+        history = EvictionHistory(limit=10)
         for number in range(35):
-            release_owner.add(bytes([number]), "evicted")
-            assert len(release_owner) <= 20
+            history.add(bytes([number]), EVICTED)
+            assert len(history) <= 20
             assert all(
-                release_owner.why(bytes([recent])) == "evicted"
+                history.why(bytes([recent])) == "evicted"
                 for recent in range(max(0, number - 9), number + 1)
             )
-        release_owner.add(bytes([34]), "cleared")
-        assert (release_owner.why(bytes([0])), release_owner.why(bytes([34]))) == (None, "cleared")
+        history.add(bytes([34]), CLEARED)
+        assert (history.why(bytes([0])), history.why(bytes([34]))) == (None, "cleared")
 
 
 class TestBelow:
@@ -241,7 +242,7 @@ class TestBelow:
         forget(above)
         place.hold("get")
         hit: Hit = above.lookup(a_prompt(SPACE, 32).query(), wait_s=0)
-        assert (hit.arriving, hit.reason, hit.sources) == (True, "", {})
+        assert (hit.arriving, hit.reason, hit.sources) == (True, None, {})
         hit.close()
         assert missed(above, "deadline") == 32
 

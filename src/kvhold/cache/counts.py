@@ -13,7 +13,7 @@ def count_lookup(metrics: Metrics, answer: Found, asked: int) -> None:
     metrics.add("kvhold_lookup_tokens", asked)
     for source, num_tokens in answer.sources.items():
         metrics.add("kvhold_hit_tokens", num_tokens, source=source)
-    if answer.num_tokens < asked:
+    if answer.reason is not None and answer.num_tokens < asked:
         metrics.add("kvhold_missed_tokens", asked - answer.num_tokens, reason=answer.reason)
 
 

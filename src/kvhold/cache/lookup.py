@@ -36,6 +36,7 @@ from kvhold.core.reasons import (
     SLOWER,
     TIER_DOWN,
     WHOLE,
+    Reason,
 )
 from kvhold.tiers.ram import Entry, RamTier
 
@@ -416,7 +417,7 @@ class Lookups:
         )
         return self._answer(number, search.here, prefix.extent, search, sources)
 
-    def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> str:
+    def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> Reason:
         gap = presence.gap(extent)
         if search is not None and gap is not None and search.declines(gap.key):
             return SLOWER

@@ -33,7 +33,7 @@ from kvhold.core.errors import LayoutError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import TIER_DOWN
+from kvhold.core.reasons import TIER_DOWN, Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
@@ -269,7 +269,9 @@ class CacheState:
         commands, self._commands = self._commands, []
         return commands
 
-    def fetched(self, entry: Entry, ok: bool, expires_at: int = 0, *, why: str = TIER_DOWN) -> None:
+    def fetched(
+        self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
+    ) -> None:
         """End one read of a FetchCommand. Nothing writes to its memory any more."""
         if not ok and why != TIER_DOWN:
             self._evictions.add(entry.key, why)

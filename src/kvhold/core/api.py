@@ -33,6 +33,7 @@ from kvhold.core.holdings import Holding, Lease, Reservation
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import ComputeCost, Decision
+from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
@@ -89,14 +90,14 @@ class Found:
     arriving: the hit may still grow; ask again
     sources:  tokens by the place of their KV: memory (`ram`) or the name of a lower tier. If parts
               of a chunk came from several places, the slowest counts. Empty while arriving
-    reason:   why the hit ends where it ends, one of `core.reasons.REASONS`; empty while arriving
+    reason:   why the hit ends where it ends, None while arriving
     """
 
     ticket: int
     num_tokens: int
     arriving: bool = False
     sources: dict[str, int] = field(default_factory=dict)
-    reason: str = ""
+    reason: Reason | None = None
 
 
 class Hit(Holding):
@@ -148,7 +149,7 @@ class Hit(Holding):
         return self._found.sources
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> Reason | None:
         """Why the hit ends where it ends, once it is final."""
         return self._found.reason
 

@@ -1,19 +1,41 @@
 """Why a hit ends where it ends, in words for `Hit.reason`, metrics and the wire."""
 
-WHOLE = "whole"
-NEVER_STORED = "never_stored"
-INCOMPLETE = "incomplete"
-BEING_WRITTEN = "being_written"
-EVICTED = "evicted"
-EXPIRED = "expired"
-CLEARED = "cleared"
-NO_ROOM = "no_room"
-DEADLINE = "deadline"
-TIER_DOWN = "tier_down"
-BAD_FRAME = "bad_frame"
-DAMAGED = "damaged"
-SLOWER = "slower"
-NOT_NEEDED = "not_needed"
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a hit ends where it ends. `REASONS` has their meanings."""
+
+    WHOLE = "whole"
+    NEVER_STORED = "never_stored"
+    INCOMPLETE = "incomplete"
+    BEING_WRITTEN = "being_written"
+    EVICTED = "evicted"
+    EXPIRED = "expired"
+    CLEARED = "cleared"
+    NO_ROOM = "no_room"
+    DEADLINE = "deadline"
+    TIER_DOWN = "tier_down"
+    BAD_FRAME = "bad_frame"
+    DAMAGED = "damaged"
+    SLOWER = "slower"
+    NOT_NEEDED = "not_needed"
+
+
+WHOLE = Reason.WHOLE
+NEVER_STORED = Reason.NEVER_STORED
+INCOMPLETE = Reason.INCOMPLETE
+BEING_WRITTEN = Reason.BEING_WRITTEN
+EVICTED = Reason.EVICTED
+EXPIRED = Reason.EXPIRED
+CLEARED = Reason.CLEARED
+NO_ROOM = Reason.NO_ROOM
+DEADLINE = Reason.DEADLINE
+TIER_DOWN = Reason.TIER_DOWN
+BAD_FRAME = Reason.BAD_FRAME
+DAMAGED = Reason.DAMAGED
+SLOWER = Reason.SLOWER
+NOT_NEEDED = Reason.NOT_NEEDED
 
 REASONS = {
     WHOLE: "nothing is missing",

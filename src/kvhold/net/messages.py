@@ -17,6 +17,7 @@ from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
 from kvhold.core.planning import MOST_NAME, ComputeCost, Decision
+from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 PROTOCOL_VERSION = 11
@@ -91,7 +92,7 @@ class LookupAnswer(Message, frozen=True):
     num_tokens: int
     arriving: bool = False
     sources: dict[str, int] = {}
-    reason: str = ""
+    reason: Reason | None = None
 
 
 class Refresh(Message, frozen=True):

@@ -4,7 +4,7 @@ from kvhold.cache.events import EventLog
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import CLEARED, REASONS
+from kvhold.core.reasons import CLEARED, REASONS, Reason
 from kvhold.tiers.ram import Entry
 
 
@@ -30,7 +30,7 @@ class Changes:
         if self._log is not None:
             self._log.add(what, entry)
         if what in REASONS:
-            self._evictions.add(entry.key, what)
+            self._evictions.add(entry.key, Reason(what))
         if what == CLEARED:
             self._metrics.add("kvhold_cleared_chunks")
             self._metrics.add("kvhold_cleared_bytes", entry.nbytes)

@@ -21,7 +21,15 @@ from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeCost
-from kvhold.core.reasons import BEING_WRITTEN, CLEARED, DEADLINE, EXPIRED, NO_ROOM, TIER_DOWN
+from kvhold.core.reasons import (
+    BEING_WRITTEN,
+    CLEARED,
+    DEADLINE,
+    EXPIRED,
+    NO_ROOM,
+    TIER_DOWN,
+    Reason,
+)
 from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import TierPlace
@@ -59,7 +67,7 @@ class Search:
     places: dict[bytes, TierPlace] = field(default_factory=dict)
     silent: bool = False
     sources: KeyTable[int] = field(default_factory=KeyTable)
-    faults: dict[bytes, str] = field(default_factory=dict)
+    faults: dict[bytes, Reason] = field(default_factory=dict)
     cost: ComputeCost | None = None
     began_s: float = 0.0
     marks: Marks = field(default_factory=Marks)
@@ -400,7 +408,9 @@ class Searches:
 
         return find
 
-    def fetched(self, entry: Entry, ok: bool, *, expires_at: int = 0, why: str = TIER_DOWN) -> None:
+    def fetched(
+        self, entry: Entry, ok: bool, *, expires_at: int = 0, why: Reason = TIER_DOWN
+    ) -> None:
         """End a read. why: its fault."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=ok)
@@ -452,7 +462,7 @@ class Searches:
     def cleared(self, prefix: bytes) -> None:
         self._clearing.remove(prefix)
 
-    def _tell(self, coming: _Coming, entry: Entry, why_not: str) -> None:
+    def _tell(self, coming: _Coming, entry: Entry, why_not: Reason) -> None:
         waiting = {
             number: search
             for number in coming.searches
@@ -493,7 +503,7 @@ class Searches:
             return None
         return PendingRead(entries[0], search.layout, place, search.query.tenant)
 
-    def _withdraw(self, search: Search, key: bytes, why: str) -> None:
+    def _withdraw(self, search: Search, key: bytes, why: Reason) -> None:
         self._metrics.add("kvhold_withdrawn_chunks", reason=why)
         search.faults[key] = why
 

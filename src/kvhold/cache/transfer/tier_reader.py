@@ -20,7 +20,7 @@ from kvhold.cache.transfer.read_buffer import ReadBuffer
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.errors import FrameError
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN
+from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN, Reason
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.ram import Entry, RamTier
@@ -90,7 +90,7 @@ class TierReader:
         again: bool = False,
     ) -> None:
         left = {id(pending_read): pending_read for pending_read in batch}
-        why: dict[int, str] = {}
+        why: dict[int, Reason] = {}
         try:
             async with guard.gate.turn(Urgency.READ):
                 read_buffers = [
@@ -209,12 +209,12 @@ class TierReader:
         if keys:
             await remove(guard, keys)
 
-    def _tell_fetched(self, ended: Sequence[tuple[Entry, int | str]]) -> None:
+    def _tell_fetched(self, ended: Sequence[tuple[Entry, int | Reason]]) -> None:
         """Report reads, each with its expiry (0: never) or its fault."""
 
         def tell() -> None:
             for entry, outcome in ended:
-                if isinstance(outcome, str):
+                if isinstance(outcome, Reason):
                     self._state.fetched(entry, False, why=outcome)
                 else:
                     self._state.fetched(entry, True, outcome)
