@@ -1,6 +1,8 @@
 """A clear lasts: through a tier's absence and a restart, and for every host that shares a tier."""
 
 import asyncio
+import fcntl
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from math import inf
@@ -19,6 +21,7 @@ from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold.testing.tier import make_key
+from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
@@ -43,6 +46,7 @@ from tests.tiers.memory import PLUGIN, SHARED_PLUGIN, Place, SharedMemoryTier, a
 
 PROMPT = a_prompt(SPACE, 64)
 NAMESPACE = SPACE.digest
+NAMESPACE_OF_KEYS = make_key(0)[:NAMESPACE_BYTES]
 PLUGINS = [PLUGIN, SHARED_PLUGIN]
 AWAY = TierUnavailable("memory", "scan", "away")
 DOWN = dict.fromkeys(("check", "probe", "get", "put", "delete", "scan"), AWAY)
@@ -110,6 +114,33 @@ class TestRestarts:
         with cache_over(place.url(), **options) as cache:
             eventually(lambda: not place.values)
             assert read(cache, PROMPT) == 0
+
+    async def test_a_clear_waits_for_a_disk_that_is_away(self, tmp_path: Path) -> None:
+        keys = [make_key(n) for n in range(40)]
+        journal = ClearsJournal(tmp_path / "clears")
+        lock = -1
+        for run in range(2):
+            tier = DiskTier(DiskConfig(path=f"{tmp_path}/a,{tmp_path}/b", max_bytes=1 << 20))
+            guard = Guard(tier, GuardConfig(breaker_pause_s=0.01), name="disk", metrics=Metrics())
+            guard.resume_clears(journal)
+            if run == 0:
+                await guard.put([(key, [memoryview(b"old")]) for key in keys])
+                await guard.close()
+                lock = os.open(tmp_path / "b" / "kvhold.lock", os.O_RDWR)
+                fcntl.flock(lock, fcntl.LOCK_EX)  # as if another process had the folder
+                continue
+            found = sum(size is not None for size in await guard.probe(keys))
+            assert 0 < found < len(keys)
+            assert await guard.clear(NAMESPACE_OF_KEYS) == found
+            assert (guard.available, journal.pending("disk")) == (True, [NAMESPACE_OF_KEYS])
+            os.close(lock)
+            assert await guard.probe(keys) == [None] * len(keys)
+            async with asyncio.timeout(PATIENT_S):
+                while journal.pending("disk"):  # noqa: ASYNC110 - the journal tells nobody
+                    await asyncio.sleep(0.01)
+            assert await guard.probe(keys) == [None] * len(keys)
+            assert [key async for key in tier.scan(b"")] == []
+            await guard.close()
 
     async def test_a_journal_is_kept_bounded_and_follows_no_link(self, tmp_path: Path) -> None:
         path = tmp_path / "clears"

@@ -22,9 +22,16 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import (
+    ConfigError,
+    TierDenied,
+    TierError,
+    TierFull,
+    TierIncomplete,
+    TierUnavailable,
+)
 from kvhold.testing import TierContract
-from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
+from kvhold.testing.tier import fetch, make_key, make_value, partly_scanned, scanned, store
 from kvhold.tiers.base import replace
 from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.policies import POLICIES
@@ -54,6 +61,9 @@ class TestDiskTierThroughThePageCache(TierContract):
 
 
 class TestThreeDisks(TierContract):
+    async def lose_a_part(self, tier: DiskTier) -> None:
+        await tier._stores[1].close()
+
     @pytest.fixture
     async def tier(self, tmp_path: Path) -> AsyncIterator[DiskTier]:
         async with disk(tmp_path / "a", tmp_path / "b", tmp_path / "c", max_bytes=96 * MIB) as tier:
@@ -950,12 +960,16 @@ class TestSeveralDisks:
             alive = [key.hex() not in lost for key in keys]
             assert [nbytes is not None for nbytes in await tier.probe(keys)] == alive
             assert [value is not None for value in await fetch(tier, keys, [10] * 60)] == alive
-            assert len(await scanned(tier)) == sum(alive)
+            assert len(await partly_scanned(tier)) == sum(alive)
             fresh = [make_key(n) for n in range(100, 130)]
             faults = await tier.put([(key, [memoryview(b"x")]) for key in fresh])
             assert {type(fault) for fault in faults} == {type(None), TierUnavailable}
             assert await tier.probe(fresh) == [1 if fault is None else None for fault in faults]
-            assert await tier.delete(keys) == alive
+            good = [key for key, is_alive in zip(keys, alive, strict=True) if is_alive]
+            assert await tier.delete(good[:1]) == [True]
+            with pytest.raises(TierIncomplete, match="one disk of several"):
+                await tier.delete(keys)
+            assert await tier.delete(good) == [False] * len(good)
             (tmp_path / "dead").unlink()
             assert await store(tier, dict.fromkeys(fresh, b"x")) == [True] * 30
 

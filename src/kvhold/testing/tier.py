@@ -3,7 +3,9 @@
 import random
 from collections.abc import Sequence
 
-from kvhold.core.errors import TierError
+import pytest
+
+from kvhold.core.errors import TierError, TierIncomplete
 from kvhold.core.keys import HASH_BYTES, KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.base import Tier, replace
 
@@ -51,3 +53,16 @@ async def fetch(tier: Tier, keys: Sequence[bytes], sizes: Sequence[int]) -> list
 async def scanned(tier: Tier, prefix: bytes = b"") -> list[bytes]:
     """Return a scan's keys, sorted, with repetitions."""
     return sorted([key async for key in tier.scan(prefix)])
+
+
+async def partly_scanned(tier: Tier) -> list[bytes]:
+    """Return the keys of a scan that must end with TierIncomplete."""
+    keys: list[bytes] = []
+
+    async def scan() -> None:
+        async for key in tier.scan(b""):
+            keys.append(key)  # noqa: PERF401 - they count although the scan fails
+
+    with pytest.raises(TierIncomplete):
+        await scan()
+    return keys

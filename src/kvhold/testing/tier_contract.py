@@ -16,9 +16,17 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.errors import TierFull
+from kvhold.core.errors import TierFull, TierIncomplete
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
-from kvhold.testing.tier import UNTOUCHED, fetch, make_key, make_value, scanned, store
+from kvhold.testing.tier import (
+    UNTOUCHED,
+    fetch,
+    make_key,
+    make_value,
+    partly_scanned,
+    scanned,
+    store,
+)
 from kvhold.testing.tier_replaces import TierReplaces
 from kvhold.tiers.base import Tier
 
@@ -74,6 +82,13 @@ class TierContract(TierReplaces):
     @pytest.fixture
     def tier(self) -> Any:
         raise NotImplementedError("override the fixture `tier`")
+
+    async def lose_a_part(self, tier: Any) -> None:
+        """Make a part of the place fail: one disk or server of several.
+
+        Override it for a tier that goes on without a part. Of 64 values, some must be in that part.
+        """
+        pytest.skip("this tier does not go on without a part of its place")
 
     async def test_it_has_a_name(self, tier: Tier) -> None:
         assert tier.traits.name
@@ -435,6 +450,25 @@ class TierContract(TierReplaces):
         if (aclose := getattr(scan, "aclose", None)) is not None:
             await aclose()
         assert len(await scanned(tier)) == 50
+
+    async def test_a_scan_without_a_part_of_the_place_says_so(self, tier: Tier) -> None:
+        keys = [make_key(i) for i in range(64)]
+        await store(tier, dict.fromkeys(keys, b"x"))
+        await self.lose_a_part(tier)
+        assert set() < set(await partly_scanned(tier)) < set(keys)
+
+    async def test_a_delete_without_a_part_of_the_place_says_so(self, tier: Tier) -> None:
+        keys = [make_key(i) for i in range(64)]
+        await store(tier, dict.fromkeys(keys, b"x"))
+        await self.lose_a_part(tier)
+        with pytest.raises(TierIncomplete):
+            await tier.delete(keys)
+        assert await partly_scanned(tier) == []
+        for key in keys:
+            try:
+                assert await tier.delete([key]) == [False], "removed before the fault was raised"
+            except TierIncomplete:
+                continue
 
     async def test_calls_may_overlap(self, tier: Tier) -> None:
         values = {make_key(i): make_value(i, 1 + 997 * i) for i in range(64)}

@@ -107,10 +107,18 @@ class Tier(Protocol):
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove values; true where one was removed."""
+        """Remove values; true where one was removed.
+
+        False: the tier holds no such value. Raises TierIncomplete, after the other removals, if a
+        part of the place failed and may still hold some.
+        """
 
     def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Yield every key that begins with `prefix`, each once, in any order."""
+        """Yield every key that begins with `prefix`, each once, in any order.
+
+        A scan that ends without a fault has read the whole place. Raises TierIncomplete, after the
+        other keys, if a part of the place failed.
+        """
 
     async def close(self) -> None:
         """Release all resources. Idempotent."""

@@ -22,7 +22,7 @@ from os.path import normpath
 from typing import Self, TypeVar
 
 from kvhold.core.config import setting, size
-from kvhold.core.errors import ConfigError, TierError
+from kvhold.core.errors import ConfigError, TierError, TierIncomplete
 from kvhold.tiers.base import Parts, TierTraits, check_lengths
 from kvhold.tiers.disk.jobs import StoreSettings
 from kvhold.tiers.disk.store import DiskStore
@@ -158,19 +158,33 @@ class DiskTier:
         )
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        return await self._spread(
-            keys, lambda store, chosen: store.delete(_pick(keys, chosen)), lambda fault: False
+        """Tier contract. Raises TierIncomplete if the disk of a key failed."""
+        faults: list[TierError] = []
+
+        def lost(fault: TierError) -> bool:
+            faults.append(fault)
+            return False
+
+        removed = await self._spread(
+            keys, lambda store, chosen: store.delete(_pick(keys, chosen)), lost
         )
+        if faults:
+            raise _incomplete("delete", faults[0])
+        return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        faults = await _all(self._fault_of(store.probe([])) for store in self._stores)
-        if all(faults) and faults[0] is not None:
+        """Tier contract. Raises TierIncomplete after the keys of the other disks."""
+        opened = await _all(self._fault_of(store.probe([])) for store in self._stores)
+        faults = [fault for fault in opened if fault is not None]
+        if len(faults) == len(self._stores):
             raise faults[0]
-        for store, fault in zip(self._stores, faults, strict=True):
+        for store, fault in zip(self._stores, opened, strict=True):
             if fault is None:
                 async for keys in store.keys(prefix):
                     for key in keys:
                         yield key
+        if faults:
+            raise _incomplete("scan", faults[0])
 
     async def close(self) -> None:
         await _all(store.close() for store in self._stores)
@@ -211,6 +225,10 @@ class DiskTier:
         except TierError as fault:
             return fault
         return None
+
+
+def _incomplete(operation: str, fault: TierError) -> TierIncomplete:
+    return TierIncomplete("disk", operation, f"one disk of several failed: {fault}")
 
 
 async def _all(work: Iterable[Awaitable[Answer]]) -> list[Answer]:
