@@ -15,7 +15,7 @@ import pytest
 
 from kvhold.cache import LocalCache
 from kvhold.cache.transfer.tier_worker import TierWorker
-from kvhold.core.errors import ConfigError, TierError, TierUnavailable
+from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
@@ -652,6 +652,52 @@ class TestGenerations:
         del place.values[marker_key(key[:NAMESPACE_BYTES], 1)]
         await one.refresh()
         assert await other.probe([key]) == [None]
+
+    async def test_no_value_is_found_while_a_marker_has_no_answer(self, place: Place) -> None:
+        key, space = make_key(1), make_key(1)[:NAMESPACE_BYTES]
+        [one] = self.tiers(place, 1)
+        await one.put([(key, [memoryview(b"old")])])
+        await one.advance(space)
+        for number in (1, 4):
+            [later] = self.tiers(place, 1)
+            place.unanswered = {marker_key(space, number)}
+            for _ in range(2):
+                with pytest.raises(TierUnavailable):
+                    await later.probe([key])
+            place.unanswered = set()
+            assert await later.probe([key]) == [None]
+        place.unanswered = {marker_key(space, 2)}
+        with pytest.raises(TierUnavailable):
+            await one.probe([key])
+
+    async def test_a_fault_of_one_marker_does_not_keep_a_host_from_learning_others(
+        self, place: Place
+    ) -> None:
+        told: list[bytes] = []
+        first, second, third = (bytes([65 + n]) * NAMESPACE_BYTES for n in range(3))
+        [other] = self.tiers(place, 1)
+        one = GenerationTier(SharedMemoryTier(place), told.append)
+        for space in (first, second, third):
+            one.use(space)
+        await one.advance(first)
+        await one.refresh()
+        await other.advance(second)
+        place.unanswered = {marker_key(third, 1)}
+        with pytest.raises(TierUnavailable):
+            await one.refresh()
+        assert told == [second]
+        del place.values[marker_key(first, 1)]
+        place.unanswered = set()
+        await other.advance(third)
+
+        class Full(SharedMemoryTier):
+            async def put(self, items: Any, **options: Any) -> Any:
+                return [TierFull("memory", "put", "no room")] * len(items)
+
+        one._tier = Full(place)
+        with pytest.raises(TierFull):
+            await one.refresh()
+        assert told == [second, third]
 
     async def test_a_host_that_starts_later_finds_the_generation_though_old_markers_expired(
         self, place: Place

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import ClassVar, Self
 
-from kvhold.core.errors import TierError
+from kvhold.core.errors import TierError, TierUnavailable
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.url import TierUrl
 
@@ -40,6 +40,7 @@ class Place:
         self.inside: Counter[str] = Counter()
         self.faults: dict[str, BaseException] = {}
         self.unreadable: set[bytes] = set()  # these it has and cannot give
+        self.unanswered: set[bytes] = set()  # of these a probe learns nothing
         self.deaf = False  # does not end when it is cancelled, but when it is let go
         self.shorten = False  # answers with an item too few
         self._held: set[str] = set()
@@ -120,10 +121,19 @@ class MemoryTier:
     async def check(self) -> None:
         await self._place.enter("check", [])
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         await self._place.enter("probe", keys)
         values = self._place.values
-        return self._answer([len(values[key]) if key in values else None for key in keys])
+        return self._answer(
+            [
+                TierUnavailable("memory", "probe", "no answer")
+                if key in self._place.unanswered
+                else len(values[key])
+                if key in values
+                else None
+                for key in keys
+            ]
+        )
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None

@@ -14,7 +14,14 @@ import msgspec
 import pytest
 
 from kvhold.core.config import Config, ListenConfig, load_config
-from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import (
+    ConfigError,
+    TierDenied,
+    TierError,
+    TierFull,
+    TierIncomplete,
+    TierUnavailable,
+)
 from kvhold.net import central as c
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.central import Central
@@ -490,7 +497,7 @@ async def test_a_scan_of_many_pages_lists_what_is_there_once(tmp_path: Path) -> 
         await central_store.close()
 
 
-async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
+async def test_who_asks_or_removes_is_told_that_a_tier_below_did_not_answer() -> None:
     with a_place() as below:
         settings: dict[str, Any] = {
             "ram_bytes": 16 << 20,
@@ -509,13 +516,16 @@ async def test_who_removes_is_told_that_a_tier_below_did_not_answer() -> None:
             assert await tier.put([(key, [memoryview(b"x")])]) == [None]
             await within_a_minute(lambda: key in below.values)
             below.faults = {
-                name: TierError("memory", name, "not now") for name in ("scan", "delete")
+                name: TierError("memory", name, "not now") for name in ("probe", "scan", "delete")
             }
+            in_memory, unknown = await tier.probe([key, make_key(2)])
+            assert (in_memory, type(unknown)) == (1, TierIncomplete)
             with pytest.raises(TierError, match="a tier below the central cache did not answer"):
                 [found async for found in tier.scan(b"")]
             with pytest.raises(TierError, match="a tier below the central cache did not answer"):
                 await tier.delete([key])
             below.faults = {}
+            assert await tier.probe([key, make_key(2)]) == [1, None]
             assert [found async for found in tier.scan(b"")] == [key]
             assert await tier.delete([key]) == [True]
             assert not below.values

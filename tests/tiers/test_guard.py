@@ -181,6 +181,18 @@ async def test_an_answer_with_an_item_too_few_is_none(
     assert bench.count("kvhold_tier_errors", operation=operation, reason="internal") >= 1
 
 
+async def test_a_key_that_a_probe_could_not_ask_for_is_no_plain_miss(
+    bench: Bench, place: Place
+) -> None:
+    place.values = {KEYS[0]: b"abc", KEYS[1]: b"abc"}
+    place.unanswered = {KEYS[1]}
+    silent = set[str]()
+    assert await bench.guard.probe(KEYS, silent) == [3, None, None]
+    assert silent == {"t"}
+    assert bench.count("kvhold_tier_errors", operation="probe", reason="unavailable") == 1
+    assert bench.guard.available
+
+
 async def test_a_fault_of_one_item_is_that_item_s_alone(
     bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

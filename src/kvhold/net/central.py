@@ -68,9 +68,13 @@ class Get(CentralMessage, frozen=True):
 
 
 class ValueSizes(CentralMessage, frozen=True):
-    """Size of each value; None: missing, larger than `room`, or a bad range."""
+    """Size of each value; None: missing, larger than `room`, or a bad range.
+
+    whole: of a Probe: no tier failed; otherwise, a failed tier may have the missing values
+    """
 
     sizes: list[int | None]
+    whole: bool = True
 
 
 class Put(CentralMessage, frozen=True):

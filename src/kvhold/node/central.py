@@ -243,19 +243,15 @@ class Central:
             case c.Check():
                 await stream.send([encode(c.CentralDone())])
             case c.Probe():
-                await stream.send(
-                    [
-                        encode(
-                            c.ValueSizes(await self.central_store.probe(c.split_keys(request.keys)))
-                        )
-                    ]
-                )
+                silent = set[str]()
+                sizes = await self.central_store.probe(c.split_keys(request.keys), silent)
+                await stream.send([encode(c.ValueSizes(sizes, whole=not silent))])
             case c.Get():
                 await self._get(stream, request)
             case c.Put():
                 await self._put(stream, request)
             case c.Delete():
-                silent = set[str]()
+                silent = set()
                 removed = await self.central_store.delete(c.split_keys(request.keys), silent)
                 await stream.send([encode(c.Removed(removed, whole=not silent))])
             case c.Scan():

@@ -74,10 +74,16 @@ class CentralStore:
         self._toucher.start()
         self._begin(self._stack.check())
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(
+        self, keys: Sequence[bytes], silent: set[str] | None = None
+    ) -> list[int | None]:
+        """Return the size of each value, in memory or below.
+
+        silent: gets the names of failing tiers, which may have what is missing
+        """
         sizes = await self.ram.probe(keys)
         missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
-        places = await self._stack.probe(missing) if missing and len(self._stack) else {}
+        places = await self._stack.probe(missing, silent) if missing and len(self._stack) else {}
         return [
             size if size is not None else places[key].nbytes if key in places else None
             for key, size in zip(keys, sizes, strict=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.errors import TierFull, TierIncomplete
+from kvhold.core.errors import TierError, TierFull, TierIncomplete
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.testing.tier import (
     UNTOUCHED,
@@ -450,6 +450,17 @@ class TierContract(TierReplaces):
         if (aclose := getattr(scan, "aclose", None)) is not None:
             await aclose()
         assert len(await scanned(tier)) == 50
+
+    async def test_a_probe_without_a_part_of_the_place_tells_a_fault_from_a_miss(
+        self, tier: Tier
+    ) -> None:
+        keys = [make_key(i) for i in range(64)]
+        await store(tier, dict.fromkeys(keys, b"x"))
+        await self.lose_a_part(tier)
+        sizes = await tier.probe(keys)
+        assert {1, TierError} == {
+            TierError if isinstance(size, TierError) else size for size in sizes
+        }
 
     async def test_a_scan_without_a_part_of_the_place_says_so(self, tier: Tier) -> None:
         keys = [make_key(i) for i in range(64)]

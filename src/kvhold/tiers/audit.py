@@ -73,10 +73,10 @@ class AuditTier:
         with self._logged("check", 0):
             await self._inner.check()
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
         with self._logged("probe", len(keys)) as line:
             found = await self._inner.probe(keys)
-            line.count("found", sum(size is not None for size in found))
+            line.count("found", sum(isinstance(size, int) for size in found))
         return found
 
     async def get(

@@ -75,10 +75,12 @@ class Tier(Protocol):
         place.
         """
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
         """Return the size in bytes of each value that is whole and readable now.
 
-        `None` for the others. One round trip for all keys, no side effect.
+        `None` where there is no such value. A TierError where the tier cannot know, because a part
+        of the place failed: a caller must not take it for a missing value. One round trip for all
+        keys, no side effect.
         """
 
     async def get(

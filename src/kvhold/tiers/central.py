@@ -120,12 +120,13 @@ class CentralTier:
     async def check(self) -> None:
         await self._ask("check", c.Check(), c.CentralDone)
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         if not keys:
             return []
-        sizes = (await self._ask("probe", c.Probe(b"".join(keys)), c.ValueSizes)).sizes
-        self._same_length("probe", keys, sizes)
-        return sizes
+        answer = await self._ask("probe", c.Probe(b"".join(keys)), c.ValueSizes)
+        self._same_length("probe", keys, answer.sizes)
+        missing = None if answer.whole else TierIncomplete("kvhold", "probe", _BELOW)
+        return [missing if size is None else size for size in answer.sizes]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None

@@ -160,7 +160,7 @@ class FaultTier:
         await self._before("check")
         await self._inner.check()
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         await self._before("probe")
         found = await self._inner.probe(keys)
         return [self._probed(key, size) for key, size in zip(keys, found, strict=True)]
@@ -220,7 +220,9 @@ class FaultTier:
         for rule in self._due(operation, "error"):
             raise ERRORS[rule.error](self.traits.name, operation, "a fault on purpose")
 
-    def _probed(self, key: bytes, size: int | None) -> int | None:
+    def _probed(self, key: bytes, size: int | TierError | None) -> int | TierError | None:
+        if isinstance(size, TierError):
+            return size
         if self._due("probe", "stale"):
             return None if size is not None else self._seen.get(key)
         if size is None:

@@ -103,14 +103,14 @@ class SharedFilesTier:
                     f"{self._path} was removed, or something was mounted over it; is it mounted?",
                 )
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         async with self._opener.use() as tree:
             states = await self._run(
                 self._lookers, tree, "probe", [partial(tree.stat_file, _name(key)) for key in keys]
             )
             _raise_if_all(states)
             return [
-                None if state is None or isinstance(state, TierError) else state.st_size
+                state if state is None or isinstance(state, TierError) else state.st_size
                 for state in states
             ]
 

@@ -84,12 +84,13 @@ class GenerationTier:
     async def check(self) -> None:
         await self._noticed(self._tier.check())
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
+        """Tier contract. Raises the fault of a marker: another host may have cleared."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
-            next_marks = [marker_key(space, self._number(space) + 1) for space in spaces]
-            sizes = await self._noticed(self._tier.probe([*map(self.name_of, keys), *next_marks]))
+            next_marks = [(space, self._number(space) + 1) for space in spaces]
+            sizes = await self._noticed(self._probed(self._names(keys), next_marks))
             marked = [
                 space
                 for space, size in zip(spaces, sizes[len(keys) :], strict=False)
@@ -254,15 +255,23 @@ class GenerationTier:
         sizes = await self._noticed(
             self._tier.probe([marker_key(space, number) for space, number in marks])
         )
-        for (space, number), size in zip(marks, sizes, strict=True):
-            if size is None and number <= self._number(space) and not self._read_only:
-                await self._mark(space, number)
+        lost = [
+            (space, number)
+            for (space, number), size in zip(marks, sizes, strict=True)
+            if size is None and number <= self._number(space) and not self._read_only
+        ]
         newer = [
             space
             for (space, number), size in zip(marks, sizes, strict=True)
-            if size is not None and number > self._number(space)
+            if isinstance(size, int) and number > self._number(space)
         ]
         await self._catch_up(newer)
+        faults = [size for size in sizes if isinstance(size, TierError)]
+        if lost:
+            faults += await self._restored(lost)
+        if faults:
+            self._notice_fault()
+            raise faults[0]
 
     def name_of(self, key: bytes) -> bytes:
         space = key[:NAMESPACE_BYTES]
@@ -323,13 +332,22 @@ class GenerationTier:
             latest |= await self._climbed(known)
         return latest
 
+    async def _probed(
+        self, names: Sequence[bytes], marks: Sequence[tuple[bytes, int]]
+    ) -> Sequence[int | TierError | None]:
+        """Probe names, then markers. Raises the fault of a marker that may be there."""
+        sizes = await self._tier.probe([*names, *(marker_key(*mark) for mark in marks)])
+        for size in sizes[len(names) :]:
+            if isinstance(size, TierError):
+                raise size
+        return sizes
+
     async def _climbed(self, latest: dict[bytes, int]) -> dict[bytes, int]:
         latest, going, top = dict(latest), list(latest), dict.fromkeys(latest, _BITS_AT_ONCE)
         while going:
             steps = [(space, 1 << bit) for space in going for bit in range(top[space])]
-            sizes = await self._noticed(
-                self._tier.probe([marker_key(space, latest[space] + step) for space, step in steps])
-            )
+            marks = [(space, latest[space] + step) for space, step in steps]
+            sizes = await self._noticed(self._probed([], marks))
             found: dict[bytes, int] = {}
             for (space, step), size in zip(steps, sizes, strict=True):
                 if size is not None:
@@ -340,11 +358,11 @@ class GenerationTier:
             going = list(found)
         return latest
 
-    async def _mark(self, space: bytes, number: int) -> None:
-        put = self._tier.put([(marker_key(space, number), [memoryview(_MARK)])], ttl_s=math.inf)
-        [fault] = await self._noticed(put)
-        if fault is not None:
-            raise fault
+    async def _restored(self, marks: Sequence[tuple[bytes, int]]) -> list[TierError]:
+        """Put markers that the tier has lost. Return the faults."""
+        items = [(marker_key(*mark), [memoryview(_MARK)]) for mark in marks]
+        faults = await self._noticed(self._tier.put(items, ttl_s=math.inf))
+        return [fault for fault in faults if fault is not None]
 
     async def _mark_as_first(self, space: bytes, number: int) -> bool:
         """Return true only if this host's marker is certainly the first."""
@@ -361,9 +379,12 @@ class GenerationTier:
         try:
             return await call
         except BaseException:
-            self._was_away = True
-            self._met.clear()
+            self._notice_fault()
             raise
+
+    def _notice_fault(self) -> None:
+        self._was_away = True
+        self._met.clear()
 
 
 def marker_key(space: bytes, number: int) -> bytes:

@@ -126,16 +126,23 @@ class Guard:
     async def probe(
         self, keys: Sequence[bytes], silent: set[str] | None = None
     ) -> list[int | None]:
-        """Return the size of each value. A failed tier is added to `silent`."""
-        call = TierCall[list[int | None]]("probe", len(keys), self.config.probe_timeout_s)
+        """Return the size of each value. A tier that failed for a key is added to `silent`."""
+        call = TierCall[Sequence[int | TierError | None]](
+            "probe", len(keys), self.config.probe_timeout_s
+        )
         if keys:
             await self.run(call, lambda: self._tier.probe(keys))
             if call.result is None and silent is not None:
                 silent.add(self.name)
-        found: list[int | None] = [None] * len(keys) if call.result is None else call.result
+        answers = [None] * len(keys) if call.result is None else call.result
+        fault = next((answer for answer in answers if isinstance(answer, TierError)), None)
+        if fault is not None:
+            self._fault("probe", fault)
+            if silent is not None:
+                silent.add(self.name)
         found = [
-            None if size is None or self._suppressed.hides(key) else size
-            for key, size in zip(keys, found, strict=True)
+            size if isinstance(size, int) and not self._suppressed.hides(key) else None
+            for key, size in zip(keys, answers, strict=True)
         ]
         self.count(
             "probe",

@@ -92,11 +92,12 @@ class MemcachedTier:
     async def check(self) -> None:
         await self._run("check", [_Call((b"mn\r\n",), _noop)], self._small)
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         calls = [_Call((b"mg %b s\r\n" % self._name(key),), _size) for key in keys]
         await self._run("probe", calls, self._small)
         return [
-            call.answer if isinstance(call.answer, int) and call.answer else None for call in calls
+            call.fault or (call.answer if isinstance(call.answer, int) and call.answer else None)
+            for call in calls
         ]
 
     async def get(

@@ -157,7 +157,7 @@ class _WatchedTier:
     async def check(self) -> None:
         await self._tier.check()
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         return await self._tier.probe(keys)
 
     async def get(

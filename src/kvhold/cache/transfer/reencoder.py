@@ -175,7 +175,7 @@ class Reencoder:
         sizes = await run.guard.probe(keys, silent)
         there = [(key, size) for key, size in zip(keys, sizes, strict=True) if size is not None]
         if silent:
-            self._count(run, "failed", len(keys))
+            self._count(run, "failed", len(keys) - len(there))
         elif run.command.keys is None:  # a prompt's chunks may never have been stored
             self._count(run, "missing", len(keys) - len(there))
         readable = [(key, size) for key, size in there if 0 < size <= run.most_bytes]

@@ -123,10 +123,11 @@ class DiskTier:
             if fault is not None:
                 _log.warning("one disk of several cannot be used: %s", fault)
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        return await self._spread(
-            keys, lambda store, chosen: store.probe(_pick(keys, chosen)), lambda fault: None
-        )
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
+        async def probe(store: DiskStore, chosen: Sequence[int]) -> list[int | TierError | None]:
+            return [*await store.probe(_pick(keys, chosen))]
+
+        return await self._spread(keys, probe, lambda fault: fault)
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None

@@ -18,7 +18,7 @@ from kvhold.net.stream import Stream
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.replacing import replace_string
 from kvhold.tiers.redis.resp import ErrorReply, RedisCall, command, fault_of, read_reply, set_pieces
-from kvhold.tiers.redis.router import Router, fault_in
+from kvhold.tiers.redis.router import Router, fault_in, outage
 from kvhold.tiers.redis.split import HEAD_BYTES, Head, cut, looks_like_head
 from kvhold.tiers.redis.values import ReadRange
 
@@ -30,12 +30,14 @@ class LargeValues:
         self._router = router
         self._part_bytes = part_bytes
 
-    async def sizes(self, names: Sequence[bytes]) -> list[int | None]:
-        """None if a part is missing or the string has changed."""
+    async def sizes(self, names: Sequence[bytes]) -> list[int | TierError | None]:
+        """None if a part is missing or the string has changed; a fault if a server failed."""
         peeks = [peek(name) for name in names]
         await self._router.run("probe", peeks, bulk=False)
         return [
-            await self._size(call.name, call.reply) if isinstance(call.reply, bytes) else None
+            await self._size(call.name, call.reply)
+            if isinstance(call.reply, bytes)
+            else outage(call, "probe")
             for call in peeks
         ]
 
@@ -142,11 +144,17 @@ class LargeValues:
             if call.fault is not None or call.reply != expected:
                 raise call.fault or fault_of(call.reply, "put")
 
-    async def _size(self, name: bytes, data: bytes) -> int | None:
+    async def _size(self, name: bytes, data: bytes) -> int | TierError | None:
         if (head := Head.parse(data)) is None:
             return len(data) if len(data) == HEAD_BYTES and not looks_like_head(data) else None
         calls = [RedisCall(part, "STRLEN", part) for part in head.part_names(name)]
-        await self._router.run("probe", calls, bulk=False)
+        try:
+            await self._router.run("probe", calls, bulk=False)
+        except TierError as error:
+            return error
+        for call in calls:
+            if (fault := outage(call, "probe")) is not None:
+                return fault
         whole = [span.nbytes for span in head.spans(0, head.nbytes)] == [
             call.reply for call in calls
         ]

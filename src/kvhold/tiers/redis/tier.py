@@ -23,7 +23,7 @@ from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.node import RedisNode
 from kvhold.tiers.redis.replacing import replace_string
 from kvhold.tiers.redis.resp import ErrorReply, RedisCall, Reply, fault_of, set_pieces
-from kvhold.tiers.redis.router import Router, fault_in
+from kvhold.tiers.redis.router import Router, fault_in, outage
 from kvhold.tiers.redis.settings import RedisConfig, config_from
 from kvhold.tiers.redis.split import HEAD_BYTES, Head, joined, looks_like_head
 from kvhold.tiers.redis.topology import ask, make_topology
@@ -60,14 +60,17 @@ class RedisTier:
             await self._ping(node)
         await self._router.run("check", [RedisCall(name, "STRLEN", name)], bulk=False)
 
-    async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. Values on a cluster's dead server are missing."""
-        sizes: list[int | None] = [None] * len(keys)
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
+        """Tier contract. A fault where the server of a cluster does not answer."""
+        sizes: list[int | TierError | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         for _ in range(_PROBE_ROUNDS):
-            lengths = await self._lengths([keys[i] for i in todo], "probe")
-            for i, length in zip(todo, lengths, strict=True):
-                sizes[i] = length if isinstance(length, int) and length > 0 else None
+            names = [self._names.of(keys[i]) for i in todo]
+            calls = [RedisCall(name, "STRLEN", name) for name in names]
+            await self._router.run("probe", calls, bulk=False)
+            for i, call in zip(todo, calls, strict=True):
+                length = call.reply if isinstance(call.reply, int) and call.reply > 0 else None
+                sizes[i] = outage(call, "probe") or length
             unsure = [i for i in todo if sizes[i] == HEAD_BYTES]
             if not unsure:
                 break
@@ -110,7 +113,10 @@ class RedisTier:
         # an empty range read nothing, so probe
         for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):
             (nbytes,) = await self.probe([keys[i]])
-            got[i] = None if nbytes is None or (froms[i] or 0) > nbytes else 0
+            if isinstance(nbytes, int):
+                got[i] = None if (froms[i] or 0) > nbytes else 0
+            else:
+                got[i] = nbytes
         return got
 
     async def put(

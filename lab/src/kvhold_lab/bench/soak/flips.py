@@ -275,7 +275,7 @@ async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.R
     assert cache.tier_worker is not None
     tier = cache.tier_worker._stack.guards[0]._tier
     for key, size in zip(keys, await tier.probe(keys), strict=True):
-        if size is None:
+        if not isinstance(size, int):
             continue
         value: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
         if await tier.get([key], [[value.data]]) != [size]:
