@@ -821,6 +821,53 @@ class TestGenerations:
             await other.refresh()
         assert told == [b"", (7).to_bytes(NAMESPACE_BYTES, "big")]
 
+    async def test_a_search_of_many_namespaces_asks_for_a_few_at_once_and_goes_on_after_a_fault(
+        self, place: Place
+    ) -> None:
+        told: list[bytes] = []
+        spaces = [number.to_bytes(NAMESPACE_BYTES, "big") for number in range(1, 401)]
+        [other] = self.tiers(place, 1)
+        one = GenerationTier(SharedMemoryTier(place), told.append)
+        for space in spaces:
+            one.use(space)
+        for slow in (spaces[0], spaces[200]):
+            place.unanswered = {marker_key(slow, 1)}
+            with pytest.raises(TierUnavailable):
+                await one.refresh()
+        assert sum(one.has_met([space]) for space in spaces) >= 128, "met before the faults"
+        place.unanswered = set()
+        await one.refresh()
+        assert one.has_met(spaces)
+        assert max(map(len, place.asked["probe"])) < 100 * 16
+        for space in (spaces[0], spaces[-1]):
+            await other.advance(space)
+        await one.refresh()
+        assert sorted(told) == [spaces[0], spaces[-1]]
+
+    async def test_a_slow_search_is_no_fault_of_the_tier(self, place: Place) -> None:
+        class Slow(SharedMemoryTier):
+            async def probe(self, keys: Any) -> Any:
+                await asyncio.sleep(0.03)
+                return await super().probe(keys)
+
+        told: list[bytes] = []
+        guard = Guard(
+            Slow(place), GuardConfig(probe_timeout_s=0.01), name="tier", metrics=Metrics()
+        )
+        guard.share(told.append)
+        [other] = self.tiers(place, 1)
+        spaces = [number.to_bytes(NAMESPACE_BYTES, "big") for number in range(1, 201)]
+        for space in spaces:
+            guard.use(space)
+        await guard.refresh()
+        await other.advance(spaces[150])
+        await guard.refresh()
+        assert told == [spaces[150]]
+        place.faults = dict(DOWN)
+        for _ in range(10):
+            await guard.refresh()
+        assert guard.available, "only what requests wait for counts"
+
     async def test_what_was_read_before_a_clear_replaces_nothing_that_came_after_it(
         self, place: Place
     ) -> None:

@@ -37,7 +37,8 @@ _MARK = b"kvhold: this namespace was cleared".ljust(64)
 _TOKEN_BYTES = 16  # tells who put a marker
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
-_SPACES_AT_ONCE = 4096
+_SPACES_AT_ONCE = 64  # in one call
+_MOST_SLICES = 64  # in one refresh
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
 
@@ -68,7 +69,8 @@ class GenerationTier:
         self._used: dict[bytes, None] = {ALL: None}
         # the generation that this host is beginning
         self._own: dict[bytes, int] = {}
-        self._next_round = 0
+        self._next_slice = 0  # of the namespaces in use: the one to refresh next
+        self._is_failing = False  # the latest question for markers had no answer
         self._spaces: dict[bytes, bytes] = {}  # name -> namespace
         # memory may hold chunks from before an unknown clear
         self._was_away = False
@@ -238,22 +240,29 @@ class GenerationTier:
         return {space: number for space, number in self._numbers.items() if number}
 
     async def refresh(self) -> None:
-        """Learn the clears of the namespaces in use, and restore evicted markers."""
-        self._next_round += 1
-        others = [space for space in self._used if space != ALL]
-        parts = -(-len(others) // _SPACES_AT_ONCE) or 1
-        at = self._next_round % parts * _SPACES_AT_ONCE
-        spaces = [ALL, *others[at : at + _SPACES_AT_ONCE]]
-        if self._next_round // parts % _ROUNDS == 0:
-            self._met.difference_update(spaces)
+        """Learn the clears of the namespaces in use, and restore evicted markers.
+
+        A slice of the namespaces at a time. If it fails or is cancelled, the next refresh goes on
+        with the next slice.
+        """
+        slices = _sliced([space for space in self._used if space != ALL]) or [[]]
+        for _ in range(min(len(slices), _MOST_SLICES)):
+            num_rounds, at = divmod(self._next_slice, len(slices))
+            self._next_slice += 1
+            spaces = [ALL, *slices[at]]
+            if num_rounds % _ROUNDS == _ROUNDS - 1:
+                await self._catch_up(spaces)
+            await self._refresh_slice(spaces)
+
+    async def _refresh_slice(self, spaces: Sequence[bytes]) -> None:
         await self.meet(spaces)
         marks = [
             (space, number)
             for space in spaces
             for number in (*_leading(self._number(space)), self._number(space) + 1)
         ]
-        sizes = await self._noticed(
-            self._tier.probe([marker_key(space, number) for space, number in marks])
+        sizes = await self._asked(
+            marks, self._tier.probe([marker_key(space, number) for space, number in marks])
         )
         lost = [
             (space, number)
@@ -266,11 +275,18 @@ class GenerationTier:
             if isinstance(size, int) and number > self._number(space)
         ]
         await self._catch_up(newer)
-        faults = [size for size in sizes if isinstance(size, TierError)]
+        unknown = [
+            (space, size)
+            for (space, _), size in zip(marks, sizes, strict=True)
+            if isinstance(size, TierError)
+        ]
+        if unknown:
+            self._was_away = True
+            self._met.difference_update(space for space, _ in unknown)
+        faults = [fault for _, fault in unknown]
         if lost:
             faults += await self._restored(lost)
         if faults:
-            self._notice_fault()
             raise faults[0]
 
     def name_of(self, key: bytes) -> bytes:
@@ -310,7 +326,11 @@ class GenerationTier:
 
         A generation that this host is beginning is skipped: that clear checks whose marker it is.
         """
-        for space, number in (await self._searched(spaces)).items():
+        for some in _sliced(spaces):
+            self._learn(await self._searched(some))
+
+    def _learn(self, latest: Mapping[bytes, int]) -> None:
+        for space, number in latest.items():
             if number > self._number(space) and self._own.get(space) != number:
                 known = (
                     self._may_hold(space)
@@ -347,7 +367,7 @@ class GenerationTier:
         while going:
             steps = [(space, 1 << bit) for space in going for bit in range(top[space])]
             marks = [(space, latest[space] + step) for space, step in steps]
-            sizes = await self._noticed(self._probed([], marks))
+            sizes = await self._asked(marks, self._probed([], marks))
             found: dict[bytes, int] = {}
             for (space, step), size in zip(steps, sizes, strict=True):
                 if size is not None:
@@ -379,12 +399,31 @@ class GenerationTier:
         try:
             return await call
         except BaseException:
-            self._notice_fault()
+            self._was_away = True
+            self._met.clear()
             raise
 
-    def _notice_fault(self) -> None:
-        self._was_away = True
-        self._met.clear()
+    async def _asked(self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]) -> Result:
+        """Await a question for markers. A fault forgets their namespaces, a second one all.
+
+        A slow tier answers for some slices and not for others. Those that it has answered stay
+        met, or a search of very many namespaces would never end.
+        """
+        try:
+            answer = await call
+        except BaseException:
+            self._was_away = True
+            if self._is_failing:
+                self._met.clear()
+            self._met.difference_update(space for space, _ in marks)
+            self._is_failing = True
+            raise
+        self._is_failing = False
+        return answer
+
+
+def _sliced(spaces: Sequence[bytes]) -> list[Sequence[bytes]]:
+    return [spaces[at : at + _SPACES_AT_ONCE] for at in range(0, len(spaces), _SPACES_AT_ONCE)]
 
 
 def marker_key(space: bytes, number: int) -> bytes:

@@ -27,6 +27,7 @@ from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 
 log = logging.getLogger(__name__)
 
+_REFRESH_TIMEOUT_S = 30.0
 _LEAVE_S = 5.0  # wait of a cancelled caller for its memory
 
 
@@ -320,9 +321,10 @@ class Guard:
 
     async def refresh(self) -> None:
         if isinstance(self._tier, GenerationTier) and self.available:
-            await self.run(
-                TierCall[None]("check", 0, self.config.probe_timeout_s), self._tier.refresh
-            )
+            # requests do not wait for it, so a slow one is no reason to leave the tier alone
+            deadline_s = max(_REFRESH_TIMEOUT_S, self.config.probe_timeout_s)
+            call = TierCall[None]("check", 0, deadline_s, is_vital=False)
+            await self.run(call, self._tier.refresh)
 
     def status(self) -> dict[str, Any]:
         return {
