@@ -181,6 +181,24 @@ async def test_an_answer_with_an_item_too_few_is_none(
     assert bench.count("kvhold_tier_errors", operation=operation, reason="internal") >= 1
 
 
+async def test_a_passing_fault_of_one_item_does_not_hide_its_value(
+    bench: Bench, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def get(
+        self: object, keys: object, into: object, *, starts: object = None
+    ) -> list[object]:
+        return [
+            3,
+            TierUnavailable("memory", "get", "the connection was reset"),
+            TierError("memory", "get", "a bad sector"),
+        ]
+
+    place.values = dict.fromkeys(KEYS, b"abc")
+    monkeypatch.setattr(MemoryTier, "get", get)
+    assert await bench.call("get") == [3, None, None]
+    assert await bench.guard.probe(KEYS) == [3, 3, None]
+
+
 async def test_a_key_that_a_probe_could_not_ask_for_is_no_plain_miss(
     bench: Bench, place: Place
 ) -> None:

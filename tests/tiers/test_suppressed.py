@@ -29,6 +29,20 @@ def test_what_cannot_be_read_is_hidden_until_it_is_removed_or_the_tier_was_away(
     assert not suppressed.hides(make_key(2))
 
 
+def test_what_cannot_be_read_is_tried_again_after_30_s() -> None:
+    now_s = 0.0
+    suppressed = Suppressed(lambda: now_s)
+    suppressed.unreadable(make_key(1))
+    now_s = 29.0
+    suppressed.unreadable(make_key(2))
+    assert [suppressed.hides(make_key(n)) for n in (1, 2)] == [True, True]
+    now_s = 30.0
+    assert [suppressed.hides(make_key(n)) for n in (1, 2)] == [False, True]
+    suppressed.unreadable(make_key(1))
+    now_s = 59.5
+    assert [suppressed.hides(make_key(n)) for n in (1, 2)] == [True, False]
+
+
 def test_what_cannot_be_read_takes_bounded_memory() -> None:
     suppressed = Suppressed()
     for n in range(10_001):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from kvhold.tiers.calls import SCAN_TIMEOUT_S, TierCall
+from kvhold.tiers.calls import SCAN_TIMEOUT_S, TierCall, now
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import GenerationTier
 from kvhold.tiers.journal import ClearsJournal
@@ -38,7 +38,7 @@ class Clears:
     """
 
     def __init__(self, guard: "Guard") -> None:
-        self.suppressed = Suppressed()
+        self.suppressed = Suppressed(now)
         # name prefix of old values to remove -> number of its clear
         self.garbage: dict[bytes, int] = {}
         self.remember_generation: Callable[[], Awaitable[None]] | None = None

@@ -455,7 +455,8 @@ class Guard:
     ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
-            self._suppressed.unreadable(key)
+            if not isinstance(item, TierUnavailable):  # that passes, and does not concern the value
+                self._suppressed.unreadable(key)
             return None
         return item
 

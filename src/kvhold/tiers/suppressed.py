@@ -1,17 +1,21 @@
 """The values that a tier holds and that must not be found: `suppressed.hides(key)`.
 
 - *Pending*: cleared but not removed yet. `journal.py` keeps these through a restart.
-- *Unreadable* (a bad sector): suppressed so that a tier below can deliver its copy.
+- *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy. Then
+  it is tried again: another value may be there.
 
 A clear is *pending* from its start until it has removed the values of its prefix. Its number keeps
 an earlier removal from ending a later clear. It is *due* when the writes that ran at its start have
 ended: an earlier removal would miss their values.
 """
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 _MOST_UNREADABLE = 10_000
+_UNREADABLE_S = 30.0
 
 
 class PendingClear(NamedTuple):
@@ -22,12 +26,13 @@ class PendingClear(NamedTuple):
 
 
 class Suppressed:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._pending: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}
         self._lengths: set[int] = set()
         self._num_clears = 0
-        self._unreadable: OrderedDict[bytes, None] = OrderedDict()
+        self._unreadable: OrderedDict[bytes, float] = OrderedDict()  # key -> until when
 
     @property
     def pending(self) -> list[bytes]:
@@ -70,7 +75,8 @@ class Suppressed:
             self._due.pop(prefix, None)
 
     def unreadable(self, key: bytes) -> None:
-        self._unreadable[key] = None
+        self._unreadable[key] = self._clock() + _UNREADABLE_S
+        self._unreadable.move_to_end(key)
         if len(self._unreadable) > _MOST_UNREADABLE:
             self._unreadable.popitem(last=False)
 
@@ -82,6 +88,13 @@ class Suppressed:
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:
-        return key in self._unreadable or (
+        return self._is_unreadable(key) or (
             bool(self._pending) and any(key[:length] in self._pending for length in self._lengths)
         )
+
+    def _is_unreadable(self, key: bytes) -> bool:
+        until_s = self._unreadable.get(key)
+        if until_s is not None and self._clock() >= until_s:
+            del self._unreadable[key]
+            return False
+        return until_s is not None
