@@ -22,6 +22,7 @@ from kvhold.core.errors import (
     TierIncomplete,
     TierUnavailable,
 )
+from kvhold.core.store_options import MAX_TTL_S
 from kvhold.net import central as c
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.central import Central
@@ -314,7 +315,10 @@ class TestHostileClients:
         [
             ((b"GET / HTTP/1.1\r\n\r\n",), b"must be its Hello, of at most 4096 bytes"),
             ((bytes(encode(c.CentralHello("x", 1, ""))),), b"must be its Hello"),
-            ((bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, 99, ""))),), b"protocol 2"),
+            (
+                (bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, 99, ""))),),
+                b"protocol %d" % c.CENTRAL_VERSION,
+            ),
             ((HELLO, b"\xff\xff\xff\xff"), b"announced"),
             ((HELLO, b"\x05\x00\x00\x00hello"), b"not a message"),
             ((HELLO, bytes(encode(c.Probe(b"short")))), b"not keys"),
@@ -584,6 +588,29 @@ async def test_a_tier_below_keeps_a_value_as_long_as_the_client_says(
     tier = a_tier(server.url)
     assert await tier.put([(make_key(1), [memoryview(b"x")])], ttl_s=ttl_s) == [None]
     await tier.close()
+
+
+@pytest.mark.parametrize("ttl_s", [MAX_TTL_S, math.ceil(MAX_TTL_S + 0.5), 1e300])
+async def test_the_longest_time_to_live_is_no_fault(ttl_s: float) -> None:
+    listen = ListenConfig(address="127.0.0.1:0")
+    server = Central(Config(ram_bytes=16 << 20, huge_pages="never", listen=listen))
+    ready = asyncio.Event()
+    serving = asyncio.create_task(server.serve(on_ready=lambda _: ready.set()))
+    await ready.wait()
+    tier = a_tier(f"kvhold://127.0.0.1:{server.port}")
+    try:
+        assert await tier.put([(make_key(1), [memoryview(b"x")])], ttl_s=ttl_s) == [None]
+        assert await tier.probe([make_key(1)]) == [1]
+        async with asyncio.timeout(60):
+            stream = await tier._open()  # another client may send more
+            await stream.send([encode(c.Put(make_key(2), [1], ttl_s)), b"x"])
+            await stream.read(body_length(await stream.read(LENGTH_BYTES), MIB))
+            stream.close()
+        assert await tier.probe([make_key(2)]) == [1]
+    finally:
+        await tier.close()
+        server.stop()
+        await serving
 
 
 async def test_a_scan_of_many_keys_looks_at_few_of_them_in_one_step() -> None:

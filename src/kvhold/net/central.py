@@ -80,7 +80,8 @@ class ValueSizes(CentralMessage, frozen=True):
 class Put(CentralMessage, frozen=True):
     """Store values. Their bytes follow the record. -> Stored
 
-    ttl_s: infinity: never expires, in lower tiers either; None: as their settings say
+    ttl_s: infinity, and more than MAX_TTL_S: never expires, in lower tiers either; None: as their
+           settings say
     """
 
     keys: bytes

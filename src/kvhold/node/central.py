@@ -24,6 +24,7 @@ from kvhold.core.config import Config, ListenConfig
 from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import KEY_BYTES
 from kvhold.core.secrets import read_secret
+from kvhold.core.store_options import MAX_TTL_S
 from kvhold.net import central as c
 from kvhold.net.addresses import is_loopback, network_of
 from kvhold.net.stream import Stream, accept_stream
@@ -287,10 +288,13 @@ class Central:
         keys = c.split_keys(request.keys)
         if len(keys) != len(request.sizes) or min(request.sizes, default=1) < 1:
             raise ProtocolError("a put with lists of unequal length, or a value without bytes")
-        if request.ttl_s not in (None, inf) and not 0 <= request.ttl_s < 1 << 40:
-            raise ProtocolError(f"a time to live of {request.ttl_s} seconds")
+        ttl_s = request.ttl_s
+        if ttl_s is not None and not ttl_s >= 0:
+            raise ProtocolError(f"a time to live of {ttl_s} seconds")
+        if ttl_s is not None and ttl_s > MAX_TTL_S:
+            ttl_s = inf
         faults = [
-            await self._receive(stream, key, size, request.ttl_s)
+            await self._receive(stream, key, size, ttl_s)
             for key, size in zip(keys, request.sizes, strict=True)
         ]
         await stream.send([encode(c.Stored(faults))])

@@ -8,6 +8,7 @@ A connection that broke, or whose call was cancelled, is closed; the next call o
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from kvhold.core.config import setting
@@ -21,6 +22,7 @@ from kvhold.core.errors import (
     TierUnavailable,
 )
 from kvhold.core.secrets import read_secret
+from kvhold.core.store_options import MAX_TTL_S
 from kvhold.net import central as c
 from kvhold.net.addresses import is_loopback
 from kvhold.net.messages import MAX_MESSAGE_BYTES
@@ -145,6 +147,8 @@ class CentralTier:
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
         """Tier contract."""
+        if ttl_s is not None and ttl_s != inf:  # rounded up to whole seconds, it may be above
+            ttl_s = min(ttl_s, MAX_TTL_S)
         batches = [
             _PutBatch(batch, ttl_s)
             for batch in _batched([_Putting(key, parts) for key, parts in items])
