@@ -629,7 +629,7 @@ class TestThreads:
     ) -> None:
         for turn in range(20):
             async with disk(tmp_path) as tier:
-                calls: list[asyncio.Future[list[int | None]]] = []
+                calls: list[asyncio.Future[list[int | TierError | None]]] = []
                 while not calls or not calls[0].done():
                     calls.append(asyncio.ensure_future(tier.probe([make_key(turn)])))
                     await asyncio.sleep(0)
