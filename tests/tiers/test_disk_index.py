@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.testing.tier import make_key
+from kvhold.testing.tier import fetch, make_key
 from kvhold.tiers.disk import DiskConfig, DiskTier, jobs, store
 from kvhold.tiers.disk import rows as rows_module
 from kvhold.tiers.disk.folder import Folder, FoundValue, value_name
@@ -222,6 +223,53 @@ class TestLargeFolders:
         assert await tier.probe(missing) == [4] * len(missing)
         await tier.close()
         assert count_files(folder) == 60
+
+    async def test_files_from_a_clock_that_was_ahead_are_found(
+        self, folder: Path, held_up: threading.Event
+    ) -> None:
+        ahead_ns = time.time_ns() + 3600 * 10**9
+        numbers = range(100, 160)
+        for number in numbers:
+            self.write(folder, number, ahead_ns + number)
+        tier, keys = self.tier(folder), [make_key(number) for number in numbers]
+        assert None in await tier.probe(keys)
+        held_up.set()
+        assert len([key async for key in tier.scan(b"")]) == 120
+        assert await tier.probe(keys) == [3] * 60
+        await tier.close()
+
+    async def test_values_written_while_the_clock_steps_back_stay(
+        self, folder: Path, held_up: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tier, keys = self.tier(folder), [make_key(number) for number in range(1000, 1060)]
+        assert await tier.probe(keys) == [None] * 60
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() - 10 * 10**9)
+        assert await tier.put([(key, [memoryview(b"wxyz")]) for key in keys]) == [None] * 60
+        held_up.set()
+        assert len([key async for key in tier.scan(b"")]) == 120
+        assert await fetch(tier, keys, [4] * 60) == [b"wxyz"] * 60
+        await tier.close()
+
+    async def test_a_new_value_takes_the_place_of_a_file_from_a_clock_that_was_ahead(
+        self, folder: Path, held_up: threading.Event
+    ) -> None:
+        ahead_ns = time.time_ns() + 3600 * 10**9
+        tier, keys = self.tier(folder), [make_key(number) for number in range(100, 160)]
+        await tier.probe(keys)
+        assert await tier.put([(key, [memoryview(b"wxyz")]) for key in keys]) == [None] * 60
+        for number in range(100, 160):
+            self.write(folder, number, ahead_ns + number)
+        held_up.set()
+        assert len([key async for key in tier.scan(b"")]) == 120
+        assert await fetch(tier, keys, [4] * 60) == [b"wxyz"] * 60
+        await tier.close()
+
+    def test_a_file_that_was_written_and_removed_during_the_listing_is_not_added(self) -> None:
+        index, name = Index("lru", 1 << 30, 4096), value_name(make_key(1), 3, 5)
+        found = FoundValue(make_key(1), name, 3, 4096, 5, 5)
+        assert index.add_found([found], own={name}) == []
+        assert len(index) == 0
 
     async def test_a_delete_holds_for_what_was_not_listed_yet(
         self, folder: Path, held_up: threading.Event

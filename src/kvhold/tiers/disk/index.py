@@ -103,20 +103,23 @@ class Index:
         self,
         found: Sequence[FoundValue],
         *,
-        before_ns: int | None = None,
+        own: Container[str] = (),
         writing: Container[bytes] = (),
     ) -> list[str]:
         """Add files from a listing. Return the names of files that a newer one replaces.
 
-        before_ns: skip files written from this time on; they are known
-        writing:   keys whose new file is being written
+        own:     names of files written during the listing. They are known, or removed by now, and
+                 newer than other files of their key, whatever the times say
+        writing: keys whose new file is being written
         """
         older: list[str] = []
         for value in found:
-            if before_ns is not None and value.written_ns >= before_ns:
+            if value.name in own:
                 continue
             twin = self.find(value.key)
-            if value.key in writing or (twin is not None and twin.written_ns > value.written_ns):
+            if value.key in writing or (
+                twin is not None and (twin.written_ns > value.written_ns or twin.name in own)
+            ):
                 older.append(value.name)
                 continue
             if twin is not None:

@@ -44,6 +44,7 @@ class _Opened:
     writing:      key -> done when its write ends
     leaving:      `id` of a removal job -> its key, and done when the job ends
     num_restored: failed removals; their values are found again
+    own:          while the folder is listed: the names of the files written since its opening
     """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
@@ -52,11 +53,17 @@ class _Opened:
         self.writing: dict[bytes, asyncio.Future[None]] = {}
         self.leaving: dict[int, tuple[bytes, asyncio.Future[None]]] = {}
         self.num_restored = 0
+        self.own: set[str] | None = None
         self._last_ns = last_ns
 
     def stamp_ns(self) -> int:
         self._last_ns = max(self._last_ns + 1, time.time_ns())
         return self._last_ns
+
+    def begin_write(self, entry: DiskEntry) -> None:
+        self.writing[entry.key] = asyncio.get_running_loop().create_future()
+        if self.own is not None:
+            self.own.add(entry.name)
 
     def close(self) -> None:
         self.folder.close()
@@ -223,9 +230,11 @@ class DiskStore:
         if job.fault is not None:
             raise job.fault
         assert job.folder is not None and job.index is not None
-        opened = _Opened(job.folder, job.index, min(job.last_ns, time.time_ns() + _DAY_NS))
+        last_ns = max(job.began_ns, min(job.last_ns, time.time_ns() + _DAY_NS))
+        opened = _Opened(job.folder, job.index, last_ns)
         if job.rest is not None:
-            self._listing = asyncio.create_task(self._list_rest(opened, job.rest, job.began_ns))
+            opened.own = set()
+            self._listing = asyncio.create_task(self._list_rest(opened, job.rest, opened.own))
             self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
             return opened
         await self._trim(opened)
@@ -234,19 +243,20 @@ class DiskStore:
         return opened
 
     async def _list_rest(
-        self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int
+        self, opened: _Opened, rest: Iterator[list[FoundValue]], own: set[str]
     ) -> None:
         """List the rest of a folder in use. A value not listed yet is a miss."""
         async with self._opener.use() as held:
             if held is opened:
-                await self._list_more(opened, rest, began_ns)
+                await self._list_more(opened, rest, own)
+                opened.own = None
 
     async def _all_listed(self) -> None:
         if self._listing is not None:
             await asyncio.wait((self._listing,))
 
     async def _list_more(
-        self, opened: _Opened, rest: Iterator[list[FoundValue]], began_ns: int
+        self, opened: _Opened, rest: Iterator[list[FoundValue]], own: set[str]
     ) -> None:
         index = opened.index
         while not self._closing and self._opener.place is opened:
@@ -262,7 +272,7 @@ class DiskStore:
             for at in range(0, len(more.found), _FOUND):
                 before_bytes = index.used_bytes
                 older += index.add_found(
-                    more.found[at : at + _FOUND], before_ns=began_ns, writing=opened.writing
+                    more.found[at : at + _FOUND], own=own, writing=opened.writing
                 )
                 if not self._settings.max_bytes:
                     index.limit_bytes += index.used_bytes - before_bytes
@@ -322,7 +332,7 @@ class DiskStore:
                         f"{self._path}: no room for {nbytes} bytes within {limit}; raise max_bytes",
                     )
                     continue
-                opened.writing[key] = asyncio.get_running_loop().create_future()
+                opened.begin_write(planned.entry)
                 victims = self._leave(opened, planned.victims)
                 # Not with `sync`: a power cut could leave new bytes under the old name.
                 may_reuse = not self._settings.sync
@@ -356,7 +366,7 @@ class DiskStore:
                     f"{self._path}: no room for {nbytes} bytes beside the old value within {limit}",
                 )
                 continue
-            opened.writing[key] = asyncio.get_running_loop().create_future()
+            opened.begin_write(planned.entry)
             victims = self._leave(opened, planned.victims)
             may_reuse = not self._settings.sync
             job = FileWrite(
