@@ -324,6 +324,45 @@ class TestLargeFolders:
         assert len(index) == 60
 
 
+async def test_a_delete_waits_for_the_old_file_of_a_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash brings back a value whose deletion was acknowledged."""
+    may_write, deleted = threading.Event(), threading.Event()
+    write, remove = jobs.FileWrite.run, jobs.Remove.run
+
+    def held_write(job: jobs.FileWrite, stop: threading.Event) -> None:
+        may_write.wait(10)
+        write(job, stop)
+
+    def slow_remove(job: jobs.Remove, stop: threading.Event) -> None:
+        if job.entry.nbytes == 3:  # the old file: gives a delete the time to end before it
+            deleted.wait(0.5)
+        remove(job, stop)
+
+    tier, key = DiskTier(DiskConfig(path=str(tmp_path), max_bytes=1 << 20)), make_key(0)
+
+    async def files_after_delete() -> int:
+        assert await tier.delete([key]) == [True]
+        deleted.set()
+        return count_files(tmp_path)
+
+    try:
+        assert await tier.put([(key, [memoryview(b"old")])]) == [None]
+        monkeypatch.setattr(jobs.FileWrite, "run", held_write)
+        monkeypatch.setattr(jobs.Remove, "run", slow_remove)
+        replacing = asyncio.create_task(tier.replace([(key, [memoryview(b"newer")])]))
+        deleting = asyncio.create_task(files_after_delete())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        may_write.set()
+        assert await deleting == 0
+        assert await replacing == [True]
+    finally:
+        may_write.set()
+        await tier.close()
+
+
 async def test_a_delete_and_a_scan_wait_for_files_that_are_being_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

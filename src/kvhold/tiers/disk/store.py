@@ -205,8 +205,12 @@ class DiskStore:
         """Wait for replacements and evictions: a crash could bring such a value back."""
         async with self._opener.use() as opened:
             await self._all_listed()  # else files listed later come back
-            await self._left(opened, set(keys))
-            await self._written(opened, [key for key in keys if opened.index.find(key)])
+            while (
+                await self._written(opened, [key for key in keys if opened.index.find(key)])
+                # after the writes: each replacement ends with the removal of an old file
+                or await self._left(opened, set(keys))
+            ):
+                pass
             jobs: dict[int, Remove] = {}
             for i, key in enumerate(keys):
                 entry = opened.index.find(key)
@@ -407,9 +411,13 @@ class DiskStore:
         index.take(job.entry)
         return job.entry
 
-    async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> None:
+    async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> bool:
+        """Wait for the writes of these keys. Return whether there were any."""
+        waited = False
         while others := {opened.writing[key] for key in keys if key in opened.writing}:
             await asyncio.wait(others)
+            waited = True
+        return waited
 
     def _settle_read(self, opened: _Opened, job: Read) -> None:
         index, entry = opened.index, job.entry
@@ -431,9 +439,12 @@ class DiskStore:
             self._lose(opened)
         return job.fault
 
-    async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> None:
-        if others := [gone for key, gone in opened.leaving.values() if keys is None or key in keys]:
+    async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> bool:
+        """Wait for the removals of these keys, or of all. Return whether there were any."""
+        others = [gone for key, gone in opened.leaving.values() if keys is None or key in keys]
+        if others:
             await asyncio.wait(others)
+        return bool(others)
 
     def _leave(self, opened: _Opened, entries: Iterable[DiskEntry]) -> list[Remove]:
         jobs = [Remove(opened.folder, entry) for entry in entries]
