@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from errno import EIO
 from functools import partial
 from itertools import pairwise
@@ -34,6 +34,7 @@ from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, partly_scanned, scanned, store
 from kvhold.tiers.base import replace
 from kvhold.tiers.disk import DiskConfig, DiskTier
+from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.policies import POLICIES
 from kvhold.tiers.url import parse_url
 
@@ -772,6 +773,37 @@ class TestFilesOfOthers:
         assert all(path.exists() for path in (*foreign, link))
         assert not torn.exists()
         assert not left.exists()
+
+    async def test_times_beyond_what_the_index_can_hold_keep_no_folder_closed(
+        self, tmp_path: Path
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(3))
+        late, renamed, large = value_files(tmp_path)
+        os.utime(late, (2**34, 2**34))  # after the year 2262
+        stem, size, written = renamed.name.split("-")
+        beyond = renamed.rename(renamed.with_name(f"{stem}-{size}-{1 << 63:x}"))
+        stem, _, written = large.name.split("-")
+        huge = large.with_name(f"{stem}-{10**15}-{written}")
+        large.rename(huge)
+        with suppress(OSError):  # a sparse file, where there can be one of that size
+            os.truncate(huge, 10**15)
+        async with disk(tmp_path) as tier:
+            assert [key.hex() for key in await scanned(tier)] == [late.name.partition("-")[0]]
+        assert beyond.exists()
+
+    async def test_a_folder_whose_opening_fails_is_given_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(folder: Folder) -> Iterator[list[FoundValue]]:
+            raise RuntimeError("a fault in the listing")
+
+        async with disk(tmp_path) as tier:
+            with monkeypatch.context() as patch:
+                patch.setattr(Folder, "batches", fail)
+                with pytest.raises(RuntimeError, match="a fault in the listing"):
+                    await tier.check()
+            await fill(tier, range(1))
 
     async def test_of_two_files_of_one_key_the_older_goes(self, tmp_path: Path) -> None:
         async with disk(tmp_path) as tier:

@@ -20,6 +20,7 @@ from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, Tie
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.files.names import temporary_name
+from kvhold.tiers.files.tree import FileTree
 from kvhold.tiers.fs import SharedFilesConfig, SharedFilesTier
 from kvhold.tiers.url import parse_url
 
@@ -196,6 +197,24 @@ class TestFaults:
             os.mkfifo(tmp_path / make_key(1)[16:17].hex() / make_key(1).hex())
             assert await tier.probe([make_key(1)]) == [None]
             assert await fetch(tier, [make_key(1)], [100]) == [None]
+
+    async def test_a_failed_opening_keeps_no_descriptor(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def descriptors() -> int:
+            return sum(
+                link.resolve() == tmp_path.resolve() for link in Path("/proc/self/fd").iterdir()
+            )
+
+        async with shared(tmp_path) as tier:
+            with monkeypatch.context() as patch:
+                patch.setattr(FileTree, "names", failing(EIO))
+                for _ in range(3):
+                    with pytest.raises(TierError):
+                        await tier.check()
+            assert descriptors() == 0
+            await tier.check()
+            assert descriptors() == 1
 
     async def test_a_folder_that_was_removed_is_made_anew(self, tmp_path: Path) -> None:
         async with shared(tmp_path / "values") as tier:

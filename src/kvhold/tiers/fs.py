@@ -210,12 +210,16 @@ class SharedFilesTier:
             sync=self._config.sync,
             any_owner=self._config.any_owner,
         )
-        for name in tree.names(NEW):
-            state = tree.stat_file(f"{NEW}/{name}")
-            if state is not None and is_leftover(
-                name, age_s=time.time() - state.st_mtime, stale_s=self._config.stale_s
-            ):
-                tree.remove(f"{NEW}/{name}")
+        try:
+            for name in tree.names(NEW):
+                state = tree.stat_file(f"{NEW}/{name}")
+                if state is not None and is_leftover(
+                    name, age_s=time.time() - state.st_mtime, stale_s=self._config.stale_s
+                ):
+                    tree.remove(f"{NEW}/{name}")
+        except BaseException:
+            tree.close()
+            raise
         return tree
 
     async def _run(

@@ -24,6 +24,9 @@ from kvhold.tiers.files.tree import NEW, FileTree
 _LOCK = "kvhold.lock"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _VALUE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-(\d{{1,15}})-([0-9a-f]{{1,16}})")
+# what the index can hold
+_LATEST_NS = 2**63 - 1
+_MOST_BYTES = (2**32 - 1) * 512
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,12 @@ class Folder:
         try:
             tree = FileTree.open(path, direct=direct, sync=sync, any_owner=any_owner)
             try:
-                return cls(tree, _own(tree))
+                lock = _own(tree)
+                try:
+                    return cls(tree, lock)
+                except BaseException:
+                    os.close(lock)
+                    raise
             except BaseException:
                 tree.close()
                 raise
@@ -117,6 +125,8 @@ class Folder:
             match, name = _VALUE.fullmatch(base), f"{shard}/{base}"
             if match is None or shard_of(key := bytes.fromhex(match[1])) != shard:
                 continue
+            if int(match[3], 16) > _LATEST_NS or int(match[2]) > _MOST_BYTES:
+                continue
             state = self._tree.stat_file(name)
             if state is None:
                 continue
@@ -129,7 +139,7 @@ class Folder:
                 state.st_size,
                 self._occupied_bytes(state),
                 int(match[3], 16),
-                state.st_mtime_ns,
+                max(0, min(state.st_mtime_ns, _LATEST_NS)),
             )
 
     def _occupied_bytes(self, state: os.stat_result) -> int:

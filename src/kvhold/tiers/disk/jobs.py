@@ -60,8 +60,9 @@ class Open:
             self.fault = fault
         except OSError as error:
             self.fault = as_tier_error(error, tier="disk", operation="open", where=self._path)
-        if self.fault is not None and folder is not None:
-            folder.close()
+        finally:
+            if folder is not None and self.folder is None:
+                folder.close()
 
     def _build(self, folder: Folder) -> Index:
         free_bytes = folder.free_bytes

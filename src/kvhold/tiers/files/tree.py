@@ -47,7 +47,7 @@ class FileTree:
         try:
             if direct == "always" and not tree._has_direct():
                 raise OSError(EOPNOTSUPP, "its file system has no O_DIRECT; use direct=auto")
-        except OSError:
+        except BaseException:
             tree.close()
             raise
         return tree
