@@ -109,6 +109,21 @@ def test_a_line_that_is_none_is_an_error(text: str, told: str) -> None:
         parse_url(text)
 
 
+@pytest.mark.parametrize(
+    "text", ["disk:///d/a@b", "redis://h/0?name=a@b", "redis://me:hush@h/0?name=a@b"]
+)
+def test_an_at_sign_that_may_be_the_end_of_a_password_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"://\.\.\.: .*in a path or an option, '@' is %40"):
+        parse_url(text)
+
+
+def test_an_escaped_at_sign_and_the_number_of_a_fault_are_read() -> None:
+    assert parse_url("disk:///d/a%40b?name=c%40d").options == {"name": "c@d"}
+    assert parse_url("disk:///d/a%40b").path == "/d/a@b"
+    text = "faults+disk:///d?faults=get:hang:@3&wait_s=2"
+    assert parse_url(text).options == {"faults": "get:hang:@3", "wait_s": "2"}
+
+
 def test_a_bad_option_is_named_with_the_nearest_valid_one() -> None:
     with pytest.raises(
         ConfigError,

@@ -20,6 +20,7 @@ from kvhold.core.secrets import REFERENCE, is_secret_name, resolve
 Settings = TypeVar("Settings")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
+_FAULTS = "faults="  # the option whose values may contain '@': see `faults.py`
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,23 +98,22 @@ def parse_url(text: str) -> TierUrl:
     """Raises ConfigError, which shows no secret."""
     text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)
     if not _SCHEME.match(text):
-        place = text.partition("?")[0].rpartition("@")[2]
         raise ConfigError(
-            f"tiers: {place!r} is not a tier's URL, such as disk:///var/cache/kvhold or "
+            f"tiers: {_place(text)!r} is not a tier's URL, such as disk:///var/cache/kvhold or "
             "redis://host:6379/0"
         )
     try:
         parts = urlsplit(text)
     except ValueError:  # its message may show the password
-        raise ConfigError(
-            f"tiers: {text.partition('?')[0].rpartition('@')[2]!r} is not a URL"
-        ) from None
+        raise ConfigError(f"tiers: {_place(text)!r} is not a URL") from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
-    if ":" in parts.netloc and "@" in parts.path:  # `shown` would reveal a part of it
+    words = [parts.path, *parts.query.split("&")]
+    # a password with '/', '?' or '@' may end there, and `shown` would reveal it
+    if any("@" in word for word in words if not word.startswith(_FAULTS)):
         raise ConfigError(
-            f"tiers: {parts.scheme}://...: in a password, '/' is %2F and '@' is %40; in a "
-            "path, '@' is %40"
+            f"tiers: {parts.scheme}://...: in a password, '/' is %2F, '?' is %3F and '@' is %40; "
+            "in a path or an option, '@' is %40"
         )
     try:
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
@@ -125,3 +125,9 @@ def parse_url(text: str) -> TierUrl:
     if len(options) != len(pairs):
         raise ConfigError(f"tiers: {parts.scheme}://...: an option is there twice")
     return TierUrl(parts.scheme, parts.netloc, unquote(parts.path), options)
+
+
+def _place(text: str) -> str:
+    """Return the part of an invalid line without credentials, as far as they can be known."""
+    line, _, options = text.partition("?")
+    return "..." if "@" in options else line.rpartition("@")[2]
