@@ -4,7 +4,7 @@ and other clients at our keys.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -13,6 +13,7 @@ from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.redis.names import RedisNames
+from kvhold.tiers.redis.resp import RedisCall
 from kvhold.tiers.redis.split import Head
 from kvhold.tiers.url import parse_url
 from kvhold_lab.servers.redis import RedisServer, ReplyError
@@ -456,6 +457,41 @@ class TestValuesInParts:
         assert server.call("DBSIZE") == 1 + 6 or server.call("DBSIZE") == 1 + 5
         assert await tier.delete([KEY]) == [True]
         assert server.call("DBSIZE") == 0
+
+    @pytest.mark.parametrize("is_answer_lost", [False, True])
+    async def test_an_interrupted_delete_leaves_no_part_for_ever(
+        self,
+        server: RedisServer,
+        tier: RedisTier,
+        monkeypatch: pytest.MonkeyPatch,
+        is_answer_lost: bool,
+    ) -> None:
+        run, values = tier._router.run, {make_key(i): make_value(i, 5000) for i in range(3)}
+        left = 0
+
+        async def interrupted(operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
+            nonlocal left
+            left -= 1
+            if left >= 0 or is_answer_lost:
+                await run(operation, calls, bulk=bulk)
+            if left < 0:
+                raise asyncio.CancelledError
+
+        for num_steps in range(100):
+            assert await store(tier, values) == [True] * 3
+            left = num_steps
+            with monkeypatch.context() as patch:
+                patch.setattr(tier._router, "run", interrupted)
+                with suppress(asyncio.CancelledError):
+                    assert await tier.delete(list(values)) == [True] * 3
+            if left >= 0:
+                break
+            for key in values:
+                parts = server.call("KEYS", name(key) + b":*")
+                if not server.call("EXISTS", name(key)):
+                    assert all(server.call("PTTL", part) > 0 for part in parts), num_steps
+            server.call("FLUSHALL")
+        assert server.call("KEYS", "*") == []
 
     async def test_a_part_that_was_evicted_makes_a_miss_that_can_be_put_again(
         self, server: RedisServer, tier: RedisTier

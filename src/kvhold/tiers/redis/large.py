@@ -8,6 +8,9 @@ A put without a time to live has three steps:
 So remains of an interrupted put expire, and a head never outlives its parts, unless the server
 evicts one. Such a value is a miss, and its reader removes the head. With a time to live, the parts
 expire two hours after the head.
+
+A delete lets the parts expire after a minute before it removes the head. So remains of an
+interrupted delete expire too.
 """
 
 from collections.abc import Sequence
@@ -23,6 +26,7 @@ from kvhold.tiers.redis.split import HEAD_BYTES, Head, cut, looks_like_head
 from kvhold.tiers.redis.values import ReadRange
 
 _UNFINISHED_MS = 3600_000
+_LEAVING_MS = 60_000
 
 
 class LargeValues:
@@ -77,7 +81,7 @@ class LargeValues:
             return await self._put(name, head, value, ttl_ms)
         except TierError as error:
             with suppress(TierError):  # else they expire
-                await self.remove_parts(name, head)
+                await self.remove_parts([(name, head)])
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
@@ -88,22 +92,47 @@ class LargeValues:
             await self._upload(names, head, value)
             done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
             if done is False:
-                await self.remove_parts(name, head)
+                await self.remove_parts([(name, head)])
         except TierError as error:  # keep the parts: they may be in use
             return error
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
         """Remove a head that lacks parts, and its parts. A later value stays."""
+        await self._let_parts_expire([(name, head)])
         await self._router.run("delete", [_RemoveHead(name, head)], bulk=False)
-        await self.remove_parts(name, head)
+        await self.remove_parts([(name, head)])
 
-    async def remove_parts(self, name: bytes, head: Head) -> None:
+    async def begin_delete(self, names: Sequence[bytes]) -> None:
+        """Let the parts of values expire soon, before their heads are removed."""
+        peeks = [peek(name) for name in names]
+        await self._router.run("delete", peeks, bulk=False)
+        _raise_fault(peeks, "delete")
+        found = [
+            (call.name, Head.parse(call.reply)) for call in peeks if isinstance(call.reply, bytes)
+        ]
+        await self._let_parts_expire([(name, head) for name, head in found if head is not None])
+
+    async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
+        """Remove the parts of values whose heads, given with their names, are removed."""
         await self._router.run(
             "delete",
-            [RedisCall(part, "UNLINK", part) for part in head.part_names(name)],
+            [
+                RedisCall(part, "UNLINK", part)
+                for name, head in heads
+                for part in head.part_names(name)
+            ],
             bulk=False,
         )
+
+    async def _let_parts_expire(self, heads: Sequence[tuple[bytes, Head]]) -> None:
+        calls = [
+            RedisCall(part, "PEXPIRE", part, _LEAVING_MS)
+            for name, head in heads
+            for part in head.part_names(name)
+        ]
+        await self._router.run("delete", calls, bulk=False)
+        _raise_fault(calls, "delete")
 
     async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
         names = head.part_names(name)
@@ -118,7 +147,7 @@ class LargeValues:
         )
         await self._router.run("put", [written], bulk=False)
         if written.reply is None and written.fault is None:
-            await self.remove_parts(name, head)
+            await self.remove_parts([(name, head)])
             return False
         if written.fault is not None or written.reply != b"OK":
             raise written.fault or fault_of(written.reply, "put")
@@ -164,6 +193,12 @@ class LargeValues:
 def peek(name: bytes) -> RedisCall:
     """Reads one byte more than HEAD_BYTES: a longer string is no head."""
     return RedisCall(name, "GETRANGE", name, 0, HEAD_BYTES)
+
+
+def _raise_fault(calls: Sequence[RedisCall], operation: str) -> None:
+    for call in calls:
+        if (fault := fault_in(call, operation)) is not None:
+            raise fault
 
 
 class _RemoveHead(RedisCall):

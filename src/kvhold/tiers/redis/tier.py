@@ -14,6 +14,7 @@ cluster `cluster|slots`; Sentinel `role`. Needs Redis 6.2 or later.
 
 import math
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import ClassVar, Self
 
 from kvhold.core.errors import TierError
@@ -148,6 +149,7 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract. After an interrupted delete, values in parts are missing in a minute."""
         lengths = await self._lengths(keys, "delete")
         calls: dict[int, RedisCall] = {}
         for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
@@ -156,12 +158,20 @@ class RedisTier:
                 calls[i] = RedisCall(name, "GETDEL", name)  # may be a head
             elif length != 0:
                 calls[i] = RedisCall(name, "UNLINK", name)
+        await self._large.begin_delete(
+            [call.name for i, call in calls.items() if lengths[i] == HEAD_BYTES]
+        )
         await self._router.run("delete", list(calls.values()), bulk=False)
+        found = [
+            (call.name, Head.parse(call.reply))
+            for call in calls.values()
+            if isinstance(call.reply, bytes)
+        ]
+        with suppress(TierError):  # else they expire
+            await self._large.remove_parts([(name, head) for name, head in found if head])
         for call in calls.values():
             if (fault := fault_in(call, "delete")) is not None:
                 raise fault
-            if isinstance(call.reply, bytes) and (head := Head.parse(call.reply)) is not None:
-                await self._large.remove_parts(call.name, head)
         return [i in calls and calls[i].reply not in (0, None) for i in range(len(keys))]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
