@@ -5,8 +5,10 @@ Skipped where the client is not installed.
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
+from typing import ClassVar
 
 import pytest
 
@@ -125,6 +127,88 @@ async def test_a_cancelled_get_leaves_no_thread_that_writes(tier: MooncakeTier) 
         gc.collect()
         for one in memory:
             one.append(0)  # a BufferError if a thread still had it
+
+
+class SlowClient:
+    """A client whose set-up takes until `may_go_on`, and returns `code`."""
+
+    made: ClassVar[list["SlowClient"]] = []
+    may_go_on = threading.Event()
+    code = 0
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+        self.made.append(self)
+
+    def setup(self, *_: object) -> int:
+        self.may_go_on.wait(60)
+        return self.code
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [0] * len(names)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture
+async def slow_tier(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MooncakeTier]:
+    """A tier with such clients, beside a master that only accepts connections."""
+    monkeypatch.setattr(SlowClient, "made", [])
+    monkeypatch.setattr(SlowClient, "may_go_on", threading.Event())
+    monkeypatch.setattr("kvhold.tiers.mooncake.MooncakeDistributedStore", SlowClient)
+    master = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = master.sockets[0].getsockname()[1]
+    tier = at(f"mooncake://127.0.0.1:{port}?allow_all_interfaces=true")
+    yield tier
+    SlowClient.may_go_on.set()
+    await tier.close()
+    master.close()
+
+
+async def begin_set_up(tier: MooncakeTier) -> "asyncio.Task[list[int | None]]":
+    """Return a probe that waits for the set-up of a client."""
+    probing = asyncio.create_task(tier.probe([make_key(1)]))
+    async with asyncio.timeout(60):
+        while not SlowClient.made:  # noqa: ASYNC110 - a thread makes it
+            await asyncio.sleep(0.001)
+    return probing
+
+
+async def test_a_set_up_longer_than_a_deadline_is_used_by_the_next_call(
+    slow_tier: MooncakeTier,
+) -> None:
+    for _ in range(3):
+        probing = await begin_set_up(slow_tier)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        probing.cancel()
+        SlowClient.may_go_on.set()
+        await asyncio.wait((probing,))
+    assert await slow_tier.probe([make_key(1)]) == [None]
+    assert len(SlowClient.made) == 1
+    await slow_tier.close()
+    assert [client.num_closed for client in SlowClient.made] == [1]
+
+
+async def test_a_client_that_nobody_waits_for_is_closed_with_the_tier(
+    slow_tier: MooncakeTier,
+) -> None:
+    probing = await begin_set_up(slow_tier)
+    probing.cancel()
+    SlowClient.may_go_on.set()
+    await slow_tier.close()
+    assert [client.num_closed for client in SlowClient.made] == [1]
+
+
+async def test_a_client_whose_set_up_fails_is_closed(
+    slow_tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SlowClient.may_go_on.set()
+    monkeypatch.setattr(SlowClient, "code", -900)
+    with pytest.raises(TierUnavailable):
+        await slow_tier.check()
+    assert [client.num_closed for client in SlowClient.made] == [1]
 
 
 async def test_without_lent_memory_the_store_is_full(own_master: MooncakeMaster) -> None:

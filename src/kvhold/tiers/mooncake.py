@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import KEY_BYTES
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
+from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.url import TierUrl
 
 Result = TypeVar("Result")
@@ -106,9 +107,10 @@ class MooncakeTier:
         self._config = config
         self._host, self._port = host.strip("[]"), int(port)
         self._root = f"{config.prefix}/"
-        self._client: Any = None
+        closed = TierUnavailable("mooncake", "open", f"{config.master} was closed")
+        self._opener = Opener[Any](self._open, self._begin_close, closed=closed)
         self._threads: ThreadPoolExecutor | None = None
-        self._opening = asyncio.Lock()
+        self._client_close: Future[None] | None = None
         self._session = threading.Lock()
         self._replicate = ReplicateConfig()
         self._replicate.replica_num = config.replicas
@@ -123,30 +125,22 @@ class MooncakeTier:
         return cls(url.apply(MooncakeConfig(master=url.netloc)))
 
     async def check(self) -> None:
-        await self._ask("check", self._alive)
+        await self._ask(self._alive)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        return (
-            await self._ask("probe", lambda client: self._sizes(client, keys, "probe"))
-            if keys
-            else []
-        )
+        return await self._ask(lambda client: self._sizes(client, keys, "probe")) if keys else []
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
         check_lengths(keys, into, starts)
-        return (
-            await self._ask("get", lambda client: self._get(client, keys, into, starts))
-            if keys
-            else []
-        )
+        return await self._ask(lambda client: self._get(client, keys, into, starts)) if keys else []
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
         first = dict(reversed(items))
-        faults = await self._ask("put", lambda client: self._put(client, first)) if first else {}
+        faults = await self._ask(lambda client: self._put(client, first)) if first else {}
         return [faults[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -155,7 +149,7 @@ class MooncakeTier:
         removed: set[bytes] = set()
         until = time.monotonic() + self._config.delete_wait_s
         while unique:
-            leased = await self._ask("delete", partial(self._remove, keys=unique, removed=removed))
+            leased = await self._ask(partial(self._remove, keys=unique, removed=removed))
             if leased and time.monotonic() > until:
                 raise TierError(
                     self.traits.name, "delete", f"{len(leased)} keys are still leased to readers"
@@ -173,41 +167,40 @@ class MooncakeTier:
                 "scan",
                 "the client lists no keys: set the option admin to the master's HTTP host:port",
             )
-        for name in await self._ask("scan", lambda _: self._listing()):
+        for name in await self._ask(lambda _: self._listing()):
             key = self._key(name)
             if key is not None and key.startswith(prefix):
                 yield key
 
     async def close(self) -> None:
-        async with self._opening:
-            client, threads = self._client, self._threads
-            self._client = self._threads = None
-            if threads is not None:
-                if client is not None:
-                    await in_thread(threads, client.close)
+        await self._opener.close()
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            try:
+                if self._client_close is not None:
+                    await in_thread(threads, self._client_close.result)
+            finally:
                 threads.shutdown(wait=False)
 
-    async def _ask(self, operation: str, work: Callable[[Any], Result]) -> Result:
-        client = await self._open(operation)
+    async def _ask(self, work: Callable[[Any], Result]) -> Result:
+        async with self._opener.use() as client:
+            assert self._threads is not None
+            return await in_thread(self._threads, lambda: work(client))
+
+    async def _open(self) -> Any:
+        await self._reach_master()  # `setup` tries a dead master for long
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(
+                self._config.threads, thread_name_prefix="kvhold-mooncake"
+            )
+        return await in_thread(self._threads, self._set_up)
+
+    def _begin_close(self, client: Any) -> None:
+        """`close` waits for the end: it takes a second."""
         assert self._threads is not None
-        return await in_thread(self._threads, lambda: work(client))
+        self._client_close = self._threads.submit(client.close)
 
-    async def _open(self, operation: str) -> Any:
-        async with self._opening:
-            if self._client is None:
-                await self._reach_master(operation)  # `setup` tries a dead master for long
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(
-                        self._config.threads, thread_name_prefix="kvhold-mooncake"
-                    )
-                client = MooncakeDistributedStore()
-                code = await in_thread(self._threads, lambda: self._set_up(client))
-                if code:
-                    raise self._fault(code, operation)
-                self._client = client
-            return self._client
-
-    async def _reach_master(self, operation: str) -> None:
+    async def _reach_master(self) -> None:
         try:
             _, writer = await asyncio.wait_for(
                 asyncio.open_connection(self._host, self._port), _CONNECT_S
@@ -215,28 +208,35 @@ class MooncakeTier:
         except (OSError, TimeoutError) as error:
             raise TierUnavailable(
                 self.traits.name,
-                operation,
+                "open",
                 f"no master at {self._config.master}: {str(error) or 'timed out'}",
             ) from None
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
 
-    def _set_up(self, client: Any) -> int:
+    def _set_up(self) -> Any:
         config = self._config
         hostname = config.hostname or (
             "127.0.0.1" if _is_loopback(self._host) else socket.gethostname()
         )
-        code: int = client.setup(
-            hostname,
-            config.metadata,
-            config.segment_bytes,
-            config.buffer_bytes,
-            config.protocol,
-            config.device,
-            config.master,
-        )
-        return code
+        client = MooncakeDistributedStore()
+        try:
+            code: int = client.setup(
+                hostname,
+                config.metadata,
+                config.segment_bytes,
+                config.buffer_bytes,
+                config.protocol,
+                config.device,
+                config.master,
+            )
+            if code:
+                raise self._fault(code, "open")
+        except BaseException:
+            client.close()
+            raise
+        return client
 
     def _alive(self, client: Any) -> None:
         code = client.batch_is_exist([self._root])[0]
