@@ -178,11 +178,13 @@ async def test_a_cancelled_call_ends_at_once_and_its_slot_is_not_used_before_the
     blocks.may_go_on.clear()
     mine = [bytearray(100_000) for _ in values]
     call = asyncio.ensure_future(tier.get(list(values), [[memoryview(m)] for m in mine]))
-    while tier._free.qsize():  # noqa: ASYNC110 - until both slots are the device's
+    session = tier._opener.place
+    assert session is not None
+    while session.free.qsize():  # noqa: ASYNC110 - until both slots are the device's
         await asyncio.sleep(0)
     call.cancel()
     await asyncio.wait((call,))
-    assert tier._free.qsize() == 0, "the device has not finished"
+    assert session.free.qsize() == 0, "the device has not finished"
     del call  # whose traceback has the caller's memory in its frames
     gc.collect()
     for memory in mine:
@@ -252,6 +254,91 @@ async def test_a_connection_that_fails_is_unavailable(blocks: Blocks, tier: Bloc
         await tier.probe([make_key(1)])
     got = await tier.get([make_key(1)], [[memoryview(bytearray(1))]])
     assert isinstance(got[0], TierUnavailable)
+
+
+class SlowBlocks(Blocks):
+    """With a registration that takes until `may_register`, and a count of closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_register = Event()
+        self.is_registering = Event()
+        self.answer = 1
+        self.num_closed = 0
+
+    def register_mr(self, pointer: int, size: int, /) -> int:
+        self.is_registering.set()
+        self.may_register.wait(60)
+        super().register_mr(pointer, size)
+        return self.answer
+
+    def close(self) -> None:
+        self.num_closed += 1
+        super().close()
+
+
+class TestSetUp:
+    @pytest.fixture
+    def made(self) -> list[SlowBlocks]:
+        """The connections that were made."""
+        return []
+
+    @pytest.fixture
+    async def tier(self, made: list[SlowBlocks]) -> AsyncIterator[BlockTier]:
+        def connect() -> SlowBlocks:
+            made.append(SlowBlocks())
+            return made[-1]
+
+        tier = BlockTier(LAYOUT, connect, "memory")
+        yield tier
+        for blocks in made:
+            blocks.may_register.set()
+        await tier.close()
+
+    @staticmethod
+    async def cancel_during_set_up(tier: BlockTier, made: list[SlowBlocks]) -> None:
+        checking = asyncio.create_task(tier.check())
+        async with asyncio.timeout(60):
+            while not made or not made[-1].is_registering.is_set():  # noqa: ASYNC110 - in a thread
+                await asyncio.sleep(0.001)
+        checking.cancel()
+        made[-1].may_register.set()
+        await asyncio.wait((checking,))
+
+    async def test_one_longer_than_a_deadline_is_used_by_the_next_call(
+        self, made: list[SlowBlocks], tier: BlockTier
+    ) -> None:
+        await self.cancel_during_set_up(tier, made)
+        await tier.check()
+        assert len(made) == 1
+        await tier.close()
+        assert made[0].num_closed == 1
+
+    async def test_one_that_nobody_waits_for_is_closed_with_the_tier(
+        self, made: list[SlowBlocks], tier: BlockTier
+    ) -> None:
+        await self.cancel_during_set_up(tier, made)
+        await tier.close()
+        assert [blocks.num_closed for blocks in made] == [1]
+
+    async def test_one_that_fails_is_closed(
+        self, made: list[SlowBlocks], tier: BlockTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(SlowBlocks, "register_mr", lambda *_: -1)
+        with pytest.raises(TierUnavailable, match="does not register"):
+            await tier.check()
+        assert [blocks.num_closed for blocks in made] == [1]
+
+    async def test_a_lost_connection_is_closed_and_replaced(
+        self, made: list[SlowBlocks], tier: BlockTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(SlowBlocks, "register_mr", Blocks.register_mr)
+        await tier.check()
+        made[0].check_exist = lambda name: -1  # type: ignore[method-assign]
+        with pytest.raises(TierUnavailable):
+            await tier.check()
+        await tier.check()
+        assert [blocks.num_closed for blocks in made] == [1, 0]
 
 
 @pytest.mark.server

@@ -86,6 +86,7 @@ class InfiniStoreTier(BlockTier):
         client = infinistore.InfinityConnection(settings)
         connection: Connection = client.conn  # its Python wrapper leaks a buffer with each failure
         if client.conn.init_connection(settings) < 0:
+            connection.close()
             raise TierUnavailable(
                 self.traits.name, "connect", f"no server at {config.host}:{config.port}"
             )

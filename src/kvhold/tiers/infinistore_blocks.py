@@ -25,6 +25,7 @@ import numpy as np
 
 from kvhold.core.errors import TierError, TierFull, TierUnavailable
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
+from kvhold.tiers.files.opener import Opener
 
 Result = TypeVar("Result")
 Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
@@ -102,6 +103,19 @@ class _Refused(Exception):
         self.code = code
 
 
+@dataclass(frozen=True)
+class _Session:
+    """A connection, its registered memory, and the thread of its blocking calls.
+
+    free: offsets of free slots
+    """
+
+    connection: Connection
+    memory: mmap.mmap
+    free: "asyncio.Queue[int]"
+    thread: ThreadPoolExecutor
+
+
 class BlockTier:
     """`connect` runs in the tier's thread. It raises TierError."""
 
@@ -112,21 +126,15 @@ class BlockTier:
         self._layout = layout
         self._connect = connect
         self._place = place
-        self._connection: Connection | None = None
-        self._is_lost = False
-        self._memory: mmap.mmap | None = None
-        self._free: asyncio.Queue[int] = asyncio.Queue()  # offsets of free slots
         self._moves = asyncio.Semaphore(_MOVES_AT_ONCE)
-        self._opening = asyncio.Lock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._closing = False
+        self._hanging_up: set[asyncio.Task[None]] = set()
+        closed = TierUnavailable(self.traits.name, "open", f"{place} was closed")
+        self._opener = Opener(self._open, self._begin_hang_up, closed=closed)
 
     async def check(self) -> None:
-        if (
-            await self._blocking(
-                "check", lambda connection: connection.check_exist(f"{self._layout.root}check")
-            )
-            < 0
-        ):
+        name = f"{self._layout.root}check"
+        if await self._blocking(lambda connection: connection.check_exist(name)) < 0:
             raise self._lost("check")
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -176,13 +184,9 @@ class BlockTier:
         yield b""  # type: ignore[unreachable]  # makes this a generator
 
     async def close(self) -> None:
-        async with self._opening:
-            if self._connection is not None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LAST_MOVES_S):
-                        for _ in range(self._layout.slots):
-                            await self._free.get()
-                await self._hang_up()
+        self._closing = True
+        await self._opener.close()
+        await self._hung_up()
 
     async def _get(self, key: bytes, parts: Parts, start: int | None) -> int | None:
         head, room = await self._head(key), size_of(parts)
@@ -197,7 +201,7 @@ class BlockTier:
             count = min(self._layout.slot_bytes // block, -(-(first + wanted - at) // block))
             batch = self._blocks(key, head, at // block, count)
             inside = slice(max(first - at, 0), min(first + wanted - at, count * block))
-            await self._move("get", batch, block, after=partial(target.fill, inside=inside))
+            await self._move(batch, block, after=partial(target.fill, inside=inside))
             at += count * block
         return wanted
 
@@ -209,10 +213,9 @@ class BlockTier:
         try:
             for at in range(0, head.num_blocks, at_once):
                 batch = self._blocks(key, head, at, min(at_once, head.num_blocks - at))
-                await self._move("put", batch, head.block_bytes, before=source.drain)
+                await self._move(batch, head.block_bytes, before=source.drain)
             if await self._head(key) is None:
                 await self._move(
-                    "put",
                     [self._name(key)],
                     HEAD_BYTES,
                     before=_Cursor([memoryview(head.pack())]).drain,
@@ -228,7 +231,6 @@ class BlockTier:
         found: list[_Head | None] = []
         try:
             await self._move(
-                "head",
                 [self._name(key)],
                 HEAD_BYTES,
                 after=lambda slot: found.append(_Head.unpack(bytes(slot[:HEAD_BYTES]))),
@@ -241,7 +243,6 @@ class BlockTier:
 
     async def _move(
         self,
-        operation: str,
         names: list[str],
         block: int,
         *,
@@ -249,10 +250,8 @@ class BlockTier:
         after: Callable[[memoryview], None] | None = None,
     ) -> None:
         """Write blocks from a slot that `before` fills, or read blocks into a slot for `after`."""
-        connection = await self._open(operation)
-        memory, free = self._memory, self._free
-        assert memory is not None
-        async with self._moves:
+        async with self._opener.use() as session, self._moves:
+            connection, memory, free = session.connection, session.memory, session.free
             at = await free.get()
             slot = memoryview(memory)[at : at + self._layout.slot_bytes]
             loop = asyncio.get_running_loop()
@@ -264,8 +263,8 @@ class BlockTier:
 
             try:
                 if before is not None:
-                    await self._copy(
-                        partial(before, slot[: len(names) * block]), len(names) * block
+                    await _copy(
+                        session, partial(before, slot[: len(names) * block]), len(names) * block
                     )
                 move = connection.w_rdma_async if before is not None else connection.r_rdma_async
                 offsets = [at + i * block for i in range(len(names))]
@@ -284,16 +283,9 @@ class BlockTier:
                 if code != _DONE:
                     raise _Refused(code)
                 if after is not None:
-                    await self._copy(partial(after, slot), len(names) * block)
+                    await _copy(session, partial(after, slot), len(names) * block)
             finally:
                 free.put_nowait(at)
-
-    async def _copy(self, copy: Callable[[], None], nbytes: int) -> None:
-        assert self._thread is not None
-        if nbytes < _COPY_IN_THREAD:
-            copy()
-        else:
-            await in_thread(self._thread, copy)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
         """Stops at a missing batch: the head's number of blocks is not trusted."""
@@ -304,53 +296,61 @@ class BlockTier:
                 return
 
     async def _drop(self, names: list[str]) -> int:
-        removed = await self._blocking("delete", lambda connection: connection.delete_keys(names))
+        removed = await self._blocking(lambda connection: connection.delete_keys(names))
         if removed < 0:
             raise self._lost("delete")
         return removed
 
-    async def _blocking(self, operation: str, work: Callable[[Connection], Result]) -> Result:
-        connection = await self._open(operation)
-        assert self._thread is not None
-        return await in_thread(self._thread, lambda: work(connection))
+    async def _blocking(self, work: Callable[[Connection], Result]) -> Result:
+        async with self._opener.use() as session:
+            return await in_thread(session.thread, lambda: work(session.connection))
 
-    async def _open(self, operation: str) -> Connection:
-        async with self._opening:
-            if self._is_lost:
-                await self._hang_up()
-            if self._connection is None:
-                nbytes = self._layout.slots * self._layout.slot_bytes
-                thread, memory = (
-                    ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore"),
-                    mmap.mmap(-1, nbytes),
-                )
-                connection = await in_thread(thread, self._connect)
-                if (
-                    await in_thread(
-                        thread, lambda: connection.register_mr(_address(memory), nbytes)
-                    )
-                    < 0
-                ):
-                    await in_thread(thread, connection.close)
-                    raise TierUnavailable(
-                        self.traits.name,
-                        operation,
-                        f"{self._place}: the device does not register {nbytes} bytes (see "
-                        "ulimit -l)",
-                    )
-                self._free = asyncio.Queue()
-                for i in range(self._layout.slots):
-                    self._free.put_nowait(i * self._layout.slot_bytes)
-                self._thread, self._memory, self._connection = thread, memory, connection
-            return self._connection
-
-    async def _hang_up(self) -> None:
-        connection, thread = self._connection, self._thread
-        self._connection = self._thread = self._memory = None
-        self._is_lost = False
-        if connection is not None and thread is not None:
-            await in_thread(thread, connection.close)
+    async def _open(self) -> _Session:
+        await self._hung_up()  # the old memory is no longer registered
+        nbytes = self._layout.slots * self._layout.slot_bytes
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore")
+        memory, free = mmap.mmap(-1, nbytes), asyncio.Queue[int]()
+        for i in range(self._layout.slots):
+            free.put_nowait(i * self._layout.slot_bytes)
+        try:
+            connection = await in_thread(thread, partial(self._set_up, memory, nbytes))
+        except BaseException:
             thread.shutdown(wait=False)
+            raise
+        return _Session(connection, memory, free, thread)
+
+    def _set_up(self, memory: mmap.mmap, nbytes: int) -> Connection:
+        connection = self._connect()
+        try:
+            if connection.register_mr(_address(memory), nbytes) < 0:
+                raise TierUnavailable(
+                    self.traits.name,
+                    "open",
+                    f"{self._place}: the device does not register {nbytes} bytes (see ulimit -l)",
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _begin_hang_up(self, session: _Session) -> None:
+        task = asyncio.create_task(self._hang_up(session, wait=self._closing))
+        self._hanging_up.add(task)
+        task.add_done_callback(self._hanging_up.discard)
+
+    async def _hang_up(self, session: _Session, *, wait: bool) -> None:
+        """wait: for the moves of cancelled calls, at most `_LAST_MOVES_S`"""
+        if wait:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_MOVES_S):
+                    for _ in range(self._layout.slots):
+                        await session.free.get()
+        await in_thread(session.thread, session.connection.close)
+        session.thread.shutdown(wait=False)
+
+    async def _hung_up(self) -> None:
+        while self._hanging_up:
+            await asyncio.wait(self._hanging_up)
 
     async def _item(
         self, operation: str, call: Callable[[], Awaitable[Result]]
@@ -377,7 +377,8 @@ class BlockTier:
         )
 
     def _lost(self, operation: str) -> TierError:
-        self._is_lost = self._connection is not None
+        if self._opener.place is not None:
+            self._opener.lose(self._opener.place)
         return TierUnavailable(self.traits.name, operation, f"no answer from {self._place}")
 
     def _name(self, key: bytes) -> str:
@@ -417,6 +418,13 @@ class _Cursor:
             step = min(self._part.nbytes, data.nbytes)
             copy(self._part[:step], data[:step])
             self._part, data = self._part[step:], data[step:]
+
+
+async def _copy(session: _Session, copy: Callable[[], None], nbytes: int) -> None:
+    if nbytes < _COPY_IN_THREAD:
+        copy()
+    else:
+        await in_thread(session.thread, copy)
 
 
 def _give_back(
