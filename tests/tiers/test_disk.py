@@ -963,6 +963,80 @@ class TestFaults:
                 await tier.put([(make_key(1), [memoryview(b"x")])])
 
 
+class TestRemovalsAreDurable:
+    """A clear is forgotten after its scan and its deletes: a power cut must not undo them."""
+
+    @pytest.fixture
+    def synced(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The names of the subfolders that were synced, without values in them."""
+        names, fsync = list[str](), os.fsync
+
+        def sync(fd: int) -> None:
+            path = Path(f"/proc/self/fd/{fd}").resolve()
+            if path.is_dir() and not list(path.glob("*-*-*")):
+                names.append(path.name)
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", sync)
+        return names
+
+    @pytest.mark.parametrize("sync", [False, True])
+    async def test_a_delete_syncs_each_folder_once(
+        self, tmp_path: Path, synced: list[str], sync: bool
+    ) -> None:
+        async with disk(tmp_path, sync=sync) as tier:
+            await fill(tier, range(8))
+            shards = {file.parent.name for file in value_files(tmp_path)}
+            synced.clear()
+            assert await tier.delete([make_key(i) for i in range(8)]) == [True] * 8
+            assert sorted(synced) == sorted(shards)
+            synced.clear()
+            assert await tier.delete([make_key(i) for i in range(8)]) == [False] * 8
+            assert await scanned(tier) == []
+            assert synced == []
+
+    async def test_a_scan_syncs_the_folders_of_evicted_values(
+        self, tmp_path: Path, synced: list[str]
+    ) -> None:
+        async with disk(tmp_path, max_bytes=2 * 4096) as tier:
+            await fill(tier, range(2))
+            shards = {file.parent.name for file in value_files(tmp_path)}
+            await fill(tier, range(1000, 1002))  # in the files of the first two
+            shards -= {file.parent.name for file in value_files(tmp_path)}
+            assert shards
+            synced.clear()
+            await scanned(tier)
+            assert shards <= set(synced)
+
+    async def test_a_delete_that_cannot_sync_fails_until_one_can(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(1))
+            (shard,) = {file.parent.name for file in value_files(tmp_path)}
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", failing(os.fsync, EIO))
+                for _ in range(2):
+                    with pytest.raises(TierError):
+                        await tier.delete([make_key(0)])
+                with pytest.raises(TierError):
+                    await scanned(tier)
+            synced.clear()
+            assert await tier.delete([make_key(0)]) == [False]
+            assert synced == [shard]
+
+    async def test_removals_of_an_earlier_run_are_synced(
+        self, tmp_path: Path, synced: list[str]
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(1))
+        (file,) = value_files(tmp_path)
+        file.unlink()
+        async with disk(tmp_path) as tier:
+            assert await scanned(tier) == []
+        assert file.parent.name in synced
+
+
 class TestSeveralDisks:
     async def test_a_key_stays_on_its_disk_and_each_gets_its_share(self, tmp_path: Path) -> None:
         paths = [tmp_path / name for name in "abc"]

@@ -198,6 +198,29 @@ class TestFaults:
             assert await tier.probe([make_key(1)]) == [None]
             assert await fetch(tier, [make_key(1)], [100]) == [None]
 
+    @pytest.mark.parametrize("sync", [False, True])
+    async def test_with_sync_a_delete_is_durable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+    ) -> None:
+        synced, fsync = list[str](), os.fsync
+
+        def note(fd: int) -> None:
+            path = Path(f"/proc/self/fd/{fd}").resolve()
+            if path.is_dir() and not list(path.iterdir()):
+                synced.append(path.name)
+            fsync(fd)
+
+        async with shared(tmp_path, sync=sync) as tier:
+            keys = [make_key(i) for i in range(8)]
+            await store(tier, dict.fromkeys(keys, b"x"))
+            monkeypatch.setattr(os, "fsync", note)
+            assert await tier.delete(keys) == [True] * 8
+            assert sorted(synced) == sorted({key[16:17].hex() for key in keys if sync})
+            if sync:
+                monkeypatch.setattr(os, "fsync", failing(EIO))
+                with pytest.raises(TierError):
+                    await tier.delete(keys)
+
     async def test_a_failed_opening_keeps_no_descriptor(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

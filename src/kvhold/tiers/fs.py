@@ -164,7 +164,17 @@ class SharedFilesTier:
             answers = await self._run(
                 self._lookers, tree, "delete", [partial(tree.remove, _name(key)) for key in once]
             )
+            shards = dict.fromkeys(shard_of(key) for key in once if self._config.sync)
+            synced = await self._run(
+                self._lookers,
+                tree,
+                "delete",
+                [partial(tree.sync_folder, shard) for shard in shards],
+            )
         _raise_if_all(answers)
+        for fault in synced:
+            if isinstance(fault, TierError):
+                raise fault
         removed = {key: answer is True for key, answer in zip(once, answers, strict=True)}
         return [removed.pop(key, False) for key in keys]
 

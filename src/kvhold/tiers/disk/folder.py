@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Self
 
 from kvhold.core.errors import TierUnavailable
@@ -48,6 +49,8 @@ class Folder:
         self.path = tree.path
         self._tree = tree
         self._lock = lock
+        self._removals: dict[str, int] = {}  # subfolder -> removals that a power cut may undo
+        self._counting = Lock()
         self.block_bytes = tree.state().f_frsize
 
     @classmethod
@@ -86,6 +89,7 @@ class Folder:
                 self.remove(f"{NEW}/{name}")
         for shard in sorted(self._tree.names(".")):
             if _SHARD.fullmatch(shard):
+                self._count_removal(shard)  # by an earlier run
                 yield list(self._whole_values(shard))
 
     def write(
@@ -105,6 +109,9 @@ class Folder:
         except OSError:
             self.remove(temporary)
             raise
+        finally:
+            if reuse is not None:
+                self._count_removal(shard_in(reuse))
         return self._occupied_bytes(state)
 
     def read(
@@ -114,11 +121,32 @@ class Folder:
         return self._tree.read(name, pieces, at=at, size=size, used_ns=stamp_ns)
 
     def remove(self, name: str) -> None:
-        self._tree.remove(name)
+        if self._tree.remove(name):
+            self._count_removal(shard_in(name))
+
+    @property
+    def unsynced(self) -> list[str]:
+        """The subfolders with removals that a power cut may undo."""
+        with self._counting:
+            return list(self._removals)
+
+    def sync_removals(self, shard: str) -> None:
+        """Raises OSError."""
+        with self._counting:
+            number = self._removals.get(shard)
+        self._tree.sync_folder(shard)
+        with self._counting:
+            if self._removals.get(shard) == number:
+                self._removals.pop(shard, None)
 
     def close(self) -> None:
         os.close(self._lock)
         self._tree.close()
+
+    def _count_removal(self, shard: str) -> None:
+        if shard != NEW:
+            with self._counting:
+                self._removals[shard] = self._removals.get(shard, 0) + 1
 
     def _whole_values(self, shard: str) -> Iterator[FoundValue]:
         for base in self._tree.names(shard):
@@ -145,6 +173,10 @@ class Folder:
     def _occupied_bytes(self, state: os.stat_result) -> int:
         """At least the size, since some file systems count blocks late."""
         return max(state.st_blocks * 512, -(-state.st_size // self.block_bytes) * self.block_bytes)
+
+
+def shard_in(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def value_name(key: bytes, nbytes: int, stamp_ns: int) -> str:

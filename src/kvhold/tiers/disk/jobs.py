@@ -155,6 +155,23 @@ class Remove:
             _log.warning("%s", self.fault)
 
 
+class SyncRemovals:
+    def __init__(self, folder: Folder, shard: str) -> None:
+        self.fault: TierError | None = None
+        self._folder = folder
+        self._shard = shard
+
+    def run(self, stop: Event) -> None:
+        if stop.is_set():
+            return
+        try:
+            self._folder.sync_removals(self._shard)
+        except OSError as error:
+            self.fault = as_tier_error(
+                error, tier="disk", operation="sync", where=f"{self._folder.path}/{self._shard}"
+            )
+
+
 class Read:
     """`is_broken`: the file differs from its entry."""
 

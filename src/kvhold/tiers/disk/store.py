@@ -25,7 +25,9 @@ from kvhold.tiers.disk.jobs import (
     Remove,
     RemoveNames,
     StoreSettings,
+    SyncRemovals,
 )
+from kvhold.tiers.files.names import shard_of
 from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.files.threads import IoThreads
 from kvhold.tiers.files.transfer import as_pieces
@@ -128,6 +130,8 @@ class DiskStore:
                 await asyncio.sleep(0)
             # else a crash could bring back values that the scan did not report
             await self._left(opened)
+        async with self._opener.use() as opened:
+            await self._sync_removals(opened, opened.folder.unsynced)
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
@@ -202,7 +206,11 @@ class DiskStore:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Wait for replacements and evictions: a crash could bring such a value back."""
+        """Wait for replacements and evictions: a crash could bring such a value back.
+
+        The removals are durable, whatever `sync` says, as those before a scan's end are: a clear is
+        forgotten after its scan and deletes, and a power cut must not bring its values back.
+        """
         async with self._opener.use() as opened:
             await self._all_listed()  # else files listed later come back
             while (
@@ -218,6 +226,8 @@ class DiskStore:
                     opened.index.take(entry)
                     [jobs[i]] = self._leave(opened, (entry,))
             await self._remove(opened, list(jobs.values()))
+            shards = {shard_of(key) for key in keys}
+            await self._sync_removals(opened, shards.intersection(opened.folder.unsynced))
             return [i in jobs and jobs[i].gone for i in range(len(keys))]
 
     async def close(self) -> None:
@@ -460,6 +470,14 @@ class DiskStore:
                 opened.index.restore(job.entry)
                 opened.num_restored += 1
             opened.leaving.pop(id(job))[1].set_result(None)
+
+    async def _sync_removals(self, opened: _Opened, shards: Collection[str]) -> None:
+        """Make removals from these subfolders durable. Raises TierError."""
+        jobs = [SyncRemovals(opened.folder, shard) for shard in shards]
+        await self._writers.run([job.run for job in jobs])
+        for job in jobs:
+            if job.fault is not None:
+                raise job.fault
 
     async def _trim(self, opened: _Opened) -> None:
         victims = opened.index.evict(opened.index.excess_bytes)

@@ -197,11 +197,17 @@ class FileTree:
             os.close(fd)
 
     def remove(self, name: str) -> bool:
+        """A power cut may bring the file back until `sync_folder`."""
         try:
             os.unlink(name, dir_fd=self._root)
         except FileNotFoundError:
             return False
         return True
+
+    def sync_folder(self, name: str) -> None:
+        """Make removals from a folder durable. A missing folder needs nothing."""
+        with suppress(FileNotFoundError):
+            self._fsync(name)
 
     def close(self) -> None:
         os.close(self._root)
@@ -245,8 +251,10 @@ class FileTree:
             self._sync_folder(".")
 
     def _sync_folder(self, name: str) -> None:
-        if not self._sync:
-            return
+        if self._sync:
+            self._fsync(name)
+
+    def _fsync(self, name: str) -> None:
         fd = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
         try:
             os.fsync(fd)
