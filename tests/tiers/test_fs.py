@@ -16,9 +16,16 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import (
+    ConfigError,
+    TierDenied,
+    TierError,
+    TierFull,
+    TierIncomplete,
+    TierUnavailable,
+)
 from kvhold.testing import TierContract
-from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
+from kvhold.testing.tier import fetch, make_key, make_value, partly_scanned, scanned, store
 from kvhold.tiers.files.names import temporary_name
 from kvhold.tiers.files.tree import FileTree
 from kvhold.tiers.fs import SharedFilesConfig, SharedFilesTier
@@ -220,6 +227,42 @@ class TestFaults:
                 monkeypatch.setattr(os, "fsync", failing(EIO))
                 with pytest.raises(TierError):
                     await tier.delete(keys)
+
+    async def test_a_folder_that_cannot_be_listed_is_a_fault_after_the_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else a clear would end while cleared values are there."""
+        keys = [make_key(i) for i in range(20)]
+        broken, names = keys[0][16:17].hex(), FileTree.names
+
+        def list_names(tree: FileTree, shard: str) -> list[str]:
+            if shard == broken:
+                raise OSError(EIO, os.strerror(EIO))
+            return names(tree, shard)
+
+        async with shared(tmp_path) as tier:
+            await store(tier, dict.fromkeys(keys, b"x"))
+            monkeypatch.setattr(FileTree, "names", list_names)
+            seen = await partly_scanned(tier)
+            assert sorted(seen) == sorted(key for key in keys if key[16:17].hex() != broken)
+
+    async def test_a_file_that_cannot_be_removed_is_a_fault_after_the_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = [make_key(i) for i in range(20)]
+        remove = FileTree.remove
+
+        def remove_one(tree: FileTree, name: str) -> bool:
+            if keys[3].hex() in name:
+                raise OSError(EIO, os.strerror(EIO))
+            return remove(tree, name)
+
+        async with shared(tmp_path) as tier:
+            await store(tier, dict.fromkeys(keys, b"x"))
+            monkeypatch.setattr(FileTree, "remove", remove_one)
+            with pytest.raises(TierIncomplete):
+                await tier.delete(keys)
+            assert await tier.probe(keys) == [1 if key == keys[3] else None for key in keys]
 
     async def test_a_failed_opening_keeps_no_descriptor(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from threading import Event
 from typing import ClassVar, Generic, Self, TypeVar
 
 from kvhold.core.config import setting
-from kvhold.core.errors import ConfigError, TierError, TierUnavailable
+from kvhold.core.errors import ConfigError, TierError, TierIncomplete, TierUnavailable
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.base import Parts, TierTraits, check_lengths
 from kvhold.tiers.files.faults import as_tier_error
@@ -159,6 +159,7 @@ class SharedFilesTier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tier contract. Raises TierIncomplete if a file could not be removed."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(
@@ -175,11 +176,15 @@ class SharedFilesTier:
         for fault in synced:
             if isinstance(fault, TierError):
                 raise fault
+        _raise_if_any(answers, "delete")
         removed = {key: answer is True for key, answer in zip(once, answers, strict=True)}
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Lists all folders first, so the keys must fit in memory."""
+        """Tier contract. Lists all folders first, so the keys must fit in memory.
+
+        Raises TierIncomplete after the keys of the other folders if one cannot be listed.
+        """
         async with self._opener.use() as tree:
             shards = (
                 [shard_of(prefix)]
@@ -192,12 +197,12 @@ class SharedFilesTier:
         _raise_if_all(listed)
         for shard, names in zip(shards, listed, strict=True):
             if isinstance(names, TierError):
-                _log.warning("%s", names)
                 continue
             for name in names or ():
                 key = _key(name)
                 if key is not None and shard_of(key) == shard and key.startswith(prefix):
                     yield key
+        _raise_if_any(listed, "scan")
 
     async def close(self) -> None:
         await self._opener.close()
@@ -314,6 +319,13 @@ def _key(name: str) -> bytes | None:
         return bytes.fromhex(name)
     except ValueError:
         return None
+
+
+def _raise_if_any(answers: Sequence[object], operation: str) -> None:
+    """Raises TierIncomplete."""
+    for answer in answers:
+        if isinstance(answer, TierError):
+            raise TierIncomplete("fs", operation, f"a part of the folder failed: {answer}")
 
 
 def _raise_if_all(answers: Sequence[object]) -> None:
