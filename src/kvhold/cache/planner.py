@@ -76,7 +76,7 @@ class LoadPlan:
 
 @dataclass
 class Marks:
-    """The ends of a search's reads in the tiers' queues, as `TierSpeed.ordered_bytes`."""
+    """The ends of a search's reads in the tiers' queues, as `TierSpeed.requested_bytes`."""
 
     by_tier: dict[int, int] = field(default_factory=dict)
     plan: LoadPlan | None = None
@@ -185,7 +185,7 @@ class Planner:
         return LoadPlan(num_tokens, chunks, float(options.wait_s[chosen]), more_bytes)
 
     def requested(self, tier: int, nbytes: int) -> int:
-        """Note a read. Return the tier's `ordered_bytes` after it."""
+        """Note a read. Return the tier's `requested_bytes` after it."""
         self.speeds[tier].requested(nbytes, self.clock())
         return self.speeds[tier].requested_bytes
 

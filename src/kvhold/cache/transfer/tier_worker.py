@@ -90,7 +90,7 @@ class TierWorker:
             for guard in stack.guards
         ]
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._owing: set[asyncio.Task[Any]] = set()
+        self._pending_clears: set[asyncio.Task[Any]] = set()
         # Compile codecs early, because it takes a while.
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._dealt_with = asyncio.Event()
@@ -159,8 +159,8 @@ class TierWorker:
         left = sum(box.num_queued for box in self._outboxes)
         if left:
             log.warning("%d chunks were not written to lower tiers before the end", left)
-        if self._owing:  # the next node is to know of them
-            await asyncio.wait(self._owing, timeout=_LEAVE_S)
+        if self._pending_clears:  # the next node is to know of them
+            await asyncio.wait(self._pending_clears, timeout=_LEAVE_S)
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
@@ -205,8 +205,8 @@ class TierWorker:
                     self._queue(command)
                 case ClearCommand():
                     beginning = self._loop.create_task(self._begin_clear(command))
-                    self._owing.add(beginning)
-                    beginning.add_done_callback(self._owing.discard)
+                    self._pending_clears.add(beginning)
+                    beginning.add_done_callback(self._pending_clears.discard)
                     self._start(self._clear(command, beginning))
                 case ReencodeCommand(number=number):
                     self._reencodings[number] = self._start(self._reencoder.run(command))
@@ -440,7 +440,7 @@ class TierWorker:
         return writing, pending_clears
 
     async def _clear(self, command: ClearCommand, beginning: "asyncio.Task[Any]") -> None:
-        """Clear the tiers. `owing` comes first, so that a node that ends keeps the clear."""
+        """Clear the tiers, once the clear is in the journal: a node that ends keeps it."""
         try:
             writing, pending_clears = await asyncio.shield(beginning)
             for outbox, writes in writing:

@@ -43,7 +43,7 @@ _START_S = 1.0  # a killed node is usually back within this time
 _PATIENCE_S = 0.003  # a pass waits so long; RAM answers faster
 
 
-class Lookups:
+class RequestLookups:
     """The lookups of requests.
 
     What calls the cache or hashes tokens runs on the lookup thread, all else on the scheduler's.

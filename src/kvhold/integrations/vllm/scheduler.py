@@ -21,7 +21,7 @@ from kvhold.integrations.vllm.costs import Costs
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
-from kvhold.integrations.vllm.lookups import Lookups, has_content
+from kvhold.integrations.vllm.lookups import RequestLookups, has_content
 from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.naming.adapters import Adapters, AdapterUse
 from kvhold.integrations.vllm.naming.loads import can_observe
@@ -92,7 +92,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._inside: list[str] = []
         self._last_stores: list[Store] = []
-        self.lookups = Lookups(
+        self.lookups = RequestLookups(
             config,
             namespace,
             geometry,
