@@ -56,9 +56,9 @@ def guarded(tmp_path: Path) -> Iterator[CentralServer]:
 @pytest.mark.server
 class TestB2:
     def test_a_strangers_long_greeting_is_not_logged(self, guarded: CentralServer) -> None:
-        body = msgspec.msgpack.encode(
-            central.CentralHello("HUSHHUSH" * (1 << 19), central.CENTRAL_VERSION, "")
-        )
+        names = vars(central)  # 5f474b0 calls it Hello
+        hello = names["CentralHello" if "CentralHello" in names else "Hello"]
+        body = msgspec.msgpack.encode(hello("HUSHHUSH" * (1 << 19), central.CENTRAL_VERSION, ""))
         before = len(guarded.log.read_bytes())
         with (
             socket.create_connection(("127.0.0.1", guarded.port), timeout=WITHIN_S) as stranger,
