@@ -1,4 +1,4 @@
-"""Memory over a disk tier with a codec: what the disk holds, and what a restart brings back.
+"""Memory over a disk tier with a codec: the disk's content, and the hit after a restart.
 
     python examples/tiers_and_codecs.py
     python examples/tiers_and_codecs.py raw lossless int8 cachegen

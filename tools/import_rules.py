@@ -3,11 +3,10 @@
     lint-imports            # reads [tool.importlinter] in pyproject.toml
 
 Import-linter's own contract types want every module they name to exist; here a row may wait for its
-package, and a package without a row is an error. Only direct imports count (what a package imports
-may import further), wherever
-they stand: at the top, in a function, under TYPE_CHECKING.
+package, and a package without a row is an error. Only direct imports count,
+wherever they stand: at the top, in a function, under TYPE_CHECKING.
 
-The root package itself has no row: it re-exports, and nobody below it may lean on that, so the only
+The root package itself has no row: it re-exports, and no package below it may use that, so the only
 thing a package may take from the root is its version.
 
 The first of `root_packages` is the house. It may import nothing from the others, which are outside.

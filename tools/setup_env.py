@@ -7,7 +7,7 @@ included.
 Needs Python 3.11 with its venv module, and pip's usual way to packages (its own configuration and
 PIP_* variables).
 
-What is not plain about it:
+Its special cases:
 
 * The CPU build of vLLM wants torch's CPU build, which has a version of its own (`2.13.0+cpu`). We
   ask pip for exactly that version, so where pip knows only CUDA builds it finds nothing and we stop
@@ -88,7 +88,7 @@ class SetupError(Exception):
 
 
 class PipError(SetupError):
-    """pip failed; the message is all that it printed."""
+    """pip failed; the message is its whole output."""
 
     @property
     def found_nothing(self) -> bool:
@@ -289,7 +289,7 @@ def bring_vllm(env: Environment, settings: Settings) -> str | None:
 def bring_torch(env: Environment, settings: Settings, *, with_vllm: bool) -> str:
     """The version of torch the environment now has.
 
-    Raises SetupError where only a CUDA build is on offer and nobody agreed to it.
+    Raises SetupError where pip offers only a CUDA build, which the settings do not allow.
     """
     cpu_build = f"{TORCH}+cpu"
     # macOS has no CUDA, and no +cpu
@@ -340,7 +340,7 @@ def bring_requirements(env: Environment, torch: str) -> None:
 def bring_sglang(env: Environment, settings: Settings, *, with_vllm: bool) -> bool:
     """Whether `sglang_folder` now holds it.
 
-    It imports what vLLM requires, so where that is left out, so is this.
+    It imports vLLM's requirements, so it is left out together with vLLM.
     """
     folder = sglang_folder(env.root)
     if not (settings.sglang and with_vllm):

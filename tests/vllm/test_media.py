@@ -143,6 +143,16 @@ def test_a_content_that_cannot_be_told_spoils_its_identifier() -> None:
     assert inserts(memory, feature("cat", pixels=PIXELS)) is None
 
 
+def test_content_that_cannot_be_read_spoils_its_identifier_and_no_request_waits_for_it() -> None:
+    memory = Media()
+    broken = feature("cat", pixels=torch.empty(3, device="meta"))  # it has no bytes
+    memory.announce(request_of(broken))
+    with pytest.raises(Exception, match="meta"):
+        memory.inserts_of(request_of(broken))
+    assert inserts(memory, feature("cat", pixels=PIXELS)) is None
+    assert not memory._announced
+
+
 def test_nothing_is_certain_while_another_request_waits_to_be_read() -> None:
     memory = Media()
     one, two = feature("cat", pixels=PIXELS), feature("cat", pixels=PIXELS + 1)

@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.errors import DamagedChunks, LayoutError
+from kvhold.core.holdings import ABSENT, Lease
 from kvhold.core.keys import Prompt
 from kvhold.core.layout import CANONICAL, Group, Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 if TYPE_CHECKING:
     from kvhold.core.api import Cache
-    from kvhold.core.holdings import Lease
 
 _NUMPY = {
     "float64": np.float64,
@@ -37,7 +37,6 @@ _NUMPY = {
     "int8": np.int8,
     "uint8": np.uint8,
 }
-_ABSENT = -1
 _ATTEMPTS = 3
 
 
@@ -83,7 +82,7 @@ class WholePrompts:
             for number, group in enumerate(layout.groups):
                 places, first = reservation.chunks(number), names.first_token
                 for at, length in zip(places.offsets, places.num_tokens, strict=True):
-                    if at != _ABSENT:
+                    if at != ABSENT:
                         chunk = _chunk(reservation.buffer, int(at), group, int(length))
                         chunk[...] = kv[number][:, :, first : first + length]
                     first += int(length)
@@ -126,7 +125,7 @@ class WholePrompts:
         return LoadedKV(0, [_empty(group, 0) for group in layout.groups])
 
 
-def _read(lease: "Lease", layout: Layout, num_tokens: int) -> list[npt.NDArray[Any]]:
+def _read(lease: Lease, layout: Layout, num_tokens: int) -> list[npt.NDArray[Any]]:
     """Raises DamagedChunks."""
     kv = [_empty(group, num_tokens) for group in layout.groups]
     for number, group in enumerate(layout.groups):

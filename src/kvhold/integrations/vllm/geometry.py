@@ -8,6 +8,7 @@ of other widths hold the same shards. Workers with equal KV (MLA, or fewer heads
 a shard: one stores it, all load it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
@@ -250,19 +251,51 @@ def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig"
     return bool(sizes) and resolve_kv_cache_block_sizes(kv_cache, config)[1] < min(sizes)
 
 
+def _reasons_of_drafts(
+    config: "VllmConfig", specs: Sequence[Any], settings: Config
+) -> dict[str, bool]:
+    """Return the reasons against speculative decoding, each with whether it applies."""
+    speculation, stages = config.speculative_config, config.parallel_config.pipeline_parallel_size
+    method = getattr(speculation, "method", None)
+    return {
+        f"speculative decoding by {method}; {', '.join(_WITHOUT_DRAFT_LAYERS + _DRAFTERS)} "
+        "are supported": (
+            speculation is not None and method not in _WITHOUT_DRAFT_LAYERS + _DRAFTERS
+        ),
+        f"speculative decoding by {method} has not been shown to be exact (allow_unproven "
+        "= true serves it)": (
+            drafts(config) and method not in _SHOWN_DRAFTERS and not settings.allow_unproven
+        ),
+        "speculative decoding and several pipeline stages": speculation is not None and stages > 1,
+        "a drafter beside other than full attention has not been shown to be exact "
+        "(allow_unproven = true serves it)": (
+            drafts(config)
+            and not settings.allow_unproven
+            and any(type(spec) is not FullAttentionSpec for spec in specs)
+        ),
+        "a drafter with another vocabulary (use_heterogeneous_vocab)": (
+            drafts(config) and bool(getattr(speculation, "use_heterogeneous_vocab", False))
+        ),
+        "drafts that are taken without a check (rejection_sample_method is synthetic)": (
+            drafts(config) and getattr(speculation, "rejection_sample_method", "") == "synthetic"
+        ),
+        "a drafter that does not draft in each pass (num_speculative_tokens_per_batch_size)": (
+            drafts(config)
+            and getattr(speculation, "num_speculative_tokens_per_batch_size", None) is not None
+        ),
+        f"speculative decoding by {method} with sliding windows or states": looks_ahead(config)
+        and any(isinstance(spec, SlidingWindowSpec | MambaSpec) for spec in specs),
+    }
+
+
 def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> None:
     groups, device = kv_cache.kv_cache_groups, unproven_platform()
-    parallel, cache, speculation = (
-        config.parallel_config,
-        config.cache_config,
-        config.speculative_config,
-    )
+    parallel, cache = config.parallel_config, config.cache_config
     specs = [group.kv_cache_spec for group in groups]
     strange = sorted({type(spec).__name__ for spec in specs if type(spec) not in _KNOWN})
     known = ", ".join(kind.__name__ for kind in _KNOWN)
     stages = parallel.pipeline_parallel_size
     layers = config.model_config.get_total_num_hidden_layers() if stages > 1 else 0
-    method = getattr(speculation, "method", None)
     reasons = {
         "the model has no KV cache": not groups,
         f"its layers are {', '.join(strange)}; {known} are supported": bool(strange),
@@ -295,38 +328,11 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "a node of its own": parallel.nnodes_within_dp > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
-        f"speculative decoding by {method}; {', '.join(_WITHOUT_DRAFT_LAYERS + _DRAFTERS)} "
-        "are supported": (
-            speculation is not None and method not in _WITHOUT_DRAFT_LAYERS + _DRAFTERS
-        ),
-        f"speculative decoding by {method} has not been shown to be exact (allow_unproven "
-        "= true serves it)": (
-            drafts(config) and method not in _SHOWN_DRAFTERS and not settings.allow_unproven
-        ),
-        "speculative decoding and several pipeline stages": speculation is not None and stages > 1,
         "it keeps states between blocks' ends, since its prefixes are matched in units that are "
         "smaller than a block of states (prefix_match_unit, or other groups' blocks)": (
             _keeps_states_between_blocks(config, kv_cache)
         ),
-        "a drafter beside other than full attention has not been shown to be exact "
-        "(allow_unproven = true serves it)": (
-            drafts(config)
-            and not settings.allow_unproven
-            and any(type(spec) is not FullAttentionSpec for spec in specs)
-        ),
-        "a drafter with another vocabulary (use_heterogeneous_vocab)": (
-            drafts(config) and bool(getattr(speculation, "use_heterogeneous_vocab", False))
-        ),
-        "drafts that are taken without a check (rejection_sample_method is synthetic)": (
-            drafts(config) and getattr(speculation, "rejection_sample_method", "") == "synthetic"
-        ),
-        "a drafter that does not draft in each pass (num_speculative_tokens_per_batch_size)": (
-            drafts(config)
-            and getattr(speculation, "num_speculative_tokens_per_batch_size", None) is not None
-        ),
-        f"speculative decoding by {method} with sliding windows or states": looks_ahead(config)
-        and any(isinstance(spec, SlidingWindowSpec | MambaSpec) for spec in specs),
-    }
+    } | _reasons_of_drafts(config, specs, settings)
     found = [reason for reason, applies in reasons.items() if applies]
     if found:
         raise LayoutError(

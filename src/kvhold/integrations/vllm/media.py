@@ -32,7 +32,7 @@ class MediaError(Exception):
 class Media:
     """The contents that this engine has met, by identifier. Any thread.
 
-    `announce` a request when it arrives, and call `inserts_of` once for it, in the same order.
+    `announce` each request when it arrives. Then call `inserts_of` once, in the same order.
     """
 
     def __init__(self, *, embeddings_may_be_missing: bool = False) -> None:
@@ -50,7 +50,7 @@ class Media:
     def is_certain(self, request: "Request") -> bool:
         """Whether each identifier of a named request stands for one content.
 
-        False also while another request with one of them waits to be read.
+        False also while another request that shares an identifier waits to be read.
         """
         with self._lock:
             return all(
@@ -65,7 +65,7 @@ class Media:
         """
         refusal: Exception | None = None
         inserts = []
-        for feature in request.mm_features:  # all of them, since vLLM caches them all
+        for feature in request.mm_features:  # vLLM caches all, also after a refusal
             try:
                 digest = self._digest(feature)
             except (MediaError, TypeError) as error:
@@ -73,12 +73,8 @@ class Media:
             else:
                 place = feature.mm_position
                 inserts.append(Insert(place.offset, place.length, digest))
-        with self._lock:
-            for key in map(_key, request.mm_features):
-                if self._announced[key] > 1:
-                    self._announced[key] -= 1
-                else:
-                    del self._announced[key]
+            finally:
+                self._read(_key(feature))
         if request.mm_features and self._may_be_missing:
             raise MediaError(
                 "embeddings of its images, video or audio may come from elsewhere "
@@ -91,25 +87,34 @@ class Media:
     def _digest(self, feature: Any) -> bytes:
         if feature.data is None:
             with self._lock:
-                content = self._known.get(_key(feature))
-            if content is None:
+                known = self._known.get(_key(feature))
+            if known is None:
                 raise MediaError(
                     "the content of an image, video or audio was left out of the request, "
                     "and was not seen here before"
                 )
+            content = self._note(_key(feature), known)
         else:
+            content = _SEVERAL  # unless it can be told: vLLM caches its results in any case
             try:
                 content = _content_of(feature)
-            except (MediaError, TypeError):
-                self._note(_key(feature), _SEVERAL)  # vLLM computes with it, too
-                raise
-        if self._note(_key(feature), content) == _SEVERAL:
+            finally:
+                content = self._note(_key(feature), content)
+        if content == _SEVERAL:
             raise MediaError(
                 "the identifier of an image, video or audio has stood for several contents"
             )
         state = blake2b(content, digest_size=32)
         _feed(state, feature.mm_position.is_embed)
         return state.digest()
+
+    def _read(self, key: bytes) -> None:
+        """End the wait of one announced identifier."""
+        with self._lock:
+            if self._announced[key] > 1:
+                self._announced[key] -= 1
+            else:
+                del self._announced[key]
 
     def _note(self, key: bytes, content: bytes) -> bytes:
         """Return the one content of an identifier, or _SEVERAL."""

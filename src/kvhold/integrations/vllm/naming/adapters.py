@@ -121,10 +121,12 @@ class Adapters:
             before = self._contents.setdefault(key, identity)
             if before not in (identity, _SEVERAL):
                 self._contents[key] = _SEVERAL
-                log.warning(
+                is_path = len(key) == 2
+                log.log(  # two folders under one name matter for images only
+                    logging.WARNING if is_path else logging.INFO,
                     "kvhold: %s of adapter %s are not cached any more: the name has had other "
                     "content, whose results vLLM may use. Give each content a name of its own",
-                    "requests" if len(key) == 2 else "images",
+                    "requests" if is_path else "images",
                     adapter.lora_name,
                 )
 
