@@ -14,6 +14,8 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.world import World
 
+_LOOK_S = 1.0  # a slow transfer looks this often whether the trouble is over
+
 
 @dataclass
 class SimTierStore:
@@ -157,14 +159,15 @@ class SimTier:
     async def _pause(self, cancelled: bool) -> bool:
         """Return whether the call was cancelled, or raise at once."""
         random = self._world.random
+        is_slow = random.random() < self.hangs
         until = self._world.now + (
-            random.random() * 20.0
-            if random.random() < self.hangs
-            else random.expovariate(5 / self.usual_s)
+            random.random() * 20.0 if is_slow else random.expovariate(5 / self.usual_s)
         )
         while (left := until - self._world.now) > 0:
+            if is_slow and not self.hangs:  # the trouble is over
+                break
             try:
-                await asyncio.sleep(left)
+                await asyncio.sleep(min(left, _LOOK_S) if is_slow else left)
             except asyncio.CancelledError:
                 if random.random() >= self.lingers:
                     raise
