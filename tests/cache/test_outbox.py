@@ -38,7 +38,8 @@ class CountedEntry:
 def test_queueing_and_writing_reads_each_chunk_a_fixed_number_of_times(num_chunks: int) -> None:
     CountedEntry.reads, metrics = 0, Metrics()
     written: list[int] = []
-    state: Any = SimpleNamespace(ram=SimpleNamespace(now=lambda: 0), written=written.append)
+    ram = SimpleNamespace(now=lambda: 0, is_doomed=lambda entry: entry.doomed)
+    state: Any = SimpleNamespace(ram=ram, written=written.append)
     with a_place() as place:
         place.hold("probe")  # so that all of them wait at once
         guard = Guard(

@@ -349,7 +349,9 @@ class TestReads:
                 patched.setattr(ReadBuffer, step, fails)
                 assert read(cache, a_prompt(SPACE, 64)) == 0
             eventually(
-                lambda: any(record.message == "the tier worker failed" for record in caplog.records)
+                lambda: any(
+                    record.message == "a task of the tiers failed" for record in caplog.records
+                )
             )
             assert at_rest(cache)
             assert read(cache, a_prompt(SPACE, 64)) == 64

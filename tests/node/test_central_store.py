@@ -120,6 +120,20 @@ async def test_memory_of_a_read_that_was_given_up_is_free_when_the_read_has_ende
     assert (await central_store.probe([make_key(1)])) == [VALUE]
 
 
+async def test_two_calls_that_load_a_value_at_the_same_time_both_get_it(
+    central_store: CentralStore,
+) -> None:
+    (guard,) = central_store._stack.guards
+    assert isinstance(guard._tier, HungTier)
+    calls = [asyncio.create_task(central_store.bring([make_key(1)])) for _ in range(2)]
+    await guard._tier.entered.wait()
+    await asyncio.sleep(0.01)
+    assert not any(call.done() for call in calls)
+    guard._tier.release.set()
+    await asyncio.gather(*calls)
+    assert central_store.ram.find(make_key(1)) is not None
+
+
 async def test_whoever_waits_for_a_read_gets_it_though_the_one_who_began_it_has_left(
     central_store: CentralStore,
 ) -> None:

@@ -544,6 +544,7 @@ async def test_what_is_deleted_while_it_is_written_below_does_not_stay_there() -
         central_store = CentralStore(
             Config(ram_bytes=16 << 20, huge_pages="never", tiers=(below.url(),), plugins=(PLUGIN,))
         )
+        await central_store.start()
         try:
             below.hold("put")
             room = central_store.reserve(make_key(1), 10, None)
@@ -552,7 +553,7 @@ async def test_what_is_deleted_while_it_is_written_below_does_not_stay_there() -
             await within_a_minute(lambda: below.inside["put"] > 0)
             assert await central_store.delete([make_key(1)], set()) == [True]
             below.let_go("put")
-            await within_a_minute(lambda: not central_store._tasks)
+            await within_a_minute(lambda: not central_store._writes and not central_store._tasks)
             assert not below.values
         finally:
             await central_store.close()
@@ -577,11 +578,12 @@ async def test_a_tier_below_keeps_a_value_as_long_as_the_client_says(
         central_store = CentralStore(
             Config(ram_bytes=16 << 20, huge_pages="never", tiers=(place.url(),), plugins=(PLUGIN,))
         )
+        await central_store.start()
         try:
             room = central_store.reserve(make_key(1), 10, ttl_s)
             assert isinstance(room, Entry)
             central_store.commit(room)
-            await within_a_minute(lambda: not central_store._tasks)
+            await within_a_minute(lambda: not central_store._writes and not central_store._tasks)
             assert written == [below]
         finally:
             await central_store.close()

@@ -31,6 +31,7 @@ from kvhold.tiers.policies import Policy
 from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
+NEVER = (1 << 63) - 1
 _REMOVE_UNITS = 8  # see `cache/chores.py`
 
 
@@ -47,7 +48,7 @@ class Entry:
     """One chunk in the arena.
 
     taken_bytes: its memory, rounding included
-    expires_at:  Unix time; 0: never
+    expires_at:  Unix time; 0: never; NEVER: nor by a tier's own setting
     checksums:   of its layers (`core.checksums`); empty for frames, which have their own
     epoch:       number of clears before it
     """

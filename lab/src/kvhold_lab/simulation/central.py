@@ -463,7 +463,8 @@ class SimCentral:
             below = all(
                 guard.available and not guard._stuck for guard in central_store._stack.guards
             )
-            return below and not central_store._tasks and not central_store._bringing
+            moving = central_store._bringing or central_store._writes or central_store._tasks
+            return below and not moving
 
         if not self.world.run(rests, most_s=_REST_S):
             self.world.find(
@@ -496,7 +497,7 @@ class SimCentral:
             return (
                 all(entry.committed for entry in central_store.ram.entries())
                 and not central_store.ram.num_pinned
-                and not central_store._writing_bytes
+                and not central_store._writes.queued_bytes
             )
 
         if not self.world.run(is_idle, most_s=_REST_S):

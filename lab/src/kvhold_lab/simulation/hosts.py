@@ -72,7 +72,7 @@ class HostNode(SimNode):
 
     def _watch_births(self, tier_worker: Any) -> None:
         """Note when each value in a tier, and each chunk read from there, was stored."""
-        frame, frames = tier_worker._frame, {}
+        frame, frames = tier_worker._write_behind._frame, {}
         born = self.host.promise.shared.born
 
         async def framing(guard: Any, coding: Any, write: Any) -> Any:
@@ -106,7 +106,7 @@ class HostNode(SimNode):
 
             guard.put, guard.get = putting, getting
 
-        tier_worker._frame = framing
+        tier_worker._write_behind._frame = framing
         for guard, store in zip(self.stack.guards, self.host.stores, strict=True):
             watch(guard, store.name)
 

@@ -19,10 +19,10 @@ class ProbeCommand:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """One chunk to be read into its reserved entry."""
+    """One chunk to be read into its reserved entry. layout: None: an opaque frame"""
 
     entry: Entry
-    layout: Layout
+    layout: Layout | None
     place: TierPlace
     tenant: str = ""
 
@@ -41,12 +41,13 @@ class FetchCommand:
 class WriteCommand:
     """Write this held entry. -> `written(number)`
 
-    above: only to tiers above this one, where the chunk came from
+    layout: None: an opaque frame, written as it is
+    above:  only to tiers above this one, where the chunk came from
     """
 
     number: int
     entry: Entry
-    layout: Layout
+    layout: Layout | None
     store_options: StoreOptions = DEFAULT_OPTIONS
     above: int | None = None
 

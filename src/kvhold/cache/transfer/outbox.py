@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvhold.cache.transfer.commands import WriteCommand
 from kvhold.cache.transfer.read_buffer import Written
+from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.guard import Guard
@@ -13,8 +14,8 @@ from kvhold.tiers.guard import Guard
 
 @dataclass(frozen=True)
 class FrameCoding:
-    codec: str
-    keyring: Keyring | None
+    codec: str = RAW
+    keyring: Keyring | None = None
 
 
 @dataclass(eq=False)

@@ -54,6 +54,8 @@ class ReadBuffer:
         """Make the buffers. keyring: of an encrypted tier, where only a sealed value is a frame."""
         entry, layout = pending_read.entry, pending_read.layout
         chunk = ram.view(entry)
+        if layout is None:
+            return cls(pending_read, chunk, (chunk,), None)
         header_bytes = _header_bytes(entry, layout)
         if keyring is None and pending_read.place.nbytes == header_bytes + entry.nbytes:
             return cls(pending_read, chunk, (page_aligned(header_bytes), chunk), None)
@@ -66,12 +68,19 @@ class ReadBuffer:
             keyring,
         )
 
+    def fits(self, nbytes: int) -> bool:
+        """Return whether a value of this size may be the entry's. An opaque frame has its size."""
+        entry = self.pending_read.entry
+        return self.pending_read.layout is not None or nbytes == entry.nbytes
+
     def accept(self, nbytes: int, *, check: bool) -> int:
         """Check and decode into the arena, and set the entry's checksums.
 
         Returns the expiry (0: never). Raises FrameError.
         """
         entry, layout = self.pending_read.entry, self.pending_read.layout
+        if layout is None:
+            return 0
         frame = self.parts[0][:nbytes] if len(self.parts) == 1 else self.parts[0]
         if self._keyring is not None:
             frame = self._keyring.unseal(frame, key=entry.key, tenant=self.pending_read.tenant)

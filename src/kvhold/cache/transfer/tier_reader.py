@@ -1,22 +1,22 @@
-"""Reads chunks from the tiers into memory, checks them, and reports each one to the state.
+"""Reads chunks from the tiers into memory, checks them, and reports each one to its owner.
 
-    reader = TierReader(state, stack, ...)
-    await reader.fetch(command)    # starts one task for each batch
+    reader = TierReader(owner, stack, ...)
+    reader.fetch(command)    # starts one task for each batch
 
-Runs in the tier worker's loop; a pool checks and decodes frames. A bad or expired frame is removed
+Runs in one event loop; a pool checks and decodes frames. A bad or expired frame is removed
 from its tier.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.commands import FetchCommand, PendingRead
 from kvhold.cache.transfer.read_buffer import ReadBuffer
+from kvhold.cache.transfer.tasks import Tasks
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.errors import FrameError
 from kvhold.core.metrics import Metrics
@@ -36,40 +36,52 @@ class _Arrived:
     fault: FrameError | None = None
 
 
+class ReadOwner(Protocol):
+    @property
+    def ram(self) -> RamTier: ...
+
+    def fetched(
+        self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
+    ) -> None:
+        """End one read. Nothing writes to its memory any more. expires_at: 0: never"""
+
+    def given_up(self, entry: Entry) -> None:
+        """End one read that failed. Its memory may be written to until `let_go`."""
+
+    def let_go(self, entry: Entry) -> None: ...
+
+
 class TierReader:
     check = True
     """Off only to measure the cost of checks."""
 
     def __init__(
         self,
-        state: CacheState,
+        owner: ReadOwner,
         stack: Stack,
-        keyrings: Sequence[Keyring | None],
         metrics: Metrics,
-        loop: asyncio.AbstractEventLoop,
-        checking: Executor,
+        tasks: Tasks,
         *,
+        keyrings: Sequence[Keyring | None] = (),
+        checking: Executor | None = None,
         post: Callable[[Callable[[], None]], None],
-        start: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """Make an idle reader.
 
-        keyrings: for each tier; None: not encrypted
-        checking: the pool that checks and decodes
-        post:     runs a call where the state lives
-        start:    starts a task of the tier worker
+        keyrings: for each tier; None: not encrypted; empty: none is
+        checking: the pool that checks and decodes; None: all entries are opaque frames
+        post:     runs a call where the owner lives
         """
-        self._state = state
-        self._ram: RamTier = state.ram
+        self._owner = owner
+        self._ram = owner.ram
         self._stack = stack
-        self._keyrings = keyrings
+        self._keyrings = keyrings or [None] * len(stack)
         self._metrics = metrics
-        self._loop = loop
+        self._tasks = tasks
         self._checking = checking
         self._post = post
-        self._start = start
 
-    async def fetch(self, command: FetchCommand) -> None:
+    def fetch(self, command: FetchCommand) -> None:
         """Start to read chunks, a batch at a time from each tier."""
         by_tier: dict[int, list[PendingRead]] = {}
         for pending_read in command.pending_reads:
@@ -79,7 +91,7 @@ class TierReader:
             for batch in _batches(
                 pending_reads, lambda pending_read: pending_read.entry.nbytes, guard.batch_bytes
             ):
-                self._start(self._fetch_batch(guard, self._keyrings[tier], batch))
+                self._tasks.start(self._fetch_batch(guard, self._keyrings[tier], batch))
 
     async def _fetch_batch(
         self,
@@ -101,9 +113,7 @@ class TierReader:
             if outcome.pending is not None:
                 self._give_up(left, outcome.pending)
                 return
-            arrived = await self._loop.run_in_executor(
-                self._checking, self._check_all, read_buffers, outcome.items
-            )
+            arrived = await self._checked(read_buffers, outcome.items)
             good = [one for one in arrived if self._is_good(one)]
             self._tell_fetched(
                 [(left.pop(id(one.read_buffer.pending_read)).entry, one.expires_at) for one in good]
@@ -119,13 +129,13 @@ class TierReader:
                     [
                         pending_read
                         for pending_read, size, failed in missed
-                        if size is None and not failed
+                        if size is None and not failed and pending_read.layout is not None
                     ],
                 )
                 for number in resized:
                     del left[number]
                 if resized:
-                    self._start(
+                    self._tasks.start(
                         self._fetch_batch(guard, keyring, list(resized.values()), again=True)
                     )
             why |= {
@@ -162,7 +172,7 @@ class TierReader:
 
         def let_go(_: Any) -> None:
             for entry in entries:
-                self._post(lambda entry=entry: self._state.let_go(entry))  # type: ignore[misc]
+                self._post(lambda entry=entry: self._owner.let_go(entry))  # type: ignore[misc]
 
         pending.add_done_callback(let_go)
 
@@ -170,8 +180,17 @@ class TierReader:
         entries = [pending_read.entry for pending_read in left.values()]
         left.clear()
         for entry in entries:
-            self._post(lambda entry=entry: self._state.given_up(entry))  # type: ignore[misc]
+            self._post(lambda entry=entry: self._owner.given_up(entry))  # type: ignore[misc]
         return entries
+
+    async def _checked(
+        self, read_buffers: Sequence[ReadBuffer], sizes: Sequence[int | None]
+    ) -> list[_Arrived]:
+        if self._checking is None:
+            return self._check_all(read_buffers, sizes)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._checking, self._check_all, read_buffers, sizes
+        )
 
     def _check_all(
         self, read_buffers: Sequence[ReadBuffer], sizes: Sequence[int | None]
@@ -179,7 +198,7 @@ class TierReader:
         return [
             _accepted(read_buffer, nbytes, check=self.check)
             for read_buffer, nbytes in zip(read_buffers, sizes, strict=True)
-            if nbytes is not None
+            if nbytes is not None and read_buffer.fits(nbytes)
         ]
 
     def _is_good(self, one: _Arrived) -> bool:
@@ -215,9 +234,9 @@ class TierReader:
         def tell() -> None:
             for entry, outcome in ended:
                 if isinstance(outcome, Reason):
-                    self._state.fetched(entry, False, why=outcome)
+                    self._owner.fetched(entry, False, why=outcome)
                 else:
-                    self._state.fetched(entry, True, outcome)
+                    self._owner.fetched(entry, True, outcome)
 
         if ended:
             self._post(tell)

@@ -11,9 +11,8 @@ and check, and release the GIL.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,31 +28,29 @@ from kvhold.cache.transfer.commands import (
     WriteCommand,
 )
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
-from kvhold.cache.transfer.read_buffer import Writer, Written
 from kvhold.cache.transfer.reencoder import Reencoder
 from kvhold.cache.transfer.reencodings import LOSES_NOTHING, ReencodableTier
+from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
 from kvhold.cache.transfer.tier_reader import TierReader, remove
+from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.api import ReencodeProgress
 from kvhold.core.config import Config
-from kvhold.core.errors import ConfigError, DamagedChunks
+from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
-from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
-from kvhold.tiers.ram import RamTier
+from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import Stack, make_stack
 from kvhold.tiers.suppressed import PendingClear
 
 log = logging.getLogger(__name__)
 
 _THREADS = 2
-_MOMENT_S = 0.05
-_LEAVE_S = 5.0  # then hung calls are abandoned
 
 
 class TierWorker:
@@ -76,40 +73,40 @@ class TierWorker:
         # prefixes cleared by another host, but not by the state yet
         self._barred: dict[bytes, int] = {}
         self._state = state
-        self._ram: RamTier = state.ram
+        self.ram = state.ram
         self._stack = stack
         self._metrics = metrics
         self._post = post
         # separate pools, because requests wait for checks
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
-        self._outboxes: list[Outbox] = []
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
         self._codings = [
             FrameCoding(guard.config.codec, keyring if guard.config.encrypt else None)
             for guard in stack.guards
         ]
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
+        self._write_behind = WriteBehind(
+            self, stack.guards, metrics, codings=self._codings, encoding=self._encoding
+        )
         self._pending_clears: set[asyncio.Task[Any]] = set()
         # Compile codecs early, because it takes a while.
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
-        self._dealt_with = asyncio.Event()
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
         self._reencoder = Reencoder(
-            stack, keyrings, metrics, self._encoding, tell=self._tell_reencoded, now=self._ram.now
+            stack, keyrings, metrics, self._encoding, tell=self._tell_reencoded, now=state.ram.now
         )
         self._reencodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
         self.reader = TierReader(
             state,
             stack,
-            keyrings,
             metrics,
-            self._loop,
-            self._checking,
+            self._tasks,
+            keyrings=keyrings,
+            checking=self._checking,
             post=post,
-            start=self._start,
         )
         # runs before any order
         self._loop.call_soon(self._begin)
@@ -151,21 +148,11 @@ class TierWorker:
     async def end(self, drain_timeout_s: float) -> None:
         """Do `close`, but leave the loop running."""
         self._closed = True
-        until = self._loop.time() + drain_timeout_s
-        while self._loop.time() < until and any(
-            box for box in self._outboxes if box.guard.available
-        ):
-            await self._some_written()
-        left = sum(box.num_queued for box in self._outboxes)
-        if left:
-            log.warning("%d chunks were not written to lower tiers before the end", left)
+        await self._write_behind.drain(drain_timeout_s)
         if self._pending_clears:  # the next node is to know of them
-            await asyncio.wait(self._pending_clears, timeout=_LEAVE_S)
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_LEAVE_S)
-        await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=_LEAVE_S)
+            await asyncio.wait(self._pending_clears, timeout=LEAVE_S)
+        await asyncio.gather(self._write_behind.end(), self._tasks.end())
+        await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=LEAVE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -176,55 +163,40 @@ class TierWorker:
         if self._journal is not None:
             self._journal.begin([guard.place for guard in self._stack.guards])
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
-            outbox = Outbox(guard, coding, self._metrics)
-            self._outboxes.append(outbox)
             guard.share(
                 self._learn, self._journal, may_hold=self._may_hold, remember=self._remember
             )
             if self._journal is not None:
                 guard.resume_clears(self._journal)
             if guard.traits.shared:
-                self._start(self._refresh(guard))
-            if not guard.config.read_only:
-                if coding.codec != RAW:
-                    self._compiling[coding.codec] = self._loop.run_in_executor(
-                        self._encoding, make_codec, coding.codec
-                    )
-                for _ in range(max(1, guard.config.concurrent_calls - 1)):
-                    self._start(self._write_from(outbox))
-        self._start(self._stack.check())
+                self._tasks.start(self._refresh(guard))
+            if not guard.config.read_only and coding.codec != RAW:
+                self._compiling[coding.codec] = self._loop.run_in_executor(
+                    self._encoding, make_codec, coding.codec
+                )
+        self._write_behind.start()
+        self._tasks.start(self._stack.check())
 
     def _accept(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
                 case ProbeCommand():
-                    self._start(self._probe(command))
+                    self._tasks.start(self._probe(command))
                 case FetchCommand():
-                    self._start(self.reader.fetch(command))
+                    self.reader.fetch(command)
                 case WriteCommand():
                     self._queue(command)
                 case ClearCommand():
                     beginning = self._loop.create_task(self._begin_clear(command))
                     self._pending_clears.add(beginning)
                     beginning.add_done_callback(self._pending_clears.discard)
-                    self._start(self._clear(command, beginning))
+                    self._tasks.start(self._clear(command, beginning))
                 case ReencodeCommand(number=number):
-                    self._reencodings[number] = self._start(self._reencoder.run(command))
+                    self._reencodings[number] = self._tasks.start(self._reencoder.run(command))
                     self._reencodings[number].add_done_callback(partial(self._reencoded, number))
                 case StopCommand(number=number):
                     if number in self._reencodings:
                         self._reencodings[number].cancel()
-
-    def _start(self, work: Any) -> "asyncio.Task[Any]":
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the tier worker failed", exc_info=error)
 
     async def _probe(self, command: ProbeCommand) -> None:
         try:
@@ -248,123 +220,23 @@ class TierWorker:
             await guard.meet(spaces)
 
     def _queue(self, command: WriteCommand) -> None:
-        write = Write(command)
         for guard in self._shared:
             guard.use(command.entry.key[:NAMESPACE_BYTES])
         if self._is_barred(command.entry.key):
-            self._post(lambda: self._state.written(command.number))
-            return
-        for number, outbox in enumerate(self._outboxes):
-            if outbox.guard.config.read_only or (
-                command.above is not None and number >= command.above
-            ):
-                continue
-            write.waiting += 1
-            outbox.push(write)
-        if not write.waiting:
-            self._post(lambda: self._state.written(command.number))
+            self.written(command.number)
+        else:
+            self._write_behind.add(command)
 
-    async def _write_from(self, outbox: Outbox) -> None:
-        guard = outbox.guard
-        while True:
-            await outbox.wait()
-            batch = outbox.take(guard.batch_bytes)
-            pending = None
-            try:
-                async with guard.gate.turn(Urgency.WRITE):
-                    pending = await self._write_batch(guard, outbox.coding, batch)
-            except Exception:  # a fault loses one batch, not the tier
-                log.exception("tier %s: a batch was not written", guard.name)
-                guard.drop(len(batch), reason="internal")
-            # The tier worker's end cancels this. The tier may still use the memory,
-            # so it is not freed.
-            outbox.finish(batch)
-            self._dealt_with.set()
-            if pending is None:
-                self._finish(batch)
-            else:  # the tier may still read the memory
-                pending.add_done_callback(partial(self._finish_late, guard, batch))
+    def written(self, number: int) -> None:
+        self._post(lambda: self._state.written(number))
 
-    async def _write_batch(
-        self, guard: Guard, coding: FrameCoding, batch: list[Write]
-    ) -> "asyncio.Task[Any] | None":
-        """Write chunks. Return a task if calls still use their memory."""
-        if not guard.available:
-            guard.drop(len(batch), reason="unavailable")
-            return None
-        there = await guard.probe([write.command.entry.key for write in batch])
-        missing = [
-            write
-            for write, size in zip(batch, there, strict=True)
-            if size is None and not self._ram.is_doomed(write.command.entry)
-        ]
-        pending = []
-        for expires_at in sorted({write.command.entry.expires_at for write in missing}):
-            ttl_s = expires_at - self._ram.now() if expires_at else None
-            if ttl_s is not None and ttl_s <= 0:
-                continue
-            group = [write for write in missing if write.command.entry.expires_at == expires_at]
-            framed = [
-                (write, written)
-                for write in group
-                if (written := await self._frame(guard, coding, write))
-            ]
-            items = [
-                (write.command.entry.key, written.parts)
-                for write, written in framed
-                if not write.stale
-            ]
-            outcome = await guard.put(items, ttl_s=ttl_s)
-            if outcome.pending is not None:
-                pending.append(outcome.pending)
-        return asyncio.ensure_future(_all(pending)) if pending else None
+    def found_damaged(self, entry: Entry) -> None:
+        self._post(lambda: self._state.remove_damaged([entry], "writer"))
 
-    async def _frame(self, guard: Guard, coding: FrameCoding, write: Write) -> Written | None:
-        """Return a frame, made once per coding; None if damaged or without a key."""
-        if coding not in write.frames:
-            making = self._loop.run_in_executor(
-                self._encoding, self._make_frame, coding, write.command
-            )
-            write.frames[coding] = asyncio.ensure_future(_future_result(making))
-        try:
-            written = await asyncio.shield(write.frames[coding])
-        except DamagedChunks:
-            guard.drop(1, reason="damaged")
-            self._post(lambda: self._state.remove_damaged([write.command.entry], "writer"))
-            return None
-        if written is None:
-            guard.drop(1, reason="no key")
-            return None
-        self._metrics.add("kvhold_encoded_chunks", tier=guard.name, codec=written.codec)
-        self._metrics.add(
-            "kvhold_encoded_bytes", written.nbytes, tier=guard.name, codec=written.codec
-        )
-        self._metrics.add(
-            "kvhold_encoded_plain_bytes", write.nbytes, tier=guard.name, codec=written.codec
-        )
-        return written
-
-    def _make_frame(self, coding: FrameCoding, command: WriteCommand) -> Written | None:
-        writer = Writer(make_codec(coding.codec), coding.keyring)
-        return writer.framed(
-            command.entry, command.layout, self._ram.view(command.entry), command.store_options
-        )
-
-    def _finish_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
-        cleared = [
-            write.command.entry.key for write in batch if self._ram.is_doomed(write.command.entry)
-        ]
-        # clears do not wait for hung calls; shared tiers wrote under old names
-        if cleared and not guard.traits.shared:
-            self._start(remove(guard, cleared))
-        self._finish(batch)
-
-    def _finish(self, batch: Iterable[Write]) -> None:
-        for write in batch:
-            write.waiting -= 1
-            if not write.waiting:
-                write.frames.clear()
-                self._post(lambda number=write.command.number: self._state.written(number))  # type: ignore[misc]
+    def wrote_removed(self, guard: Guard, entries: Sequence[Entry], *, late: bool) -> None:
+        # clears wait for calls that do not hang; shared tiers wrote under old names
+        if late and not guard.traits.shared:
+            self._tasks.start(remove(guard, [entry.key for entry in entries]))
 
     def _tell_reencoded(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
@@ -372,19 +244,11 @@ class TierWorker:
     def _reencoded(self, number: int, _: "asyncio.Task[Any]") -> None:
         del self._reencodings[number]
 
-    async def _some_written(self) -> None:
-        self._dealt_with.clear()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._dealt_with.wait(), _MOMENT_S)
-
     def _learn(self, prefix: bytes) -> None:
         """Bar writes older than another host's clear, even if queued later."""
         log.info("another host has cleared %s", prefix.hex() or "everything")
         self._barred[prefix] = self._barred.get(prefix, 0) + 1
-        for outbox in self._outboxes:
-            self._finish(outbox.drop(prefix))
-            for write in outbox.writing(prefix):
-                write.stale = True
+        self._write_behind.spoil(prefix)
         for guard in self._stack.guards:
             if not guard.traits.shared:
                 guard.hide(prefix)
@@ -424,28 +288,22 @@ class TierWorker:
         self, command: ClearCommand
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
         """Journal a clear. Return the writes in progress, and the tiers' pending clears."""
-        for outbox in self._outboxes:
-            self._finish(outbox.drop(command.prefix) if not command.learned else ())
-        writing = [(outbox, outbox.writing(command.prefix)) for outbox in self._outboxes]
+        if not command.learned:
+            self._write_behind.drop(command.prefix)
+        writing = self._write_behind.writing(command.prefix)
         pending_clears = await self._stack.begin_clear(command.prefix, shared=not command.learned)
         for guard, pending_clear in pending_clears:
             if (
                 pending_clear.prefix != command.prefix
             ):  # it replaces others, which may wait for writes
-                writing += [
-                    (outbox, outbox.writing(pending_clear.prefix))
-                    for outbox in self._outboxes
-                    if outbox.guard is guard
-                ]
+                writing += self._write_behind.writing(pending_clear.prefix, guard)
         return writing, pending_clears
 
     async def _clear(self, command: ClearCommand, beginning: "asyncio.Task[Any]") -> None:
         """Clear the tiers, once the clear is in the journal: a node that ends keeps it."""
         try:
             writing, pending_clears = await asyncio.shield(beginning)
-            for outbox, writes in writing:
-                while outbox.is_writing(writes):
-                    await self._some_written()
+            await self._write_behind.wait_for(writing)
             if command.learned:
                 self._barred[command.prefix] -= 1
                 if not self._barred[command.prefix]:
@@ -520,11 +378,3 @@ def _why_not_reencoded(guard: Guard) -> str:
         else f"{guard.traits.name} cannot put a value in the place of another in one step; "
         "clear it instead"
     )
-
-
-async def _all(tasks: "list[asyncio.Task[Any]]") -> None:
-    await asyncio.wait(tasks)
-
-
-async def _future_result(future: "asyncio.Future[Any]") -> Any:
-    return await future

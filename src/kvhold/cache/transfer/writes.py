@@ -49,7 +49,7 @@ class Writes:
     def add(
         self,
         entry: Entry,
-        layout: Layout,
+        layout: Layout | None,
         store_options: StoreOptions = DEFAULT_OPTIONS,
         *,
         above: int | None = None,
