@@ -2224,7 +2224,8 @@ class TestDrafts:
     """
 
     @pytest.fixture
-    def one(self, engine: MakeEngine) -> Engine:
+    def one(self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+        monkeypatch.setattr(lookups, "_PATIENCE_S", 20.0)
         one = engine(budget=600)
         side = one.connector.scheduler
         side._undrafted = Undrafted(side._geometry.parts, DraftLimit(250, late=0))
