@@ -99,6 +99,23 @@ class TestCommit:
         state.release_owner("writer")
         assert state.ram.num_pinned == 0
 
+    def test_chunks_that_are_abandoned_between_two_steps_are_not_committed(self) -> None:
+        state = new_cache()
+        prompt = prompt_of(40)
+        names = prompt.chunks()
+        reservation = state.reserve("writer", LAYOUT, names, 0).reservation
+        committing = state.commit_turns("writer", reservation, range(len(names)))
+        next(committing)
+        abandoning = state.abandon_turns("writer", reservation)
+        next(abandoning)
+        finish(committing)
+        finish(abandoning)
+        assert state.ram.num_chunks < 2 * len(names)
+        assert all(entry.committed for entry in state.ram.entries())
+        state.clear(None)
+        finish_chores(state)
+        assert state.ram.used_bytes == 0
+
 
 class TestClear:
     def test_touches_few_entries_in_one_step_and_nothing_is_found_after_it(

@@ -263,16 +263,16 @@ class Leases:
     ) -> Turns[None]:
         """Make chunks visible. checksums: see `Reservations.commit_turns`."""
         reservations = self._of(owner).reservations
-        if reservation in reservations:
-            yield from self._reservations.commit_turns(reservations[reservation], chunks, checksums)
-            if not reservations[reservation].chunks:
-                del reservations[reservation]
+        if (reserved := reservations.get(reservation)) is not None:
+            yield from self._reservations.commit_turns(reserved, chunks, checksums)
+            if not reserved.chunks:
+                reservations.pop(reservation, None)  # another call may have done it
 
     def abandon_turns(self, owner: Owner, reservation: int) -> Turns[None]:
         reservations = self._of(owner).reservations
-        if reservation in reservations:
-            yield from self._reservations.abandon_turns(reservations[reservation])
-            del reservations[reservation]
+        if (reserved := reservations.get(reservation)) is not None:
+            yield from self._reservations.abandon_turns(reserved)
+            reservations.pop(reservation, None)
 
     def touches_memory(self, owner: Owner) -> bool:
         held = self._holdings.get(owner)

@@ -178,7 +178,9 @@ class Reservations:
         try:
             for begin in range(0, len(numbers), _MOST_COMMITTED):
                 part = [
-                    reservation.take(number) for number in numbers[begin : begin + _MOST_COMMITTED]
+                    reservation.take(number)
+                    for number in numbers[begin : begin + _MOST_COMMITTED]
+                    if number in reservation.chunks  # another call may have taken it since
                 ]
                 committed += part
                 entries = [entry for of_chunk in part for entry in of_chunk]
