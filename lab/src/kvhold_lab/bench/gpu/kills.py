@@ -1,9 +1,10 @@
 """Kills processes while they copy: no byte of theirs may reach memory that is reserved again.
 
 Children reserve memory and copy one byte value into it. They are killed at random moments. Their
-memory is then reserved and filled with another value, which must stay.
+memory is then reserved and filled with another value, which must stay. The control is a child that
+goes on copying after it has given its memory back: that must be found.
 
-    python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER      # a child; prints "copying"
+    python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER [astray]   # a child; prints "copying"
 """
 
 import os
@@ -11,7 +12,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -58,6 +60,12 @@ def rows(target: Target) -> Iterator[GpuRow]:
             _kill_some(client, target, first=number * at_once, count=at_once)
             stray += _stray_bytes(client)
             client.clear()
+        found = _bytes_astray(client, target, number=at_once * times)
+    yield check(
+        PART,
+        f"control: copies into memory that was given back are found ({found} bytes)",
+        found > 0,
+    )
     yield check(
         PART,
         f"no stray byte after a SIGKILL in the middle of a copy ({stray} were found)",
@@ -67,14 +75,31 @@ def rows(target: Target) -> Iterator[GpuRow]:
 
 
 def _kill_some(client: NodeClient, target: Target, *, first: int, count: int) -> None:
+    with _copying(client, target, range(first, first + count)) as children:
+        for child in children:
+            time.sleep(random.random() * 0.02)
+            child.kill()
+    _wait_for_memory(client)
+
+
+def _bytes_astray(client: NodeClient, target: Target, *, number: int) -> int:
+    with _copying(client, target, [number], "astray"):
+        _wait_for_memory(client)
+        return _stray_bytes(client)
+
+
+@contextmanager
+def _copying(
+    client: NodeClient, target: Target, numbers: Sequence[int], *how: str
+) -> "Iterator[list[subprocess.Popen[str]]]":
+    """Start children, and yield when all of them copy."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [
-        [sys.executable, "-m", __spec__.name, str(client.path), target.kind, str(first + n)]
-        for n in range(count)
-    ]
+    command = [sys.executable, "-m", __spec__.name, str(client.path), target.kind]
     children = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-        for command in commands
+        subprocess.Popen(
+            [*command, str(number), *how], stdout=subprocess.PIPE, text=True, env=environ
+        )
+        for number in numbers
     ]
     try:
         for child in children:
@@ -82,19 +107,20 @@ def _kill_some(client: NodeClient, target: Target, *, first: int, count: int) ->
             said = child.stdout.readline()
             if said != "copying\n":
                 raise RuntimeError(f"a child said {said!r}, not that it copies")
-        for child in children:
-            time.sleep(random.random() * 0.02)
-            child.kill()
+        yield children
     finally:
         for child in children:
             child.kill()
             child.wait()
             assert child.stdout is not None
             child.stdout.close()
+
+
+def _wait_for_memory(client: NodeClient) -> None:
     until_s = time.monotonic() + _PATIENCE_S
     while client.status()["held"]["reservations"]:
         if time.monotonic() > until_s:
-            raise TimeoutError("the node did not get the memory of dead clients back")
+            raise TimeoutError("the node did not get the memory of its clients back")
         time.sleep(0.001)
 
 
@@ -118,8 +144,11 @@ def _stray_bytes(client: NodeClient) -> int:
         )
 
 
-def copy_until_killed(socket: Path, kind: Kind, number: int) -> None:
-    """Copy over and over into memory that is never committed. A child's entry."""
+def copy_until_killed(socket: Path, kind: Kind, number: int, *, astray: bool = False) -> None:
+    """Copy over and over into memory that is never committed. A child's entry.
+
+    astray: into memory that was given back
+    """
     target = Target(kind)
     blocks = [
         torch.full((_CHUNKS, _BLOCK_BYTES), _THEIRS, dtype=torch.uint8, device=target.device)
@@ -136,6 +165,8 @@ def copy_until_killed(socket: Path, kind: Kind, number: int) -> None:
             copier = target.copier(*mappings)
             piece = Piece(view, np.arange(_CHUNKS), reservation.buffer, reservation.chunks())
             copier.gather([piece], after=copier.mark()).wait()
+            if astray:
+                reservation.close()
             sys.stdout.write("copying\n")
             sys.stdout.flush()
             until_s = time.monotonic() + _PATIENCE_S
@@ -144,4 +175,6 @@ def copy_until_killed(socket: Path, kind: Kind, number: int) -> None:
 
 
 if __name__ == "__main__":
-    copy_until_killed(Path(sys.argv[1]), cast(Kind, sys.argv[2]), int(sys.argv[3]))
+    copy_until_killed(
+        Path(sys.argv[1]), cast(Kind, sys.argv[2]), int(sys.argv[3]), astray=len(sys.argv) > 4
+    )

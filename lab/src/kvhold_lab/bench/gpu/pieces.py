@@ -1,15 +1,17 @@
 """Stores and loads with pieces of 8, 18, 64 KiB and 2 MiB, by the serving copier.
 
-The limit is a copy of pinned memory in one piece.
+The limit is a copy of pinned memory in one piece. The rows with checksums are what an engine waits
+for: a store takes the checksums, and a load compares them, on the host.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from kvhold.core.holdings import ChunkBytes
-from kvhold.core.layout import Group
+from kvhold.core.holdings import ChunkBytes, Lease, Reservation
+from kvhold.core.layout import Group, Layout
 from kvhold.memory.copier import Copier, Piece
 from kvhold.memory.copy import warm_up
 from kvhold.memory.device import Settings
@@ -68,6 +70,8 @@ def _of_size(target: Target, name: str, piece_bytes: int) -> Iterator[GpuRow]:
         exact = _is_exact(copier, piece, into, tensors)
         goal = None if way else target.goal(0.90 if piece_bytes >= 64 << 10 else 0.80)
         yield from _measured(target, copier, (piece, into), f"{name}{way}", goal)
+        if not way:
+            yield from _with_checksums(target, copier, (piece, into), group, name)
         copier.close()
         yield check(PART, f"bytes, {name}{way}", exact)
 
@@ -89,6 +93,57 @@ def _measured(
         yield rate(
             PART, f"{verb}, {name}", nbytes, seconds[verb], seconds[f"limit of {verb}"], goal
         )
+
+
+def _with_checksums(
+    target: Target, copier: Copier, pieces: tuple[Piece, Piece], group: Group, name: str
+) -> Iterator[GpuRow]:
+    """Yield the rates of a store with its commit and of a load, beside the plain copies."""
+    piece, into = pieces
+    places, buffer = piece.places, piece.buffer
+    layout = Layout((group,), tokens_per_chunk=int(places.num_tokens[0]), tail_tokens=0)
+    packed = b""
+
+    def keep(chunks: Sequence[int], checksums: bytes) -> int:
+        nonlocal packed
+        packed = checksums
+        return 0
+
+    def store() -> None:
+        offsets, tokens = places.offsets[None], places.num_tokens
+        with Reservation(offsets, tokens, buffer, keep, _nothing, layout=layout) as reservation:
+            written = replace(piece, places=reservation.chunks())
+            copier.gather([written], after=copier.mark()).wait()
+            reservation.commit()
+
+    def load(checksums: list[bytes] | None) -> None:
+        offsets, tokens = places.offsets[None], places.num_tokens
+        with Lease(offsets, tokens, 0, buffer, _nothing, checksums=checksums) as lease:
+            read = replace(into, places=lease.chunks())
+            if any(copier.scatter([read], after=copier.mark()).wait()):
+                raise RuntimeError("a load found damage")
+
+    seconds = target.seconds(
+        {
+            "store": store,
+            "plain store": lambda: copier.gather([piece], after=copier.mark()).wait(),
+            "load": lambda: load([packed]),
+            "plain load": lambda: load(None),
+        }
+    )
+    for verb in ("store", "load"):
+        yield rate(
+            PART,
+            f"{verb} with checksums, {name}",
+            buffer.size,
+            seconds[verb],
+            seconds[f"plain {verb}"],
+            None,
+        )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_exact(copier: Copier, piece: Piece, into: Piece, tensors: list[torch.Tensor]) -> bool:
