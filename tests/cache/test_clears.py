@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from math import inf
@@ -39,6 +40,7 @@ from tests.cache.below import (
     eventually,
     forget,
     on_disk,
+    set_deadlines,
 )
 from tests.tiers import memory
 from tests.tiers.conftest import start_or_skip
@@ -233,8 +235,8 @@ class TestRestarts:
         place.faults = {}
         with cache_over(second, **options) as cache:
             assert read(cache, PROMPT) == 0
-            eventually(lambda: not place.values)
-            settle(cache)
+            eventually(lambda: not cache.status()["tiers"][0]["pending_clears"])
+            assert not place.values
             store(cache, PROMPT)
             settle(cache)
         with cache_over(second, **options) as cache:
@@ -599,6 +601,41 @@ class TestDisksBesideASharedTier:
             assert read(other, PROMPT) == 64  # nobody can know
             place.faults = {}
             eventually(lambda: read(other, PROMPT) == 0)
+
+
+class TestWritesBesideAClear:
+    def test_a_value_whose_write_outlasts_its_deadline_and_the_clear_does_not_return(
+        self, place: Place, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "clears"
+        place.deaf = True  # as a thread in a system call
+        with a_cache_over(place.url(), clears_file=str(file)) as cache:
+            set_deadlines(cache, put_timeout_s=0.05)
+            place.hold("put")
+            store(cache, PROMPT)
+            eventually(lambda: cache.status()["tiers"][0]["stuck_calls"])
+            cache.clear(NAMESPACE)
+            assert cache.status()["tiers"][0]["pending_clears"] == 1
+            assert NAMESPACE.hex() in file.read_text(), "a restart is to know of it"
+            place.faults["delete"] = AWAY
+            place.let_go("put")
+            eventually(lambda: place.values and not cache.status()["tiers"][0]["stuck_calls"])
+            assert read(cache, PROMPT) == 0
+            place.faults.clear()
+            eventually(lambda: not cache.status()["tiers"][0]["pending_clears"])
+            assert not place.values
+            assert NAMESPACE.hex() not in file.read_text()
+
+    def test_what_is_stored_right_after_a_clear_is_written(self, place: Place) -> None:
+        with a_cache_over(place.url()) as cache:
+            assert cache.tier_worker is not None
+            busy = threading.Event()
+            cache.tier_worker._loop.call_soon_threadsafe(busy.wait, 60)
+            cache.clear(NAMESPACE, deadline_s=0)
+            store(cache, PROMPT)
+            busy.set()
+            assert cache.flush()
+            assert len(place.values) == 4
 
 
 class TestGenerations:

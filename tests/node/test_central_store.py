@@ -147,3 +147,92 @@ async def test_whoever_waits_for_a_read_gets_it_though_the_one_who_began_it_has_
     guard._tier.release.set()
     await second
     assert central_store.ram.find(make_key(1)) is not None
+
+
+class HeldTier(MemoryTier):
+    """A tier whose reads end, and whose writes begin, when they are let go."""
+
+    def __init__(self, inner: MemoryTier) -> None:
+        self.__dict__.update(inner.__dict__)
+        self.entered, self.let_go = asyncio.Event(), asyncio.Event()
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[Any]:
+        sizes = await super().get(keys, into, starts=starts)
+        self.entered.set()
+        await self.let_go.wait()
+        return sizes
+
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[Any]:
+        self.entered.set()
+        await self.let_go.wait()
+        return await super().put(items, ttl_s=ttl_s)
+
+
+@pytest.fixture
+async def held_store() -> AsyncIterator[tuple[CentralStore, HeldTier]]:
+    central_store = CentralStore(
+        load_config({"ram_bytes": "4MiB", "tiers": ["memory://?max_bytes=16MiB"]}, environ={})
+    )
+    await central_store.start()
+    (guard,) = central_store._stack.guards
+    tier = guard._tier = HeldTier(guard._tier)  # type: ignore[arg-type]
+    yield central_store, tier
+    tier.let_go.set()
+    await central_store.close()
+
+
+def store(central_store: CentralStore, value: bytes) -> None:
+    entry = central_store.reserve(make_key(1), len(value), None)
+    assert isinstance(entry, Entry)
+    central_store.ram.view(entry)[:] = value
+    central_store.commit(entry)
+
+
+async def at_rest(central_store: CentralStore) -> None:
+    async with asyncio.timeout(60):
+        while (  # noqa: ASYNC110 - it tells nobody
+            central_store._writes or central_store._tasks or central_store._bringing
+        ):
+            await asyncio.sleep(0.001)
+
+
+async def test_a_value_that_is_deleted_while_it_is_read_from_below_does_not_return(
+    held_store: tuple[CentralStore, HeldTier],
+) -> None:
+    central_store, tier = held_store
+    await MemoryTier.put(tier, [(make_key(1), [memoryview(b"value")])])
+    bringing = asyncio.create_task(central_store.bring([make_key(1)]))
+    await tier.entered.wait()
+    assert await central_store.delete([make_key(1)], set()) == [True]
+    store(central_store, b"a new value")
+    tier.let_go.set()
+    await bringing
+    await at_rest(central_store)
+    entry = central_store.ram.find(make_key(1))
+    assert entry is not None and bytes(central_store.ram.view(entry)) == b"a new value"
+    assert central_store.ram.num_chunks == 1
+
+
+async def test_a_value_that_is_deleted_while_it_is_written_below_is_not_kept_for_the_next_one(
+    held_store: tuple[CentralStore, HeldTier],
+) -> None:
+    central_store, tier = held_store
+    store(central_store, b"A")
+    await tier.entered.wait()
+    silent: set[str] = set()
+    assert await central_store.delete([make_key(1)], silent) == [True]
+    assert silent == {"memory"}, "the caller is told that the value may appear there"
+    store(central_store, b"BB")
+    tier.let_go.set()
+    await at_rest(central_store)
+    assert await tier.probe([make_key(1)]) == [2]
+    entry = central_store.ram.find(make_key(1))
+    assert entry is not None
+    central_store.ram.remove(entry)
+    silent.clear()
+    assert await central_store.delete([make_key(1)], silent) == [True]
+    assert not silent and await central_store.probe([make_key(1)]) == [None]

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
 
@@ -29,6 +30,12 @@ from kvhold.tiers.guard import Guard
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import NEVER, Entry, RamTier, Wanted
 from kvhold.tiers.stack import Stack, make_stack
+
+
+@dataclass(frozen=True)
+class _Reading:
+    entry: Entry
+    ended: asyncio.Future[None]
 
 
 class CentralStore:
@@ -73,7 +80,7 @@ class CentralStore:
             limit_bytes=config.write_behind_bytes or arena.nbytes // 4,
         )
         self.scans = Scans(self.ram, self._stack.guards)
-        self._bringing: dict[bytes, asyncio.Future[None]] = {}
+        self._bringing: dict[bytes, _Reading] = {}
 
     async def start(self) -> None:
         self._toucher.start()
@@ -108,9 +115,11 @@ class CentralStore:
         ]
         loop = asyncio.get_running_loop()
         for pending_read in pending_reads:
-            self._bringing[pending_read.entry.key] = loop.create_future()
+            self._bringing[pending_read.entry.key] = _Reading(
+                pending_read.entry, loop.create_future()
+            )
         self._reader.fetch(FetchCommand(pending_reads))
-        if waiting := [self._bringing[key] for key in keys if key in self._bringing]:
+        if waiting := [self._bringing[key].ended for key in keys if key in self._bringing]:
             await asyncio.wait(waiting)  # unlike `gather`, it cancels nothing
 
     @contextmanager
@@ -154,8 +163,14 @@ class CentralStore:
     async def delete(self, keys: Sequence[bytes], silent: set[str]) -> list[bool]:
         """Return whether each value was removed, in memory or below.
 
-        silent: gets the names of failing tiers
+        silent: gets the names of tiers that failed, or that a write of a key has not left
         """
+        for key in keys:
+            if (reading := self._bringing.get(key)) is not None:
+                self.ram.remove(reading.entry)
+                self._end_reading(reading.entry)
+        silent |= self._write_behind.writing_tiers(set(keys))
+        silent |= {guard.name for guard in self._stack.guards if guard.has_late_writes()}
         removed = await self.ram.delete(keys)
         below = await asyncio.gather(
             *(
@@ -191,10 +206,10 @@ class CentralStore:
             self.ram.commit(entry)
         else:
             self.ram.abandon(entry)
-        self._bringing.pop(entry.key).set_result(None)
+        self._end_reading(entry)
 
     def given_up(self, entry: Entry) -> None:
-        self._bringing.pop(entry.key).set_result(None)
+        self._end_reading(entry)
 
     def let_go(self, entry: Entry) -> None:
         self.ram.abandon(entry)
@@ -205,10 +220,21 @@ class CentralStore:
     def found_damaged(self, entry: Entry) -> None:
         raise AssertionError("opaque frames are not checked")
 
-    def wrote_removed(self, guard: Guard, entries: Sequence[Entry], *, late: bool) -> None:
-        """Delete values again: their delete came before the end of the write."""
-        if keys := [entry.key for entry in entries if not self.ram.holds(entry.key)]:
-            self._tasks.start(remove(guard, keys))
+    def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
+        self._tasks.start(self._remove_again(guard, [entry.key for entry in entries]))
+
+    async def _remove_again(self, guard: Guard, keys: list[bytes]) -> None:
+        """Delete values whose delete came before the end of their write."""
+        await remove(guard, keys)
+        for key in keys:
+            if (entry := self.ram.find(key)) is not None:  # a new value, not written or removed
+                self._writes.add(entry, None)
+
+    def _end_reading(self, entry: Entry) -> None:
+        reading = self._bringing.get(entry.key)
+        if reading is not None and reading.entry is entry:
+            del self._bringing[entry.key]
+            reading.ended.set_result(None)
 
     def _give_command(self, command: Command) -> None:
         assert isinstance(command, WriteCommand)

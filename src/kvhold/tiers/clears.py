@@ -188,6 +188,13 @@ class Clears:
         return removed, True
 
     async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
+        """Remove what a scan finds. Return the number of removed values.
+
+        The clear stays pending while a write from before it runs on after its deadline: the value
+        may appear later.
+        """
+        began_s = self.suppressed.began_s(prefix)
+        may_appear = self._guard.has_late_writes(began_s)
         keys, fault = await self._guard.scan_all(prefix)
         num_keys, left = len(keys), set[bytes]()
         for batch in keys.taken():
@@ -205,7 +212,7 @@ class Clears:
                 still.update(left.intersection(part))
                 await asyncio.sleep(0)
             left = still
-        if not left and fault is None:
+        if not left and fault is None and not may_appear:
             await self._ended(prefix, pending_clear)
         return removed
 

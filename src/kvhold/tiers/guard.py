@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Generic
 
 from kvhold.core.config import setting, size
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _REFRESH_TIMEOUT_S = 30.0
 _LEAVE_S = 5.0  # wait of a cancelled caller for its memory
+_WRITES = ("put", "replace")
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Guard:
         self.clears = Clears(self)
         self._suppressed = self.clears.suppressed
         self._mending: asyncio.Task[None] | None = None
-        self._stuck: set[asyncio.Task[Any]] = set()
+        self._stuck: dict[asyncio.Task[Any], TierCall[Any]] = {}
         self._last_fault = ""
         metrics.set("kvhold_tier_available", 1, tier=name)
 
@@ -395,6 +397,8 @@ class Guard:
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait((task,), timeout=_LEAVE_S)
+            if not task.done():
+                self._watch(task, call)
             raise
         self._metrics.observe(
             "kvhold_tier_seconds", now() - began_s, tier=self.name, operation=call.operation
@@ -402,7 +406,7 @@ class Guard:
         if not task.done():
             task.cancel()
             call.pending = task
-            self._watch(task)
+            self._watch(task, call)
             fault: TierError = TierUnavailable(
                 self.name, call.operation, f"no answer within {call.deadline_s:g} s"
             )
@@ -485,13 +489,20 @@ class Guard:
             else:
                 await self.check()
 
-    def _watch(self, task: "asyncio.Task[Any]") -> None:
-        self._stuck.add(task)
+    def has_late_writes(self, from_before_s: float = inf) -> bool:
+        """Return whether a write that began before that time runs on after its deadline."""
+        return any(
+            call.operation in _WRITES and call.began_s <= from_before_s
+            for call in self._stuck.values()
+        )
+
+    def _watch(self, task: "asyncio.Task[Any]", call: TierCall[Any]) -> None:
+        self._stuck[task] = call
         self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
         task.add_done_callback(self._let_go)
 
     def _let_go(self, task: "asyncio.Task[Any]") -> None:
-        self._stuck.discard(task)
+        self._stuck.pop(task, None)
         self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
         if not task.cancelled():
             task.exception()  # else asyncio logs it

@@ -30,6 +30,7 @@ class Suppressed:
         self._clock = clock
         self._pending: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}
+        self._began_s: dict[bytes, float] = {}
         self._lengths: set[int] = set()
         self._num_clears = 0
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()  # key -> until when
@@ -45,6 +46,7 @@ class Suppressed:
     def add(self, prefix: bytes) -> int:
         self._num_clears += 1
         self._pending[prefix] = self._num_clears
+        self._began_s[prefix] = self._clock()
         self._lengths.add(len(prefix))
         return self._num_clears
 
@@ -52,6 +54,7 @@ class Suppressed:
         """Replace all pending clears by one of all values. Return its number."""
         self._pending.clear()
         self._due.clear()
+        self._began_s.clear()
         return self.add(b"")
 
     def fall_due(self, prefix: bytes, number: int) -> None:
@@ -63,6 +66,10 @@ class Suppressed:
         """0 if none is due."""
         return self._due.get(prefix, 0)
 
+    def began_s(self, prefix: bytes) -> float:
+        """Return when the latest pending clear of `prefix` began."""
+        return self._began_s[prefix]
+
     def number(self, prefix: bytes) -> int:
         """Return the number of the pending clear, 0 without one."""
         return self._pending.get(prefix, 0)
@@ -71,6 +78,7 @@ class Suppressed:
         """End a pending clear: the values that were there at its start are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
+            del self._began_s[prefix]
         if self._due.get(prefix, 0) <= number:
             self._due.pop(prefix, None)
 

@@ -208,6 +208,7 @@ class SimCentral:
         self._sockets: dict[SimLoop, list[SimSocket]] = {}
         self._strangers: list[tuple[SimSocket, bool]] = []
         self._pressure_s = random.choice((0.05, 0.05, 0.2))
+        self._reads_s = random.choice((0.0, 0.02, 0.1))
         self._checker = Checker(world)
         self._arena_bytes = _PAGE_BYTES * random.choice((4, 8, 16, 64))
         self._has_lower = random.random() < 0.7
@@ -259,6 +260,8 @@ class SimCentral:
         world.note("the central cache starts")
         if self._pressure_s:
             world.later(self._pressure_s, self._evict, central_store)
+        if self._reads_s:
+            world.later(self._reads_s, self._read, central_store)
 
     def tier(self, checker: Checker, loop: SimLoop, host: str) -> Any:
         borrowed = _Borrowed(self.world, checker, f"{host}'s tier")
@@ -311,6 +314,15 @@ class SimCentral:
             ):
                 ram.remove(entry, why=EVICTED)
         self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, central_store)
+
+    def _read(self, central_store: _SimStore) -> None:
+        """Bring values from below, as for another client. Its nodes rarely ask for evicted ones."""
+        if self.over or self._central is None or self._central.central_store is not central_store:
+            return
+        keys = sorted(key for key in self.lower.values if not is_marker(key))
+        if keys and self._loop is not None:
+            self._loop.create_task(central_store.bring(self.random.choices(keys, k=3)))
+        self.world.later(self.random.expovariate(1 / self._reads_s), self._read, central_store)
 
     def _changed(self, what: str, entry: Entry) -> None:
         if what == ADMITTED:

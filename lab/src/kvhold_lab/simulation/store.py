@@ -40,6 +40,7 @@ class SimTier:
         self._checker = checker
         # chance that a cancelled transfer goes on
         self.lingers = world.random.choice((0.0, 0.3, 0.8))
+        self.lands = world.random.random() < 0.5  # such a put stores its value, late
         self.hangs = world.random.choice((0.0, 0.0, 0.03))  # chance of a slow transfer
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
         # before a scan lists keys
@@ -152,7 +153,7 @@ class SimTier:
                     some = value[at : at + piece.nbytes]
                     piece[: len(some)] = some
                 at += piece.nbytes
-        if cancelled:
+        if cancelled and not (value is None and self.lands):
             raise asyncio.CancelledError
         return b"".join(pieces) if value is None else value
 

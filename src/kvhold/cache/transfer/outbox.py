@@ -98,6 +98,9 @@ class Outbox:
         """Return the writes in progress under `prefix`."""
         return {write for write in self._writing if write.command.entry.key.startswith(prefix)}
 
+    def is_writing_any(self, keys: set[bytes]) -> bool:
+        return any(write.command.entry.key in keys for write in self._writing)
+
     def is_writing(self, writes: set[Write]) -> bool:
         return not self._writing.isdisjoint(writes)
 

@@ -31,7 +31,7 @@ from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
 from kvhold.cache.transfer.reencoder import Reencoder
 from kvhold.cache.transfer.reencodings import LOSES_NOTHING, ReencodableTier
 from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
-from kvhold.cache.transfer.tier_reader import TierReader, remove
+from kvhold.cache.transfer.tier_reader import TierReader
 from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
@@ -186,8 +186,11 @@ class TierWorker:
                     self.reader.fetch(command)
                 case WriteCommand():
                     self._queue(command)
-                case ClearCommand():
-                    beginning = self._loop.create_task(self._begin_clear(command))
+                case ClearCommand(prefix=prefix):
+                    if not command.learned:
+                        self._write_behind.drop(prefix)  # now: what comes later stays
+                    writing = self._write_behind.writing(prefix)
+                    beginning = self._loop.create_task(self._begin_clear(command, writing))
                     self._pending_clears.add(beginning)
                     beginning.add_done_callback(self._pending_clears.discard)
                     self._tasks.start(self._clear(command, beginning))
@@ -233,10 +236,8 @@ class TierWorker:
     def found_damaged(self, entry: Entry) -> None:
         self._post(lambda: self._state.remove_damaged([entry], "writer"))
 
-    def wrote_removed(self, guard: Guard, entries: Sequence[Entry], *, late: bool) -> None:
-        # clears wait for calls that do not hang; shared tiers wrote under old names
-        if late and not guard.traits.shared:
-            self._tasks.start(remove(guard, [entry.key for entry in entries]))
+    def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
+        """Do nothing: a tier's clear stays pending until the writes from before it have ended."""
 
     def _tell_reencoded(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
@@ -285,12 +286,9 @@ class TierWorker:
             await self._journal.reach(numbers)
 
     async def _begin_clear(
-        self, command: ClearCommand
+        self, command: ClearCommand, writing: list[tuple[Outbox, set[Write]]]
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
         """Journal a clear. Return the writes in progress, and the tiers' pending clears."""
-        if not command.learned:
-            self._write_behind.drop(command.prefix)
-        writing = self._write_behind.writing(command.prefix)
         pending_clears = await self._stack.begin_clear(command.prefix, shared=not command.learned)
         for guard, pending_clear in pending_clears:
             if (

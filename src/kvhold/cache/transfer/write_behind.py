@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from functools import partial
 from math import inf
 from typing import Any, Protocol
 
@@ -44,11 +43,8 @@ class WriteOwner(Protocol):
     def found_damaged(self, entry: Entry) -> None:
         """An entry's bytes are not those that were stored."""
 
-    def wrote_removed(self, guard: Guard, entries: Sequence[Entry], *, late: bool) -> None:
-        """Entries were removed before their write had ended. The tier may have them.
-
-        late: the write had outlasted its deadline
-        """
+    def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
+        """Entries were removed before their write had ended. The tier may have them."""
 
 
 class WriteBehind:
@@ -113,6 +109,10 @@ class WriteBehind:
             if guard is None or outbox.guard is guard
         ]
 
+    def writing_tiers(self, keys: set[bytes]) -> set[str]:
+        """Return the names of tiers that any of these keys is being written to."""
+        return {outbox.guard.name for outbox in self._outboxes if outbox.is_writing_any(keys)}
+
     async def wait_for(self, writing: "Iterable[tuple[Outbox, set[Write]]]") -> None:
         for outbox, writes in writing:
             while outbox.is_writing(writes):
@@ -152,9 +152,9 @@ class WriteBehind:
             outbox.finish(batch)
             self._dealt_with.set()
             if pending is None:
-                self._end(guard, batch, late=False)
+                self._end(guard, batch)
             else:  # the tier may still read the memory
-                pending.add_done_callback(partial(self._end_late, guard, batch))
+                pending.add_done_callback(lambda _, batch=batch: self._end(guard, batch))  # type: ignore[misc]
 
     async def _write_batch(
         self, guard: Guard, coding: FrameCoding, batch: list[Write]
@@ -230,16 +230,13 @@ class WriteBehind:
             command.entry, command.layout, self._ram.view(command.entry), command.store_options
         )
 
-    def _end(self, guard: Guard, batch: list[Write], *, late: bool) -> None:
+    def _end(self, guard: Guard, batch: list[Write]) -> None:
         removed = [
             write.command.entry for write in batch if self._ram.is_doomed(write.command.entry)
         ]
         if removed:
-            self._owner.wrote_removed(guard, removed, late=late)
+            self._owner.wrote_removed(guard, removed)
         self._finish(batch)
-
-    def _end_late(self, guard: Guard, batch: list[Write], _: "asyncio.Task[Any]") -> None:
-        self._end(guard, batch, late=True)
 
     def _finish(self, batch: Iterable[Write]) -> None:
         for write in batch:
