@@ -105,8 +105,7 @@ def forget(cache: LocalCache) -> None:
 def tier_counter(cache: Cache, name: str, **labels: str) -> float:
     """A counter of the tiers."""
     pairs = ",".join(f"{k}={v}" for k, v in labels.items())
-    value: float = cache.status()["tier_counters"].get(f"{name}{{{pairs}}}", 0)
-    return value
+    return cache.status()["tier_counters"].get(f"{name}{{{pairs}}}", 0)
 
 
 def bad_frames(cache: Cache) -> dict[str, float]:

@@ -60,7 +60,7 @@ def above(place: Place) -> Iterator[LocalCache]:
 
 
 def missed(cache: LocalCache, reason: str | None) -> float:
-    return float(cache.status()["counters"].get(f"kvhold_missed_tokens{{reason={reason}}}", 0))
+    return cache.status()["counters"].get(f"kvhold_missed_tokens{{reason={reason}}}", 0)
 
 
 def ended(
@@ -152,7 +152,7 @@ class TestInMemory:
         assert ended(cache, SPACE, 48) == (16, "never_stored"), "it was given up"
 
     def test_there_was_no_room_to_store_it(self, cache: LocalCache) -> None:
-        chunks = 2 * int(cache.status()["arena_bytes"]) // PLAIN.chunk_bytes(0, 16)
+        chunks = 2 * cache.status()["arena_bytes"] // PLAIN.chunk_bytes(0, 16)
         with cache.reserve(PLAIN, SPACE.prompt(np.arange(16 * chunks)).chunks()):
             store(cache, a_prompt(SPACE, 32))
             assert ended(cache, SPACE, 32) == (0, "no_room")
@@ -283,7 +283,7 @@ class TestBelow:
     def test_there_is_no_room_to_bring_it_up(self, above: LocalCache) -> None:
         store(above, a_prompt(SPACE, 32))
         forget(above)
-        chunks = 2 * int(above.status()["arena_bytes"]) // PLAIN.chunk_bytes(0, 16)
+        chunks = 2 * above.status()["arena_bytes"] // PLAIN.chunk_bytes(0, 16)
         with above.reserve(PLAIN, SPACE.prompt(np.arange(16 * chunks)).chunks()):
             assert ended(above, SPACE, 32, wait_s=PATIENT_S) == (0, "no_room")
 

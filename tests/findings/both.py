@@ -98,7 +98,7 @@ def a_client(socket: Path) -> Iterator[NodeClient]:
 
 def num_reservations(client: NodeClient) -> int:
     """Return how many reservations the node's clients hold. 5f474b0 calls them rooms."""
-    held = client.status()["held"]
+    held: dict[str, Any] = dict(client.status()["held"])
     return int(held["rooms"] if "rooms" in held else held["reservations"])
 
 

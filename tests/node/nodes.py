@@ -21,6 +21,7 @@ import pytest
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
+from kvhold.core.status import HeldStatus
 from kvhold.net import messages as m
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode, split_number
 from kvhold.node import NodeClient
@@ -272,9 +273,8 @@ def set_deadlines(client: NodeClient, **settings: Any) -> None:
     client._config = replace(client._config, **settings)
 
 
-def held_by(client: NodeClient) -> dict[str, int]:
-    held: dict[str, int] = client.status()["held"]
-    return held
+def held_by(client: NodeClient) -> HeldStatus:
+    return client.status()["held"]
 
 
 def works(client: NodeClient) -> bool:

@@ -147,7 +147,7 @@ def test_several_clients_claim_one_shard_and_each_ends_by_itself(shared_node: Ru
             lease.close()
 
             def so_many_are_left(left: int = left) -> bool:
-                return bool(watcher.status()["pinned_chunks"] == left)
+                return watcher.status()["pinned_chunks"] == left
 
             eventually(so_many_are_left)
         assert held_by(watcher) == NOTHING

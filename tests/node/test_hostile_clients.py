@@ -20,7 +20,7 @@ HELLO = bytes(encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "raw", 1)))
 
 
 def counter(client: NodeClient, name: str) -> float:
-    return float(client.status()["counters"].get(name, 0))
+    return client.status()["counters"].get(name, 0)
 
 
 def own_memory(node: RunningNode) -> int:

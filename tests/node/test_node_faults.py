@@ -267,7 +267,7 @@ def test_an_answer_that_comes_in_pieces_is_read(tmp_path: Path, text: str) -> No
         FakeNode(tmp_path / "s", [WELCOME, in_pieces]),
         NodeClient(tmp_path / "s", PATIENT) as client,
     ):
-        assert client.status() == {"text": text}
+        assert dict(client.status()) == {"text": text}
 
 
 def _unread(connection: socket.socket) -> int:

@@ -87,7 +87,7 @@ def a_client(node: RunningNode) -> NodeClient:
 
 def at_rest(client: Cache) -> bool:
     status = client.status()
-    return bool(status["arriving_chunks"] == 0 and status["write_behind"]["chunks"] == 0)
+    return status["arriving_chunks"] == 0 and status["write_behind"]["chunks"] == 0
 
 
 def is_at_baseline(client: NodeClient) -> None:

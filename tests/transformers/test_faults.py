@@ -26,6 +26,7 @@ from kvhold.core.errors import CapacityError, DeadlineExceeded, KVHoldError, Nod
 from kvhold.core.holdings import ABSENT, Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
+from kvhold.core.status import HeldStatus
 from kvhold.core.store_options import StoreOptions
 from kvhold.integrations.transformers import Reuse
 from kvhold.node import NodeClient, connect
@@ -89,9 +90,8 @@ def socket() -> Iterator[Path]:
         yield Path(folder) / "node.sock"
 
 
-def held_by(cache: NodeClient) -> dict[str, int]:
-    held: dict[str, int] = cache.status()["held"]
-    return held
+def held_by(cache: NodeClient) -> HeldStatus:
+    return cache.status()["held"]
 
 
 class TestNode:

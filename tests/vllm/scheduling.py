@@ -220,11 +220,10 @@ class NodeProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def held(self) -> dict[str, int]:
+    def held(self) -> dict[str, Any]:
         """Tickets, leases and reservations that are out."""
         with NodeClient(self.socket, ClientConfig(), name="test-status") as client:
-            held: dict[str, int] = client.status()["held"]
-            return held
+            return dict(client.status()["held"])
 
 
 class Worker(Protocol):

@@ -15,6 +15,7 @@ import pytest
 
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
+from kvhold.core.status import NodeStatus
 from kvhold.node import NodeClient
 from kvhold.testing.damage import OpenArena
 from kvhold_lab.engines.engine import Engine, options_for
@@ -127,7 +128,7 @@ def batches(prompts: list[list[int]], size: int = 8) -> list[list[list[int]]]:
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
-def status(socket: Path) -> dict[str, Any]:
+def status(socket: Path) -> NodeStatus:
     with NodeClient(socket, ClientConfig(), name="test") as client:
         return client.status()
 

@@ -2050,7 +2050,7 @@ WITHIN_FOR_EVER_S = 1e6
 def probed(node: NodeProcess) -> bool:
     """Whether the node's disk was asked, and had something."""
     with NodeClient(node.socket, ClientConfig(), name="test-status") as client:
-        counters: dict[str, float] = client.status()["tier_counters"]
+        counters = client.status()["tier_counters"]
     return counters.get("kvhold_tier_items{tier=disk,operation=probe,result=hit}", 0) > 0
 
 

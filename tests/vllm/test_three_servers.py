@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
+from kvhold.core.status import NodeStatus
 from kvhold.memory.placement import parse_list
 from kvhold.node import NodeClient
 from kvhold.node.start import end_node
@@ -108,7 +108,7 @@ class Host:
         after = self.counts()
         return {name: after[name] - before[name] for name in after}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> NodeStatus:
         with NodeClient(
             self.socket, ClientConfig(call_timeout_s=60, connect_timeout_s=60), name="test"
         ) as client:

@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvhold.core.config import ClientConfig
+from kvhold.core.status import NodeStatus
 from kvhold.node import NodeClient
 from kvhold_lab.engines.engine import Engine, options_for
 from kvhold_lab.engines.models import ModelInfo, make_model
@@ -58,7 +58,7 @@ def stop_node(path: Path) -> None:
             client.stop_node()
 
 
-def status_of(path: Path) -> dict[str, Any]:
+def status_of(path: Path) -> NodeStatus:
     with NodeClient(path, ClientConfig(), name="test") as client:
         return client.status()
 

@@ -21,6 +21,7 @@ from kvhold.core.keys import ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import DAMAGED
+from kvhold.core.status import HeldStatus
 from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier
 
@@ -285,7 +286,7 @@ class Leases:
         )
         return Held(len(held.tickets), len(held.leases), len(held.reservations), nbytes)
 
-    def holdings(self) -> dict[str, int]:
+    def holdings(self) -> HeldStatus:
         held = self._holdings.values()
         return {
             "tickets": sum(len(h.tickets) for h in held),

@@ -24,6 +24,7 @@ from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import ComputeCost, Decision
 from kvhold.core.rules import store_options_of
+from kvhold.core.status import CacheStatus, TiersStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 
@@ -225,18 +226,18 @@ class LocalCache(WholePrompts):
             self._check_open()
             return self._state.events(after)
 
-    def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
+    def status(self, *, deadline_s: float | None = None) -> CacheStatus:
         with self._lock:
             self._check_open()
-            tiers = self.tier_worker.status() if self.tier_worker is not None else {}
-            return (
-                self._state.status()
-                | {
-                    "arena_touched_bytes": self._toucher.touched_bytes,
-                    "scrub": self._scrubber.status(),
-                }
-                | tiers
-            )
+            tiers: TiersStatus = {}
+            if self.tier_worker is not None:
+                tiers = self.tier_worker.status()
+            return {
+                **self._state.status(),
+                "arena_touched_bytes": self._toucher.touched_bytes,
+                "scrub": self._scrubber.status(),
+                **tiers,
+            }
 
     def close(self) -> None:
         """Write queued chunks for at most `drain_timeout_s`, then free everything. Idempotent."""

@@ -7,12 +7,13 @@ A thread hashes; xxhash releases the GIL. It pins a few chunks for some millisec
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Self
 
 from xxhash import xxh3_64_intdigest
 
 from kvhold.cache.state import CacheState
 from kvhold.core.checksums import unpack
+from kvhold.core.status import ScrubStatus
 from kvhold.tiers.ram import Entry
 
 _BATCH_BYTES = 16 << 20  # pinned at a time, about 2 ms of hashing
@@ -53,7 +54,7 @@ class Scrubber:
         if self._thread is not None:
             self._thread.join()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ScrubStatus:
         return {
             "interval_s": self._interval_s,
             "passes": self._passes,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import inf
 from secrets import randbits
-from typing import Any
 
 from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
 from kvhold.cache.index.changes import Changes
@@ -34,6 +33,7 @@ from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import TIER_DOWN, Reason
+from kvhold.core.status import StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
@@ -247,7 +247,7 @@ class CacheState:
         """Return whether every write up to `mark`, and every clear, has ended."""
         return not self._clears and self._writes.all_done(mark)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> StateStatus:
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,

@@ -29,6 +29,7 @@ from kvhold.core.errors import (
 )
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.core.status import check_status
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 from kvhold.node.requirements import pack, requirements_of
@@ -92,7 +93,7 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
     try:
         with NodeClient(path, config.client, name="kvhold doctor") as client:
             began = time.perf_counter()
-            status = client.status()
+            status = check_status(client.status())
             finding.ms["status"] = _ms(began)
             finding.says.append(f"pid {status['pid']}, {status['chunks']} chunks")
             for tier in status.get("tiers", []):

@@ -1,12 +1,12 @@
 """`kvhold status`."""
 
 import json
-from typing import Any
 
 import click
 
 from kvhold.core.config import load_config
 from kvhold.core.sizes import format_size
+from kvhold.core.status import CacheTierStatus, NodeStatus, check_status
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
@@ -19,10 +19,10 @@ def command(socket: str | None, as_json: bool) -> None:
     config = load_config({"node": {"socket": socket}} if socket else {})
     with NodeClient(socket_path(config.node.socket), config.client, name="kvhold status") as client:
         status = client.status()
-    click.echo(json.dumps(status, indent=2) if as_json else _describe(status))
+    click.echo(json.dumps(status, indent=2) if as_json else _describe(check_status(status)))
 
 
-def _describe(status: dict[str, Any]) -> str:
+def _describe(status: NodeStatus) -> str:
     held, pages = status["held"], "huge" if status["huge_pages"] else "normal"
     used, ready = format_size(status["used_bytes"]), format_size(status["arena_touched_bytes"])
     lines = [
@@ -63,7 +63,7 @@ def _describe(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _describe_tier(tier: dict[str, Any]) -> str:
+def _describe_tier(tier: CacheTierStatus) -> str:
     if not tier["available"]:
         return f"left alone: {tier['last_fault']}"
     how = ([] if tier["codec"] == "raw" else [f"codec {tier['codec']}"]) + (

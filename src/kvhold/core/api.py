@@ -21,7 +21,7 @@ of our errors and leaves nothing behind.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import ComputeCost, Decision
 from kvhold.core.reasons import Reason
+from kvhold.core.status import CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
@@ -427,7 +428,7 @@ class Cache(Protocol):
         `event_buffer` is 0.
         """
 
-    def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
+    def status(self, *, deadline_s: float | None = None) -> CacheStatus:
         """Return sizes, counts and counters, for people and monitors."""
 
     def close(self) -> None:

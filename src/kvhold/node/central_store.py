@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Any
 
 from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, WriteCommand
 from kvhold.cache.transfer.tasks import Tasks
@@ -24,6 +23,7 @@ from kvhold.cache.transfer.writes import Writes
 from kvhold.core.config import Config
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import TIER_DOWN, Reason
+from kvhold.core.status import CentralStatus
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.node.scans import Scans
 from kvhold.tiers.guard import Guard
@@ -181,7 +181,7 @@ class CentralStore:
         )
         return [any(answers) for answers in zip(removed, *below, strict=True)]
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> CentralStatus:
         return {
             "arena_bytes": self.ram.capacity_bytes,
             "used_bytes": self.ram.used_bytes,

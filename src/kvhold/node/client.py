@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -36,6 +36,7 @@ from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
 from kvhold.core.planning import ComputeCost, Decision
 from kvhold.core.rules import store_options_of
+from kvhold.core.status import NodeStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.net import messages as m
 from kvhold.node.link import Link
@@ -327,8 +328,9 @@ class NodeClient(WholePrompts):
         part = self._call(m.Events(after), m.Happened, deadline_s)
         return EventBatch(part.events, part.next, part.lost)
 
-    def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
-        return self._call(m.Status(), m.Report, deadline_s).values
+    def status(self, *, deadline_s: float | None = None) -> NodeStatus:
+        """Return the status as the node sent it. `check_status` checks its fields."""
+        return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
         """Return the node's clients. deadline_s: per page"""

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from secrets import randbits
-from typing import Any
 
 from kvhold import __version__
 from kvhold.cache.scrub import Scrubber
@@ -28,6 +27,7 @@ from kvhold.cache.state import CacheState, new_state
 from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
+from kvhold.core.status import NodeStatus, TiersStatus
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
 from kvhold.memory.placement import format_list, interleave, memory_nodes, parse_list
@@ -172,38 +172,39 @@ class Node:
     def stop(self) -> None:
         self._stopped.set()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> NodeStatus:
         now = time.monotonic()
         (recent_s, recent_cpu_s), self._recent_turns_s = self._recent_turns_s, (0.0, 0.0)
-        return (
-            self.state.status()
-            | (self._tier_worker.status() if self._tier_worker is not None else {})
-            | {
-                "version": __version__,
-                "protocol": m.PROTOCOL_VERSION,
-                "pid": os.getpid(),
-                "socket": str(self.path),
-                "uptime_s": round(now - self._started_s, 3),
-                "resident_bytes": resident_bytes(),
-                "huge_pages": self.arena.huge,
-                "arena_touched_bytes": self._toucher.touched_bytes,
-                "scrub": self._scrubber.status(),
-                "loop": {
-                    "longest_turn_s": round(self.longest_turn_s, 6),
-                    "recent_longest_turn_s": round(recent_s, 6),
-                    "recent_longest_turn_cpu_s": round(recent_cpu_s, 6),
-                },
-                "clients": [
-                    {
-                        "name": c.session.name,
-                        "pid": c.session.pid,
-                        "silent_s": round(now - c.last_heard_s, 3),
-                    }
-                    for c in self.connections
-                    if c.session is not None
-                ],
-            }
-        )
+        tiers: TiersStatus = {}
+        if self._tier_worker is not None:
+            tiers = self._tier_worker.status()
+        return {
+            **self.state.status(),
+            **tiers,
+            "version": __version__,
+            "protocol": m.PROTOCOL_VERSION,
+            "pid": os.getpid(),
+            "socket": str(self.path),
+            "uptime_s": round(now - self._started_s, 3),
+            "resident_bytes": resident_bytes(),
+            "huge_pages": self.arena.huge,
+            "arena_touched_bytes": self._toucher.touched_bytes,
+            "scrub": self._scrubber.status(),
+            "loop": {
+                "longest_turn_s": round(self.longest_turn_s, 6),
+                "recent_longest_turn_s": round(recent_s, 6),
+                "recent_longest_turn_cpu_s": round(recent_cpu_s, 6),
+            },
+            "clients": [
+                {
+                    "name": c.session.name,
+                    "pid": c.session.pid,
+                    "silent_s": round(now - c.last_heard_s, 3),
+                }
+                for c in self.connections
+                if c.session is not None
+            ],
+        }
 
     def move(self) -> None:
         if self._tier_worker is not None:

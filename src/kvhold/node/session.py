@@ -16,6 +16,7 @@ from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.reencodings import ReencodeRequest
 from kvhold.core.api import Found, ReencodeProgress
 from kvhold.core.errors import KVHoldError, ProtocolError
+from kvhold.core.status import NodeStatus
 from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
@@ -53,7 +54,7 @@ class _Snapshot:
 class Host(Protocol):
     names: Names
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> NodeStatus: ...
 
     def stop(self) -> None: ...
 
@@ -312,7 +313,7 @@ class Session:
         return m.Happened(batch.events, batch.next, batch.lost)
 
     def _report(self, request: m.Status) -> m.Answer:
-        return m.Report(self._node.status())
+        return m.Report(dict(self._node.status()))
 
     def _clients(self, request: m.Clients) -> m.Answer:
         return self._node.clients(request.first)

@@ -155,7 +155,7 @@ def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
     a_chunk = sum(
         layout.chunk_bytes(group, layout.tokens_per_chunk) for group in range(len(layout.groups))
     )
-    for i in range(2 * int(cache.status()["arena_bytes"]) // (8 * a_chunk)):
+    for i in range(2 * cache.status()["arena_bytes"] // (8 * a_chunk)):
         store(cache, a_prompt(namespace, 8 * layout.tokens_per_chunk, seed + i))
 
 

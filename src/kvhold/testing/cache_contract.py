@@ -141,7 +141,7 @@ class CacheContract(CacheLookups, CacheStores):
         def pinned() -> int:
             # a chunk is pinned while it is being written below, too
             assert cache.flush(deadline_s=PATIENT_S)
-            return int(cache.status()["pinned_chunks"])
+            return cache.status()["pinned_chunks"]
 
         hit = cache.lookup(prompt.query())
         whole, end, again = (

@@ -16,6 +16,7 @@ from typing import Any, Generic
 from kvhold.core.config import setting, size
 from kvhold.core.errors import TierDenied, TierError, TierIncomplete, TierUnavailable
 from kvhold.core.metrics import Metrics
+from kvhold.core.status import TierStatus
 from kvhold.tiers.base import Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
@@ -328,7 +329,7 @@ class Guard:
             call = TierCall[None]("check", 0, deadline_s, is_vital=False)
             await self.run(call, self._tier.refresh)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> TierStatus:
         return {
             "name": self.name,
             "kind": self.traits.name,

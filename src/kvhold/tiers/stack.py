@@ -8,10 +8,10 @@ A tier's fault is not raised: its guard handles it.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
+from kvhold.core.status import TierStatus
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.registry import make_tier, place_of
 from kvhold.tiers.suppressed import PendingClear
@@ -81,7 +81,7 @@ class Stack:
             )
         )
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self) -> list[TierStatus]:
         """Safe from any thread."""
         return [guard.status() for guard in self.guards]
 

@@ -118,7 +118,7 @@ def python_path(peer: Path) -> str:
 
 def node_pid(socket: Path) -> int:
     with NodeClient(socket, PATIENT, name="kvhold bench") as client:
-        return int(client.status()["pid"])
+        return client.status()["pid"]
 
 
 def flush_engines(client: NodeClient, *, patience_s: float) -> None:

@@ -108,8 +108,7 @@ class Trial:
 
     def counters(self) -> dict[str, float]:
         status = self.client.status()
-        counters: dict[str, float] = status["counters"] | status["tier_counters"]
-        return counters
+        return status["counters"] | status["tier_counters"]
 
     def count(self, name: str) -> float:
         return sum(

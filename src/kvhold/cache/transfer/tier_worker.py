@@ -41,6 +41,7 @@ from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
+from kvhold.core.status import CacheTierStatus, TiersStatus
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
@@ -119,10 +120,10 @@ class TierWorker:
         if commands and not self._closed:
             self._loop.call_soon_threadsafe(self._accept, commands)
 
-    def status(self) -> dict[str, Any]:
-        tiers = [
-            of_tier
-            | {
+    def status(self) -> TiersStatus:
+        tiers: list[CacheTierStatus] = [
+            {
+                **of_tier,
                 "codec": coding.codec,
                 "codec_ready": self._is_ready(coding.codec),
                 "encrypted": coding.keyring is not None,

@@ -74,7 +74,7 @@ class KVHold:
         self._threads = min(_COPY_THREADS, int(os.environ.get("OMP_NUM_THREADS", _COPY_THREADS)))
         self._client = connect(config, name="kvhold bench")
         self._client.register(self._namespace)
-        arena_bytes = int(self._client.status()["arena_bytes"])
+        arena_bytes = self._client.status()["arena_bytes"]
         self._fillers = math.ceil(arena_bytes / options.prompt_bytes)
         self._mark = 0
         warm_up()
@@ -139,7 +139,7 @@ class KVHold:
             self.settle()
 
     def pids(self) -> list[int]:
-        return [int(self._client.status()["pid"])]
+        return [self._client.status()["pid"]]
 
     def close(self) -> None:
         self._client.stop_node()

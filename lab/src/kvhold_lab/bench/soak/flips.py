@@ -176,7 +176,7 @@ def in_memory(count: int, seed: int) -> Flips:
         _quiet(),
         running_node(log_level="CRITICAL") as writer,
         NodeClient(writer.path, name="reader") as reader,
-        OpenArena(int(writer.status()["pid"])) as arena,
+        OpenArena(writer.status()["pid"]) as arena,
     ):
         engines = [_Engine(layout, chance) for layout in _LAYOUTS]
         for engine in engines:

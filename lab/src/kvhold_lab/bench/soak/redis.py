@@ -148,7 +148,7 @@ class _Soak:
 
     def _memory(self) -> tuple[int, int]:
         try:
-            node = int(self._client.status()["resident_bytes"])
+            node = self._client.status()["resident_bytes"]
         except KVHoldError:
             self.errors += 1
             node = 0

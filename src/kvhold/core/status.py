@@ -1,0 +1,228 @@
+"""The status of a cache, a node and a central store, as plain values.
+
+    status = cache.status(); status["used_bytes"]      # CacheStatus
+    client.status()["pid"]                             # NodeStatus, as in `kvhold status --json`
+
+The values are dicts, because they cross the node's socket and are printed as JSON. docs/node.md has
+these fields as a table.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import msgspec
+
+from kvhold.core.errors import ProtocolError
+
+
+class HeldStatus(TypedDict):
+    """What callers hold.
+
+    tickets:      number of hits
+    leases:       number of leases
+    reservations: number of reservations
+    """
+
+    tickets: int
+    leases: int
+    reservations: int
+
+
+class WriteBehindStatus(TypedDict):
+    """Chunks that wait to be written to tiers, or are being written.
+
+    chunks: their number
+    bytes:  their bytes in memory
+    """
+
+    chunks: int
+    bytes: int
+
+
+class ScrubStatus(TypedDict):
+    """The scrubber of memory.
+
+    interval_s: seconds for one pass; 0: off
+    passes:     complete passes
+    pass_bytes: bytes checked in the current pass
+    """
+
+    interval_s: float
+    passes: int
+    pass_bytes: int
+
+
+class TierStatus(TypedDict):
+    """One tier.
+
+    name:           its name, unique in its cache
+    kind:           kind of tier, such as `disk`
+    available:      in use; false: skipped after faults, until it answers again
+    last_fault:     latest fault; empty: none
+    stuck_calls:    abandoned calls that still hold memory
+    durable:        its chunks outlive a killed process
+    shared:         other processes may read, write and delete its chunks
+    replaces:       can be re-encoded
+    read_only:      never written to
+    pending_clears: number of clears that it has still to do
+    used_bytes:     bytes of its chunks; null: unknown
+    index_bytes:    bytes of its index in memory; null: it has none
+    """
+
+    name: str
+    kind: str
+    available: bool
+    last_fault: str
+    stuck_calls: int
+    durable: bool
+    shared: bool
+    replaces: bool
+    read_only: bool
+    pending_clears: int
+    used_bytes: int | None
+    index_bytes: int | None
+
+
+class CacheTierStatus(TierStatus):
+    """One tier of a cache, which encodes chunks. A central store does not.
+
+    codec:       codec of new chunks
+    codec_ready: the codec is compiled
+    encrypted:   new chunks are encrypted
+    """
+
+    codec: str
+    codec_ready: bool
+    encrypted: bool
+
+
+class TiersStatus(TypedDict, total=False):
+    """The tiers of a cache. Absent where it has none.
+
+    tiers:         one object per tier, in their order; absent without tiers
+    tier_counters: metrics of the tiers; absent without tiers
+    """
+
+    tiers: list[CacheTierStatus]
+    tier_counters: dict[str, float]
+
+
+class StateStatus(TypedDict):
+    """The state machine of a cache.
+
+    arena_bytes:     size of the arena, in bytes
+    used_bytes:      arena bytes in use
+    chunks:          chunks in memory, reserved ones included
+    pinned_chunks:   chunks that hits, leases or transfers hold in memory
+    clearing_chunks: cleared chunks whose memory is still to free
+    arriving_chunks: chunks whose memory is in use by reads of tiers
+    reencodings:     running and waiting re-encodings
+    write_behind:    chunks on their way to tiers
+    namespaces:      arena bytes in use, by the digest of their namespace
+    held:            what callers hold
+    counters:        metrics of the cache, and of its node
+    """
+
+    arena_bytes: int
+    used_bytes: int
+    chunks: int
+    pinned_chunks: int
+    clearing_chunks: int
+    arriving_chunks: int
+    reencodings: int
+    write_behind: WriteBehindStatus
+    namespaces: dict[str, int]
+    held: HeldStatus
+    counters: dict[str, float]
+
+
+class CacheStatus(StateStatus, TiersStatus):
+    """A cache, in this process or in a node.
+
+    arena_touched_bytes: arena bytes that are faulted in
+    scrub:               scrubber of memory
+    """
+
+    arena_touched_bytes: int
+    scrub: ScrubStatus
+
+
+class LoopStatus(TypedDict):
+    """The node's event loop.
+
+    longest_turn_s:            longest turn since the start, in seconds
+    recent_longest_turn_s:     longest turn since the previous status, in seconds
+    recent_longest_turn_cpu_s: longest CPU time of a turn since the previous status, in seconds
+    """
+
+    longest_turn_s: float
+    recent_longest_turn_s: float
+    recent_longest_turn_cpu_s: float
+
+
+class ClientStatus(TypedDict):
+    """One client.
+
+    name:     its name, such as `vllm` or `kvhold status`
+    pid:      ID of its process
+    silent_s: seconds since its latest message
+    """
+
+    name: str
+    pid: int
+    silent_s: float
+
+
+class NodeStatus(CacheStatus):
+    """A node.
+
+    version:        version of kvhold
+    protocol:       version of the protocol between nodes and clients
+    pid:            ID of its process
+    socket:         path of its socket
+    uptime_s:       seconds since its start
+    resident_bytes: its memory beside the arena, in bytes
+    huge_pages:     the arena is in huge pages
+    loop:           event loop
+    clients:        one object per client
+    """
+
+    version: str
+    protocol: int
+    pid: int
+    socket: str
+    uptime_s: float
+    resident_bytes: int
+    huge_pages: bool
+    loop: LoopStatus
+    clients: list[ClientStatus]
+
+
+class CentralStatus(TypedDict):
+    """A central store.
+
+    arena_bytes:   size of the arena, in bytes
+    used_bytes:    arena bytes in use
+    values:        values in memory
+    writing_bytes: bytes of values that are being written to tiers
+    tiers:         one object per tier, in their order
+    counters:      metrics of the store and its tiers
+    """
+
+    arena_bytes: int
+    used_bytes: int
+    values: int
+    writing_bytes: int
+    tiers: list[TierStatus]
+    counters: dict[str, float]
+
+
+def check_status(status: Mapping[str, Any]) -> NodeStatus:
+    """Return the status that a node sent, with the known fields.
+
+    Raises ProtocolError for a missing field or a value of another type.
+    """
+    try:
+        return msgspec.convert(status, NodeStatus)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"the node's status cannot be read: {error}") from None
