@@ -593,6 +593,7 @@ class TestPinning:
         arenas.release(held)
         arenas.add(second.read_only, second.writable)
         arenas.wait()
+        assert arenas.refusal is not None
         assert "out of memory" in arenas.refusal
         assert caplog.text.count("out of memory") == 1
         arenas.close()
@@ -737,6 +738,7 @@ class TestCrossover:
         def seconds_of(call: Callable[[], object]) -> float:
             call()
             size = SIZES[-1 - len(ways) // 2]
+            assert copier._goes_by is not None
             ways.append(copier._goes_by)
             return ring(size) if ways[-1] == "ring" else direct(size)
 

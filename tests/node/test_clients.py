@@ -190,7 +190,7 @@ async def test_where_a_process_cannot_be_watched_no_device_is_served(
 
     old = cast("socket.socket", OldKernel())
     Peer(here.pid, os.getuid(), start).watch(old).close()
-    for peer in (Peer(0, os.getuid(), 5), Peer(here.pid, os.getuid(), -1)):
+    for peer in (Peer(0, os.getuid(), 5), Peer(here.pid, os.getuid(), None)):
         with pytest.raises(NodeError, match="different PID namespaces"):
             peer.watch(old)
     with pytest.raises(NodeError, match="has ended"):
@@ -213,7 +213,7 @@ def test_a_client_that_lives_keeps_what_it_holds(shared_node: RunningNode) -> No
 
 def test_a_process_is_not_taken_for_a_later_one_with_its_number() -> None:
     here = psutil.Process()
-    assert not Peer(here.pid, os.getuid(), -1).has_ended(), "it cannot be told"
+    assert not Peer(here.pid, os.getuid(), None).has_ended(), "it cannot be told"
     assert Peer(here.pid, os.getuid(), 1).has_ended(), "another process, started at another time"
     assert not Peer(0, os.getuid(), 5).has_ended(), "in another PID namespace"
 
@@ -243,9 +243,10 @@ def test_a_process_is_not_looked_for_in_another_namespaces_proc(
 ) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert Peer.of(ours).start > 0
+        start = Peer.of(ours).start
+        assert start is not None and start > 0
         monkeypatch.setattr(Path, "readlink", lambda path: Path("4711"))
-        assert Peer.of(ours).start == -1
+        assert Peer.of(ours).start is None
 
 
 # Stalled

@@ -72,7 +72,7 @@ class NodeClient(WholePrompts):
         self._requires = requires
         self._revive = revive
         self._lock = threading.Lock()  # for the membership
-        self._lost_at_s = 0.0
+        self._lost_at_s: float | None = None
         self._pid = os.getpid()
         self._closed = threading.Event()
         # wakes the keeper
@@ -102,8 +102,8 @@ class NodeClient(WholePrompts):
         return self._revive is not None and self._membership.is_rejoining
 
     @property
-    def lost_at_s(self) -> float:
-        """Monotonic time of the last loss; 0.0: none."""
+    def lost_at_s(self) -> float | None:
+        """Monotonic time of the last loss; None: none yet."""
         return self._lost_at_s
 
     @property

@@ -28,10 +28,10 @@ class Listener:
         self,
         sock: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
-        refusal: Callable[[], str],
+        refusal: Callable[[], str | None],
     ) -> None:
         """sock:    bound; owned
-        refusal: returns why no client can be served, or ""
+        refusal: returns why no client can be served; None: one can
         """
         self._socket = sock
         self._make_protocol = make_protocol
@@ -67,7 +67,7 @@ class Listener:
                     raise
                 self._refuse_with_spare(no_descriptor(error))
                 return
-            if why := self._refusal():
+            if (why := self._refusal()) is not None:
                 _refuse(connection, why)
             else:
                 self._join(connection)

@@ -132,7 +132,7 @@ class Membership(Generic[AnyLink]):
         self.departures = departures if departures is not None else Departures()
         self.closed = False
         self._registered: dict[bytes, m.Register] = {}
-        self._refusal = ""
+        self._refusal: str | None = None  # the latest since the loss
         self._failures = 0  # since the loss
 
     def current(self, operation: str) -> AnyLink:
@@ -179,7 +179,7 @@ class Membership(Generic[AnyLink]):
         ]
         if not missing and not self.closed:
             self.link = link
-            self._refusal = ""
+            self._refusal = None
             self._failures = 0
         return missing
 

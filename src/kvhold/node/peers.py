@@ -32,23 +32,23 @@ class Peer:
     """A process.
 
     pid:   0: in another PID namespace
-    start: in kernel clock ticks, because pids recur; -1: not known
+    start: in kernel clock ticks, because pids recur; None: not known
     """
 
     pid: int
     uid: int
-    start: int
+    start: int | None
 
     @classmethod
     def of(cls, connection: socket.socket) -> "Peer":
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
-        return cls(pid, uid, _start_of(pid) if _proc_is_ours() else -1)
+        return cls(pid, uid, _start_of(pid) if _proc_is_ours() else None)
 
     def has_ended(self) -> bool:
         """Return whether all threads have ended; False: not known."""
-        if self.pid <= 0 or self.start < 0:
+        if self.pid <= 0 or self.start is None:
             return False
         try:
             fields = _stat(self.pid)
@@ -71,7 +71,7 @@ class Peer:
         except OSError as error:
             if error.errno != errno.ENOPROTOOPT:  # Linux before 6.5
                 raise NodeError(f"process {self.pid} cannot be watched: {error}") from None
-        if self.pid <= 0 or self.start < 0:
+        if self.pid <= 0 or self.start is None:
             raise NodeError(
                 "the node and this process are in different PID namespaces, and Linux "
                 "before 6.5 does not show its end then"
@@ -112,12 +112,13 @@ def _proc_is_ours() -> bool:
         return False
 
 
-def _start_of(pid: int) -> int:
+def _start_of(pid: int) -> int | None:
+    """Return the start time of a process; None: not known."""
     try:
         fields = _stat(pid) if pid > 0 else None
     except OSError:
-        return -1
-    return int(fields[_START_TIME]) if fields is not None else -1
+        return None
+    return int(fields[_START_TIME]) if fields is not None else None
 
 
 def _stat(pid: int) -> list[str] | None:

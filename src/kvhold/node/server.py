@@ -294,10 +294,10 @@ class Node:
             raise NodeError(f"node.socket: cannot listen on {self.path}: {error}") from None
         return listener
 
-    def _refusal(self) -> str:
-        """Return the reason, or "" if another client fits."""
+    def _refusal(self) -> str | None:
+        """Return why no other client fits; None: one does."""
         if len(self.connections) < self._most_clients:
-            return ""
+            return None
         self.metrics.add("kvhold_protocol_errors", reason="too many")
         self.metrics.add("kvhold_connections", result="refused")
         return (

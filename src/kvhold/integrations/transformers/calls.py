@@ -71,7 +71,7 @@ def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> Gene
     """Classify `model(input_ids, **options)`."""
     given = {name: value for name, value in options.items() if value is not None}
     refused = _unfit(model, input_ids, given.pop("attention_mask", None))
-    if refused:
+    if refused is not None:
         return AsIs(refused)
     if _has_pads(model.config, input_ids):
         return AsIs("the prompt has pad tokens, and some models count positions without them")
@@ -101,7 +101,7 @@ def generate_call(
     input_ids = named if inputs is None else inputs
     mask = given.pop("attention_mask", None)
     refused = _unfit(model, input_ids, mask)
-    if refused:
+    if refused is not None:
         return AsIs(refused)
     settings = _settings(model, config, given)
     others = sorted(name for name in given if not hasattr(settings, name) and name not in _HARMLESS)
@@ -123,8 +123,8 @@ def generate_call(
     )
 
 
-def _unfit(model: Any, input_ids: Any, mask: Any) -> str:
-    """Return why a prompt cannot be served."""
+def _unfit(model: Any, input_ids: Any, mask: Any) -> str | None:
+    """Return why a prompt cannot be served; None: it can."""
     if (
         not isinstance(input_ids, torch.Tensor)
         or input_ids.ndim != 2
@@ -138,10 +138,10 @@ def _unfit(model: Any, input_ids: Any, mask: Any) -> str:
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
     if mask is None:
-        return ""
+        return None
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
         return "the attention_mask is not of the prompt's shape"
-    return "" if bool((mask == 1).all()) else "the prompt is padded"
+    return None if bool((mask == 1).all()) else "the prompt is padded"
 
 
 def _settings(

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 Prepare = Callable[[Load, ExitStack], list[Piece]]
 
 
-def refusal(config: "VllmConfig", geometry: Geometry) -> str:
-    """Return why this engine cannot load inside its passes; empty: it can."""
+def refusal(config: "VllmConfig", geometry: Geometry) -> str | None:
+    """Return why this engine cannot load inside its passes; None: it can."""
     reasons = {
         "vLLM's prefix cache is on (--no-enable-prefix-caching)": bool(
             config.cache_config.enable_prefix_caching
@@ -51,7 +51,7 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str:
         "it speculates, and vLLM then asks for failed loads too early": config.speculative_config
         is not None,
     }
-    return "; ".join(reason for reason, applies in reasons.items() if applies)
+    return "; ".join(reason for reason, applies in reasons.items() if applies) or None
 
 
 @dataclass

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvhold.core.api import Hit
@@ -337,7 +338,8 @@ class RequestLookups:
             return request_state.lookup is not None
         if not self._cache.is_rejoining:
             return False
-        away_s = now_s - self._cache.lost_at_s
+        lost_at_s = self._cache.lost_at_s
+        away_s = now_s - lost_at_s if lost_at_s is not None else inf
         if waited_s < request_state.compute_s and away_s < max(_START_S, request_state.compute_s):
             return True
         request_state.no_hit = NOT_AWAITED

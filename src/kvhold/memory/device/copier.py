@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 from kvhold.core.errors import CapacityError, DamagedChunks, DeviceError, KVHoldError
 from kvhold.core.sizes import format_size
@@ -30,6 +30,7 @@ from kvhold.memory.device.ring import Ring, Slice
 log = logging.getLogger(__name__)
 
 Mappings: TypeAlias = Callable[[], tuple[Buffer, Buffer]]
+Way: TypeAlias = Literal["ring", "direct"]
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,22 @@ class DeviceCopier:
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
         self._fault: DeviceError | None = None
-        self._goes_by = ""
+        self._goes_by: Way | None = None  # chosen by `stages` only
 
     def stages(self) -> Iterator[Stage]:
+        ways: tuple[Way, ...] = ("ring",)
+        if self._driver.has_direct_copies and not self.stores_block:
+            ways = ("ring", "direct")
         try:
-            for way in (
-                ("ring", "direct")
-                if self._driver.has_direct_copies and not self.stores_block
-                else ("ring",)
-            ):
+            for way in ways:
                 self._goes_by = way
                 yield self._driver
         finally:
-            self._goes_by = ""
+            self._goes_by = None
 
     @property
     def stores_block(self) -> bool:
-        return bool(self._arenas.refusal)
+        return self._arenas.refusal is not None
 
     def measure(self, device: str) -> None:
         """Measure from which size on pieces are loaded directly."""
@@ -229,7 +229,7 @@ class DeviceCopier:
     def _loads_directly(self, batch: Batch, reach: Reach) -> bool:
         if batch.is_coded:
             return False
-        if self._goes_by:
+        if self._goes_by is not None:
             return self._goes_by == "direct"
         return (
             reach.pinned

@@ -68,7 +68,7 @@ class PinnedArena:
     is_pinning: bool = False
     unpinned_copies: int = 0
     is_settled: bool = False
-    fault: str = ""
+    fault: str | None = None
     users: int = 0
     is_ending: bool = False
     is_leaving: bool = False
@@ -85,7 +85,7 @@ class PinnedArena:
 
     def is_steady(self, begin: int, end: int) -> bool:
         """Return whether these bytes are pinned, or cannot become pinned during a copy."""
-        if self.fault or end <= self.pinned_bytes or self.is_settled:
+        if self.fault is not None or end <= self.pinned_bytes or self.is_settled:
             return True
         return not self.is_pinning and begin >= self.pinned_bytes
 
@@ -110,7 +110,7 @@ class PinnedArenas:
         self._report = report
         self._lock = threading.Lock()
         self._arenas: list[PinnedArena] = []  # newest last; changed in place, for the finalizer
-        self._refusal = ""
+        self._refusal: str | None = None
         weakref.finalize(self, _end_all, self._arenas)
 
     @property
@@ -119,8 +119,8 @@ class PinnedArenas:
             return self._arenas[-1].pinned_bytes if self._arenas else 0
 
     @property
-    def refusal(self) -> str:
-        """Why the device refuses to pin host memory, or empty."""
+    def refusal(self) -> str | None:
+        """Why the device refuses to pin host memory; None: it does not."""
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
@@ -185,7 +185,7 @@ class PinnedArenas:
             is_steady = arena.changed.wait_for(
                 lambda: arena.is_leaving or arena.is_steady(begin, end), _MOST_WAIT_S
             )
-            if arena.fault:
+            if arena.fault is not None:
                 raise DeviceError(arena.fault)
             if arena.is_leaving or not is_steady:
                 raise CapacityError(
@@ -267,27 +267,28 @@ def _pin(
     driver: DeviceDriver, arena: PinnedArena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
     arenas = owner()
-    refused_before = arenas is None or arenas.refusal
+    refused_before = arenas is None or arenas.refusal is not None
     del arenas
-    refusal = "" if refused_before else _pin_slices(driver, arena, slice_bytes)
-    if refusal and (arenas := owner()) is not None:
+    refusal = None if refused_before else _pin_slices(driver, arena, slice_bytes)
+    if refusal is not None and (arenas := owner()) is not None:
         arenas.note_refusal(refusal)
     with arena.changed:
         arena.is_settled = True
         arena.changed.notify_all()
 
 
-def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> str:
+def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> str | None:
+    """Return why a part is not pinned; None: all is, or the arena ends."""
     size = arena.writable.size
     for begin in range(0, size, slice_bytes):
         end = min(begin + slice_bytes, size)
         with arena.changed:
             if arena.is_ending:
-                return ""
+                return None
             arena.is_pinning = True
             arena.changed.wait_for(lambda: not arena.unpinned_copies)
         began_s = time.monotonic()
-        refusal = ""
+        refusal = None
         try:
             driver.pin(arena.base + begin, end - begin)
         except DeviceRefused as error:
@@ -302,16 +303,16 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
             log.error("kvhold: %s", refusal)
         with arena.changed:
             arena.is_pinning = False
-            if not refusal:
+            if refusal is None:
                 arena.pinned_bytes = end
             arena.changed.notify_all()
-        if refusal:
+        if refusal is not None:
             return refusal
         _tell(arena)
         if arena.thread is not None:
             time.sleep(time.monotonic() - began_s)
     log.info("kvhold: %s are pinned", format_size(size))
-    return ""
+    return None
 
 
 def _tell(arena: PinnedArena) -> None:
