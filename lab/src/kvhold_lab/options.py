@@ -1,13 +1,24 @@
-"""Option types."""
+"""Option types, and the options that several commands share.
+
+@click.command()
+@model_size_option()
+@json_option()
+def command(model_size: str, json_file: Path | None) -> None: ...
+"""
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 PICTURES = (".png", ".svg", ".pdf")
+MODEL_SIZES = ("tiny", "small", "mid")
+
+Function = Callable[..., None]
+Option = Callable[[Function], Function]
 
 
 class Number(click.FloatRange):
@@ -42,3 +53,84 @@ class OutputFile(click.Path):
                 f"{path}: its name must end in one of {', '.join(self._endings)}.", param, ctx
             )
         return path
+
+
+def json_option(what: str = "the rows") -> Option:
+    """`--json`, as `json_file: Path | None`."""
+    return click.option(
+        "--json", "json_file", type=OutputFile(), help=f"Write {what} to this file."
+    )
+
+
+def plot_option(what: str, name: str = "--plot") -> Option:
+    """`--plot`, as `plot: Path | None`."""
+    return click.option(name, type=OutputFile(*PICTURES), help=f"Draw {what}.")
+
+
+def only_option(name: str, parameter: str, what: str = "", **others: Any) -> Option:
+    """An option that may be repeated and restricts a command, as a tuple; empty: all."""
+    text = f"Only these{what}. [default: all]"
+    return click.option(name, parameter, multiple=True, help=text, **others)
+
+
+def model_size_option(default: str = "small") -> Option:
+    return click.option(
+        "--model-size",
+        type=click.Choice(MODEL_SIZES),
+        default=default,
+        show_default=True,
+        help="tiny 5M, small 50M, mid 206M parameters.",
+    )
+
+
+def tokens_option(default: int | None = 4_000, *, least: int = 512, text: str = "") -> Option:
+    """`--tokens`. text: what follows "Length of the prompts." """
+    return click.option(
+        "--tokens",
+        type=click.IntRange(least, 16_000),
+        default=default,
+        show_default=default is not None,
+        help=f"Length of the prompts.{text}",
+    )
+
+
+def rounds_option(default: int, what: str, *, most: int | None = None) -> Option:
+    return click.option(
+        "--rounds",
+        type=click.IntRange(1, most),
+        default=default,
+        show_default=True,
+        help=what,
+    )
+
+
+def threads_option(
+    what: str = "Threads of each engine; fewer where others use the cores.",
+) -> Option:
+    """`--threads`, as `threads: int | None`; None: all cores."""
+    return click.option("--threads", type=click.IntRange(1), help=f"{what} [default: all cores]")
+
+
+def folder_option() -> Option:
+    """`--folder`, as `folder: Path | None`: where the files of disks are made."""
+    return click.option(
+        "--folder",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="On which disk. [default: the one of temporary files]",
+    )
+
+
+def peer_option() -> Option:
+    return click.option(
+        "--peer",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="Host-memory spec for vLLM's offloading.",
+    )
+
+
+def lmcache_option() -> Option:
+    return click.option(
+        "--lmcache-env",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="LMCache's environment. [default: in your cache folder]",
+    )

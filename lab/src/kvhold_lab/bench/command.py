@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from kvhold_lab.bench.compare.command import command as compare
+from kvhold_lab.bench.compare.command import vllm
 from kvhold_lab.bench.compare_engines.command import command as compare_engines
 from kvhold_lab.bench.gpu.command import command as gpu
 from kvhold_lab.bench.history import command as history
@@ -20,7 +21,6 @@ from kvhold_lab.bench.planner.command import command as planner
 from kvhold_lab.bench.quality.command import command as quality
 from kvhold_lab.bench.rows import Row, needing, table
 from kvhold_lab.bench.soak.command import command as soak
-from kvhold_lab.bench.vllm.command import command as vllm
 from kvhold_lab.interruption import ending_in_order
 from kvhold_lab.options import Number, OutputFile
 

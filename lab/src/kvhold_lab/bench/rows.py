@@ -1,15 +1,17 @@
-"""A measured number beside its limit: timing and printing.
+"""A measured number beside its limit: timing, printing and writing.
 
 seconds = in_turn({"kvhold": look_up, "dict": probe}, rounds=9)
 row = time_row("lookup", seconds["kvhold"], seconds["dict"], unit="us")
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from kvhold.core.errors import ConfigError
 
@@ -23,6 +25,19 @@ def needing(packages: str) -> Iterator[None]:
         raise ConfigError(
             f"{error}; this command needs more than kvhold itself: pip install {packages}"
         ) from error
+
+
+def needing_pictures(path: Path | None) -> None:
+    """Check, before a run, that a picture can be drawn after it. Raises ConfigError."""
+    if path is not None:
+        with needing("'kvhold[lab]'"):
+            import matplotlib  # noqa: F401
+
+
+def write_rows(path: Path | None, rows: Sequence[Any]) -> None:
+    """Write dataclasses as JSON, for `--json`."""
+    if path is not None:
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,31 @@ from click.testing import CliRunner
 
 from kvhold_lab.bench.compare import command as command_module
 from kvhold_lab.bench.compare import visits as visits_module
-from kvhold_lab.bench.compare.report import render
-from kvhold_lab.bench.compare.rows import SystemRow, failed, goals, make_rows
-from kvhold_lab.bench.compare.run import CompareMeasurement, differing, measure
-from kvhold_lab.bench.compare.systems import (
+from kvhold_lab.bench.compare.goals import visiting_goals as goals
+from kvhold_lab.bench.compare.names import (
     AGAIN,
     ALONE,
-    IN_PROCESS,
     KVHOLD,
     LEFT_AGAIN,
     LEFT_ALONE,
+    LIMIT,
     LMCACHE,
     OFFLOADING,
-    OUTPUT_TOKENS,
     PLAIN,
     RECOMPUTE,
-    SYSTEMS,
-    RunningSystem,
-    Sizes,
     key,
 )
-from kvhold_lab.bench.compare.visits import REUSE_PERCENT, WORKLOADS, VisitTexts
+from kvhold_lab.bench.compare.report import render
+from kvhold_lab.bench.compare.rows import SystemRow, failed, make_rows
+from kvhold_lab.bench.compare.run import CompareMeasurement, differing, measure
+from kvhold_lab.bench.compare.systems import RunningSystem, Sizes
+from kvhold_lab.bench.compare.visits import (
+    REUSE_PERCENT,
+    VISITING,
+    WORKLOADS,
+    VisitTexts,
+    visiting,
+)
 from kvhold_lab.bench.engines import System
 from kvhold_lab.bench.ratios import Cell
 from kvhold_lab.engines.engine import Engine
@@ -44,6 +48,8 @@ from kvhold_lab.engines.process import EngineFailed
 NUM_TOKENS = 40
 WORKLOAD = WORKLOADS["2x"]
 TIERS = ("ram", "disk")
+MISSING = LIMIT  # one that does not start
+OUTPUT_TOKENS = visiting([WORKLOAD], rounds=1, tiers=TIERS).output_tokens
 
 
 @dataclass
@@ -84,9 +90,7 @@ class FakeEngine:
 
 
 def everyone() -> dict[str, FakeEngine]:
-    names = dict.fromkeys(
-        key(name, tier) for tier in TIERS for name in SYSTEMS if name != IN_PROCESS
-    )
+    names = dict.fromkeys(key(name, tier) for tier in TIERS for name in VISITING)
     return {name: FakeEngine() for name in names}
 
 
@@ -100,11 +104,12 @@ def run(
         name: System(cast(Engine, engine), (os.getpid(),)) for name, engine in engines.items()
     }
     running, measured = (
-        RunningSystem(systems, {IN_PROCESS: "RuntimeError: not on a CPU"}),
+        RunningSystem(systems, {MISSING: "RuntimeError: no memory"}),
         CompareMeasurement(),
     )
     texts, told = VisitTexts(Path(), NUM_TOKENS), list[str]()
-    measure(running, texts, [WORKLOAD], measured, rounds=rounds, page_cache=True, say=told.append)
+    plan = visiting([WORKLOAD], rounds=rounds, tiers=TIERS, page_cache=True)
+    measure(running, texts, plan, measured, say=told.append)
     assert [line.split(":")[0].split(", ")[1] for line in told] == [
         "first visits",
         *(f"{reuse} % reuse" for reuse in REUSE_PERCENT),
@@ -176,12 +181,12 @@ def test_one_that_fails_or_answers_otherwise_is_out_with_its_reason(
         and of_lmcache["disk", 0].error == "generate: died by SIGKILL"
     )
     assert not of_lmcache["ram", 0].error
-    assert {row.error for row in rows if row.system == IN_PROCESS} == {"RuntimeError: not on a CPU"}
+    assert {row.error for row in rows if row.system == MISSING} == {"RuntimeError: no memory"}
     assert not failed(rows)
     text = render(rows)
     assert (
         "lmcache (disk): FAILED: generate: died by SIGKILL" in text
-        and "lmcache in-process: FAILED: RuntimeError" in text
+        and "vllm, all in memory: FAILED: RuntimeError" in text
     )
 
 
@@ -314,7 +319,7 @@ def test_the_table_has_a_line_for_each_system_and_says_where_hits_came_from() ->
 
 
 def test_memory_above_a_tier_holds_a_burst_and_no_set_but_the_smallest() -> None:
-    sizes = Sizes(ModelInfo("tiny", Path(), SIZES["tiny"]), 1_100, 28)
+    sizes = Sizes(ModelInfo("tiny", Path(), SIZES["tiny"]), 1_100, 28, OUTPUT_TOKENS)
     small = sizes.memory_bytes("disk") / sizes.prompt_bytes
     assert 2 <= small < WORKLOADS["2x"].num_documents - 1
     assert sizes.memory_bytes("ram") == 28 * sizes.prompt_bytes < sizes.below_bytes

@@ -30,16 +30,16 @@ def test_every_document_is_visited_first_and_then_as_often_as_any_other(name: st
     assert [visit.documents for visit in first] == [
         (number,) for number in range(workload.num_documents)
     ]
-    asked = [number for visit in planned if not visit.within for number in visit.documents]
+    asked = [number for visit in planned if not visit.asked for number in visit.documents]
     # so between two visits of one are all the others
     assert asked == [at % workload.num_documents for at in range(len(asked))]
     counted = [
-        (visit.reuse, visit.is_burst) for visit in planned if visit.counts and not visit.within
+        (visit.reuse, visit.is_burst) for visit in planned if visit.counts and not visit.asked
     ]
     assert counted == [
         (reuse, burst) for reuse in REUSE_PERCENT for _ in range(ROUNDS) for burst in (False, True)
     ]
-    within = [(visit.reuse, visit.is_burst) for visit in planned if visit.within]
+    within = [(visit.reuse, visit.is_burst) for visit in planned if visit.asked]
     assert within == [(0, False), (0, True)] * ROUNDS
 
 
@@ -71,9 +71,7 @@ def test_a_prompt_begins_with_a_part_of_its_document_and_goes_on_as_none_before(
     for name in WORKLOADS:
         beginnings: dict[int, int] = {}
         for visit in visits(WORKLOADS[name], rounds=ROUNDS):
-            for number, prompt in zip(
-                visit.documents, texts.prompts(WORKLOADS[name], visit), strict=True
-            ):
+            for number, prompt in zip(visit.documents, texts.prompts(name, visit), strict=True):
                 known = 40 * visit.reuse // 100
                 assert len(prompt) == 40
                 assert (

@@ -1,3 +1,1 @@
-"""`kvhold bench compare`: kvhold in a real vLLM beside other caches, by working set, tier and
-reuse.
-"""
+"""`kvhold bench compare`: kvhold in a real vLLM beside other caches."""

@@ -1,29 +1,25 @@
-"""`kvhold bench compare`."""
+"""`kvhold bench compare`, and its preset `kvhold bench vllm`."""
 
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from kvhold.core.errors import KVHoldError
+from kvhold_lab.bench.compare.goals import repeating_goals, visiting_goals
 from kvhold_lab.bench.compare.length import LENGTHS, fitting, longest_s
-from kvhold_lab.bench.compare.report import render
-from kvhold_lab.bench.compare.rows import failed, goals, make_rows
+from kvhold_lab.bench.compare.names import TIERS, num_asked
+from kvhold_lab.bench.compare.report import draw, render
+from kvhold_lab.bench.compare.rounds import SHARES, repeating
+from kvhold_lab.bench.compare.rows import SystemRow, failed, make_rows
 from kvhold_lab.bench.compare.run import CompareMeasurement, measure
-from kvhold_lab.bench.compare.systems import TIERS, Sizes, num_asked, started
-from kvhold_lab.bench.compare.visits import (
-    WORKLOADS,
-    VisitTexts,
-    VisitWorkload,
-    held_prompts,
-    visits,
-)
+from kvhold_lab.bench.compare.systems import Sizes, started
+from kvhold_lab.bench.compare.visits import VISITING, WORKLOADS, Plan, VisitTexts, visiting
 from kvhold_lab.bench.compare_engines.lmcache_env import (
     LMCACHE,
     NoLMCache,
@@ -31,68 +27,42 @@ from kvhold_lab.bench.compare_engines.lmcache_env import (
     lmcache_python,
 )
 from kvhold_lab.bench.engines import PEER_SPEC
-from kvhold_lab.bench.ratios import render_goals
+from kvhold_lab.bench.ratios import Goal, render_goals
+from kvhold_lab.bench.rows import needing_pictures, write_rows
 from kvhold_lab.engines.engine import is_vllm_available
-from kvhold_lab.engines.models import SIZES, ModelInfo, make_model
-from kvhold_lab.options import OutputFile
+from kvhold_lab.engines.models import ModelInfo, make_model
+from kvhold_lab.options import (
+    folder_option,
+    json_option,
+    lmcache_option,
+    model_size_option,
+    only_option,
+    peer_option,
+    plot_option,
+    rounds_option,
+    threads_option,
+    tokens_option,
+)
 from kvhold_lab.servers.programs import VERBS, provide
 
 
 @click.command()
-@click.option(
-    "--tier", "tiers", multiple=True, type=click.Choice(TIERS), help="Only these. [default: all]"
+@only_option("--tier", "tiers", type=click.Choice(TIERS))
+@only_option("--workload", "names", " working sets", type=click.Choice(list(WORKLOADS)))
+@rounds_option(5, "Of each share of reuse in each working set.", most=100)
+@model_size_option()
+@tokens_option(
+    None,
+    text=f" [default: {LENGTHS[0]}, or {LENGTHS[1]} where that would take more than an hour]",
 )
-@click.option(
-    "--workload",
-    "names",
-    multiple=True,
-    type=click.Choice(list(WORKLOADS)),
-    help="Only these working sets. [default: all]",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1, 100),
-    default=5,
-    show_default=True,
-    help="Of each share of reuse in each working set.",
-)
-@click.option(
-    "--model-size",
-    type=click.Choice(list(SIZES)),
-    default="small",
-    show_default=True,
-    help="tiny 5M, small 50M, mid 206M.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(512, 16_000),
-    help=f"Length of the prompts. [default: {LENGTHS[0]}, or {LENGTHS[1]} where that would take "
-    "more than an hour]",
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(1),
-    help="Threads of each engine; fewer where others use the cores. [default: all cores]",
-)
-@click.option(
-    "--peer",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Host-memory spec for vLLM's offloading.",
-)
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="On which disk. [default: of temporary files]",
-)
+@threads_option()
+@peer_option()
+@folder_option()
 @click.option(
     "--page-cache", is_flag=True, help="Leave files of the disk tier in the kernel's page cache."
 )
-@click.option(
-    "--lmcache-env",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="LMCache's environment. [default: in your cache folder]",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@lmcache_option()
+@json_option()
 def command(
     tiers: tuple[str, ...],
     names: tuple[str, ...],
@@ -114,96 +84,186 @@ def command(
     nothing. Times do not decide that; the goals' verdicts are printed. Ctrl-C shows the results so
     far.
     """
-    if not is_vllm_available():
-        raise click.ClickException("vLLM is not installed here: this command measures a real one")
-    began = time.monotonic()
     tiers = tuple(tier for tier in TIERS if tier in (tiers or TIERS))
     workloads = [WORKLOADS[name] for name in WORKLOADS if name in (names or WORKLOADS)]
-    model, threads = make_model(model_size), threads or len(os.sched_getaffinity(0))
-    shape = (
-        f"{model.num_parameters / 1e6:.0f}M parameters, vLLM on {threads} CPU "
-        f"thread{'s' * (threads > 1)}"
-    )
-    click.echo(
-        f"{platform.machine()}, Python {platform.python_version()}, load "
-        f"{os.getloadavg()[0]:.1f}; {shape}"
-    )
+    plan = visiting(workloads, rounds=rounds, tiers=tiers, page_cache=page_cache)
+    host = _Host.of(model_size, threads, peer)
     provide([VERBS, *(["redis-server"] if "redis" in tiers else [])], click.echo)
-    tokens = tokens or _fitting_tokens(model, tiers, workloads, rounds=rounds, threads=threads)
+    tokens = tokens or _fitting_tokens(host, plan)
     click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
     try:
         lmcache: Path | str = lmcache_python(lmcache_env or environment_folder())
     except NoLMCache as error:
         lmcache = str(error)
+    found = _compare(plan, host, tokens, lmcache=lmcache, folder=folder)
+    _report(found, visiting_goals, json_file)
+    _end(plan, found)
+
+
+@click.command()
+@model_size_option()
+@tokens_option()
+@rounds_option(7, "Beside one that does not count.", most=100)
+@click.option(
+    "--reuse",
+    multiple=True,
+    type=click.Choice([str(share) for share in SHARES]),
+    help="These shares alone, in %. [default: all]",
+)
+@threads_option()
+@peer_option()
+@click.option(
+    "--layerwise", is_flag=True, help="Also loads and stores a layer at a time, beside the default."
+)
+@click.option(
+    "--unchecked",
+    is_flag=True,
+    help="Also with client.check_memory off: what comparing checksums costs a hit.",
+)
+@json_option()
+@plot_option("the curve of TTFT over reuse, such as curve.png")
+def vllm(
+    model_size: str,
+    tokens: int,
+    rounds: int,
+    reuse: tuple[str, ...],
+    threads: int | None,
+    peer: Path | None,
+    layerwise: bool,
+    unchecked: bool,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """`kvhold bench compare` in memory alone: the cost of kvhold, and its gain by reuse.
+
+    A real vLLM with kvhold beside vLLM alone, its offloading, and an unlimited prefix cache, in a
+    working set larger than vLLM's own memory. Exits with 1 if two systems answered differently, or
+    if kvhold reused nothing. Times do not decide that; the goals' verdicts are printed. Ctrl-C
+    shows the results so far.
+    """
+    needing_pictures(plot)
+    host = _Host.of(model_size, threads, peer)
+    if host.peer is None:
+        click.echo(
+            "vLLM's own offloading is not measured: its host-memory spec is in a "
+            "checkout's benchmarks folder; name it with --peer."
+        )
+    plan = repeating(
+        sorted({int(share) for share in reuse}) or SHARES,
+        rounds=rounds,
+        offloading=host.peer is not None,
+        layerwise=layerwise,
+        unchecked=unchecked,
+    )
+    found = _compare(plan, host, tokens)
+    _report(found, repeating_goals, json_file)
+    if plot is not None:
+        draw(found.rows, plot, f"{tokens:,}-token prompts, {host.shape}")
+    _end(plan, found)
+
+
+@dataclass(frozen=True)
+class _Host:
+    """The engines' model and threads. peer: the host-memory spec of vLLM's offloading"""
+
+    model: ModelInfo
+    threads: int
+    peer: Path | None
+
+    @classmethod
+    def of(cls, model_size: str, threads: int | None, peer: Path | None) -> "_Host":
+        """Print what is measured. Raises ClickException without vLLM."""
+        if not is_vllm_available():
+            raise click.ClickException(
+                "vLLM is not installed here: this command measures a real one"
+            )
+        host = cls(
+            make_model(model_size),
+            threads or len(os.sched_getaffinity(0)),
+            peer or (PEER_SPEC if PEER_SPEC.is_file() else None),
+        )
+        click.echo(
+            f"{platform.machine()}, Python {platform.python_version()}, load "
+            f"{os.getloadavg()[0]:.1f}; {host.shape}"
+        )
+        return host
+
+    @property
+    def shape(self) -> str:
+        return (
+            f"{self.model.num_parameters / 1e6:.0f}M parameters, vLLM on {self.threads} CPU "
+            f"thread{'s' * (self.threads > 1)}"
+        )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """stopped: why the run ended early, if it failed"""
+
+    measured: CompareMeasurement
+    began: float
+    rows: list[SystemRow]
+    stopped: str
+
+
+def _compare(
+    plan: Plan, host: _Host, tokens: int, *, lmcache: Path | str = "", folder: Path | None = None
+) -> _Result:
+    """Start the systems and do all visits."""
+    began, stopped = time.monotonic(), ""
     click.echo(f"starting the engines, for prompts of {tokens:,} tokens ...")
-    stopped = ""
-    sizes, measured = Sizes(model, tokens, held_prompts(workloads)), CompareMeasurement()
-    peer = peer or (PEER_SPEC if PEER_SPEC.is_file() else None)
+    sizes = Sizes(host.model, tokens, plan.held_prompts, plan.output_tokens)
+    measured = CompareMeasurement()
     with started(
-        sizes, tiers=tiers, num_threads=threads, peer=peer, lmcache=lmcache, folder=folder
+        sizes, plan, num_threads=host.threads, peer=host.peer, lmcache=lmcache, folder=folder
     ) as running:
         unable = f"; cannot run: {'; '.join(running.errors)}" if running.errors else ""
         click.echo(f"{len(running.systems)} systems after {time.monotonic() - began:.0f} s{unable}")
         try:
-            texts = VisitTexts(model.path, tokens)
-            measure(
-                running,
-                texts,
-                workloads,
-                measured,
-                rounds=rounds,
-                page_cache=page_cache,
-                say=click.echo,
-            )
+            measure(running, VisitTexts(host.model.path, tokens), plan, measured, say=click.echo)
         except KeyboardInterrupt:
             if not measured.cells:
                 raise
             click.echo("interrupted: this is what was measured until then")
         except KVHoldError as error:
-            if not measured.cells:
+            if plan.strict or not measured.cells:
                 raise
             stopped = str(error)
-    _report(measured, tiers, began, stopped, json_file)
+    return _Result(measured, began, make_rows(measured, plan.tiers), stopped)
 
 
 def _report(
-    measured: CompareMeasurement,
-    tiers: Sequence[str],
-    began: float,
-    stopped: str,
+    result: _Result,
+    goals: Callable[[CompareMeasurement, Sequence[SystemRow]], list[Goal]],
     json_file: Path | None,
 ) -> None:
-    """Print and write the rows. Exits with 1 for a failed row, or if the measurement stopped."""
-    rows = make_rows(measured, tiers)
+    """Print and write the rows."""
     click.echo(
-        f"\n{render(rows)}\n\n{render_goals(goals(measured, rows))}"
-        f"\n\n{(time.monotonic() - began) / 60:.0f} minutes"
+        f"\n{render(result.rows)}\n\n{render_goals(goals(result.measured, result.rows))}"
+        f"\n\n{(time.monotonic() - result.began) / 60:.0f} minutes"
     )
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    if bad := failed(rows):
+    write_rows(json_file, result.rows)
+
+
+def _end(plan: Plan, result: _Result) -> None:
+    """Exit with 1 for a failed row, or if the measurement stopped."""
+    if bad := failed(result.rows, most_reuse=plan.most_reuse, strict=plan.strict):
         places = sorted({f"{row.system} ({row.tier}, {row.workload})" for row in bad})
-        click.echo(f"kvhold bench compare: FAILED: {', '.join(places)}", err=True)
-    if stopped:
+        click.echo(f"kvhold bench {plan.command}: FAILED: {', '.join(places)}", err=True)
+    if result.stopped:
         click.echo(
-            f"kvhold bench compare: FAILED, and this is what was measured until then: {stopped}",
+            f"kvhold bench {plan.command}: FAILED, and this is what was measured until then: "
+            f"{result.stopped}",
             err=True,
         )
-    if bad or stopped:
+    if bad or result.stopped:
         sys.exit(1)
 
 
-def _fitting_tokens(
-    model: ModelInfo,
-    tiers: Sequence[str],
-    workloads: Sequence[VisitWorkload],
-    *,
-    rounds: int,
-    threads: int,
-) -> int:
-    prefill_s = longest_s(model, num_threads=threads)
-    planned = [visit for workload in workloads for visit in visits(workload, rounds=rounds)]
-    tokens, expected_s = fitting(prefill_s, planned, num_asked(tiers))
+def _fitting_tokens(host: _Host, plan: Plan) -> int:
+    prefill_s = longest_s(host.model, num_threads=host.threads)
+    planned = [visit for stage in plan.stages for visit in stage.visits]
+    tokens, expected_s = fitting(prefill_s, planned, num_asked(VISITING, plan.tiers))
     click.echo(
         f"{LENGTHS[0]:,} tokens take {prefill_s:.2f} s to compute: prompts are of "
         f"{tokens:,}, for about {expected_s / 60:.0f} min"

@@ -31,7 +31,7 @@ def fitting(longest_s: float, planned: Sequence[Visit], num_systems: int) -> tup
 
 
 def longest_s(model: ModelInfo, *, num_threads: int) -> float:
-    sizes = Sizes(model, LENGTHS[0], prompts=1)
+    sizes = Sizes(model, LENGTHS[0], prompts=1, output_tokens=1)
     given = {"kv_cache_bytes": sizes.own_bytes, "prefix_caching": False, **binding(num_threads)}
     options = options_for(model, max_model_len=sizes.longest, **given)
     with alike(), Engine(options) as engine:

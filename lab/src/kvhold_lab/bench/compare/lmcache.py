@@ -4,7 +4,6 @@ The server runs in LMCache's environment, the connector in the engine's (`lmcach
 """
 
 import os
-import re
 import socket
 import time
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any, Self
 
 from kvhold_lab.bench.compare import lmcache_in_vllm
 from kvhold_lab.bench.compare.visits import TOKENS_PER_BLOCK
-from kvhold_lab.engines.engine import Engine
-from kvhold_lab.engines.process import EngineFailed, LoggedProcess
+from kvhold_lab.engines.process import LoggedProcess
 from kvhold_lab.servers.base import free_port
 
 _TOKENS_PER_CHUNK = 256
@@ -32,7 +30,6 @@ _QUIET = {
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_LOG_LEVEL": "WARNING",
 }
-_ERROR = re.compile(r"^\w+(?:Error|Exception): .+$", re.MULTILINE)
 
 
 class LMCacheServer:
@@ -96,7 +93,12 @@ class LMCacheServer:
             "lmcache.mp.port": self._port,
             "lmcache.mp.mq_timeout": 60.0,
         }
-        return {**_connector("LMCacheMPConnector"), "kv_connector_extra_config": extra}
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": lmcache_in_vllm.__name__,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
 
     def __enter__(self) -> Self:
         environment = {**_QUIET, "PYTHONPATH": "", "PYTHONHASHSEED": "0"}
@@ -144,10 +146,6 @@ def tokens_per_chunk(num_tokens: int) -> int:
     return _TOKENS_PER_CHUNK if num_tokens >= 4 * _TOKENS_PER_CHUNK else TOKENS_PER_BLOCK
 
 
-def in_process_connector() -> dict[str, Any]:
-    return _connector("LMCacheConnectorV1")
-
-
 def environment(python: Path, held_bytes: int, *, num_tokens: int) -> dict[str, str]:
     packages = next((python.parent.parent / "lib").glob("python3*/site-packages"))
     of_memory = {
@@ -155,25 +153,3 @@ def environment(python: Path, held_bytes: int, *, num_tokens: int) -> dict[str, 
         "LMCACHE_MAX_LOCAL_CPU_SIZE": str(held_bytes / _GIB),
     }
     return {lmcache_in_vllm.PACKAGES: str(packages), "PYTHONHASHSEED": "0", **_QUIET, **of_memory}
-
-
-def prove(engine: Engine, prompt: list[int], log: Path) -> None:
-    """Check that the engine reuses KV. Raises EngineFailed with its log's errors."""
-    for _ in range(2):
-        engine.reset_prefix_cache()
-        served = engine.generate(prompt, max_tokens=1)
-    if not served.num_cached_tokens:
-        said = list(dict.fromkeys(_ERROR.findall(log.read_text(errors="replace"))))
-        why = "\n".join(said) or f"its log ends with:\n{engine.log_tail()}"
-        raise EngineFailed(
-            f"{why}\n(vLLM goes on without it: nothing is reused, and a request takes "
-            f"{served.ttft_s:.1f} s to its first token)"
-        )
-
-
-def _connector(name: str) -> dict[str, Any]:
-    return {
-        "kv_connector": name,
-        "kv_connector_module_path": lmcache_in_vllm.__name__,
-        "kv_role": "kv_both",
-    }

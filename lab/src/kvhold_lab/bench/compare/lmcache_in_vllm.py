@@ -1,4 +1,4 @@
-"""LMCache's connectors, loaded by vLLM from LMCache's own environment.
+"""LMCache's connector, loaded by vLLM from LMCache's own environment.
 
     {"kv_connector": "LMCacheMPConnector", "kv_connector_module_path":
         "kvhold_lab.bench.compare.lmcache_in_vllm", "kv_role": "kv_both"}
@@ -34,7 +34,4 @@ if PACKAGES in os.environ:
     _mend_llvmlite()
     from lmcache.integration.vllm.lmcache_mp_connector import (
         LMCacheMPConnector as LMCacheMPConnector,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
-        LMCacheConnectorV1 as LMCacheConnectorV1,
     )

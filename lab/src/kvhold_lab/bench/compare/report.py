@@ -1,12 +1,24 @@
-"""Shows the rows: a block for each tier and working set, a line for each system."""
+"""Shows the rows: a block for each tier and working set, a line for each system; and a picture."""
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
+from kvhold_lab.bench.compare.names import (
+    ALONE,
+    KVHOLD,
+    LIMIT,
+    LMCACHE,
+    OFFLOADING,
+    RECOMPUTE,
+    SYSTEMS,
+    WITH_TIERS,
+)
 from kvhold_lab.bench.compare.rows import SystemRow
-from kvhold_lab.bench.compare.systems import ALONE, KVHOLD, LMCACHE, OFFLOADING, SYSTEMS, WITH_TIERS
+from kvhold_lab.bench.rows import needing
 
 _COMPARED = (KVHOLD, ALONE)
+_COLORS = {RECOMPUTE: "#9aa5b1", OFFLOADING: "#c44536", KVHOLD: "#2a9d8f", LIMIT: "#222222"}
 _CELL = 23
 _LABEL = max(map(len, SYSTEMS)) + len(" to the best")
 
@@ -17,6 +29,48 @@ def render(rows: Sequence[SystemRow]) -> str:
         for (tier, workload), of_block in groupby(rows, lambda row: (row.tier, row.workload))
     ]
     return "\n\n".join([*blocks, *_errors(rows)])
+
+
+def draw(rows: Sequence[SystemRow], path: Path, title: str) -> None:
+    """Draw TTFT over reuse (PNG, SVG or PDF, by the path's ending).
+
+    Raises ConfigError without matplotlib.
+    """
+    with needing("'kvhold[lab]'"):
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for name in SYSTEMS:
+        reuse = [row.reuse for row in rows if row.system == name]
+        times = [row.ttft_p50_s for row in rows if row.system == name and row.ttft_p50_s]
+        if name not in _COLORS or not times:
+            continue
+        axes.plot(
+            reuse,
+            times,
+            marker="o",
+            color=_COLORS[name],
+            linestyle="--" if name == LIMIT else "-",
+            label=name,
+        )
+        if name in (KVHOLD, LIMIT):
+            axes.annotate(
+                f"{times[-1]:.3f} s",
+                (reuse[-1], times[-1]),
+                xytext=(8, 6 if name == KVHOLD else -8),
+                textcoords="offset points",
+                color=_COLORS[name],
+            )
+    axes.set_xlim(-2, 112)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([0, 25, 50, 75, 100])
+    axes.set_xlabel("share of the prompt that was seen before, %")
+    axes.set_ylabel("time to first token, seconds (median)")
+    axes.set_title(title)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def _block(tier: str, workload: str, rows: Sequence[SystemRow]) -> str:
@@ -35,6 +89,7 @@ def _block(tier: str, workload: str, rows: Sequence[SystemRow]) -> str:
         if any(compared):
             lines.append(_line(f"{name} to the best", [_ratio(row) for row in compared]))
             lines.append(_line("", [row.best_peer if row else "" for row in compared]))
+            lines.append(_line(f"{name} not computed", [_not_computed(row) for row in compared]))
     for name in _COMPARED:
         found: dict[str, int] = {}
         for row in rows:
@@ -72,6 +127,10 @@ def _ratio(row: SystemRow | None) -> str:
     if row is None or row.ratio_to_best_peer is None or row.interval is None:
         return "-"
     return f"{row.ratio_to_best_peer:.3f} ({row.interval[0]:.3f}-{row.interval[1]:.3f})"
+
+
+def _not_computed(row: SystemRow | None) -> str:
+    return "-" if row is None or row.cached_tokens is None else f"{row.cached_tokens:,} tokens"
 
 
 def _errors(rows: Sequence[SystemRow]) -> list[str]:

@@ -1,28 +1,26 @@
 """From cells to rows: medians, and ratios within cells. No I/O."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvhold_lab.bench.compare.run import CompareMeasurement
-from kvhold_lab.bench.compare.systems import (
+from kvhold_lab.bench.compare.names import (
     AGAIN,
+    ALONE,
+    COPIES,
     KVHOLD,
-    LEFT_AGAIN,
-    LEFT_ALONE,
-    OURS,
-    PLAIN,
+    LIMIT,
     SYSTEMS,
+    UNCHECKED,
+    is_ours,
     key,
 )
-from kvhold_lab.bench.ratios import Cell, Goal, Ratio, rates_of, ratio, seconds_of, shared
+from kvhold_lab.bench.compare.run import CompareMeasurement
+from kvhold_lab.bench.ratios import Cell, Ratio, rates_of, ratio, seconds_of, shared
 
-# copies of others, for the noise
-_CONTROLS = (AGAIN, LEFT_ALONE, LEFT_AGAIN)
-_MOST_COST = 1.02
-_REUSED_WELL = 50
+# no system's peers: copies of others, and what no user runs
+_CONTROLS = (AGAIN, LIMIT, UNCHECKED, *COPIES)
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class SystemRow:
     """One system in one cell. None: not measured, see `error`.
 
     throughput: tokens of prompts and outputs a second, in bursts
-    ratio_to_best_peer: of TTFT; kvhold's systems and copies are no peers
+    ratio_to_best_peer: of TTFT; copies, the limit and kvhold's own variants are no peers
     interval: of that ratio, 95 %
     cached_tokens: of the shortest hit
     sources: tokens that the node found, by tier
@@ -68,57 +66,11 @@ def make_rows(measured: CompareMeasurement, tiers: Sequence[str]) -> list[System
     ]
 
 
-def goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
-    """Return kvhold's goals: cost without reuse, TTFT from half reuse on."""
-    found = []
-    unused = [cell for (_, reuse), cells in measured.cells.items() if not reuse for cell in cells]
-    alone, bursts = _split(unused)
-    noise = {"TTFT": _noise(alone, AGAIN, PLAIN), "time": _noise(bursts, AGAIN, PLAIN)}
-    within = {
-        "TTFT": _noise(alone, LEFT_AGAIN, LEFT_ALONE),
-        "time": _noise(bursts, LEFT_AGAIN, LEFT_ALONE),
-    }
-    for tier in dict.fromkeys(row.tier for row in rows):
-        ours = key(KVHOLD, tier)
-        for what, cells in (("TTFT", alone), ("time", bursts)):
-            named = f"{tier}, no reuse: {what if what == 'TTFT' else 'time for the same work'} over"
-            if shared(cells, ours, PLAIN):
-                found.append(
-                    Goal(
-                        f"{named} vLLM's without a connector",
-                        ratio(cells, ours, PLAIN),
-                        _MOST_COST,
-                        noise[what],
-                    )
-                )
-            if tier == "ram" and shared(cells, ours, LEFT_ALONE):
-                beside = f"{named} that of requests left alone, in one engine"
-                found.append(Goal(beside, ratio(cells, ours, LEFT_ALONE), _MOST_COST, within[what]))
-    for row in rows:
-        if (
-            row.system == KVHOLD
-            and row.tier == "ram"
-            and row.reuse >= _REUSED_WELL
-            and row.best_peer
-        ):
-            worst = max(
-                _peers(row.system, row.ttft_ratios), key=lambda name: row.ttft_ratios[name].median
-            )
-            what = f"ram, {row.workload}, {row.reuse} % reuse: TTFT over the best peer's, {worst}"
-            alike, _ = _split(measured.cells[row.workload, row.reuse])
-            found.append(Goal(what, row.ttft_ratios[worst], 1.0, _noise(alike, AGAIN, PLAIN)))
-    return found
-
-
 def _rows(
     measured: CompareMeasurement, workload: str, tier: str, reuse: int, cells: Sequence[Cell]
 ) -> Iterator[SystemRow]:
-    alone, bursts = _split(cells)
-    keys = {
-        name: key(name, tier)
-        for name in SYSTEMS
-        if tier == "ram" or name not in (LEFT_ALONE, LEFT_AGAIN)
-    }
+    alone, bursts = split(cells)
+    keys = {name: key(name, tier) for name in SYSTEMS if tier == "ram" or name not in COPIES}
     there = {name: of_name for name, of_name in keys.items() if seconds_of(alone, of_name)}
     medians = {
         name: float(np.median(seconds_of(alone, of_name))) for name, of_name in there.items()
@@ -135,7 +87,7 @@ def _rows(
             for other, of_other in others.items()
             if shared(alone, of_name, of_other)
         }
-        best = min(_peers(name, ttft_ratios), key=medians.__getitem__, default="")
+        best = min(peers(name, ttft_ratios), key=medians.__getitem__, default="")
         both = {
             other: of_other
             for other, of_other in others.items()
@@ -158,7 +110,7 @@ def _rows(
                 cell.cached_tokens[of_name] for cell in alone if of_name in cell.seconds
             ),
             sources=measured.sources.get(((workload, reuse), of_name), {})
-            if name not in (LEFT_ALONE, LEFT_AGAIN)
+            if name not in COPIES
             else {},
             error=error,
             ttft_ratios=ttft_ratios,
@@ -171,25 +123,33 @@ def _rows(
         )
 
 
-def _peers(name: str, others: dict[str, Ratio]) -> list[str]:
-    own = OURS if name in OURS else (name,)
+def peers(name: str, others: dict[str, Ratio]) -> list[str]:
+    """Return those of `others` that a system is compared with."""
+    own = (KVHOLD, ALONE) if name in (KVHOLD, ALONE) else (name,)
     return [other for other in others if other not in own and other not in _CONTROLS]
 
 
-def _split(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
+def split(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """Return single prompts and bursts."""
     return [cell for cell in cells if not cell.burst], [cell for cell in cells if cell.burst]
 
 
-def _noise(cells: Sequence[Cell], name: str, other: str) -> float:
-    """Factor between two equal systems; infinity if unknown."""
-    return ratio(cells, name, other).apart if shared(cells, name, other) else math.inf
+def failed(
+    rows: Sequence[SystemRow], *, most_reuse: int = 100, strict: bool = False
+) -> list[SystemRow]:
+    """Return rows where kvhold failed, or reused nothing at the largest share of reuse.
 
-
-def failed(rows: Sequence[SystemRow]) -> list[SystemRow]:
-    """Return rows where kvhold failed, or reused nothing at full reuse."""
+    strict: in any of the requests
+    """
     return [
         row
         for row in rows
-        if row.system in OURS
-        and (row.error or (row.reuse == 100 and not (row.cached_tokens or row.sources)))
+        if is_ours(row.system)
+        and (
+            row.error
+            or (
+                row.reuse == most_reuse > 0
+                and not (row.cached_tokens or (row.sources and not strict))
+            )
+        )
     ]

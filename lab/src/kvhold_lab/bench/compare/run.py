@@ -1,40 +1,29 @@
 """The rounds: every system gets the same prompts, in an order that changes from cell to cell.
 
 Times are compared within a cell, so that noise falls on all. Systems without tiers are asked once
-for all tiers. A system that fails, or answers differently from "recompute", is dropped.
+for all tiers. A system that fails, or answers differently from "recompute", is dropped; of a
+strict plan it ends the run.
 """
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvhold_lab.bench.compare.systems import (
-    KVHOLD,
-    LEFT_AGAIN,
-    LEFT_ALONE,
-    OUTPUT_TOKENS,
-    RECOMPUTE,
-    RunningSystem,
-    key,
-    settle,
-)
-from kvhold_lab.bench.compare.visits import (
-    REUSE_PERCENT,
-    Visit,
-    VisitTexts,
-    VisitWorkload,
-    seconds_left,
-    visits,
-)
+from kvhold.core.errors import KVHoldError
+from kvhold_lab.bench.compare.names import COPIES, LIMIT, RECOMPUTE
+from kvhold_lab.bench.compare.systems import RunningSystem, settle
+from kvhold_lab.bench.compare.visits import Plan, Visit, VisitTexts, seconds_left
 from kvhold_lab.bench.compare_engines.child import drop_pages
 from kvhold_lab.bench.engines import Served
 from kvhold_lab.bench.ratios import Cell
 from kvhold_lab.engines.process import EngineFailed
 
-_WITHIN = (key(KVHOLD, "ram"), LEFT_ALONE, LEFT_AGAIN)
-
 Work = tuple[str, int]
+
+
+class OutputsDiffer(KVHoldError):
+    """Answers differ, so no time is valid."""
 
 
 @dataclass
@@ -49,62 +38,42 @@ class CompareMeasurement:
 def measure(
     running: RunningSystem,
     texts: VisitTexts,
-    workloads: Sequence[VisitWorkload],
+    plan: Plan,
     measured: CompareMeasurement,
     *,
-    rounds: int,
-    page_cache: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Do all visits, into `measured`. Raises EngineFailed if "recompute" fails.
+    """Do all visits, into `measured`.
 
-    page_cache: leave lower tiers' files in the kernel's page cache
+    Raises EngineFailed if "recompute" fails; of a strict plan also if another system does, and
+    OutputsDiffer.
     """
     measured.errors = running.errors
-    chance = random.Random(rounds)
-    planned = [
-        (workload, visit) for workload in workloads for visit in visits(workload, rounds=rounds)
-    ]
+    chance = random.Random(len(plan.stages))
+    planned = [visit for stage in plan.stages for visit in stage.visits]
     done: list[tuple[Visit, float]] = []
-    for workload in workloads:
-        of_workload = [visit for planned_for, visit in planned if planned_for == workload]
-        for first in (True, False):
-            for reuse in (100,) if first else REUSE_PERCENT:
-                began, before = (
-                    time.monotonic(),
-                    {
-                        name: running.hit_tokens(name)
-                        for name in running.sockets
-                        if name in running.systems
-                    },
-                )
-                for visit in [
-                    visit
-                    for visit in of_workload
-                    if (not visit.counts) == first and visit.reuse == reuse
-                ]:
-                    at = time.monotonic()
-                    cell = _visit(
-                        running,
-                        texts.prompts(workload, visit),
-                        visit,
-                        chance,
-                        page_cache=page_cache,
-                    )
-                    done.append((visit, time.monotonic() - at))
-                    if visit.counts:
-                        measured.cells.setdefault((workload.title, reuse), []).append(cell)
-                took, left_s = (
-                    time.monotonic() - began,
-                    seconds_left(done, [visit for _, visit in planned[len(done) :]]),
-                )
-                what = "first visits" if first else f"{reuse} % reuse"
-                say(f"{workload.title}, {what}: {took:.0f} s; about {left_s / 60:.0f} min left")
-                if not first:
-                    for name in before.keys() & running.systems.keys():
-                        measured.sources[(workload.title, reuse), name] = _more(
-                            running.hit_tokens(name), before[name]
-                        )
+    for stage in plan.stages:
+        began = time.monotonic()
+        before = {
+            name: running.hit_tokens(name) for name in running.sockets if name in running.systems
+        }
+        for visit in stage.visits:
+            at = time.monotonic()
+            cell = _visit(running, texts.prompts(stage.workload, visit), visit, chance, plan)
+            done.append((visit, time.monotonic() - at))
+            if visit.counts:
+                measured.cells.setdefault((stage.workload, visit.reuse), []).append(cell)
+        left_s = seconds_left(done, planned[len(done) :])
+        say(
+            f"{stage.workload}, {stage.what}: {time.monotonic() - began:.0f} s; "
+            f"about {left_s / 60:.0f} min left"
+        )
+        for reuse in {visit.reuse for visit in stage.visits if visit.counts}:
+            for name in before.keys() & running.systems.keys():
+                found = measured.sources.setdefault(((stage.workload, reuse), name), {})
+                for source, tokens in running.hit_tokens(name).items():
+                    if more := tokens - before[name].get(source, 0):
+                        found[source] = found.get(source, 0) + more
 
 
 def _visit(
@@ -112,10 +81,9 @@ def _visit(
     prompts: list[list[int]],
     visit: Visit,
     chance: random.Random,
-    *,
-    page_cache: bool,
+    plan: Plan,
 ) -> Cell:
-    if not page_cache:
+    if not plan.page_cache:
         for folder in running.folders:
             drop_pages(folder)
     names = _asked(running, visit)
@@ -123,19 +91,23 @@ def _visit(
     for name in chance.sample(names, len(names)):
         system = running.systems[name]
         try:
-            if visit.within:
+            if visit.forgets and name != LIMIT:
                 system.engine.reset_prefix_cache()
-            served[name] = system.serve(prompts, max_tokens=OUTPUT_TOKENS)
+            served[name] = system.serve(prompts, max_tokens=plan.output_tokens)
         except EngineFailed as error:
-            if name == RECOMPUTE:
+            if plan.strict or name == RECOMPUTE:
                 raise
             running.drop(name, str(error))
             continue
-        settle(system)
+        if plan.settles:
+            settle(system)
     for name, why in differing({name: one.token_ids for name, one in served.items()}).items():
+        if plan.strict:
+            raise OutputsDiffer(f"at {visit.reuse} % reuse {name} {why}")
         running.drop(name, why)
         del served[name]
-    cell = Cell(visit.reuse, sum(len(prompt) + OUTPUT_TOKENS for prompt in prompts), visit.is_burst)
+    num_tokens = sum(len(prompt) + plan.output_tokens for prompt in prompts)
+    cell = Cell(visit.reuse, num_tokens, visit.is_burst)
     for name, one in served.items():
         cell.seconds[name], cell.cpu_s[name], cell.cached_tokens[name] = (
             one.seconds,
@@ -146,9 +118,9 @@ def _visit(
 
 
 def _asked(running: RunningSystem, visit: Visit) -> list[str]:
-    if visit.within:
-        return [name for name in _WITHIN if name in running.systems]
-    return [name for name in running.systems if name not in (LEFT_ALONE, LEFT_AGAIN)]
+    if visit.asked:
+        return [name for name in visit.asked if name in running.systems]
+    return [name for name in running.systems if name not in COPIES]
 
 
 def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
@@ -163,8 +135,3 @@ def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
         for name, answer in answers.items()
         if answer != answers[right]
     }
-
-
-def _more(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    grown = {name: value - before.get(name, 0) for name, value in now.items()}
-    return {name: value for name, value in grown.items() if value}

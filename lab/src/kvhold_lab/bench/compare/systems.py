@@ -1,9 +1,5 @@
 """The compared systems: each a real vLLM in its own process, all alive together.
 
-"vllm" has a prefix cache for two prompts and is the baseline; "vllm, again" shows the noise.
-"lmcache" is its multi-process server, "lmcache in-process" refuses CPUs. "kvhold, left alone" has
-store and load off.
-
 kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", 2.5
 prompts above a lower tier. Offloading always has as much as in "ram".
 """
@@ -11,15 +7,32 @@ prompts above a lower tier. Offloading always has as much as in "ram".
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvhold.node import NodeClient, end_node
-from kvhold_lab.bench.compare.lmcache import LMCacheServer, environment, in_process_connector, prove
-from kvhold_lab.bench.compare.visits import OWN_PROMPTS, TOKENS_PER_BLOCK
+from kvhold_lab.bench.compare.lmcache import LMCacheServer, environment
+from kvhold_lab.bench.compare.names import (
+    AGAIN,
+    ALONE,
+    BESIDE,
+    COPIES,
+    KVHOLD,
+    LAYERWISE,
+    LIMIT,
+    LMCACHE,
+    OFFLOADING,
+    PLAIN,
+    RECOMPUTE,
+    UNCHECKED,
+    WITH_TIERS,
+    is_ours,
+    key,
+)
+from kvhold_lab.bench.compare.visits import OWN_PROMPTS, TOKENS_PER_BLOCK, Plan
 from kvhold_lab.bench.engines import (
     PATIENT,
     ROOM_TOKENS,
@@ -33,43 +46,24 @@ from kvhold_lab.bench.engines import (
 from kvhold_lab.engines.engine import Engine, binding, options_for
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.process import EngineFailed
-from kvhold_lab.engines.prompts import make_prompt
 from kvhold_lab.servers.base import NotInstalled
 from kvhold_lab.servers.redis import RedisServer
 
-RECOMPUTE = "recompute"
-PLAIN = "vllm"
-AGAIN = "vllm, again"
-OFFLOADING = "offloading"
-LMCACHE = "lmcache"
-IN_PROCESS = "lmcache in-process"
-KVHOLD = "kvhold"
-ALONE = "kvhold, no prefix cache"
-LEFT_ALONE = "kvhold, left alone"
-LEFT_AGAIN = "kvhold, left alone again"
-SYSTEMS = (
-    RECOMPUTE,
-    PLAIN,
-    AGAIN,
-    OFFLOADING,
-    LMCACHE,
-    IN_PROCESS,
-    KVHOLD,
-    ALONE,
-    LEFT_ALONE,
-    LEFT_AGAIN,
-)
-OURS = (KVHOLD, ALONE, LEFT_ALONE, LEFT_AGAIN)
-WITH_TIERS = (LMCACHE, KVHOLD, ALONE)
-TIERS = ("ram", "disk", "redis")
-OUTPUT_TOKENS = 4
-
 _SMALL_PROMPTS = 2.5
 _SPARE_BLOCKS = 4
-_PROOF_SEED = 999_999
 _WINDOW_S = 0.02
 _RESTING_SHARE = 0.2
 _REST_S = 3.0
+
+_NO_PREFIX_CACHE: dict[str, Any] = {"prefix_caching": False}
+# options of an engine, and settings of its connector
+_KVHOLD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    KVHOLD: ({}, {}),
+    ALONE: (_NO_PREFIX_CACHE, {}),
+    LAYERWISE: (_NO_PREFIX_CACHE, {"layerwise": True}),
+    BESIDE: (_NO_PREFIX_CACHE, {}),
+    UNCHECKED: ({}, {"client": {"check_memory": False}}),
+}
 
 
 @dataclass(frozen=True)
@@ -77,15 +71,16 @@ class Sizes:
     model: ModelInfo
     num_tokens: int
     prompts: int
+    output_tokens: int
 
     @property
     def longest(self) -> int:
-        return self.num_tokens + OUTPUT_TOKENS + ROOM_TOKENS
+        return self.num_tokens + self.output_tokens + ROOM_TOKENS
 
     @property
     def own_bytes(self) -> int:
         blocks = (
-            OWN_PROMPTS * math.ceil((self.num_tokens + OUTPUT_TOKENS) / TOKENS_PER_BLOCK)
+            OWN_PROMPTS * math.ceil((self.num_tokens + self.output_tokens) / TOKENS_PER_BLOCK)
             + _SPARE_BLOCKS
         )
         return blocks * TOKENS_PER_BLOCK * self.model.kv_bytes_per_token
@@ -114,7 +109,7 @@ class RunningSystem:
 
     def drop(self, name: str, why: str) -> None:
         self.errors[name] = why
-        of_kvhold = (LEFT_ALONE, LEFT_AGAIN) if name == key(KVHOLD, "ram") else ()
+        of_kvhold = COPIES if name == key(KVHOLD, "ram") else ()
         for gone in (name, *of_kvhold):
             self.systems.pop(gone, None)
 
@@ -127,19 +122,6 @@ class RunningSystem:
             for label, value in counters.items()
             if label.startswith(begin)
         }
-
-
-def key(name: str, tier: str) -> str:
-    return f"{name}, {tier}" if name in WITH_TIERS else name
-
-
-def num_asked(tiers: Sequence[str]) -> int:
-    without = (IN_PROCESS, LEFT_ALONE, LEFT_AGAIN)
-    return sum(len(tiers) if name in WITH_TIERS else 1 for name in SYSTEMS if name not in without)
-
-
-def is_ours(name: str) -> bool:
-    return name.startswith(KVHOLD)
 
 
 def settle(system: System) -> None:
@@ -157,51 +139,46 @@ def settle(system: System) -> None:
 @contextmanager
 def started(
     sizes: Sizes,
+    plan: Plan,
     *,
-    tiers: Sequence[str],
     num_threads: int,
     peer: Path | None,
     lmcache: Path | str,
     folder: Path | None,
 ) -> Iterator[RunningSystem]:
-    """Start all systems; they end with the block. Failures are in `errors`.
+    """Start all systems of a plan; they end with the block. Failures are in `errors`.
 
     peer: the file of the host-memory spec
     lmcache: the Python of LMCache's environment, or why there is none
     folder: for disk tiers
 
-    Raises EngineFailed if kvhold or a baseline does not start.
+    Raises EngineFailed if kvhold or a baseline does not start; of a strict plan, if any does not.
     """
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,
         alike(),
         ExitStack() as stack,
     ):
-        start = _Start(sizes, num_threads, Path(own), stack, RunningSystem())
-        start.engine(RECOMPUTE, prefix_caching=False)
-        start.engine(PLAIN)
-        start.engine(AGAIN)
-        if peer is None:
-            start.running.errors[OFFLOADING] = (
-                "its host-memory spec is in a checkout's benchmarks folder; name it with --peer"
-            )
-        else:
-            transfer = offloading_connector(peer, sizes.memory_bytes("ram"))
-            start.engine(
-                OFFLOADING,
-                environment={"PYTHONPATH": python_path(peer)},
-                kv_transfer_config=transfer,
-            )
-        for tier in tiers:
-            start.kvhold(KVHOLD, tier)
-            start.kvhold(ALONE, tier, prefix_caching=False)
-            start.lmcache(tier, lmcache)
-        start.lmcache_in_process(lmcache)
+        start = _Start(sizes, num_threads, Path(own), stack, RunningSystem(), plan.strict)
+        plain = {
+            RECOMPUTE: _NO_PREFIX_CACHE,
+            PLAIN: {},
+            AGAIN: {},
+            LIMIT: {"kv_cache_bytes": sizes.memory_bytes("ram")},
+        }
+        for name in plan.systems:
+            for tier in plan.tiers if name in WITH_TIERS else ("ram",):
+                if name in plain:
+                    start.engine(name, **plain[name])
+                elif name in _KVHOLD:
+                    start.kvhold(name, tier)
+                elif name == OFFLOADING:
+                    start.offloading(peer)
+                elif name == LMCACHE:
+                    start.lmcache(tier, lmcache)
         if of_kvhold := start.running.systems.get(key(KVHOLD, "ram")):
             rules = {"store": False, "load": False}
-            start.running.systems |= {
-                name: replace(of_kvhold, rules=rules) for name in (LEFT_ALONE, LEFT_AGAIN)
-            }
+            start.running.systems |= {name: replace(of_kvhold, rules=rules) for name in COPIES}
         yield start.running
 
 
@@ -212,19 +189,19 @@ class _Start:
     folder: Path
     stack: ExitStack
     running: RunningSystem
+    strict: bool
 
     def engine(
         self,
         name: str,
         *,
         pids: tuple[int, ...] = (),
-        log_path: Path | None = None,
         environment: dict[str, str] | None = None,
         **options: Any,
-    ) -> Engine:
+    ) -> None:
         """Start one engine. pids: its other processes.
 
-        Raises EngineFailed for kvhold and baselines.
+        Raises EngineFailed for kvhold and baselines, and if `strict`.
         """
         model, given = (
             self.sizes.model,
@@ -232,29 +209,42 @@ class _Start:
         )
         engine = Engine(
             options_for(model, max_model_len=self.sizes.longest, **given),
-            log_path=log_path,
             environment=environment,
         )
         try:
             self.stack.enter_context(engine)
         except EngineFailed as error:
-            if is_ours(name) or name in (RECOMPUTE, PLAIN):
+            if self.strict or is_ours(name) or name in (RECOMPUTE, PLAIN):
                 raise
             self.running.errors[name] = str(error)
         else:
             self.running.systems[name] = System(engine, (engine.pid, *pids))
-        return engine
 
-    def kvhold(self, name: str, tier: str, **options: Any) -> None:
+    def offloading(self, peer: Path | None) -> None:
+        if peer is None:
+            self.running.errors[OFFLOADING] = (
+                "its host-memory spec is in a checkout's benchmarks folder; name it with --peer"
+            )
+            return
+        self.engine(
+            OFFLOADING,
+            environment={"PYTHONPATH": python_path(peer)},
+            kv_transfer_config=offloading_connector(peer, self.sizes.memory_bytes("ram")),
+        )
+
+    def kvhold(self, name: str, tier: str) -> None:
         named = key(name, tier)
-        settings: dict[str, Any] = {}
+        options, settings = _KVHOLD[name]
         if tier != "ram":
             try:
                 url = self._below(tier, named)
             except NotInstalled as error:
                 self.running.errors[named] = str(error)
                 return
-            settings = {"tiers": [url], "write_behind_bytes": self.sizes.memory_bytes(tier)}
+            settings = settings | {
+                "tiers": [url],
+                "write_behind_bytes": self.sizes.memory_bytes(tier),
+            }
         number = len(self.running.sockets)
         socket = self.running.sockets[named] = self.folder / f"{number}.sock"
         self.stack.callback(end_node, socket)
@@ -290,31 +280,6 @@ class _Start:
         self.engine(
             named, pids=(server.pid,), environment=variables, kv_transfer_config=server.connector()
         )
-
-    def lmcache_in_process(self, python: Path | str) -> None:
-        if isinstance(python, str):
-            self.running.errors[IN_PROCESS] = python
-            return
-        log = self.folder / "lmcache.log"
-        variables = environment(
-            python, self.sizes.memory_bytes("ram"), num_tokens=self.sizes.num_tokens
-        )
-        engine = self.engine(
-            IN_PROCESS,
-            log_path=log,
-            environment=variables,
-            kv_transfer_config=in_process_connector(),
-        )
-        try:
-            if IN_PROCESS in self.running.systems:
-                prove(
-                    engine,
-                    make_prompt(self.sizes.model.path, self.sizes.num_tokens, seed=_PROOF_SEED),
-                    log,
-                )
-        except EngineFailed as error:
-            self.running.drop(IN_PROCESS, str(error))
-            engine.stop()
 
     def _below(self, tier: str, named: str) -> str:
         if tier == "disk":

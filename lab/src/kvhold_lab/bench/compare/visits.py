@@ -1,22 +1,39 @@
-"""The workloads: documents visited in a circle, each time followed by other text.
+"""What a run asks: stages of visits to documents.
 
-A set half as large as an engine's KV memory is still there at the next visit, one twice as large
-never is. Shares of reuse fall, so the reused part was in all earlier visits.
+`visiting` (`kvhold bench compare`): documents are visited in a circle, each time followed by other
+text. A set half as large as an engine's KV memory is still there at the next visit, one twice as
+large never is. Shares of reuse fall, so the reused part was in all earlier visits.
+
+`rounds.repeating` (`kvhold bench vllm`) makes another plan.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvhold_lab.bench.compare.names import (
+    AGAIN,
+    ALONE,
+    KVHOLD,
+    LEFT_AGAIN,
+    LEFT_ALONE,
+    LMCACHE,
+    OFFLOADING,
+    PLAIN,
+    RECOMPUTE,
+    key,
+)
 from kvhold_lab.engines.prompts import make_prompt
 
 OWN_PROMPTS = 2
 REUSE_PERCENT = (100, 75, 50, 25, 0)
 BURST = 2
 TOKENS_PER_BLOCK = 128
+WITHIN = (key(KVHOLD, "ram"), LEFT_ALONE, LEFT_AGAIN)
+VISITING = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, ALONE, LMCACHE, LEFT_ALONE, LEFT_AGAIN)
 
 _FIRST_DOCUMENT = 1_000_000
-_DOCUMENTS_APART = 1_000
+_ALL_ASKED = 12  # about as many engines as get a prompt by default
 
 
 @dataclass(frozen=True)
@@ -45,18 +62,84 @@ class Visit:
     """One cell.
 
     reuse: per cent of a prompt that comes from its document
-    counts: False: a first visit, not timed
-    within: asked of one engine in several ways
+    counts: False: not timed
+    asked: keys of the systems; empty: all but the copies of the kvhold engine
+    forgets: engines first clear their own prefix cache, but for the limit's
     """
 
     reuse: int
     documents: tuple[int, ...]
     counts: bool = True
-    within: bool = False
+    asked: tuple[str, ...] = ()
+    forgets: bool = False
 
     @property
     def is_burst(self) -> bool:
         return len(self.documents) > 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Visits of one share of reuse in one workload. what: for the user"""
+
+    workload: str
+    what: str
+    visits: tuple[Visit, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One comparison.
+
+    command:       of `kvhold bench`
+    systems:       by name
+    held_prompts:  of which connectors hold the KV in "ram"
+    output_tokens: of each answer
+    strict:        a failure or another answer ends the run; False: the system is dropped
+    settles:       wait until a system rests before the next is asked
+    page_cache:    leave lower tiers' files in the kernel's page cache
+    """
+
+    command: str
+    systems: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    held_prompts: int
+    output_tokens: int
+    tiers: tuple[str, ...] = ("ram",)
+    strict: bool = False
+    settles: bool = True
+    page_cache: bool = False
+
+    @property
+    def most_reuse(self) -> int:
+        return max(visit.reuse for stage in self.stages for visit in stage.visits)
+
+
+def visiting(
+    workloads: Sequence[VisitWorkload],
+    *,
+    rounds: int,
+    tiers: tuple[str, ...],
+    page_cache: bool = False,
+) -> Plan:
+    """Return the plan of `kvhold bench compare`."""
+    stages = []
+    for workload in workloads:
+        planned = list(visits(workload, rounds=rounds))
+        first = tuple(visit for visit in planned if not visit.counts)
+        stages.append(Stage(workload.title, "first visits", first))
+        for reuse in REUSE_PERCENT:
+            counted = tuple(visit for visit in planned if visit.counts and visit.reuse == reuse)
+            stages.append(Stage(workload.title, f"{reuse} % reuse", counted))
+    return Plan(
+        "compare",
+        VISITING,
+        tuple(stages),
+        held_prompts=held_prompts(workloads),
+        output_tokens=4,
+        tiers=tiers,
+        page_cache=page_cache,
+    )
 
 
 def visits(workload: VisitWorkload, *, rounds: int) -> Iterator[Visit]:
@@ -71,7 +154,7 @@ def visits(workload: VisitWorkload, *, rounds: int) -> Iterator[Visit]:
                 at += size
                 yield Visit(reuse, documents)
                 if not reuse:
-                    yield Visit(reuse, documents, within=True)
+                    yield Visit(reuse, documents, asked=WITHIN, forgets=True)
 
 
 def held_prompts(workloads: Sequence[VisitWorkload]) -> int:
@@ -89,28 +172,34 @@ def work(visits: Iterable[Visit]) -> float:
 
 def _weight(visit: Visit) -> float:
     reuse = visit.reuse if visit.counts else 0
-    return len(visit.documents) * (1 - 0.8 * reuse / 100) * (0.25 if visit.within else 1)
+    of_systems = len(visit.asked) / _ALL_ASKED if visit.asked else 1
+    return len(visit.documents) * (1 - 0.8 * reuse / 100) * of_systems
 
 
 class VisitTexts:
+    """Prompts: the beginning of a workload's document, then text that no other prompt has."""
+
     def __init__(self, model_path: Path, num_tokens: int) -> None:
         self._path = model_path
         self._num_tokens = num_tokens
         self._made = 0
-        self._documents: dict[int, list[int]] = {}
+        self._documents: dict[tuple[str, int], list[int]] = {}
 
-    def prompts(self, workload: VisitWorkload, visit: Visit) -> list[list[int]]:
+    def prompts(self, workload: str, visit: Visit) -> list[list[int]]:
         num_known = self._num_tokens * visit.reuse // 100
         return [
-            self._document(workload, number)[:num_known] + self._new(self._num_tokens - num_known)
+            (self._document(workload, number)[:num_known] if num_known else [])
+            + self._new(self._num_tokens - num_known)
             for number in visit.documents
         ]
 
-    def _document(self, workload: VisitWorkload, number: int) -> list[int]:
-        seed = _FIRST_DOCUMENT + list(WORKLOADS).index(workload.name) * _DOCUMENTS_APART + number
-        if seed not in self._documents:
-            self._documents[seed] = make_prompt(self._path, self._num_tokens, seed=seed)
-        return self._documents[seed]
+    def _document(self, workload: str, number: int) -> list[int]:
+        document = self._documents.get((workload, number))
+        if document is None:
+            document = self._documents[workload, number] = make_prompt(
+                self._path, self._num_tokens, seed=_FIRST_DOCUMENT + len(self._documents)
+            )
+        return document
 
     def _new(self, num_tokens: int) -> list[int]:
         self._made += 1

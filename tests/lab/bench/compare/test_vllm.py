@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhold_lab.bench.vllm.systems import (
+from kvhold_lab.bench.compare.names import (
     AGAIN,
     KVHOLD,
     LEFT_AGAIN,

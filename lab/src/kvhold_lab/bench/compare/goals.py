@@ -1,0 +1,113 @@
+"""Goals, from cells and rows. No I/O."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from kvhold_lab.bench.compare.names import (
+    AGAIN,
+    BESIDE,
+    KVHOLD,
+    LAYERWISE,
+    LEFT_AGAIN,
+    LEFT_ALONE,
+    LIMIT,
+    OFFLOADING,
+    PLAIN,
+    UNCHECKED,
+    key,
+)
+from kvhold_lab.bench.compare.rows import SystemRow, peers, split
+from kvhold_lab.bench.compare.run import CompareMeasurement
+from kvhold_lab.bench.ratios import Cell, Goal, ratio, shared
+
+_MOST_COST = 1.02
+_REUSED_WELL = 50
+
+_Times = Literal["seconds", "cpu_s"]
+
+
+def visiting_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
+    """Return the goals of `kvhold bench compare`: cost without reuse, TTFT from half reuse on."""
+    found: list[Goal] = []
+    for tier in dict.fromkeys(row.tier for row in rows):
+        found += _cost(_unused(measured), tier, where=f"{tier}, ", unknown=math.inf)
+    for row in rows:
+        if (
+            row.system == KVHOLD
+            and row.tier == "ram"
+            and row.reuse >= _REUSED_WELL
+            and row.best_peer
+        ):
+            worst = max(
+                peers(row.system, row.ttft_ratios), key=lambda name: row.ttft_ratios[name].median
+            )
+            what = f"ram, {row.workload}, {row.reuse} % reuse: TTFT over the best peer's, {worst}"
+            alike, _ = split(measured.cells[row.workload, row.reuse])
+            noise = _noise(alike, AGAIN, PLAIN, unknown=math.inf)
+            found.append(Goal(what, row.ttft_ratios[worst], 1.0, noise))
+    return found
+
+
+def repeating_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
+    """Return the goals of `kvhold bench vllm`: cost without reuse, TTFT by reuse, full hits."""
+    unused = _unused(measured)
+    found = list(_cost(unused, "ram", cpu=True))
+    noise = _noise(split(unused)[0], AGAIN, PLAIN)
+    for row in rows:
+        ttft, reuse = row.ttft_ratios, f"{row.reuse} % reuse"
+        if row.system == LAYERWISE and BESIDE in ttft:
+            what = f"{reuse}, layer by layer: TTFT over that of loads beside the passes"
+            found.append(Goal(what, ttft[BESIDE], 1.0))
+        if row.system != KVHOLD or not row.reuse:
+            continue
+        if OFFLOADING in ttft:
+            what = f"{reuse}: TTFT over vLLM's offloading's"
+            found.append(Goal(what, ttft[OFFLOADING], 1.0, noise))
+        if row.reuse == 100 and LIMIT in ttft:
+            what = "full hit: TTFT over that of vLLM's own prefix cache"
+            found.append(Goal(what, ttft[LIMIT], 1.1, noise))
+        if row.reuse == 100 and UNCHECKED in ttft:
+            what = "full hit: TTFT over that without comparing checksums"
+            found.append(Goal(what, ttft[UNCHECKED], 1.03, noise))
+    return found
+
+
+def _cost(
+    unused: Sequence[Cell], tier: str, *, where: str = "", unknown: float = 1.0, cpu: bool = False
+) -> Iterator[Goal]:
+    """Yield the goals without reuse. unknown: noise where no copy shows it"""
+    ours = key(KVHOLD, tier)
+    alone, bursts = split(unused)
+    kinds: list[tuple[str, list[Cell], _Times]] = [
+        ("TTFT", alone, "seconds"),
+        ("time for the same work", bursts, "seconds"),
+    ]
+    if cpu:
+        kinds.append(("CPU time for the same work", bursts, "cpu_s"))
+    for what, cells, times in kinds:
+        what = f"{where}no reuse: {what} over"
+        if shared(cells, ours, PLAIN):
+            noise = _noise(cells, AGAIN, PLAIN, times, unknown=unknown)
+            beside = f"{what} vLLM's without a connector"
+            yield Goal(beside, ratio(cells, ours, PLAIN, times), _MOST_COST, noise)
+        if tier == "ram" and times == "seconds" and shared(cells, ours, LEFT_ALONE):
+            noise = _noise(cells, LEFT_AGAIN, LEFT_ALONE, unknown=unknown)
+            beside = f"{what} that of requests left alone, in one engine"
+            yield Goal(beside, ratio(cells, ours, LEFT_ALONE), _MOST_COST, noise)
+
+
+def _unused(measured: CompareMeasurement) -> list[Cell]:
+    return [cell for (_, reuse), cells in measured.cells.items() if not reuse for cell in cells]
+
+
+def _noise(
+    cells: Sequence[Cell],
+    name: str,
+    other: str,
+    times: _Times = "seconds",
+    *,
+    unknown: float = 1.0,
+) -> float:
+    """Factor between two equal systems."""
+    return ratio(cells, name, other, times).apart if shared(cells, name, other) else unknown

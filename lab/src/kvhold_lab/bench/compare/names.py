@@ -1,0 +1,56 @@
+"""The names of the compared systems.
+
+"vllm" has a prefix cache for two prompts and is the baseline; "vllm, again" is a second, identical
+engine and shows the noise. In "vllm, all in memory", the limit, a hit copies nothing. "lmcache" is
+its multi-process server. "kvhold, left alone" is the kvhold engine with store and load off;
+"kvhold, beside the passes" has no prefix cache, as "kvhold, layer by layer" has none; "kvhold,
+unchecked" has `client.check_memory` off.
+"""
+
+from collections.abc import Sequence
+
+RECOMPUTE = "recompute"
+PLAIN = "vllm"
+AGAIN = "vllm, again"
+LIMIT = "vllm, all in memory"
+OFFLOADING = "offloading"
+LMCACHE = "lmcache"
+KVHOLD = "kvhold"
+ALONE = "kvhold, no prefix cache"
+LEFT_ALONE = "kvhold, left alone"
+LEFT_AGAIN = "kvhold, left alone again"
+LAYERWISE = "kvhold, layer by layer"
+BESIDE = "kvhold, beside the passes"
+UNCHECKED = "kvhold, unchecked"
+SYSTEMS = (
+    RECOMPUTE,
+    PLAIN,
+    AGAIN,
+    OFFLOADING,
+    LMCACHE,
+    KVHOLD,
+    ALONE,
+    LEFT_ALONE,
+    LEFT_AGAIN,
+    LAYERWISE,
+    BESIDE,
+    UNCHECKED,
+    LIMIT,
+)
+COPIES = (LEFT_ALONE, LEFT_AGAIN)  # of the kvhold engine: only other rules for requests
+WITH_TIERS = (LMCACHE, KVHOLD, ALONE)
+TIERS = ("ram", "disk", "redis")
+
+
+def key(name: str, tier: str) -> str:
+    """Return the name of a system's engine for a tier."""
+    return f"{name}, {tier}" if name in WITH_TIERS else name
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith(KVHOLD)
+
+
+def num_asked(systems: Sequence[str], tiers: Sequence[str]) -> int:
+    """Return the number of engines that get every prompt."""
+    return sum(len(tiers) if name in WITH_TIERS else 1 for name in systems if name not in COPIES)

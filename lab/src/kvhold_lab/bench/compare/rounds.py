@@ -1,0 +1,109 @@
+"""The plan of `kvhold bench vllm`: rounds of all shares of reuse, in memory.
+
+A prompt begins with a text of the previous round. A round computes several times an engine's small
+KV memory, so that memory has forgotten the text. Without cells of no reuse, all engines but the
+limit forget before each request. The first round does not count. Small effects are measured within
+one engine, because processes differ.
+"""
+
+from collections.abc import Sequence
+
+from kvhold_lab.bench.compare.names import (
+    AGAIN,
+    BESIDE,
+    KVHOLD,
+    LAYERWISE,
+    LEFT_AGAIN,
+    LEFT_ALONE,
+    LIMIT,
+    OFFLOADING,
+    PLAIN,
+    RECOMPUTE,
+    UNCHECKED,
+    key,
+)
+from kvhold_lab.bench.compare.visits import BURST, WITHIN, Plan, Stage, Visit
+
+SHARES = (0, 25, 50, 75, 100)
+HELD_PROMPTS = 48  # a round makes 32, and 40 with `unchecked`
+
+_WORKLOAD = "working set of a round"
+_KVHOLD = key(KVHOLD, "ram")
+_EVERYONE = (RECOMPUTE, LIMIT, OFFLOADING, _KVHOLD)
+_FEW = (PLAIN, AGAIN, _KVHOLD)
+_UNCHECKED_CELLS = 8
+_ANSWER_TOKENS = 8
+
+# systems, and whether it is a burst
+_Cell = tuple[tuple[str, ...], bool]
+
+
+def repeating(
+    shares: Sequence[int] = SHARES,
+    *,
+    rounds: int,
+    offloading: bool = True,
+    layerwise: bool = False,
+    unchecked: bool = False,
+) -> Plan:
+    """Return the plan. shares: of reuse, per cent"""
+    of_share = {share: _cells(share, layerwise=layerwise, unchecked=unchecked) for share in shares}
+    stages = []
+    for number in range(1 + rounds):
+        what = f"round {number} of {rounds}" if number else "warming up"
+        documents = 0
+        for share, cells in of_share.items():
+            visits = []
+            for asked, burst in cells:
+                size = BURST if burst else 1
+                visits.append(
+                    Visit(
+                        share,
+                        tuple(range(documents, documents + size)),
+                        counts=number > 0,
+                        asked=asked,
+                        forgets=asked == WITHIN or 0 not in shares,
+                    )
+                )
+                documents += size
+            stages.append(Stage(_WORKLOAD, f"{what}, {share} % reuse", tuple(visits)))
+    systems = (
+        *(RECOMPUTE, PLAIN, AGAIN, LIMIT),
+        *((OFFLOADING,) if offloading else ()),
+        *(KVHOLD, LEFT_ALONE, LEFT_AGAIN),
+        *((LAYERWISE, BESIDE) if layerwise else ()),
+        *((UNCHECKED,) if unchecked else ()),
+    )
+    return Plan(
+        "vllm",
+        systems,
+        tuple(stages),
+        held_prompts=HELD_PROMPTS,
+        output_tokens=_ANSWER_TOKENS,
+        strict=True,
+        settles=False,
+    )
+
+
+def _cells(reuse: int, *, layerwise: bool, unchecked: bool) -> list[_Cell]:
+    """Return a round's cells for this share."""
+    if reuse == 0:
+        cells = [
+            ((*_FEW[:2], *_EVERYONE), False),
+            ((*_FEW[:2], *_EVERYONE), True),
+            *[(_FEW, burst) for burst in (False, True)] * 2,
+            *[(WITHIN, burst) for burst in (False, False, True)] * 2,
+        ]
+    elif reuse == 100:
+        cells = [
+            ((PLAIN, *_EVERYONE), False),
+            (_EVERYONE, True),
+            *[((LIMIT, _KVHOLD), False)] * 3,
+        ]
+    else:
+        cells = [(_EVERYONE, False), (_EVERYONE, True)]
+    if layerwise:
+        cells += [((BESIDE, LAYERWISE), False)] * 2
+    if unchecked and reuse == 100:
+        cells += [((_KVHOLD, UNCHECKED), False)] * _UNCHECKED_CELLS
+    return cells
