@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhold.core.config import ClientConfig
+from kvhold.core.errors import KVHoldError
 from kvhold.node import NodeClient
 from kvhold_lab.engines.engine import Engine
 
@@ -28,6 +29,10 @@ _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 _ASK_PERSONALITY = 0xFFFFFFFF
 # glibc: map no block by itself, return none
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
+class OutputsDiffer(KVHoldError):
+    """Answers differ, so no time is valid."""
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,6 @@ class Ratio:
     cells: int
 
     @property
-    def inverse(self) -> "Ratio":
-        return Ratio(1 / self.median, 1 / self.high, 1 / self.low, self.cells)
-
-    @property
     def apart(self) -> float:
         """The factor between the two, 1 or more."""
         return max(self.median, 1 / self.median)

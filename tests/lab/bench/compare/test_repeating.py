@@ -30,10 +30,10 @@ from kvhold_lab.bench.compare.names import (
 from kvhold_lab.bench.compare.report import draw, render
 from kvhold_lab.bench.compare.rounds import HELD_PROMPTS, SHARES, repeating
 from kvhold_lab.bench.compare.rows import SystemRow, failed, make_rows
-from kvhold_lab.bench.compare.run import CompareMeasurement, OutputsDiffer, measure
+from kvhold_lab.bench.compare.run import CompareMeasurement, measure
 from kvhold_lab.bench.compare.systems import RunningSystem
 from kvhold_lab.bench.compare.visits import VisitTexts
-from kvhold_lab.bench.engines import System
+from kvhold_lab.bench.engines import OutputsDiffer, System
 from kvhold_lab.bench.ratios import Cell, Goal, Ratio, ratio, render_goals
 from kvhold_lab.engines.engine import Engine
 from kvhold_lab.engines.messages import Generated, GeneratedMany

@@ -24,7 +24,6 @@ from kvhold_lab.bench.compare_engines.systems import (
     IN_PROCESS,
     KVHOLD,
     KVHOLD_CACHED,
-    OWN_CONNECTOR,
     SERVER,
 )
 
@@ -81,11 +80,9 @@ def test_a_system_alone_is_compared_with_nobody() -> None:
 def test_a_system_that_never_did_anything_has_a_row_with_its_error() -> None:
     measured = Measured()
     measured.add(STORE, "ram", {KVHOLD: 0.1})
-    measured.errors["ram", OWN_CONNECTOR] = (
-        "RuntimeError: no connector for a cpu\nand its traceback"
-    )
+    measured.errors["ram", IN_PROCESS] = "RuntimeError: no connector for a cpu\nand its traceback"
     rows = make_rows(measured)
-    assert row_of(rows, OWN_CONNECTOR, "start").error.startswith(
+    assert row_of(rows, IN_PROCESS, "start").error.startswith(
         "RuntimeError: no connector for a cpu"
     )
     text = render(rows)

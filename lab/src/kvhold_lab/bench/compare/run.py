@@ -10,20 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvhold.core.errors import KVHoldError
 from kvhold_lab.bench.compare.names import COPIES, LIMIT, RECOMPUTE
 from kvhold_lab.bench.compare.systems import RunningSystem, settle
 from kvhold_lab.bench.compare.visits import Plan, Visit, VisitTexts, seconds_left
 from kvhold_lab.bench.compare_engines.child import drop_pages
-from kvhold_lab.bench.engines import Served
+from kvhold_lab.bench.engines import OutputsDiffer, Served
 from kvhold_lab.bench.ratios import Cell
 from kvhold_lab.engines.process import EngineFailed
 
 Work = tuple[str, int]
-
-
-class OutputsDiffer(KVHoldError):
-    """Answers differ, so no time is valid."""
 
 
 @dataclass

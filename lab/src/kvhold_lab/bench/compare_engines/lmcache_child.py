@@ -1,7 +1,6 @@
 """LMCache 0.5.6 under measurement, by the calls of its own integrations.
 
   in-process      our connector calls its host copies; it has none for CPUs
-  own connector   LMCache's choice
   engine-driven   server; this process copies through shared memory (default on CPUs)
   lmcache-driven  server; it maps this process's blocks and copies
 
@@ -41,7 +40,7 @@ def start(options: "ChildOptions", layers: "Layers") -> "ChildDriver":
         f"layer.{number}": torch.from_numpy(layer.view("int16")).view(torch.bfloat16)
         for number, layer in enumerate(layers)
     }
-    if options.mode in ("in-process", "own connector"):
+    if options.mode == "in-process":
         return InProcess(options, tensors)
     return Server(options, tensors)
 
@@ -65,10 +64,8 @@ class InProcess(_Pool):
     """A `child.Driver` around `LMCacheEngine`."""
 
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
-        from lmcache.utils import EngineType
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
-        from lmcache.v1.gpu_connector import CreateGPUConnector
         from lmcache.v1.metadata import LMCacheMetadata
 
         super().__init__(options, tensors)
@@ -104,11 +101,7 @@ class InProcess(_Pool):
             kv_shape=(options.layers, 2, options.tokens_per_chunk, options.heads, options.head_dim),
             chunk_size=options.tokens_per_chunk,
         )
-        connector = (
-            CreateGPUConnector(config, metadata, EngineType.VLLM)
-            if options.mode == "own connector"
-            else _HostCopies(self)
-        )
+        connector = _HostCopies(self)
         builder: Any = LMCacheEngineBuilder
         self._engine = builder.get_or_create(
             self._model, config, metadata, connector, lambda *_: None, lambda value, _: value

@@ -21,14 +21,12 @@ from kvhold_lab.engines.process import EngineFailed, LoggedProcess
 KVHOLD = "kvhold"
 KVHOLD_CACHED = "kvhold, page cache"
 IN_PROCESS = "lmcache in-process"
-OWN_CONNECTOR = "lmcache in-process, its connector"
 SERVER = "lmcache server"
 DRIVEN = "lmcache server, lmcache-driven"
 MODES = {
     KVHOLD: "node",
     KVHOLD_CACHED: "node, page cache",
     IN_PROCESS: "in-process",
-    OWN_CONNECTOR: "own connector",
     SERVER: "engine-driven",
     DRIVEN: "lmcache-driven",
 }

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvhold.core.config import ClientConfig
-from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient, end_node
-from kvhold_lab.bench.engines import alike, flush_engines
+from kvhold_lab.bench.engines import OutputsDiffer, alike, flush_engines
 from kvhold_lab.bench.planner.sample import CHUNK, MOST_CHUNKS
 from kvhold_lab.bench.throttle import Throttle
 from kvhold_lab.engines.engine import Engine, binding, options_for
@@ -34,10 +33,6 @@ _UNLIMITED = 1e12
 _BLOCK = 32
 _RAM_PROMPTS = 1.25
 _PIECES = 40
-
-
-class PlannerOutputsDiffer(KVHoldError):
-    pass
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ def cells(
                     cell.loaded_tokens[name] = one.num_cached_tokens
                 systems[name].forget()
             if any(answer != answers[0] for answer in answers):
-                raise PlannerOutputsDiffer(
+                raise OutputsDiffer(
                     f"a prompt of {len(prompt)} tokens was answered in several ways: {answers}"
                 )
             yield cell
