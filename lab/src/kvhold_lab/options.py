@@ -14,8 +14,11 @@ from typing import Any
 
 import click
 
+from kvhold_lab.engines.models import SIZES
+
 PICTURES = (".png", ".svg", ".pdf")
-MODEL_SIZES = ("tiny", "small", "mid")
+
+POSITIVE = click.IntRange(1)
 
 Function = Callable[..., None]
 Option = Callable[[Function], Function]
@@ -63,7 +66,7 @@ def json_option(what: str = "the rows") -> Option:
 
 
 def plot_option(what: str, name: str = "--plot") -> Option:
-    """`--plot`, as `plot: Path | None`."""
+    """The file of a picture, as `Path | None`."""
     return click.option(name, type=OutputFile(*PICTURES), help=f"Draw {what}.")
 
 
@@ -76,7 +79,7 @@ def only_option(name: str, parameter: str, what: str = "", **others: Any) -> Opt
 def model_size_option(default: str = "small") -> Option:
     return click.option(
         "--model-size",
-        type=click.Choice(MODEL_SIZES),
+        type=click.Choice(list(SIZES)),
         default=default,
         show_default=True,
         help="tiny 5M, small 50M, mid 206M parameters.",
@@ -84,7 +87,7 @@ def model_size_option(default: str = "small") -> Option:
 
 
 def tokens_option(default: int | None = 4_000, *, least: int = 512, text: str = "") -> Option:
-    """`--tokens`. text: what follows "Length of the prompts." """
+    """`--tokens`. text: the end of its help"""
     return click.option(
         "--tokens",
         type=click.IntRange(least, 16_000),
@@ -94,14 +97,11 @@ def tokens_option(default: int | None = 4_000, *, least: int = 512, text: str = 
     )
 
 
-def rounds_option(default: int, what: str, *, most: int | None = None) -> Option:
-    return click.option(
-        "--rounds",
-        type=click.IntRange(1, most),
-        default=default,
-        show_default=True,
-        help=what,
-    )
+def default_option(
+    name: str, default: Any, what: str, kind: click.ParamType[Any] = POSITIVE
+) -> Option:
+    """An option with a default that its help shows."""
+    return click.option(name, type=kind, default=default, show_default=True, help=what)
 
 
 def threads_option(

@@ -1,13 +1,11 @@
 """`kvhold bench`."""
 
-import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,10 +17,18 @@ from kvhold_lab.bench.history import command as history
 from kvhold_lab.bench.load.command import command as load
 from kvhold_lab.bench.planner.command import command as planner
 from kvhold_lab.bench.quality.command import command as quality
-from kvhold_lab.bench.rows import Row, needing, table
+from kvhold_lab.bench.rows import Row, needing, table, write_rows
 from kvhold_lab.bench.soak.command import command as soak
 from kvhold_lab.interruption import ending_in_order
-from kvhold_lab.options import Number, OutputFile
+from kvhold_lab.options import (
+    Number,
+    default_option,
+    folder_option,
+    json_option,
+    model_size_option,
+    only_option,
+    tokens_option,
+)
 
 # of `micro`
 _PARTS = ("hashing", "index", "lookup", "frames", "gather", "memory", "wire", "startup")
@@ -40,41 +46,32 @@ def command(context: click.Context) -> None:
 
 
 @command.command()
-@click.option("--only", multiple=True, help=f"Only these: {', '.join(_PARTS)}. [default: all]")
+@only_option("--only", "only", f": {', '.join(_PARTS)}")
 @click.option(
     "--profile",
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep a profile of what is under 0.8 of its limit in this folder.",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@json_option()
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
     """Hashing, index, lookup, frames, gather and scatter, memory, wire, start-up."""
     from kvhold_lab.bench.profiles import Profiles
 
     _check_names(only, _PARTS)
-    click.echo(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
-    )
+    click.echo(f"{_machine()}\n")
     profiles = Profiles(folder)
     measured: list[Row] = []
     for part in only or _PARTS:
         measured += import_module(f"kvhold_lab.bench.{part}").rows(profiles)
     click.echo(table(measured))
-    if json_file is not None:
-        _write(json_file, measured)
+    write_rows(json_file, measured)
 
 
 @command.command()
-@click.option(
-    "--tier", "only", multiple=True, help="Only these: disk, redis, s3, kvhold. [default: all]"
-)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    help="On which disk. [default: the one of temporary files]",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@only_option("--tier", "only", ": disk, redis, s3, kvhold")
+@folder_option()
+@json_option()
 def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
     """Put and get of each tier, beside the plainest means of the same place."""
     with needing("'kvhold[lab,s3]' redis hiredis"):
@@ -82,9 +79,7 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
         from kvhold_lab.servers.base import NotInstalled
 
     _check_names(only, TIERS)
-    click.echo(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
-    )
+    click.echo(f"{_machine()}\n")
     measured: list[TierRow] = []
     for tier in only or tuple(TIERS):
         try:
@@ -99,14 +94,11 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
                 click.echo(shown)
         except NotInstalled as error:
             click.echo(f"{tier:8} not measured: {error}")
-    if json_file is not None:
-        _write(json_file, measured)
+    write_rows(json_file, measured)
 
 
 @command.command()
-@click.option(
-    "--codec", "only", multiple=True, help="Only these, by name. [default: all, plugins too]"
-)
+@only_option("--codec", "only", ", by name; plugins too")
 @click.option(
     "--model",
     type=click.Path(exists=True, path_type=Path),
@@ -117,7 +109,7 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
     default=True,
     help="Also what each costs in answers, as `kvhold bench quality` says. [default: yes]",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@json_option()
 def codecs(
     only: tuple[str, ...], model: Path | None, accuracy: bool, json_file: Path | None
 ) -> None:
@@ -142,29 +134,18 @@ def codecs(
     if model is not None:
         with needing("'kvhold[transformers]'"):
             samples[model.name] = bench.from_model(model)
-    click.echo(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}; one thread\n\n{bench.HEADING}"
-    )
+    click.echo(f"{_machine()}; one thread\n\n{bench.HEADING}")
     measured: list[bench.CodecRow] = []
     for row in bench.rows(only or codec_names(), samples, drops=drops):
         measured.append(row)
         click.echo(row)
-    if json_file is not None:
-        _write(json_file, measured)
+    write_rows(json_file, measured)
 
 
 @command.command()
-@click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    help="Only these: disk, fs, redis, memcached, s3, kvhold. [default: all]",
-)
-@click.option(
-    "--fault", "only", multiple=True, help="Only these, such as 'dies mid-put'. [default: all]"
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@only_option("--tier", "tiers", ": disk, fs, redis, memcached, s3, kvhold")
+@only_option("--fault", "only", ", such as 'dies mid-put'")
+@json_option()
 def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
     """Each fault of each tier: outputs, node, deadlines. Exits with 1 if one is not right."""
     with needing("'kvhold[lab,s3]'"):
@@ -187,8 +168,7 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
                 click.echo(f"{row.tier:8} {row.fault:14} {' '.join(marks)}")
         except NotInstalled as error:
             click.echo(f"{tier:8} not tried: {error}")
-    if json_file is not None:
-        _write(json_file, measured)
+    write_rows(json_file, measured)
     if any(
         False in (row.right, row.alive, row.in_deadline, row.baseline, row.counted)
         for row in measured
@@ -197,32 +177,12 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
 
 
 @command.command()
-@click.option("--codec", "only", multiple=True, help="Only these, by name. [default: all]")
-@click.option(
-    "--model-size",
-    type=click.Choice(["tiny", "small", "mid"]),
-    default="small",
-    show_default=True,
-    help="tiny 5M, small 50M, mid 206M.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(256, 16_000),
-    default=4_000,
-    show_default=True,
-    help="Length of the prompts.",
-)
-@click.option(
-    "--prompts", type=click.IntRange(1), default=5, show_default=True, help="So many of them."
-)
-@click.option(
-    "--gbit-s",
-    type=Number(0.001),
-    default=1.0,
-    show_default=True,
-    help="Of the link, in each direction.",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@only_option("--codec", "only", ", by name")
+@model_size_option()
+@tokens_option(least=256)
+@default_option("--prompts", 5, "So many of them.")
+@default_option("--gbit-s", 1.0, "Of the link, in each direction.", Number(0.001))
+@json_option()
 def link(
     only: tuple[str, ...],
     model_size: str,
@@ -268,40 +228,23 @@ def link(
             f"{row.codec:10} {ratio:>6} {row.ttft_p50_s:8.3f} {link_s:>8} {row.kl:10.2e} "
             f"{equal:>9} {row.cached_share:7.1%}"
         )
-        if json_file is not None:
-            _write(json_file, measured)
+        write_rows(json_file, measured)
 
 
 @command.command()
-@click.option(
-    "--clients",
-    type=click.IntRange(1, 10_000),
-    default=256,
-    show_default=True,
-    help="Connections to the node.",
+@default_option("--clients", 256, "Connections to the node.", click.IntRange(1, 10_000))
+@default_option(
+    "--chunks", 1_000_000, "In memory's index, and as many on disk.", click.IntRange(1_000)
 )
-@click.option(
-    "--chunks",
-    type=click.IntRange(1_000),
-    default=1_000_000,
-    show_default=True,
-    help="In memory's index, and as many on disk.",
+@default_option(
+    "--tokens", 1_000_000, "Of the long prompt: 6 groups, 8 shards.", click.IntRange(1_000)
 )
-@click.option(
-    "--tokens",
-    type=click.IntRange(1_000),
-    default=1_000_000,
-    show_default=True,
-    help="Of the long prompt: 6 groups, 8 shards.",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@json_option()
 def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> None:
     """One overloaded node: longest loop turns, lookups while engines store, index sizes."""
     from kvhold_lab.bench.overload import OverloadRow, OverloadSizes, rows
 
-    click.echo(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
-    )
+    click.echo(f"{_machine()}\n")
     measured: list[OverloadRow] = []
     for row in rows(OverloadSizes(clients=clients, chunks=chunks, long_tokens=tokens)):
         measured.append(row)
@@ -309,8 +252,7 @@ def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> 
             f"{row.name:60} {row.value:12.3f} {row.unit:16} goal {row.goal:g} "
             f"{'' if row.ok else 'NOT MET'}"
         )
-    if json_file is not None:
-        _write(json_file, measured)
+    write_rows(json_file, measured)
 
 
 command.add_command(compare, "compare")
@@ -324,10 +266,10 @@ command.add_command(soak, "soak")
 command.add_command(vllm, "vllm")
 
 
+def _machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
 def _check_names(given: Sequence[str], known: Iterable[str]) -> None:
     if unknown := set(given) - set(known):
         raise click.UsageError(f"{', '.join(sorted(unknown))}: known are {', '.join(known)}")
-
-
-def _write(path: Path, rows: Sequence[Any]) -> None:
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

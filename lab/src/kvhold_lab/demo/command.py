@@ -9,36 +9,22 @@ import click
 from kvhold_lab.demo.report import draw, render
 from kvhold_lab.demo.run import run
 from kvhold_lab.engines.engine import is_vllm_available
-from kvhold_lab.engines.models import SIZES, make_model
-from kvhold_lab.options import PICTURES, OutputFile
+from kvhold_lab.engines.models import make_model
+from kvhold_lab.options import (
+    default_option,
+    json_option,
+    model_size_option,
+    plot_option,
+    tokens_option,
+)
 
 
 @click.command()
-@click.option(
-    "--model-size",
-    type=click.Choice(list(SIZES)),
-    default="small",
-    show_default=True,
-    help="tiny 5M, small 50M, mid 206M parameters.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(512, 16_000),
-    default=4_000,
-    show_default=True,
-    help="Length of the prompts.",
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(1, 20),
-    default=3,
-    show_default=True,
-    help="How many prompts; the times are medians.",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the figures to this file.")
-@click.option(
-    "--picture", type=OutputFile(*PICTURES), help="Draw the table as a picture, such as demo.png."
-)
+@model_size_option()
+@tokens_option()
+@default_option("--repeats", 3, "How many prompts; the times are medians.", click.IntRange(1, 20))
+@json_option("the figures")
+@plot_option("the table as a picture, such as demo.png", "--picture")
 def command(
     model_size: str, tokens: int, repeats: int, json_file: Path | None, picture: Path | None
 ) -> None:

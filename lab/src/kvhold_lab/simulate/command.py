@@ -1,7 +1,5 @@
 """`kvhold simulate`."""
 
-import json
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import format_size
 from kvhold.sizing.fits import RATIOS, ratio_of
 from kvhold.sizing.model import kv_of, read_settings
-from kvhold_lab.bench.rows import needing
-from kvhold_lab.options import PICTURES, OutputFile
+from kvhold_lab.bench.rows import needing, needing_pictures, write_rows
+from kvhold_lab.options import default_option, json_option, only_option, plot_option
 from kvhold_lab.simulate.report import HEADING, Checked, draw, line, render_check
 from kvhold_lab.simulate.requests import BLOCK_TOKENS
 from kvhold_lab.simulate.trace import read_trace
@@ -25,13 +23,7 @@ _MOST_APART = 0.02
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    type=click.Choice(_POLICIES),
-    help="Only these. [default: all]",
-)
+@only_option("--policy", "policies", type=click.Choice(_POLICIES))
 @click.option(
     "--capacity",
     "capacities",
@@ -65,13 +57,7 @@ _MOST_APART = 0.02
     "--model", default="meta-llama/Llama-3.1-8B", show_default=True, help="As of `kvhold size`."
 )
 @click.option("--dtype", default="auto", show_default=True, help="Of the model's KV.")
-@click.option(
-    "--block-tokens",
-    type=click.IntRange(1),
-    default=BLOCK_TOKENS,
-    show_default=True,
-    help="Tokens that an id of the trace stands for.",
-)
+@default_option("--block-tokens", BLOCK_TOKENS, "Tokens that an id of the trace stands for.")
 @click.option(
     "--requests",
     "num_requests",
@@ -83,10 +69,8 @@ _MOST_APART = 0.02
     is_flag=True,
     help="Also serve the trace from a real cache in this process, and compare.",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
-@click.option(
-    "--plot", type=OutputFile(*PICTURES), help="Draw hit rate over capacity, such as hits.png."
-)
+@json_option()
+@plot_option("hit rate over capacity, such as hits.png")
 def command(
     trace: Path,
     policies: tuple[str, ...],
@@ -115,9 +99,7 @@ def command(
     with needing("'kvhold[lab]'"):
         from kvhold_lab.simulate.check import SERVED, serve_too
         from kvhold_lab.simulate.simulation import Setup, SimulatedRow, best_hit_rate, simulate
-    if plot is not None:
-        with needing("'kvhold[lab]'"):
-            import matplotlib  # noqa: F401 - better known now than after the run
+    needing_pictures(plot)
     kv_dtype = "bfloat16"
     if token_bytes is None:
         kv = kv_of(read_settings(model), dtype=dtype)
@@ -154,8 +136,7 @@ def command(
                 checked.append(serve_too(cut, num_tokens, setup))
     if check:
         click.echo(f"\n{render_check(checked)}")
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    write_rows(json_file, rows)
     if plot is not None:
         draw(
             rows,

@@ -14,7 +14,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
 from kvhold_lab.engines.engine import is_vllm_available
 from kvhold_lab.interruption import ending_in_order
-from kvhold_lab.options import Number, OutputFile
+from kvhold_lab.options import Number, default_option, json_option, threads_option
 from kvhold_lab.verify.engine import Engines
 from kvhold_lab.verify.paths import DEFAULT, PATHS
 from kvhold_lab.verify.rows import VerifyRow, table
@@ -92,14 +92,8 @@ class _Classes(_Names):
     help="Every class of model, on small checkpoints that are made here.",
 )
 @click.option("--classes", type=_Classes(), help="Only these classes, such as llama,gemma3.")
-@click.option(
-    "--paths",
-    type=_Names(list(PATHS)),
-    default=",".join(DEFAULT),
-    show_default=True,
-    help=f"Of {', '.join(PATHS)}.",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@default_option("--paths", ",".join(DEFAULT), f"Of {', '.join(PATHS)}.", _Names(list(PATHS)))
+@json_option()
 @click.option(
     "--dtype",
     default="float32",
@@ -122,19 +116,11 @@ class _Classes(_Names):
     default={},
     help="Further engine arguments of vLLM, stronger than a path's.",
 )
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(min=64),
-    default=4_096,
-    show_default=True,
-    help="Tokens of a prompt and its answer.",
+@default_option(
+    "--max-model-len", 4_096, "Tokens of a prompt and its answer.", click.IntRange(min=64)
 )
 @click.option("--kv-memory", default="1GiB", show_default=True, help="The engine's own KV memory.")
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    help="Of the engine's arithmetic; by default all cores.",
-)
+@threads_option("Of the engine's arithmetic.")
 @click.option(
     "--timeout",
     "timeout_s",

@@ -32,6 +32,7 @@ from kvhold_lab.bench.rows import needing_pictures, write_rows
 from kvhold_lab.engines.engine import is_vllm_available
 from kvhold_lab.engines.models import ModelInfo, make_model
 from kvhold_lab.options import (
+    default_option,
     folder_option,
     json_option,
     lmcache_option,
@@ -39,17 +40,18 @@ from kvhold_lab.options import (
     only_option,
     peer_option,
     plot_option,
-    rounds_option,
     threads_option,
     tokens_option,
 )
 from kvhold_lab.servers.programs import VERBS, provide
 
+_ROUNDS = click.IntRange(1, 100)
+
 
 @click.command()
 @only_option("--tier", "tiers", type=click.Choice(TIERS))
 @only_option("--workload", "names", " working sets", type=click.Choice(list(WORKLOADS)))
-@rounds_option(5, "Of each share of reuse in each working set.", most=100)
+@default_option("--rounds", 5, "Of each share of reuse in each working set.", _ROUNDS)
 @model_size_option()
 @tokens_option(
     None,
@@ -103,7 +105,7 @@ def command(
 @click.command()
 @model_size_option()
 @tokens_option()
-@rounds_option(7, "Beside one that does not count.", most=100)
+@default_option("--rounds", 7, "Beside one that does not count.", _ROUNDS)
 @click.option(
     "--reuse",
     multiple=True,

@@ -1,10 +1,8 @@
 """`kvhold bench compare-engines`."""
 
-import json
 import os
 import platform
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -20,72 +18,39 @@ from kvhold_lab.bench.compare_engines.rows import NO_TIER, REDIS, Measured, goal
 from kvhold_lab.bench.compare_engines.run import TIERS, Work, measure, measure_imports
 from kvhold_lab.bench.compare_engines.systems import KVHOLD, OURS, SERVER, SYSTEMS, cores, launch
 from kvhold_lab.bench.ratios import render_goals
-from kvhold_lab.options import OutputFile
+from kvhold_lab.bench.rows import write_rows
+from kvhold_lab.options import (
+    default_option,
+    folder_option,
+    json_option,
+    lmcache_option,
+    only_option,
+    threads_option,
+)
 from kvhold_lab.servers.programs import VERBS, provide
 
 _DEFAULT = Work()
 
 
 @click.command()
-@click.option(
-    "--system", "only", multiple=True, type=click.Choice(SYSTEMS), help="Only these. [default: all]"
-)
-@click.option(
+@only_option("--system", "only", type=click.Choice(SYSTEMS))
+@only_option(
     "--tier",
     "tiers",
-    multiple=True,
+    "; start-up, memory and imports go with ram",
     type=click.Choice(TIERS),
-    help="Only these; start-up, memory and imports go with ram. [default: all]",
 )
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=_DEFAULT.rounds,
-    show_default=True,
-    help="Beside one that does not count.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(256),
-    default=_DEFAULT.num_tokens,
-    show_default=True,
-    help="Of a prompt: whole chunks.",
-)
-@click.option(
-    "--lookup-tokens",
-    type=click.IntRange(0),
-    default=_DEFAULT.lookup_tokens,
-    show_default=True,
-    help="0: no long lookup.",
-)
+@default_option("--rounds", _DEFAULT.rounds, "Beside one that does not count.")
+@default_option("--tokens", _DEFAULT.num_tokens, "Of a prompt: whole chunks.", click.IntRange(256))
+@default_option("--lookup-tokens", _DEFAULT.lookup_tokens, "0: no long lookup.", click.IntRange(0))
 @click.option("--layers", type=click.IntRange(1), default=_DEFAULT.layers, show_default=True)
-@click.option(
-    "--heads", type=click.IntRange(1), default=_DEFAULT.heads, show_default=True, help="KV heads."
-)
+@default_option("--heads", _DEFAULT.heads, "KV heads.")
 @click.option("--head-dim", type=click.IntRange(8), default=_DEFAULT.head_dim, show_default=True)
-@click.option(
-    "--block-tokens",
-    type=click.IntRange(1),
-    default=_DEFAULT.tokens_per_block,
-    show_default=True,
-    help="In the engine's blocks.",
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(1),
-    help="That copy, in each system; fewer where others use the cores. [default: all cores]",
-)
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="On which disk. [default: of temporary files]",
-)
-@click.option(
-    "--lmcache-env",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="LMCache's environment. [default: in your cache folder]",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@default_option("--block-tokens", _DEFAULT.tokens_per_block, "In the engine's blocks.")
+@threads_option("That copy, in each system; fewer where others use the cores.")
+@folder_option()
+@lmcache_option()
+@json_option()
 def command(
     only: tuple[str, ...],
     tiers: tuple[str, ...],
@@ -159,8 +124,7 @@ def command(
     measured.errors |= {(NO_TIER, name): without for name in systems if name not in able}
     rows = make_rows(measured)
     click.echo(f"\n{render(rows)}\n\n{render_goals(goals(rows), noise=False)}")
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    write_rows(json_file, rows)
     if any(row.equal is False or (row.system in OURS and row.error) for row in rows):
         click.echo("kvhold bench compare-engines: FAILED", err=True)
         sys.exit(1)

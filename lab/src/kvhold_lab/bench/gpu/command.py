@@ -1,9 +1,7 @@
 """`kvhold bench gpu`."""
 
-import json
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +9,8 @@ from typing import Any, cast
 import click
 
 from kvhold_lab.bench.gpu.rows import GpuRow
-from kvhold_lab.bench.rows import needing
-from kvhold_lab.options import OutputFile
+from kvhold_lab.bench.rows import needing, write_rows
+from kvhold_lab.options import json_option, only_option
 
 PARTS = ("machine", "orders", "pieces", "kernels", "coding", "decode", "kills", "mini")
 _MARKS = {True: "ok", False: "NOT MET", None: ""}
@@ -27,16 +25,8 @@ _MARKS = {True: "ok", False: "NOT MET", None: ""}
     show_default=True,
     help="What copies.",
 )
-@click.option(
-    "--part",
-    "only",
-    multiple=True,
-    type=click.Choice(PARTS),
-    help="Only these, in this order. [default: all]",
-)
-@click.option(
-    "--json", "json_file", type=OutputFile(), help="Write the rows to this file, after every part."
-)
+@only_option("--part", "only", ", in this order", type=click.Choice(PARTS))
+@json_option("the rows, after every part,")
 @click.pass_context
 def command(
     context: click.Context, kind: str, only: tuple[str, ...], json_file: Path | None
@@ -63,8 +53,7 @@ def command(
         for row in _rows(part, target):
             measured.append(row)
             click.echo(_line(row))
-        if json_file is not None:
-            json_file.write_text(json.dumps([asdict(row) for row in measured], indent=2) + "\n")
+        write_rows(json_file, measured)
     if any(row.ok is False for row in measured):
         context.exit(1)
 

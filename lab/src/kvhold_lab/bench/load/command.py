@@ -12,7 +12,6 @@ from kvhold_lab.bench.load.options import (
     FACTOR,
     GAINS,
     INPUT,
-    POSITIVE,
     SECONDS,
     Common,
     with_common,
@@ -31,7 +30,7 @@ from kvhold_lab.bench.load.workloads.dataset import SCORES, read_conversations, 
 from kvhold_lab.bench.load.workloads.long_doc_qa import Command
 from kvhold_lab.bench.load.workloads.multi_doc_qa import Sampling
 from kvhold_lab.bench.load.workloads.ttft_sweep import LENGTHS
-from kvhold_lab.options import Number
+from kvhold_lab.options import POSITIVE, Number, default_option
 
 
 def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -57,38 +56,14 @@ def command() -> None:
 
 
 @command.command("long-doc-qa")
-@click.option("--documents", type=POSITIVE, default=8, show_default=True, help="How many.")
-@click.option(
-    "--document-tokens", type=POSITIVE, default=20_000, show_default=True, help="Of each."
-)
-@click.option(
-    "--question-tokens",
-    type=COUNT,
-    default=32,
-    show_default=True,
-    help="Of each question; 0: the very same prompt again.",
-)
-@click.option(
-    "--output-tokens", type=POSITIVE, default=100, show_default=True, help="Of each answer."
-)
-@click.option(
-    "--repeats",
-    type=POSITIVE,
-    default=2,
-    show_default=True,
-    help="Questions to each document in the warm round.",
-)
-@click.option(
-    "--order",
-    type=click.Choice(get_args(Command)),
-    default="random",
-    show_default=True,
-    help="Of the warm round.",
-)
-@click.option(
-    "--max-in-flight", type=POSITIVE, default=20, show_default=True, help="Requests at a time."
-)
-@click.option("--pause-s", type=SECONDS, default=0.0, show_default=True, help="Between the rounds.")
+@default_option("--documents", 8, "How many.")
+@default_option("--document-tokens", 20_000, "Of each.")
+@default_option("--question-tokens", 32, "Of each question; 0: the very same prompt again.", COUNT)
+@default_option("--output-tokens", 100, "Of each answer.")
+@default_option("--repeats", 2, "Questions to each document in the warm round.")
+@default_option("--order", "random", "Of the warm round.", click.Choice(get_args(Command)))
+@default_option("--max-in-flight", 20, "Requests at a time.")
+@default_option("--pause-s", 0.0, "Between the rounds.", SECONDS)
 @with_options(GAINS)
 @with_common
 def long_doc_qa(
@@ -108,43 +83,23 @@ def long_doc_qa(
 
 
 @command.command("multi-doc-qa")
-@click.option("--documents", type=POSITIVE, default=100, show_default=True, help="How many.")
-@click.option(
-    "--documents-per-request",
-    type=POSITIVE,
-    default=5,
-    show_default=True,
-    help="In each prompt of the warm round.",
-)
-@click.option(
-    "--requests", type=POSITIVE, default=100, show_default=True, help="Of the warm round."
-)
-@click.option("--document-tokens", type=POSITIVE, default=1_000, show_default=True, help="Of each.")
-@click.option(
-    "--system-tokens", type=COUNT, default=64, show_default=True, help="Of the system prompt."
-)
-@click.option(
-    "--question-tokens", type=COUNT, default=32, show_default=True, help="Of each question."
-)
-@click.option(
-    "--output-tokens", type=POSITIVE, default=10, show_default=True, help="Of each answer."
-)
-@click.option(
-    "--sampling",
-    type=click.Choice(get_args(Sampling)),
-    default="random",
-    show_default=True,
-    help="How documents are drawn.",
+@default_option("--documents", 100, "How many.")
+@default_option("--documents-per-request", 5, "In each prompt of the warm round.")
+@default_option("--requests", 100, "Of the warm round.")
+@default_option("--document-tokens", 1_000, "Of each.")
+@default_option("--system-tokens", 64, "Of the system prompt.", COUNT)
+@default_option("--question-tokens", 32, "Of each question.", COUNT)
+@default_option("--output-tokens", 10, "Of each answer.")
+@default_option(
+    "--sampling", "random", "How documents are drawn.", click.Choice(get_args(Sampling))
 )
 @click.option(
     "--separator",
     help="Between documents: text, or token ids with commas between them. [default: ' # # ', or "
     "4 ids]",
 )
-@click.option(
-    "--max-in-flight", type=POSITIVE, default=20, show_default=True, help="Requests at a time."
-)
-@click.option("--pause-s", type=SECONDS, default=0.0, show_default=True, help="Between the rounds.")
+@default_option("--max-in-flight", 20, "Requests at a time.")
+@default_option("--pause-s", 0.0, "Between the rounds.", SECONDS)
 @with_options(GAINS)
 @with_common
 def multi_doc_qa(
@@ -163,37 +118,13 @@ def multi_doc_qa(
 
 
 @command.command("multi-round-qa")
-@click.option("--users", type=POSITIVE, default=10, show_default=True, help="At a time.")
-@click.option(
-    "--rounds", type=POSITIVE, default=5, show_default=True, help="Questions of each user."
-)
-@click.option(
-    "--qps",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="Questions a second, of all users together.",
-)
-@click.option(
-    "--system-tokens",
-    type=COUNT,
-    default=1_000,
-    show_default=True,
-    help="Of the system prompt that all users share.",
-)
-@click.option(
-    "--history-tokens",
-    type=COUNT,
-    default=2_000,
-    show_default=True,
-    help="Of each user's own beginning.",
-)
-@click.option(
-    "--question-tokens", type=POSITIVE, default=32, show_default=True, help="Of each question."
-)
-@click.option(
-    "--answer-tokens", type=POSITIVE, default=100, show_default=True, help="Of each answer."
-)
+@default_option("--users", 10, "At a time.")
+@default_option("--rounds", 5, "Questions of each user.")
+@default_option("--qps", 1.0, "Questions a second, of all users together.", FACTOR)
+@default_option("--system-tokens", 1_000, "Of the system prompt that all users share.", COUNT)
+@default_option("--history-tokens", 2_000, "Of each user's own beginning.", COUNT)
+@default_option("--question-tokens", 32, "Of each question.")
+@default_option("--answer-tokens", 100, "Of each answer.")
 @click.option(
     "--ramp-up-s", type=SECONDS, help="Over how long the first users come. [default: users / qps]"
 )
@@ -207,13 +138,7 @@ def multi_doc_qa(
     type=FACTOR,
     help="New users follow until then. [default: each of the first finishes]",
 )
-@click.option(
-    "--first-user",
-    type=COUNT,
-    default=0,
-    show_default=True,
-    help="Number of the first; other users have other texts.",
-)
+@default_option("--first-user", 0, "Number of the first; other users have other texts.", COUNT)
 @click.option(
     "--sharegpt",
     type=INPUT,
@@ -235,56 +160,26 @@ def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **argu
 
 
 @command.command()
-@click.option("--qps", type=FACTOR, default=1.0, show_default=True, help="Questions a second.")
+@default_option("--qps", 1.0, "Questions a second.", FACTOR)
 @click.option(
     "--poisson",
     is_flag=True,
     help="Arrivals at random, of that mean rate. [default: evenly spaced]",
 )
-@click.option("--requests", type=POSITIVE, default=100, show_default=True, help="At most so many.")
+@default_option("--requests", 100, "At most so many.")
 @click.option(
     "--dataset",
     type=INPUT,
     help='JSON list of {"question": ..., "ctxs": [...], "answers": [...]}. [default: made up]',
 )
-@click.option(
-    "--score",
-    type=click.Choice(list(SCORES)),
-    default="f1",
-    show_default=True,
-    help="Of answers: f1 of words, or rouge-l.",
-)
-@click.option("--documents", type=POSITIVE, default=50, show_default=True, help="Made-up ones.")
-@click.option(
-    "--documents-per-request", type=POSITIVE, default=2, show_default=True, help="Of made-up ones."
-)
-@click.option(
-    "--document-tokens",
-    type=POSITIVE,
-    default=1_000,
-    show_default=True,
-    help="Of each made-up one.",
-)
-@click.option(
-    "--system-tokens", type=COUNT, default=64, show_default=True, help="Of the system prompt."
-)
-@click.option(
-    "--question-tokens",
-    type=COUNT,
-    default=32,
-    show_default=True,
-    help="Of each made-up question.",
-)
-@click.option(
-    "--output-tokens", type=POSITIVE, default=32, show_default=True, help="Of each answer."
-)
-@click.option(
-    "--kv-storage",
-    type=Size(),
-    default="0",
-    show_default=True,
-    help="Before, prefill as many documents as this holds.",
-)
+@default_option("--score", "f1", "Of answers: f1 of words, or rouge-l.", click.Choice(list(SCORES)))
+@default_option("--documents", 50, "Made-up ones.")
+@default_option("--documents-per-request", 2, "Of made-up ones.")
+@default_option("--document-tokens", 1_000, "Of each made-up one.")
+@default_option("--system-tokens", 64, "Of the system prompt.", COUNT)
+@default_option("--question-tokens", 32, "Of each made-up question.", COUNT)
+@default_option("--output-tokens", 32, "Of each answer.")
+@default_option("--kv-storage", "0", "Before, prefill as many documents as this holds.", Size())
 @click.option(
     "--kv-bytes-per-token", type=POSITIVE, help="What a token's KV takes, for --kv-storage."
 )
@@ -320,32 +215,12 @@ def rag(
     show_default=True,
     help="Tokens of the contexts.",
 )
-@click.option(
-    "--following",
-    type=POSITIVE,
-    default=1,
-    show_default=True,
-    help="Warm requests after each cold one.",
-)
-@click.option(
-    "--runs", type=POSITIVE, default=1, show_default=True, help="All of it so many times."
-)
-@click.option(
-    "--question-tokens",
-    type=COUNT,
-    default=16,
-    show_default=True,
-    help="Of the question after each context.",
-)
-@click.option(
-    "--output-tokens", type=POSITIVE, default=1, show_default=True, help="Of each answer."
-)
-@click.option(
-    "--flush-tokens",
-    type=COUNT,
-    default=0,
-    show_default=True,
-    help="Of other text before each warm one; the engine forgets.",
+@default_option("--following", 1, "Warm requests after each cold one.")
+@default_option("--runs", 1, "All of it so many times.")
+@default_option("--question-tokens", 16, "Of the question after each context.", COUNT)
+@default_option("--output-tokens", 1, "Of each answer.")
+@default_option(
+    "--flush-tokens", 0, "Of other text before each warm one; the engine forgets.", COUNT
 )
 @with_options(GAINS)
 @with_common
@@ -362,12 +237,11 @@ def ttft_sweep(
 
 @command.command()
 @click.argument("trace", type=INPUT)
-@click.option(
+@default_option(
     "--time-scale",
-    type=Number(0, min_open=True, infinite=True),
-    default=1.0,
-    show_default=True,
-    help="2: twice as fast as it was; inf: all at once.",
+    1.0,
+    "2: twice as fast as it was; inf: all at once.",
+    Number(0, min_open=True, infinite=True),
 )
 @click.option("--max-requests", type=POSITIVE, help="So many of the beginning. [default: all]")
 @click.option("--max-input-tokens", type=POSITIVE, help="Longer prompts are cut at their end.")

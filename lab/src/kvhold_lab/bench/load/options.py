@@ -11,11 +11,8 @@ import click
 
 from kvhold.cli.options import Size
 from kvhold_lab.bench.load.prompts import FIRST_ID, VOCAB_SIZE
-from kvhold_lab.options import PICTURES, Number, OutputFile
+from kvhold_lab.options import Function, Number, OutputFile, default_option, plot_option
 
-Function = Callable[..., None]
-
-POSITIVE = click.IntRange(1)
 COUNT = click.IntRange(0)
 SECONDS = Number(0)
 FACTOR = Number(0, min_open=True)
@@ -60,12 +57,8 @@ _OPTIONS = (
         help="The server's, as OpenAI clients call it, such as http://localhost:8000/v1.",
     ),
     click.option("--model", help="Name of the model. [default: the server's only one]"),
-    click.option(
-        "--api",
-        type=click.Choice(["completions", "chat"]),
-        default="completions",
-        show_default=True,
-        help="Which of the two.",
+    default_option(
+        "--api", "completions", "Which of the two.", click.Choice(["completions", "chat"])
     ),
     click.option(
         "--api-key-env",
@@ -78,26 +71,10 @@ _OPTIONS = (
         type=click.Choice(["tokens", "text"]),
         help="Token ids or words. [default: tokens; of --api chat: text]",
     ),
-    click.option(
-        "--first-token-id",
-        type=COUNT,
-        default=FIRST_ID,
-        show_default=True,
-        help="Token ids are drawn from this one ...",
-    ),
-    click.option(
-        "--vocab-size",
-        type=POSITIVE,
-        default=VOCAB_SIZE,
-        show_default=True,
-        help="... up to this one; at most the model's.",
-    ),
-    click.option(
-        "--seed",
-        type=COUNT,
-        default=0,
-        show_default=True,
-        help="Another one gives other texts, so that nothing is cached yet.",
+    default_option("--first-token-id", FIRST_ID, "Token ids are drawn from this one ...", COUNT),
+    default_option("--vocab-size", VOCAB_SIZE, "... up to this one; at most the model's."),
+    default_option(
+        "--seed", 0, "Another one gives other texts, so that nothing is cached yet.", COUNT
     ),
     click.option(
         "--ignore-eos/--no-ignore-eos",
@@ -112,29 +89,11 @@ _OPTIONS = (
         callback=_header,
         help="Header that tells a router the user of multi-round-qa, such as x-user-id.",
     ),
-    click.option(
-        "--timeout-s", type=FACTOR, default=600.0, show_default=True, help="For a whole answer."
-    ),
-    click.option(
-        "--connect-timeout-s",
-        type=FACTOR,
-        default=10.0,
-        show_default=True,
-        help="For a connection.",
-    ),
-    click.option(
-        "--prewarm",
-        type=COUNT,
-        default=5,
-        show_default=True,
-        help="Short requests before, which do not count.",
-    ),
-    click.option(
-        "--progress-s",
-        type=FACTOR,
-        default=30.0,
-        show_default=True,
-        help="How often progress is told where there is no terminal.",
+    default_option("--timeout-s", 600.0, "For a whole answer.", FACTOR),
+    default_option("--connect-timeout-s", 10.0, "For a connection.", FACTOR),
+    default_option("--prewarm", 5, "Short requests before, which do not count.", COUNT),
+    default_option(
+        "--progress-s", 30.0, "How often progress is told where there is no terminal.", FACTOR
     ),
     click.option(
         "--json",
@@ -142,7 +101,7 @@ _OPTIONS = (
         type=OutputFile(),
         help="Write a line of JSON for each request, and one with the summary.",
     ),
-    click.option("--plot", type=OutputFile(*PICTURES), help="Draw the times, such as load.png."),
+    plot_option("the times, such as load.png"),
     click.option("--html", type=OutputFile(), help="Write a page with everything, in one file."),
     click.option("--expect-max-errors", type=COUNT, help="Exit with 1 if more requests fail."),
     click.option(
@@ -150,16 +109,10 @@ _OPTIONS = (
         type=click.Choice(["tiny", "small", "mid"]),
         help="Start vLLM with kvhold and a model made here, instead.",
     ),
-    click.option(
-        "--demo-context",
-        type=click.IntRange(1_024, 32_768),
-        default=8_192,
-        show_default=True,
-        help="Its longest prompt and answer.",
+    default_option(
+        "--demo-context", 8_192, "Its longest prompt and answer.", click.IntRange(1_024, 32_768)
     ),
-    click.option(
-        "--demo-ram", type=Size(), default="1GiB", show_default=True, help="Its kvhold's memory."
-    ),
+    default_option("--demo-ram", "1GiB", "Its kvhold's memory.", Size()),
 )
 GAINS = (
     click.option(

@@ -10,8 +10,14 @@ import click
 
 from kvhold_lab.bench.rows import needing
 from kvhold_lab.engines.engine import is_vllm_available
-from kvhold_lab.engines.models import SIZES, make_model
-from kvhold_lab.options import Number, OutputFile
+from kvhold_lab.engines.models import make_model
+from kvhold_lab.options import (
+    Number,
+    default_option,
+    json_option,
+    model_size_option,
+    threads_option,
+)
 
 
 @click.command()
@@ -29,9 +35,7 @@ from kvhold_lab.options import Number, OutputFile
     show_default=True,
     help="Drawn from the trace.",
 )
-@click.option(
-    "--seed", type=int, default=1, show_default=True, help="Which of the trace's conversations."
-)
+@default_option("--seed", 1, "Which of the trace's conversations.", click.INT)
 @click.option(
     "--speed",
     "speeds",
@@ -41,17 +45,9 @@ from kvhold_lab.options import Number, OutputFile
     show_default=True,
     help="Of the link; 1: as fast as the engine computes KV.",
 )
-@click.option(
-    "--model-size",
-    type=click.Choice(list(SIZES)),
-    default="tiny",
-    show_default=True,
-    help="tiny 5M, small 50M, mid 206M.",
-)
-@click.option(
-    "--threads", type=click.IntRange(1), help="Threads of each engine. [default: all cores]"
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
+@model_size_option("tiny")
+@threads_option("Threads of each engine.")
+@json_option()
 def command(
     trace: Path,
     num_requests: int,

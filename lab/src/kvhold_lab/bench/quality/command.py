@@ -1,7 +1,5 @@
 """`kvhold bench quality`."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -9,8 +7,8 @@ import click
 from kvhold.codecs import codec_names
 from kvhold_lab.bench.quality.report import draw, render, render_channels
 from kvhold_lab.bench.quality.run import CHUNK_TOKENS, CONTEXTS, OTHER_CONTEXTS, evaluate
-from kvhold_lab.bench.rows import needing
-from kvhold_lab.options import PICTURES, OutputFile
+from kvhold_lab.bench.rows import needing_pictures, write_rows
+from kvhold_lab.options import default_option, json_option, plot_option
 
 
 @click.command()
@@ -32,17 +30,9 @@ from kvhold_lab.options import PICTURES, OutputFile
     type=click.IntRange(2),
     help=f"How many. [default: {CONTEXTS}, {OTHER_CONTEXTS} with --model]",
 )
-@click.option(
-    "--chunk-tokens",
-    type=click.IntRange(1),
-    default=CHUNK_TOKENS,
-    show_default=True,
-    help="Tokens of a chunk.",
-)
-@click.option("--json", "json_file", type=OutputFile(), help="Write the rows to this file.")
-@click.option(
-    "--plot", type=OutputFile(*PICTURES), help="Draw accuracy over ratio, such as quality.svg."
-)
+@default_option("--chunk-tokens", CHUNK_TOKENS, "Tokens of a chunk.")
+@json_option()
+@plot_option("accuracy over ratio, such as quality.svg")
 def command(
     only: str | None,
     model: str | None,
@@ -61,9 +51,7 @@ def command(
     names = tuple(name.strip() for name in only.split(",")) if only is not None else known
     if unknown := sorted(set(names) - set(known)):
         raise click.UsageError(f"{', '.join(unknown)}: known are {', '.join(known)}")
-    if plot is not None:
-        with needing("'kvhold[lab]'"):
-            import matplotlib  # noqa: F401 - better known now than after the run
+    needing_pictures(plot)
     found = evaluate(
         names, model=model, text=text, num_contexts=contexts, chunk_tokens=chunk_tokens
     )
@@ -71,8 +59,7 @@ def command(
         f"{found.what}; chunks of {chunk_tokens} "
         f"tokens\n\n{render(found.rows)}\n\n{render_channels(found.channels)}"
     )
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in found.rows], indent=2) + "\n")
+    write_rows(json_file, found.rows)
     if plot is not None:
         draw(
             found.rows,

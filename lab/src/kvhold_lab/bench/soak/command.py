@@ -9,11 +9,9 @@ from typing import Any
 import click
 
 from kvhold_lab.bench.rows import needing
-from kvhold_lab.options import OutputFile
+from kvhold_lab.options import json_option
 
-_json = click.option(
-    "--json", "json_file", type=OutputFile(), help="Write the result to this file."
-)
+_json = json_option("the result")
 _seed = click.option(
     "--seed",
     default=1,
