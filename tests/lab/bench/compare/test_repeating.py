@@ -32,7 +32,7 @@ from kvhold_lab.bench.compare.rounds import HELD_PROMPTS, SHARES, repeating
 from kvhold_lab.bench.compare.rows import SystemRow, failed, make_rows
 from kvhold_lab.bench.compare.run import CompareMeasurement, measure
 from kvhold_lab.bench.compare.systems import RunningSystem
-from kvhold_lab.bench.compare.visits import VisitTexts
+from kvhold_lab.bench.compare.visits import WITHIN, VisitTexts
 from kvhold_lab.bench.engines import OutputsDiffer, System
 from kvhold_lab.bench.ratios import Cell, Goal, Ratio, ratio, render_goals
 from kvhold_lab.engines.engine import Engine
@@ -212,6 +212,20 @@ def test_the_check_of_memory_is_judged_on_full_hits(monkeypatch: pytest.MonkeyPa
     assert [
         goal.most for goal in goals_of(measured) if "without comparing checksums" in goal.what
     ] == [1.03]
+
+
+def test_engines_forget_where_no_cell_without_reuse_makes_them() -> None:
+    def forgetting(*shares: int) -> set[tuple[int, bool]]:
+        stages = repeating(shares, rounds=1).stages
+        return {
+            (visit.reuse, visit.forgets)
+            for stage in stages
+            for visit in stage.visits
+            if visit.asked != WITHIN
+        }
+
+    assert forgetting(0, 100) == {(0, False), (100, False)}
+    assert forgetting(50, 100) == {(50, True), (100, True)}
 
 
 def test_another_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """The names of the compared systems.
 
-"vllm" has a prefix cache for two prompts and is the baseline; "vllm, again" is a second, identical
-engine and shows the noise. In "vllm, all in memory", the limit, a hit copies nothing. "lmcache" is
-its multi-process server. "kvhold, left alone" is the kvhold engine with store and load off;
-"kvhold, beside the passes" has no prefix cache, as "kvhold, layer by layer" has none; "kvhold,
-unchecked" has `client.check_memory` off.
+- "vllm" has a prefix cache for two prompts and is the baseline. "vllm, again" is a second,
+  identical engine: it shows the noise. In "vllm, all in memory", the limit, a hit copies nothing.
+- "lmcache" is LMCache's multi-process server.
+- "kvhold, left alone" and "left alone again" are the kvhold engine with store and load off.
+- "kvhold, layer by layer" and "kvhold, beside the passes" have no prefix cache and differ only in
+  `layerwise`.
+- "kvhold, unchecked" has `client.check_memory` off.
 """
 
 from collections.abc import Sequence
