@@ -23,7 +23,6 @@ ROOM_TOKENS = 128
 # a busy node must not spoil a measurement
 PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 
-_NODE_OUTLIVES_ENGINES_S = 600.0
 _MOMENT_S = 0.05
 _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 _ASK_PERSONALITY = 0xFFFFFFFF
@@ -91,16 +90,6 @@ def alike() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def kvhold_connector(socket: Path, ram_bytes: int, **others: Any) -> dict[str, Any]:
-    node = {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}
-    return {
-        "kv_connector": "KVHoldConnector",
-        "kv_connector_module_path": "kvhold.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"ram_bytes": ram_bytes, "node": node, **others},
-    }
 
 
 def offloading_connector(peer: Path, held_bytes: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kvhold.core.config import ClientConfig
 from kvhold.node import NodeClient, end_node
 from kvhold_lab.bench.engines import alike, flush_engines
 from kvhold_lab.bench.throttle import Throttle
-from kvhold_lab.engines.engine import Engine, binding, options_for
+from kvhold_lab.engines.engine import Engine, binding, kvhold_connector, options_for
 from kvhold_lab.engines.messages import Generated
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.servers.redis import RedisServer
@@ -171,16 +171,11 @@ def _warm(socket: Path) -> None:
 
 
 def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:
-    return {
-        "kv_connector": "KVHoldConnector",
-        "kv_connector_module_path": "kvhold.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "ram_bytes": held_bytes,
-            "write_behind_bytes": held_bytes,
-            "tiers": [tier],
-            "rules": {"plan": False},  # also measure hits where computing would be faster
-            "node": {"socket": str(socket), "idle_exit_s": 600.0},
-            "client": {"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
-        },
-    }
+    return kvhold_connector(
+        socket,
+        held_bytes,
+        write_behind_bytes=held_bytes,
+        tiers=[tier],
+        rules={"plan": False},  # also measure hits where computing would be faster
+        client={"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
+    )

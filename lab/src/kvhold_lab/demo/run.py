@@ -13,7 +13,7 @@ from typing import Any
 
 from kvhold.core.config import ClientConfig
 from kvhold.node import NodeClient, end_node
-from kvhold_lab.engines.engine import Engine, is_vllm_available, options_for
+from kvhold_lab.engines.engine import Engine, is_vllm_available, kvhold_connector, options_for
 from kvhold_lab.engines.messages import DriverName, Generated
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.prompts import make_prompt
@@ -78,7 +78,7 @@ def run(
             model,
             max_model_len=num_tokens + _OUTPUT_TOKENS + 256,
             driver=driver,
-            kv_transfer_config=_connector(socket, room),
+            kv_transfer_config=kvhold_connector(socket, room, idle_exit_s=_NODE_OUTLIVES_ENGINES_S),
             own_binding=True,
         )
         try:
@@ -133,16 +133,6 @@ def _first_engine(
         f"{timings.hit_same[-1]:.2f} s on a hit"
     )
     return runs
-
-
-def _connector(socket: Path, ram_bytes: int) -> dict[str, Any]:
-    node = {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINES_S}
-    return {
-        "kv_connector": "KVHoldConnector",
-        "kv_connector_module_path": "kvhold.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"ram_bytes": ram_bytes, "node": node},
-    }
 
 
 def _bytes_loaded(socket: Path) -> int:

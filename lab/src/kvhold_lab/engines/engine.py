@@ -56,6 +56,19 @@ def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> Engin
     )
 
 
+def kvhold_connector(
+    socket: Path, ram_bytes: int, *, idle_exit_s: float = 600.0, **others: Any
+) -> dict[str, Any]:
+    """Return vLLM's `kv_transfer_config` for kvhold. idle_exit_s: how long the node waits alone"""
+    node = {"socket": str(socket), "idle_exit_s": idle_exit_s}
+    return {
+        "kv_connector": "KVHoldConnector",
+        "kv_connector_module_path": "kvhold.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"ram_bytes": ram_bytes, "node": node, **others},
+    }
+
+
 def binding(num_threads: int) -> dict[str, Any]:
     """Return options that bind each thread to a core if the engine gets all cores.
 

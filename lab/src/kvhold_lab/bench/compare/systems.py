@@ -38,12 +38,11 @@ from kvhold_lab.bench.engines import (
     ROOM_TOKENS,
     System,
     alike,
-    kvhold_connector,
     node_pid,
     offloading_connector,
     python_path,
 )
-from kvhold_lab.engines.engine import Engine, binding, options_for
+from kvhold_lab.engines.engine import Engine, binding, kvhold_connector, options_for
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.process import EngineFailed
 from kvhold_lab.servers.base import NotInstalled

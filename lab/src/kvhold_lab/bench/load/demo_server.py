@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvhold.core.errors import ConfigError
 from kvhold.node import end_node
-from kvhold_lab.engines.engine import is_vllm_available, options_for
+from kvhold_lab.engines.engine import is_vllm_available, kvhold_connector, options_for
 from kvhold_lab.engines.models import make_model
 from kvhold_lab.engines.openai_server import OpenAIServer
 
@@ -32,21 +32,14 @@ def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[O
     model = make_model(size)
     with tempfile.TemporaryDirectory(prefix="kvhold-load-") as folder:
         socket = Path(folder) / "node.sock"
-        connector = {
-            "kv_connector": "KVHoldConnector",
-            "kv_connector_module_path": "kvhold.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "ram_bytes": ram_bytes,
-                "node": {"socket": str(socket), "idle_exit_s": _NODE_OUTLIVES_ENGINE_S},
-            },
-        }
         options = options_for(
             model,
             max_model_len=context_tokens,
             kv_cache_bytes=context_tokens * model.kv_bytes_per_token
             + _spare_bytes(model.kv_bytes_per_token),
-            kv_transfer_config=connector,
+            kv_transfer_config=kvhold_connector(
+                socket, ram_bytes, idle_exit_s=_NODE_OUTLIVES_ENGINE_S
+            ),
             own_binding=True,
         )
         try:

@@ -21,7 +21,7 @@ from kvhold.node import NodeClient, end_node
 from kvhold_lab.bench.engines import OutputsDiffer, alike, flush_engines
 from kvhold_lab.bench.planner.sample import CHUNK, MOST_CHUNKS
 from kvhold_lab.bench.throttle import Throttle
-from kvhold_lab.engines.engine import Engine, binding, options_for
+from kvhold_lab.engines.engine import Engine, binding, kvhold_connector, options_for
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.servers.redis import RedisServer
 
@@ -128,21 +128,15 @@ def _started(
         f"{name}={_PATIENT_S}" for name in ("probe_timeout_s", "get_timeout_s", "put_timeout_s")
     )
     ram_bytes = int(_RAM_PROMPTS * _longest() * model.kv_bytes_per_token)
-    settings: dict[str, Any] = {
-        "tokens_per_chunk": CHUNK,
-        "ram_bytes": ram_bytes,
-        "write_behind_bytes": ram_bytes,
-        "tiers": [f"redis://127.0.0.1:{link.port}/0?{patient}"],
-        "rules": {"plan": plan},
-        "node": {"socket": str(socket), "idle_exit_s": 600.0},
-        "client": {"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
-    }
-    transfer = {
-        "kv_connector": "KVHoldConnector",
-        "kv_connector_module_path": "kvhold.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings,
-    }
+    transfer = kvhold_connector(
+        socket,
+        ram_bytes,
+        tokens_per_chunk=CHUNK,
+        write_behind_bytes=ram_bytes,
+        tiers=[f"redis://127.0.0.1:{link.port}/0?{patient}"],
+        rules={"plan": plan},
+        client={"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
+    )
     stack.callback(end_node, socket)
     with alike():
         engine = stack.enter_context(
