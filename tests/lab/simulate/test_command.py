@@ -160,8 +160,41 @@ def test_a_picture_is_drawn(trace: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_class_of_your_own_is_replayed(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace.with_name("my_policies.py").write_text(
+        "from kvhold.tiers.policies import LruPolicy\n\n\nclass MyPolicy(LruPolicy):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(trace.parent)
+    own, named = rows(
+        trace,
+        *("--policy", "my_policies:MyPolicy", "--policy", "lru"),
+        *("--capacity", "4GiB", "--disk", "8GiB"),
+    )
+    assert own.pop("policy") == "my_policies:MyPolicy" and named.pop("policy") == "lru"
+    assert own | {"events_per_s": 0} == named | {"events_per_s": 0}
+    assert own["disk_evictions"] > 0
+
+
+def test_a_class_of_your_own_is_drawn(trace: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = trace.with_suffix(".svg")
+    shown = simulate(
+        trace,
+        *("--policy", "kvhold.tiers.policies:LruPolicy", "--requests", "20"),
+        *("--plot", str(picture)),
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "\nLruPolicy " in shown.output and ">LruPolicy<" in picture.read_text()
+
+
+def test_an_unknown_policy_is_a_mistake(trace: Path) -> None:
+    result = simulate(trace, "--policy", "lri")
+    assert result.exit_code == 2
+    assert "'lri' is neither module:Class nor one of lru, " in result.output
+
+
 def test_every_policy_that_is_compiled_can_be_named() -> None:
-    assert set(command._POLICIES) == set(numba_eviction.POLICIES)
+    assert set(command._POLICIES) >= set(numba_eviction.POLICIES)
 
 
 def test_a_codec_without_a_tier_is_a_mistake(trace: Path) -> None:
@@ -178,6 +211,9 @@ def test_a_codec_without_a_tier_is_a_mistake(trace: Path) -> None:
         (("--bytes-per-token", "0"), "bytes_per_token is 0"),
         (("--dtype", "fp8", "--codec", "int8", "--disk", "1GiB"), "for float8_e4m3fn use raw"),
         (("--model", "nobody/nothing"), "no model of that name is known"),
+        (("--policy", "nowhere:MyPolicy"), "policy is nowhere:MyPolicy, which cannot be imported"),
+        (("--policy", "kvhold.tiers.policies:Nobody"), "which cannot be imported: .* 'Nobody'"),
+        (("--policy", "kvhold.tiers.policies:__all__"), "which is no class"),
     ],
 )
 def test_bad_input_is_named(trace: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -1,5 +1,5 @@
-"""The compiled replay is what the cache does: event for event beside the state machine with the
-policies that ship.
+"""The compiled replay is what the cache does: event for event beside the policies that ship, and
+beside the state machine with them.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,9 @@ from kvhold.tiers.policies import POLICIES, make_policy
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import TierPlace
 from kvhold_lab.simulate import numba_eviction
-from kvhold_lab.simulate.numba_eviction import Replayed, replay
+from kvhold_lab.simulate.numba_eviction import replay
+from kvhold_lab.simulate.policy_replay import Replayed, replay_class
+from kvhold_lab.simulate.trace import Ids, Starts
 from tests.lab.simulate.traces import paths
 
 SLOT = 4096
@@ -39,6 +41,9 @@ LAYOUT = Layout(
 SPACE = Namespace("model", LAYOUT)
 
 Requests = list[list[int]]
+
+# a class without a model is replayed itself
+MODELLED = [name for name in POLICIES if name in numba_eviction.POLICIES]
 
 
 class Node:
@@ -127,15 +132,33 @@ class Node:
 
 
 def run(requests: Requests, parents: Sequence[int], **setup: Any) -> Replayed:
-    starts = np.cumsum([0, *map(len, requests)])
-    chunks = np.array([chunk for request in requests for chunk in request], np.int32)
-    return replay(
-        chunks,
-        starts.astype(np.int64),
-        np.array(parents, np.int32),
-        num_victims=chunks.size,
+    return replay(*arrays(requests, parents), num_victims=sum(map(len, requests)), **setup)
+
+
+def run_class(requests: Requests, parents: Sequence[int], *, policy: str, **setup: Any) -> Replayed:
+    return replay_class(
+        *arrays(requests, parents),
+        make=POLICIES[policy],
+        num_victims=sum(map(len, requests)),
         **setup,
     )
+
+
+def arrays(requests: Requests, parents: Sequence[int]) -> tuple[Ids, Starts, Ids]:
+    starts = np.cumsum([0, *map(len, requests)])
+    chunks = np.array([chunk for request in requests for chunk in request], np.int32)
+    return chunks, starts.astype(np.int64), np.array(parents, np.int32)
+
+
+def assert_same(one: Replayed, other: Replayed) -> None:
+    """The hits of each request, the victims in their order, and all counts."""
+    assert one.found.tolist() == other.found.tolist()
+    assert one.victims.tolist() == other.victims.tolist()
+    counts = [
+        (each.stored, each.promoted, each.written, each.evicted, each.evicted_below)
+        for each in (one, other)
+    ]
+    assert counts[0] == counts[1]
 
 
 @st.composite
@@ -150,7 +173,20 @@ def forests(
     return parents, list(paths(parents, ends))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", MODELLED)
+@given(forest=forests(), capacity=st.integers(0, 12), lower=st.integers(0, 20))
+@settings(max_examples=150)
+def test_the_model_and_the_class_find_and_evict_the_same(
+    policy: str, forest: tuple[list[int], Requests], capacity: int, lower: int
+) -> None:
+    parents, requests = forest
+    assert_same(
+        run(requests, parents, policy=policy, capacity=capacity, lower_capacity=lower),
+        run_class(requests, parents, policy=policy, capacity=capacity, lower_capacity=lower),
+    )
+
+
+@pytest.mark.parametrize("policy", MODELLED)
 @given(forest=forests(), capacity=st.integers(1, 12))
 @settings(max_examples=150)
 def test_memory_finds_and_evicts_what_the_real_one_does(
@@ -165,7 +201,7 @@ def test_memory_finds_and_evicts_what_the_real_one_does(
     assert replayed.evicted == len(node.victims())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", MODELLED)
 @given(forest=forests(), capacity=st.integers(1, 8), lower=st.integers(1, 20))
 @settings(max_examples=150)
 def test_with_a_tier_below_too(
@@ -181,7 +217,7 @@ def test_with_a_tier_below_too(
 
 
 @pytest.mark.parametrize(("capacity", "lower"), [(300, 0), (60, 300)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", MODELLED)
 def test_thousands_of_requests_drift_nowhere(policy: str, capacity: int, lower: int) -> None:
     chance = np.random.default_rng(7)
     parents = [int(chance.integers(max(-1, i - 40), i)) if i else -1 for i in range(3_000)]
@@ -194,6 +230,10 @@ def test_thousands_of_requests_drift_nowhere(policy: str, capacity: int, lower: 
     assert replayed.evicted > 300 and (
         not lower or (replayed.evicted_below > 300 and replayed.promoted > 300)
     ), "or nothing was tried"
+    assert_same(
+        replayed,
+        run_class(requests, parents, policy=policy, capacity=capacity, lower_capacity=lower),
+    )
 
 
 class Arc:
@@ -309,7 +349,7 @@ def test_nothing_finds_more_than_belady_in_as_much_room(
 ) -> None:
     parents, requests = forest
     bound = run(requests, parents, policy="belady", capacity=capacity + lower)
-    for policy in (*POLICIES, "arc"):
+    for policy in (*MODELLED, "arc"):
         replayed = run(requests, parents, policy=policy, capacity=capacity, lower_capacity=lower)
         assert replayed.found.sum() <= bound.found.sum()
 

@@ -1,10 +1,9 @@
 """The simulation beside a real cache."""
 
-from kvhold_lab.simulate.numba_eviction import replay
 from kvhold_lab.simulate.replay import POLICIES as SERVED
 from kvhold_lab.simulate.replay import as_lower, serve
 from kvhold_lab.simulate.report import Checked
-from kvhold_lab.simulate.simulation import Setup
+from kvhold_lab.simulate.simulation import Setup, replay_policy
 from kvhold_lab.simulate.trace import Cut
 
 __all__ = ["SERVED", "serve_too"]
@@ -16,9 +15,7 @@ def serve_too(cut: Cut, num_tokens: int, setup: Setup) -> Checked:
         setup.ram_chunks(cut.tokens_per_chunk),
         as_lower(setup.disk_chunks(cut.tokens_per_chunk)),
     )
-    simulated = replay(
-        cut.chunks, cut.starts, cut.parents, policy=setup.policy, capacity=ram, lower_capacity=disk
-    ).found
+    simulated = replay_policy(cut, setup.policy, capacity=ram, lower_capacity=disk).found
     served = serve(cut, policy=setup.policy, ram_chunks=ram, lower_chunks=disk)
     simulated_rate, served_rate = (
         int(found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)

@@ -10,20 +10,42 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import format_size
 from kvhold.sizing.fits import RATIOS, ratio_of
 from kvhold.sizing.model import kv_of, read_settings
+from kvhold.tiers.policies import POLICIES
 from kvhold_lab.bench.rows import needing, needing_pictures, write_rows
-from kvhold_lab.options import default_option, json_option, only_option, plot_option
+from kvhold_lab.options import default_option, json_option, plot_option
+from kvhold_lab.simulate.policy_replay import find_policy
 from kvhold_lab.simulate.report import HEADING, Checked, draw, line, render_check
 from kvhold_lab.simulate.requests import BLOCK_TOKENS
 from kvhold_lab.simulate.trace import read_trace
 
-_POLICIES = ("lru", "lfu", "fifo", "mru", "s3fifo", "arc", "belady")
+_POLICIES = (*POLICIES, "arc", "belady")
 _HALVINGS = 6  # from a 64th of all different chunks to all
 _MOST_APART = 0.02
 
 
+def _check_policies(
+    _context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    for name in names:
+        if name in _POLICIES:
+            continue
+        if ":" not in name:
+            raise click.BadParameter(
+                f"{name!r} is neither module:Class nor one of {', '.join(_POLICIES)}"
+            )
+        find_policy(name)
+    return names
+
+
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@only_option("--policy", "policies", type=click.Choice(_POLICIES))
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    callback=_check_policies,
+    help=f"Only these: {', '.join(_POLICIES)}, or a class as module:Class. [default: all]",
+)
 @click.option(
     "--capacity",
     "capacities",

@@ -55,7 +55,12 @@ def line(row: "SimulatedRow") -> str:
         f"{sizes[2]:>10} {sizes[3]:>10} {row.evictions + row.disk_evictions:10,} "
         f"{row.events_per_s / 1e6:10.1f}"
     )
-    return f"{row.policy:8} {sizes[0]:>10} {sizes[1]:>10} {codec:>12} {rates} {moved}"
+    return f"{_short(row.policy):8} {sizes[0]:>10} {sizes[1]:>10} {codec:>12} {rates} {moved}"
+
+
+def _short(policy: str) -> str:
+    """Return the class of module:Class."""
+    return policy.rpartition(":")[2]
 
 
 def render_check(checked: Sequence[Checked]) -> str:
@@ -104,9 +109,9 @@ def draw(rows: Sequence["SimulatedRow"], path: Path, title: str) -> None:
             [100 * row.hit_rate for row in own],
             marker="o",
             markersize=4,
-            color=_COLORS[policy],
+            color=_COLORS.get(policy),
             linestyle="--" if disk else "-",
-            label=f"{policy}{f', chunks of {tokens}' if several else ''}{below}",
+            label=f"{_short(policy)}{f', chunks of {tokens}' if several else ''}{below}",
         )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")

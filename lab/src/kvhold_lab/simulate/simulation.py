@@ -1,13 +1,15 @@
 """Simulate hit rates of planned caches.
 
-Replays requests in order, by the rules in `numba_eviction.py`. There is no time: loads and
+Replays requests in order, by the rules in `policy_replay.py`. There is no time: loads and
 stores are instant.
 """
 
 import time
 from dataclasses import dataclass
 
-from kvhold_lab.simulate.numba_eviction import Replayed, replay
+from kvhold_lab.simulate.numba_eviction import POLICIES as MODELS
+from kvhold_lab.simulate.numba_eviction import replay
+from kvhold_lab.simulate.policy_replay import Replayed, find_policy, replay_class
 from kvhold_lab.simulate.trace import Cut
 
 BOUND = "belady"
@@ -17,6 +19,7 @@ BOUND = "belady"
 class Setup:
     """One simulated cache.
 
+    policy:     a name, or module:Class
     disk_bytes: of a tier below memory; 0: none
     ratio:      its codec's plain bytes / frame bytes
     """
@@ -64,6 +67,16 @@ class SimulatedRow:
     events_per_s: float
 
 
+def replay_policy(cut: Cut, policy: str, *, capacity: int, lower_capacity: int = 0) -> Replayed:
+    """Replay a trace on the model of a policy, or on its class if there is no model."""
+    trace = cut.chunks, cut.starts, cut.parents
+    if policy in MODELS:
+        return replay(*trace, policy=policy, capacity=capacity, lower_capacity=lower_capacity)
+    return replay_class(
+        *trace, make=find_policy(policy), capacity=capacity, lower_capacity=lower_capacity
+    )
+
+
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
     """Replay a trace. num_tokens: of all prompts, partial chunks included
 
@@ -73,26 +86,19 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
     ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
     begun = time.perf_counter()
     if setup.policy == BOUND:
-        replayed = replay(cut.chunks, cut.starts, cut.parents, policy=BOUND, capacity=ram + disk)
+        replayed = replay_policy(cut, BOUND, capacity=ram + disk)
     else:
-        replayed = replay(
-            cut.chunks,
-            cut.starts,
-            cut.parents,
-            policy=setup.policy,
-            capacity=ram,
-            lower_capacity=disk,
-        )
+        replayed = replay_policy(cut, setup.policy, capacity=ram, lower_capacity=disk)
     elapsed_s = time.perf_counter() - begun
     in_memory = replayed
     if setup.policy == BOUND and disk:
-        in_memory = replay(cut.chunks, cut.starts, cut.parents, policy=BOUND, capacity=ram)
+        in_memory = replay_policy(cut, BOUND, capacity=ram)
     return _row(cut, num_tokens, setup, replayed, in_memory, elapsed_s)
 
 
 def best_hit_rate(cut: Cut, num_tokens: int) -> float:
     """Return the hit rate without evictions."""
-    replayed = replay(cut.chunks, cut.starts, cut.parents, policy="fifo", capacity=cut.num_ids)
+    replayed = replay_policy(cut, "fifo", capacity=cut.num_ids)
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 
 

@@ -1,0 +1,180 @@
+"""Replay a trace against a cache of a given size, on any class with the methods of `Policy`.
+
+    replayed = replay_class(chunks, starts, parents, make=MyPolicy, capacity=4096)
+
+Per request, chunks in memory are touched, the next ones are promoted from a lower tier, and the
+others are stored. Loads and stores are instant. All chunks have one size and one namespace.
+
+`numba_eviction` has fast models of the classes of kvhold. Other classes need none.
+"""
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvhold.core.errors import ConfigError
+from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
+from kvhold.tiers.policies import POLICIES, Policy
+from kvhold_lab.simulate.trace import Ids, Starts
+
+_NAMESPACE = bytes(NAMESPACE_BYTES)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of a replay, in chunks.
+
+    found:    [requests, 2] int32, in memory, and promoted
+    victims:  int32, the first evicted from memory
+    """
+
+    found: npt.NDArray[np.int32]
+    stored: int
+    promoted: int
+    written: int
+    evicted: int
+    evicted_below: int
+    victims: Ids
+
+
+def find_policy(name: str) -> Callable[[], Policy]:
+    """Return a policy of kvhold, such as lru, or a class named as module:Class.
+
+    Raises ConfigError.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    try:
+        made = pkgutil.resolve_name(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(f"policy is {name}, which cannot be imported: {error}") from None
+    if not callable(made):
+        raise ConfigError(f"policy is {name}, which is no class")
+    return made  # type: ignore[no-any-return]
+
+
+def replay_class(
+    chunks: Ids,
+    starts: Starts,
+    parents: Ids,
+    *,
+    make: Callable[[], Policy],
+    capacity: int,
+    lower_capacity: int = 0,
+    num_victims: int = 0,
+) -> Replayed:
+    """Serve the requests of a trace in order.
+
+    chunks:   [events] int32, of all requests, end to end
+    starts:   [requests + 1] int64, where requests begin, and the end
+    parents:  [ids] int32, the chunk before each in its prompt; -1: none
+    make:     returns a new policy, one for each tier
+    """
+    keys = [_key(number) for number in range(parents.size)]
+    above = [keys[parent] if parent >= 0 else None for parent in parents.tolist()]
+    memory = _Tier(make(), capacity, dict(zip(keys, above, strict=True)))
+    lower = _Tier(make(), lower_capacity, dict.fromkeys(keys))
+    found = np.zeros((starts.size - 1, 2), np.int32)
+    stored = promoted = written = 0
+
+    for request, (start, end) in enumerate(pairwise(starts.tolist())):
+        prompt = [keys[chunk] for chunk in chunks[start:end].tolist()]
+
+        here = memory.num_found(prompt)
+        memory.policy.touch_all(reversed(prompt[:here]))
+        missing = prompt[here:]
+
+        if lower_capacity:
+            below = memory.reserve(missing[: lower.num_found(missing)])
+            lower.policy.touch_all(below)
+            for key in below:
+                memory.commit(key)
+                memory.policy.touch(key)
+            found[request, 1] = len(below)
+            promoted += len(below)
+            missing = missing[len(below) :]
+
+        new = memory.reserve(missing)
+        for key in reversed(new):
+            memory.commit(key)
+        found[request, 0] = here
+        stored += len(new)
+        if lower_capacity:
+            written += lower.write(new)
+
+    numbers = {key: number for number, key in enumerate(keys)}
+    victims = np.array([numbers[key] for key in memory.victims[:num_victims]], np.int32)
+    return Replayed(
+        found, stored, promoted, written, len(memory.victims), len(lower.victims), victims
+    )
+
+
+def _key(number: int) -> bytes:
+    return _NAMESPACE + number.to_bytes(KEY_BYTES - NAMESPACE_BYTES, "little")
+
+
+class _Tier:
+    """A tier of `capacity` chunks.
+
+    parents: of each key; None: a tier that does not know them
+    victims: all evicted keys, in order
+    """
+
+    def __init__(self, policy: Policy, capacity: int, parents: dict[bytes, bytes | None]) -> None:
+        self.policy = policy
+        self.victims: list[bytes] = []
+        self._capacity = capacity
+        self._parents = parents
+        self._here: set[bytes] = set()
+        self._num_reserved = 0
+        self._continued: set[bytes] = set()  # parents of reserved chunks
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        here = self._here
+        for i, key in enumerate(keys):
+            if key not in here:
+                return i
+        return len(keys)
+
+    def reserve(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Make room for a run of missing chunks. Return those that have room, the first ones."""
+        for i, key in enumerate(keys):
+            if not self._reserve(key):
+                return keys[:i]
+        return keys
+
+    def commit(self, key: bytes) -> None:
+        parent = self._parents[key]
+        if parent is not None:
+            self._continued.discard(parent)
+        self._num_reserved -= 1
+        self._here.add(key)
+        self.policy.insert(key, 1, parent)
+
+    def write(self, keys: Sequence[bytes]) -> int:
+        """Store the missing ones of `keys`. Return their number."""
+        reserved = [key for key in keys if key not in self._here and self._reserve(key)]
+        for key in reserved:
+            self.commit(key)
+        return len(reserved)
+
+    def _reserve(self, key: bytes) -> bool:
+        parent = self._parents[key]
+        if parent is not None:
+            self._continued.add(parent)
+        if len(self._here) + self._num_reserved >= self._capacity:
+            victims = self.policy.victims(1, self._continued.__contains__)
+            if not victims:
+                if parent is not None:
+                    self._continued.discard(parent)
+                return False
+            for victim in victims:
+                self.policy.remove(victim, evicted=True)
+                self._here.remove(victim)
+            self.victims += victims
+        self._num_reserved += 1
+        return True
