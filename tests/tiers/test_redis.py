@@ -12,7 +12,7 @@ from kvhold_lab.servers.redis import RedisCluster, RedisSentinels, RedisServer
 from tests.tiers.conftest import start_or_skip
 
 ACL_USER = (
-    "ann on >s:e/c@r%t ~kvhold:* resetchannels -@all +get +getrange +getdel +strlen +set "
+    "ann on >s:e/c@r%t ~kvhold:* resetchannels -@all +get +getrange +strlen +set "
     "+unlink +pexpire +pttl +persist"
     " +watch +unwatch +multi +exec +scan +ping +select +auth"
 )

@@ -13,8 +13,9 @@ from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.redis import RedisTier
 from kvhold.tiers.redis.names import RedisNames
-from kvhold.tiers.redis.resp import RedisCall
+from kvhold.tiers.redis.resp import ErrorReply, RedisCall
 from kvhold.tiers.redis.split import Head
+from kvhold.tiers.redis.transaction import Transaction
 from kvhold.tiers.url import parse_url
 from kvhold_lab.servers.redis import RedisServer, ReplyError
 from tests.tiers.conftest import opened, start_or_skip
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 
 KEY = make_key(1)
 MIB = 1 << 20
+LOST = TierUnavailable("redis", "run", "the connection was lost")
 
 
 @pytest.fixture(scope="module")
@@ -492,6 +494,110 @@ class TestValuesInParts:
                     assert all(server.call("PTTL", part) > 0 for part in parts), num_steps
             server.call("FLUSHALL")
         assert server.call("KEYS", "*") == []
+
+    @pytest.mark.parametrize("error", [asyncio.CancelledError(), LOST], ids=["cancelled", "lost"])
+    @pytest.mark.parametrize("is_for_good", [False, True])
+    @pytest.mark.parametrize("is_answer_lost", [False, True])
+    async def test_an_interrupted_put_leaves_a_whole_value_or_what_expires(
+        self,
+        server: RedisServer,
+        tier: RedisTier,
+        monkeypatch: pytest.MonkeyPatch,
+        error: BaseException,
+        is_for_good: bool,
+        is_answer_lost: bool,
+    ) -> None:
+        run, left = tier._router.run, 0
+
+        async def interrupted(operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
+            nonlocal left
+            left -= bool(calls)
+            is_hit = bool(calls) and (left < 0 if is_for_good else left == -1)
+            if not is_hit or is_answer_lost:
+                await run(operation, calls, bulk=bulk)
+            if is_hit:
+                raise error
+
+        for num_steps in range(100):
+            left, stored = num_steps, [False]
+            with monkeypatch.context() as patch:
+                patch.setattr(tier._router, "run", interrupted)
+                with suppress(asyncio.CancelledError):
+                    stored = await store(tier, {KEY: make_value(1, 5000)})
+            lives = {each: server.call("PTTL", each) for each in server.call("KEYS", "*")}
+            lasting = {each for each, left_ms in lives.items() if left_ms == -1}
+            if stored == [True] or lasting:
+                assert name(KEY) in lasting, num_steps
+                assert len(lasting) == len(lives) == 6, num_steps
+            server.call("FLUSHALL")
+            if left >= 0:
+                break
+        assert stored == [True]
+
+    @pytest.mark.parametrize("is_lost", [False, True])
+    async def test_a_delete_that_does_not_know_a_length_removes_the_others_and_fails(
+        self,
+        server: RedisServer,
+        tier: RedisTier,
+        monkeypatch: pytest.MonkeyPatch,
+        is_lost: bool,
+    ) -> None:
+        values = {make_key(i): make_value(i, 5000) for i in range(2)}
+        await store(tier, values)
+        run = tier._router.run
+
+        async def unknown(operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
+            await run(operation, calls, bulk=bulk)
+            if b"STRLEN" in bytes(calls[0].request[0]):
+                calls[0].reply = None if is_lost else ErrorReply("LOADING for a moment")
+                calls[0].fault = LOST if is_lost else None
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tier._router, "run", unknown)
+            with pytest.raises(TierUnavailable):
+                await tier.delete(list(values))
+        assert await tier.probe(list(values)) == [5000, None]
+        assert server.call("DBSIZE") == 6
+        assert await tier.delete(list(values)) == [True, False]
+        assert server.call("DBSIZE") == 0
+
+    @pytest.mark.parametrize("before", [b"small", make_value(2, 2000)], ids=["small", "in parts"])
+    async def test_a_delete_removes_the_parts_of_a_value_that_comes_meanwhile(
+        self,
+        server: RedisServer,
+        tier: RedisTier,
+        monkeypatch: pytest.MonkeyPatch,
+        before: bytes,
+    ) -> None:
+        await store(tier, {KEY: before})
+        lengths = tier._lengths
+
+        async def replaced(keys: Sequence[bytes], operation: str) -> Sequence[object]:
+            found = await lengths(keys, operation)
+            assert await tier.replace([(KEY, [memoryview(make_value(1, 5000))])]) == [True]
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tier, "_lengths", replaced)
+            assert await tier.delete([KEY]) == [True]
+        assert server.call("EXISTS", name(KEY)) == 0
+        assert [server.call("PTTL", each) == -1 for each in server.call("KEYS", "*:*:*")] == (
+            [] if before == b"small" else [False] * 2
+        ), "only parts for readers of the old head, which expire"
+
+    async def test_a_put_does_not_keep_parts_whose_head_was_removed_before_its_end(
+        self, server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = tier._router.run
+
+        async def removed(operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
+            if calls and isinstance(calls[0], Transaction):
+                server.call("DEL", name(KEY))
+            await run(operation, calls, bulk=bulk)
+
+        monkeypatch.setattr(tier._router, "run", removed)
+        assert await store(tier, {KEY: make_value(1, 5000)}) == [True]
+        assert all(server.call("PTTL", each) > 0 for each in server.call("KEYS", "*"))
 
     async def test_a_part_that_was_evicted_makes_a_miss_that_can_be_put_again(
         self, server: RedisServer, tier: RedisTier

@@ -13,6 +13,7 @@ import pytest
 from kvhold.core.errors import TierDenied, TierError, TierUnavailable
 from kvhold.testing.tier import make_key, scanned
 from kvhold.tiers.redis import RedisTier
+from kvhold.tiers.redis.split import HEAD_BYTES
 from kvhold.tiers.url import parse_url
 from tests.tiers.conftest import opened
 
@@ -161,6 +162,33 @@ async def test_what_is_no_size_is_never_a_size(liar: Liar, tier: RedisTier, repl
         assert await tier.probe([KEY]) == [None]
     liar.say = lambda _: b":12\r\n"
     assert await tier.probe([KEY]) == [12]
+
+
+@pytest.mark.parametrize("length", [12, HEAD_BYTES])
+@pytest.mark.parametrize(
+    "reply", [b"+PONG\r\n", b":1\r\n", b"*0\r\n", b"*1\r\n:1\r\n", b"-ERR no\r\n"]
+)
+async def test_what_is_no_removal_is_never_one(
+    liar: Liar, tier: RedisTier, reply: bytes, length: int
+) -> None:
+    liar.say = lambda words: b":%d\r\n" % length if words[0] == b"STRLEN" else reply
+    with pytest.raises(TierError):
+        await tier.delete([KEY])
+
+
+@pytest.mark.parametrize("reply", [b"+PONG\r\n", b":1\r\n", b"*0\r\n", b"-ERR no\r\n"])
+async def test_a_put_in_parts_that_gets_nonsense_at_its_end_is_no_success(
+    liar: Liar, reply: bytes
+) -> None:
+    def say(words: list[bytes]) -> bytes:
+        is_end = words[0] in (b"WATCH", b"GETRANGE", b"MULTI", b"PERSIST", b"EXEC")
+        return reply if is_end else b":1\r\n" if words[0] != b"SET" else b"+OK\r\n"
+
+    liar.say = say
+    tier = at(f"redis://127.0.0.1:{liar.port}?max_value_bytes=100")
+    [fault] = await tier.put([(KEY, [memoryview(bytes(250))])])
+    assert isinstance(fault, TierError)
+    await tier.close()
 
 
 async def test_half_a_value_and_an_end_is_unavailable(liar: Liar, tier: RedisTier) -> None:

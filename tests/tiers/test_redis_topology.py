@@ -115,6 +115,11 @@ class TestSlotsThatMove:
             assert await store(large, {keys[0]: VALUES[keys[0]]}) == [True]
             assert await large.probe([keys[0]]) == [SIZES[0]]
             assert await fetch(large, [keys[0]], SIZES[:1]) == [VALUES[keys[0]]]
+            new = make_value(77, SIZES[0])
+            assert await large.replace([(keys[0], [memoryview(new)])]) == [True]
+            assert await fetch(large, [keys[0]], SIZES[:1]) == [new]
+            assert await large.delete([keys[0]]) == [True]
+            assert await large.probe([keys[0]]) == [None]
             await large.close()
         finally:
             for node in cluster.nodes:

@@ -3,30 +3,40 @@
 A put without a time to live has three steps:
 1. Upload the parts, which expire after hours.
 2. Write the head, which makes the value visible and expires after one hour.
-3. Remove the expiry of the parts, and of the head last.
+3. Remove the expiry of the head and the parts, in one transaction, if the head is still there.
 
 So remains of an interrupted put expire, and a head never outlives its parts, unless the server
 evicts one. Such a value is a miss, and its reader removes the head. With a time to live, the parts
 expire two hours after the head.
 
-A delete lets the parts expire after a minute before it removes the head. So remains of an
-interrupted delete expire too.
+A delete removes the head that it saw and its parts in one transaction. A smaller string is removed
+without one, for speed. If a value in parts takes its place in that moment, its parts are removed
+next: only a delete that is interrupted just then leaves them behind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvhold.core.errors import TierError
-from kvhold.net.stream import Stream
+from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.replacing import replace_string
-from kvhold.tiers.redis.resp import ErrorReply, RedisCall, command, fault_of, read_reply, set_pieces
+from kvhold.tiers.redis.resp import (
+    ErrorReply,
+    RedisCall,
+    Reply,
+    command,
+    fault_of,
+    no_answer,
+    read_reply,
+    set_pieces,
+)
 from kvhold.tiers.redis.router import Router, fault_in, outage
 from kvhold.tiers.redis.split import HEAD_BYTES, Head, cut, looks_like_head
+from kvhold.tiers.redis.transaction import Transaction, transact
 from kvhold.tiers.redis.values import ReadRange
 
 _UNFINISHED_MS = 3600_000
-_LEAVING_MS = 60_000
 
 
 class LargeValues:
@@ -80,8 +90,8 @@ class LargeValues:
         try:
             return await self._put(name, head, value, ttl_ms)
         except TierError as error:
-            with suppress(TierError):  # else they expire
-                await self.remove_parts([(name, head)])
+            with suppress(TierError):  # else it expires, or is whole
+                await self.mend(name, head)
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
@@ -92,47 +102,38 @@ class LargeValues:
             await self._upload(names, head, value)
             done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
             if done is False:
-                await self.remove_parts([(name, head)])
+                with suppress(TierError):  # else they expire
+                    await self.remove_parts([(name, head)])
         except TierError as error:  # keep the parts: they may be in use
             return error
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
         """Remove a head that lacks parts, and its parts. A later value stays."""
-        await self._let_parts_expire([(name, head)])
-        await self._router.run("delete", [_RemoveHead(name, head)], bulk=False)
+        await self._transact("delete", lambda: _Remove(name, head))
         await self.remove_parts([(name, head)])
 
-    async def begin_delete(self, names: Sequence[bytes]) -> None:
-        """Let the parts of values expire soon, before their heads are removed."""
-        peeks = [peek(name) for name in names]
-        await self._router.run("delete", peeks, bulk=False)
-        _raise_fault(peeks, "delete")
-        found = [
-            (call.name, Head.parse(call.reply)) for call in peeks if isinstance(call.reply, bytes)
-        ]
-        await self._let_parts_expire([(name, head) for name, head in found if head is not None])
+    async def delete(self, name: bytes) -> bool:
+        """Remove what is there now, with its parts. Return whether there was anything."""
+        return await self._transact("delete", lambda: _Remove(name)) not in (0, None)
 
     async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
         """Remove the parts of values whose heads, given with their names, are removed."""
-        await self._router.run(
-            "delete",
-            [
-                RedisCall(part, "UNLINK", part)
-                for name, head in heads
-                for part in head.part_names(name)
-            ],
-            bulk=False,
-        )
-
-    async def _let_parts_expire(self, heads: Sequence[tuple[bytes, Head]]) -> None:
         calls = [
-            RedisCall(part, "PEXPIRE", part, _LEAVING_MS)
+            RedisCall(part, "UNLINK", part)
             for name, head in heads
             for part in head.part_names(name)
         ]
         await self._router.run("delete", calls, bulk=False)
-        _raise_fault(calls, "delete")
+        for call in calls:
+            if (fault := fault_in(call, "delete")) is not None:
+                raise fault
+
+    async def _transact(self, operation: str, make: Callable[[], Transaction]) -> Reply:
+        reply = await transact(self._router, operation, make, bulk=False)
+        if isinstance(reply, TierError):
+            raise reply
+        return reply
 
     async def _put(self, name: bytes, head: Head, value: Parts, ttl_ms: int | None) -> bool:
         names = head.part_names(name)
@@ -147,14 +148,13 @@ class LargeValues:
         )
         await self._router.run("put", [written], bulk=False)
         if written.reply is None and written.fault is None:
-            await self.remove_parts([(name, head)])
+            with suppress(TierError):  # else they expire
+                await self.remove_parts([(name, head)])
             return False
         if written.fault is not None or written.reply != b"OK":
             raise written.fault or fault_of(written.reply, "put")
         if ttl_ms is None:
-            with suppress(TierError):
-                await self._all([RedisCall(part, "PERSIST", part) for part in names], 1)
-                await self._all([RedisCall(name, "PERSIST", name)], 1)
+            await self._transact("put", lambda: _Persist(name, head))
         return True
 
     async def _upload(self, names: Sequence[bytes], head: Head, value: Parts) -> None:
@@ -195,30 +195,58 @@ def peek(name: bytes) -> RedisCall:
     return RedisCall(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
-def _raise_fault(calls: Sequence[RedisCall], operation: str) -> None:
-    for call in calls:
-        if (fault := fault_in(call, operation)) is not None:
-            raise fault
+class RemoveString(RedisCall):
+    """Remove a string in one round trip. The reply is the number of removed strings.
 
+    seen: its first bytes, one more than a head has
+    """
 
-class _RemoveHead(RedisCall):
-    """Remove a head if it is unchanged, alone on its connection."""
-
-    def __init__(self, name: bytes, head: Head) -> None:
-        self._head = head.pack()
-        super().__init__(
-            name, request=(command("WATCH", name) + command("GETRANGE", name, 0, HEAD_BYTES),)
-        )
+    def __init__(self, name: bytes) -> None:
+        self.seen = b""
+        words: list[tuple[bytes | str | int, ...]] = [
+            ("MULTI",),
+            ("GETRANGE", name, 0, HEAD_BYTES),
+            ("UNLINK", name),
+            ("EXEC",),
+        ]
+        super().__init__(name, request=[command(*each) for each in words])
 
     async def take(self, stream: Stream) -> None:
-        watched, seen = await read_reply(stream), await read_reply(stream)
-        again = (
-            [("MULTI",), ("UNLINK", self.name), ("EXEC",)]
-            if watched == b"OK" and seen == self._head
-            else [("UNWATCH",)]
-        )
-        await stream.send([command(*words) for words in again])
-        for _ in again:
-            self.reply = await read_reply(stream)
-        if isinstance(watched, ErrorReply):
-            self.reply = watched
+        replies = [await read_reply(stream) for _ in self.request]
+        refused = next((reply for reply in replies if isinstance(reply, ErrorReply)), None)
+        match replies[-1]:
+            case [seen, int(removed)]:
+                self.seen = seen if isinstance(seen, bytes) else b""  # a list has none
+                self.reply = removed
+            case other:
+                self.reply = refused or no_answer(other)
+
+
+class _Remove(Transaction):
+    """Remove a string, and its parts if it is a head; with `only`, this head alone."""
+
+    def __init__(self, name: bytes, only: Head | None = None) -> None:
+        super().__init__(name)
+        self._only = only
+
+    def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
+        if not seen or (self._only is not None and seen != self._only.pack()):
+            return []
+        head = Head.parse(seen)
+        names = [self.name, *(head.part_names(self.name) if head is not None else [])]
+        return [[command("UNLINK", name)] for name in names]
+
+
+class _Persist(Transaction):
+    """Remove the expiry of a head and its parts, if it was neither removed nor replaced."""
+
+    def __init__(self, name: bytes, head: Head) -> None:
+        super().__init__(name)
+        self._head = head
+
+    def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
+        if seen != self._head.pack():
+            return []
+        return [
+            [command("PERSIST", name)] for name in (self.name, *self._head.part_names(self.name))
+        ]

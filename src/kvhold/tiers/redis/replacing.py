@@ -9,24 +9,15 @@ of the old head.
 from collections.abc import Sequence
 
 from kvhold.core.errors import TierError
-from kvhold.net.stream import Bytes, Stream
+from kvhold.net.stream import Bytes
 from kvhold.tiers.base import Parts, size_of
-from kvhold.tiers.redis.resp import (
-    ErrorReply,
-    RedisCall,
-    Reply,
-    command,
-    fault_of,
-    read_reply,
-    set_pieces,
-)
-from kvhold.tiers.redis.router import Router, fault_in
-from kvhold.tiers.redis.split import HEAD_BYTES, Head
+from kvhold.tiers.redis.resp import Reply, command, fault_of, set_pieces
+from kvhold.tiers.redis.router import Router
+from kvhold.tiers.redis.split import Head
+from kvhold.tiers.redis.transaction import Transaction, transact
 
-_ROUNDS = 3
 _LATE_READERS_MS = 60_000
 _SPARE_MS = 3600_000
-_CHANGED = 0
 
 
 async def replace_string(
@@ -36,54 +27,24 @@ async def replace_string(
 
     parts: names of the value's parts, if `value` is a head
     """
-    for _ in range(_ROUNDS):
-        call = _Replace(name, value, parts)
-        await router.run("replace", [call], bulk=True)
-        if (fault := fault_in(call, "replace")) is not None:
-            return fault
-        if call.reply is None:
-            return False
-        if call.reply == b"OK":
-            return True
-        if call.reply != _CHANGED:
-            return fault_of(call.reply, "replace")
-    return TierError("redis", "replace", "what is there changes again and again")
+    reply = await transact(router, "replace", lambda: _Replace(name, value, parts), bulk=True)
+    if isinstance(reply, TierError):
+        return reply
+    if reply is None:
+        return False
+    return True if reply == b"OK" else fault_of(reply, "replace")
 
 
-class _Replace(RedisCall):
-    """WATCH and read, then MULTI ... EXEC, alone on its connection.
-
-    The reply is OK, None if there was no string, _CHANGED, or an error.
-    """
-
+class _Replace(Transaction):
     def __init__(self, name: bytes, value: Parts, parts: Sequence[bytes]) -> None:
-        look = (
-            command("WATCH", name)
-            + command("GETRANGE", name, 0, HEAD_BYTES)
-            + command("PTTL", name)
-        )
-        super().__init__(name, request=(look,), value_bytes=size_of(value))
+        super().__init__(name, command("PTTL", name), value_bytes=size_of(value))
         self._value = value
         self._parts = parts
 
-    async def take(self, stream: Stream) -> None:
-        watched, seen, left_ms = [await read_reply(stream) for _ in range(3)]
-        refused = next(
-            (reply for reply in (watched, seen, left_ms) if isinstance(reply, ErrorReply)), None
-        )
-        if refused is not None or not seen or not isinstance(seen, bytes):
-            await stream.send([command("UNWATCH")])
-            await read_reply(stream)
-            self.reply = refused
-            return
-        commands = self._commands(seen, left_ms if isinstance(left_ms, int) else -1)
-        await stream.send(
-            [command("MULTI"), *(piece for pieces in commands for piece in pieces), command("EXEC")]
-        )
-        queued = [await read_reply(stream) for _ in range(1 + len(commands))]
-        self.reply = _outcome(queued, await read_reply(stream))
-
-    def _commands(self, seen: bytes, left_ms: int) -> list[Sequence[Bytes]]:
+    def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
+        if not seen:
+            return []
+        left_ms = looked[0] if isinstance(looked[0], int) else -1
         commands: list[Sequence[Bytes]] = [set_pieces(self.name, self._value, "XX", "KEEPTTL")]
         commands += [
             [
@@ -102,12 +63,3 @@ class _Replace(RedisCall):
             if part not in self._parts
         ]
         return commands
-
-
-def _outcome(queued: Sequence[Reply], done: Reply) -> Reply:
-    refused = next((reply for reply in queued if isinstance(reply, ErrorReply)), None)
-    if refused is not None or isinstance(done, ErrorReply):
-        return refused or done
-    if done is None:
-        return _CHANGED
-    return done[0] if isinstance(done, list) and done else _CHANGED

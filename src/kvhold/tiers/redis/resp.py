@@ -70,18 +70,26 @@ class RedisCall(Exchange):
         self.fault = None
         self.reply = None
 
+    def asking_request(self) -> Sequence[Bytes]:
+        """The request to a node that is taking over the key's slot."""
+        return (command("ASKING"), *self.request)
+
+    async def take_asked(self, stream: Stream) -> None:
+        """Read the replies of `asking_request`."""
+        await read_reply(stream)
+        await self.take(stream)
+
 
 class Asking(Exchange):
     """A call to a node that is taking over the key's slot; accepted only after ASKING."""
 
     def __init__(self, call: RedisCall) -> None:
         self.call = call
-        self.request = (command("ASKING"), *call.request)
+        self.request = call.asking_request()
         self.value_bytes = call.value_bytes
 
     async def take(self, stream: Stream) -> None:
-        await read_reply(stream)
-        await self.call.take(stream)
+        await self.call.take_asked(stream)
 
 
 def command(*words: bytes | str | int) -> bytes:
@@ -145,6 +153,13 @@ def fault_of(reply: Reply, operation: str) -> TierError:
     if reply.code in _UNAVAILABLE or "max number of clients" in reply.text:
         return TierUnavailable("redis", operation, reply.text)
     return TierError("redis", operation, reply.text)
+
+
+def no_answer(reply: Reply) -> ErrorReply:
+    """Return an error for a reply that does not fit its command."""
+    return (
+        reply if isinstance(reply, ErrorReply) else ErrorReply(f"{str(reply)[:40]!r} is no answer")
+    )
 
 
 async def _read_string(stream: Stream, nbytes: int) -> bytes | None:

@@ -7,19 +7,18 @@ A value is one string, written whole by `SET ... NX`; larger ones see `split.py`
 **Primaries only.** A replica would miss new values and return deleted ones. A failover may lose the
 latest values.
 
-The server's user needs the commands get, getrange, getdel, strlen, set, unlink, pexpire, persist,
+The server's user needs the commands get, getrange, strlen, set, unlink, pexpire, persist,
 watch, unwatch, multi, exec, scan, ping and select on the keys of the prefix; for replacing pttl; a
 cluster `cluster|slots`; Sentinel `role`. Needs Redis 6.2 or later.
 """
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from typing import ClassVar, Self
 
 from kvhold.core.errors import TierError
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
-from kvhold.tiers.redis.large import LargeValues, peek
+from kvhold.tiers.redis.large import LargeValues, RemoveString, peek
 from kvhold.tiers.redis.names import RedisNames
 from kvhold.tiers.redis.node import RedisNode
 from kvhold.tiers.redis.replacing import replace_string
@@ -149,30 +148,35 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. After an interrupted delete, values in parts are missing in a minute."""
-        lengths = await self._lengths(keys, "delete")
-        calls: dict[int, RedisCall] = {}
-        for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-            name = self._names.of(key)
-            if length == HEAD_BYTES:
-                calls[i] = RedisCall(name, "GETDEL", name)  # may be a head
+        """Tier contract. Values in parts one by one: each takes two round trips."""
+        removed, faults = [False] * len(keys), list[TierError]()
+        calls: dict[int, RemoveString] = {}
+        heads: dict[int, bytes] = {}
+        for i, length in enumerate(await self._lengths(keys, "delete")):
+            name = self._names.of(keys[i])
+            if isinstance(length, TierError):
+                faults.append(length)
+            elif length == HEAD_BYTES:
+                heads[i] = name  # may be a head
             elif length != 0:
-                calls[i] = RedisCall(name, "UNLINK", name)
-        await self._large.begin_delete(
-            [call.name for i, call in calls.items() if lengths[i] == HEAD_BYTES]
-        )
-        await self._router.run("delete", list(calls.values()), bulk=False)
-        found = [
-            (call.name, Head.parse(call.reply))
-            for call in calls.values()
-            if isinstance(call.reply, bytes)
-        ]
-        with suppress(TierError):  # else they expire
-            await self._large.remove_parts([(name, head) for name, head in found if head])
-        for call in calls.values():
+                calls[i] = RemoveString(name)
+        if calls:
+            await self._router.run("delete", list(calls.values()), bulk=False)
+        for i, call in calls.items():
+            removed[i] = call.reply not in (0, None)
             if (fault := fault_in(call, "delete")) is not None:
-                raise fault
-        return [i in calls and calls[i].reply not in (0, None) for i in range(len(keys))]
+                faults.append(fault)
+        came = [(call.name, head) for call in calls.values() if (head := Head.parse(call.seen))]
+        if came:  # since the lengths were read
+            await self._large.remove_parts(came)
+        for i, name in heads.items():
+            try:
+                removed[i] = await self._large.delete(name)
+            except TierError as error:
+                faults.append(error)
+        if faults:
+            raise faults[0]
+        return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         seen: set[bytes] = set()  # SCAN may return a key twice
@@ -195,12 +199,17 @@ class RedisTier:
         if (reply := await ask(node, "PING")) != b"PONG":
             raise fault_of(reply, "check")
 
-    async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply]:
-        """An ErrorReply where the key holds no string, None after a fault."""
+    async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply | TierError]:
+        """An ErrorReply where the key holds no string, a TierError after a fault."""
         names = [self._names.of(key) for key in keys]
         calls = [RedisCall(name, "STRLEN", name) for name in names]
         await self._router.run(operation, calls, bulk=False)
-        return [call.reply for call in calls]
+        return [
+            call.reply
+            if isinstance(call.reply, ErrorReply) and call.reply.code == "WRONGTYPE"
+            else fault_in(call, operation) or call.reply
+            for call in calls
+        ]
 
     def _read(self, name: bytes, parts: Parts, start: int | None) -> RedisCall:
         if start is None:
@@ -282,6 +291,8 @@ class RedisTier:
         for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):
             if isinstance(length, ErrorReply):
                 faults[key] = fault_of(length, "put")
+            elif isinstance(length, TierError):
+                faults[key] = length
             elif length == HEAD_BYTES and await self._mended(self._names.of(key)):
                 broken.append(key)
         return broken
