@@ -122,6 +122,8 @@ def test_an_escaped_at_sign_and_the_number_of_a_fault_are_read() -> None:
     assert parse_url("disk:///d/a%40b").path == "/d/a@b"
     text = "faults+disk:///d?faults=get:hang:@3&wait_s=2"
     assert parse_url(text).options == {"faults": "get:hang:@3", "wait_s": "2"}
+    rules = "get:delay:0.5@3:20ms,put:hang:@12,get:swap"
+    assert parse_url(f"audit+faults+disk:///d?faults={rules}").options == {"faults": rules}
 
 
 def test_a_bad_option_is_named_with_the_nearest_valid_one() -> None:

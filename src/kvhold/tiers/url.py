@@ -8,10 +8,10 @@ Each option is a field of the tier's settings. A password or an option may be a 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 from kvhold.core.config import apply
 from kvhold.core.errors import ConfigError
@@ -20,7 +20,7 @@ from kvhold.core.secrets import REFERENCE, is_secret_name, resolve
 Settings = TypeVar("Settings")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
-_FAULTS = "faults="  # the option whose values may contain '@': see `faults.py`
+_NTH = re.compile(r"[a-z]+:[a-z]+:[\d.]*@\d+(?=[:,+%]|$)")  # a rule with '@': see `faults.py`
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,9 +108,8 @@ def parse_url(text: str) -> TierUrl:
         raise ConfigError(f"tiers: {_place(text)!r} is not a URL") from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
-    words = [parts.path, *parts.query.split("&")]
     # a password with '/', '?' or '@' may end there, and `shown` would reveal it
-    if any("@" in word for word in words if not word.startswith(_FAULTS)):
+    if any("@" in word for word in (parts.path, *_options_to_check(parts))):
         raise ConfigError(
             f"tiers: {parts.scheme}://...: in a password, '/' is %2F, '?' is %3F and '@' is %40; "
             "in a path or an option, '@' is %40"
@@ -125,6 +124,13 @@ def parse_url(text: str) -> TierUrl:
     if len(options) != len(pairs):
         raise ConfigError(f"tiers: {parts.scheme}://...: an option is there twice")
     return TierUrl(parts.scheme, parts.netloc, unquote(parts.path), options)
+
+
+def _options_to_check(parts: SplitResult) -> Iterator[str]:
+    """Yield the options, without the '@' of valid fault rules of a tier that has such rules."""
+    has_faults = "faults" in parts.scheme.split("+")[:-1]
+    for word in parts.query.split("&"):
+        yield _NTH.sub("", word) if has_faults and word.startswith("faults=") else word
 
 
 def _place(text: str) -> str:
