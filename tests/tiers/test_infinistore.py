@@ -256,6 +256,66 @@ async def test_a_connection_that_fails_is_unavailable(blocks: Blocks, tier: Bloc
     assert isinstance(got[0], TierUnavailable)
 
 
+class TestLostSessions:
+    @pytest.fixture
+    def made(self) -> list[Blocks]:
+        """The connections that were made."""
+        return []
+
+    @pytest.fixture
+    async def tier(self, made: list[Blocks]) -> AsyncIterator[BlockTier]:
+        def connect() -> Blocks:
+            made.append(Blocks())
+            return made[-1]
+
+        tier = BlockTier(LAYOUT, connect, "memory")
+        yield tier
+        await tier.close()
+
+    async def test_a_late_failure_of_a_lost_connection_keeps_the_new_one(
+        self, made: list[Blocks], tier: BlockTier
+    ) -> None:
+        await tier.check()
+        going_on = [Event(), Event()]
+        turns = iter(going_on)
+
+        def fails(name: str, /) -> int:
+            next(turns).wait(60)
+            return -1
+
+        made[0].check_exist = fails  # type: ignore[method-assign]
+        first, second = (asyncio.create_task(tier.check()) for _ in range(2))
+        going_on[0].set()
+        with pytest.raises(TierUnavailable):
+            await first
+        await tier.check()
+        going_on[1].set()
+        with pytest.raises(TierUnavailable):
+            await second
+        await tier.check()
+        assert len(made) == 2
+
+    async def test_requests_that_never_complete_lose_the_connection_and_not_the_slots(
+        self, made: list[Blocks], tier: BlockTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhold.tiers.infinistore_blocks._LAST_MOVES_S", 0.01)
+        await tier.check()
+        monkeypatch.setattr(made[0], "r_rdma_async", lambda *_: 0)
+        session = tier._opener.place
+        assert session is not None
+        calls = [asyncio.create_task(tier.probe([make_key(i)])) for i in range(LAYOUT.slots)]
+        while session.free.qsize():  # noqa: ASYNC110 - until all slots are the device's
+            await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        async with asyncio.timeout(60):
+            while tier._opener.place is session:  # noqa: ASYNC110 - a timer ends it
+                await asyncio.sleep(0.001)
+            assert await tier.probe([make_key(1)]) == [None]
+        assert len(made) == 2
+
+
 class SlowBlocks(Blocks):
     """With a registration that takes until `may_register`, and a count of closes."""
 

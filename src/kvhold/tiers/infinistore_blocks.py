@@ -6,11 +6,13 @@ block under the key's own name, written last, with the size and the put's name. 
 blocks of one put, or misses.
 
 Bytes pass through slots: memory registered once. A slot belongs to its operation until the end, so
-a cancelled call ends at once. One event loop calls; one thread makes the blocking calls; a thread
+a cancelled call ends at once. If the operation does not end within seconds, the connection is given
+up, and its slots with it. One event loop calls; one thread makes the blocking calls; a thread
 of the client reports completions.
 """
 
 import asyncio
+import logging
 import mmap
 import secrets
 import struct
@@ -34,9 +36,11 @@ HEAD_BYTES = 64
 _HEAD = struct.Struct("<8sQI16s")  # magic, bytes of the value, bytes of a block, put id
 _MAGIC = b"kvholdI1"
 _COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
-_LAST_MOVES_S = 5.0
+_LAST_MOVES_S = 5.0  # for the moves of cancelled calls
 _NAMES_AT_ONCE = 1000
 _MOVES_AT_ONCE = 64  # the client has 128 request buffers, and aborts if it needs more
+
+log = logging.getLogger(__name__)
 
 _DONE, _MISSING, _NO_ROOM = 200, 404, 507
 
@@ -97,12 +101,6 @@ class _Head:
         return -(-self.nbytes // self.block_bytes)
 
 
-class _Refused(Exception):
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
 @dataclass(frozen=True)
 class _Session:
     """A connection, its registered memory, and the thread of its blocking calls.
@@ -114,6 +112,13 @@ class _Session:
     memory: mmap.mmap
     free: "asyncio.Queue[int]"
     thread: ThreadPoolExecutor
+
+
+class _Refused(Exception):
+    def __init__(self, code: int, session: _Session) -> None:
+        super().__init__(code)
+        self.code = code
+        self.session = session
 
 
 class BlockTier:
@@ -134,8 +139,7 @@ class BlockTier:
 
     async def check(self) -> None:
         name = f"{self._layout.root}check"
-        if await self._blocking(lambda connection: connection.check_exist(name)) < 0:
-            raise self._lost("check")
+        await self._blocking("check", lambda connection: connection.check_exist(name))
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         heads = await _all([self._whole("probe", partial(self._head, key)) for key in keys])
@@ -278,10 +282,12 @@ class BlockTier:
             except asyncio.CancelledError:
                 # until then the device uses the slot's memory
                 done.add_done_callback(partial(_give_back, free, at, memory))
+                late = loop.call_later(_LAST_MOVES_S, self._give_up, session)
+                done.add_done_callback(lambda _: late.cancel())
                 raise
             try:
                 if code != _DONE:
-                    raise _Refused(code)
+                    raise _Refused(code, session)
                 if after is not None:
                     await _copy(session, partial(after, slot), len(names) * block)
             finally:
@@ -296,14 +302,14 @@ class BlockTier:
                 return
 
     async def _drop(self, names: list[str]) -> int:
-        removed = await self._blocking(lambda connection: connection.delete_keys(names))
-        if removed < 0:
-            raise self._lost("delete")
-        return removed
+        return await self._blocking("delete", lambda connection: connection.delete_keys(names))
 
-    async def _blocking(self, work: Callable[[Connection], Result]) -> Result:
+    async def _blocking(self, operation: str, work: Callable[[Connection], int]) -> int:
         async with self._opener.use() as session:
-            return await in_thread(session.thread, lambda: work(session.connection))
+            answer = await in_thread(session.thread, lambda: work(session.connection))
+            if answer < 0:
+                raise self._lost(operation, session)
+            return answer
 
     async def _open(self) -> _Session:
         await self._hung_up()  # the old memory is no longer registered
@@ -359,27 +365,31 @@ class BlockTier:
         try:
             return await call()
         except _Refused as refused:
-            return None if refused.code == _MISSING else self._fault(refused.code, operation)
+            return None if refused.code == _MISSING else self._fault(refused, operation)
 
     async def _whole(self, operation: str, call: Callable[[], Awaitable[Result]]) -> Result:
         try:
             return await call()
         except _Refused as refused:
-            raise self._fault(refused.code, operation) from None
+            raise self._fault(refused, operation) from None
 
-    def _fault(self, code: int, operation: str) -> TierError:
+    def _fault(self, refused: _Refused, operation: str) -> TierError:
+        name, code = self.traits.name, refused.code
         if code == _NO_ROOM:
-            return TierFull(self.traits.name, operation, f"{self._place} has no room for it")
-        return (
-            self._lost(operation)
-            if code < 0
-            else TierError(self.traits.name, operation, f"{self._place} answered {code}")
-        )
+            return TierFull(name, operation, f"{self._place} has no room for it")
+        if code < 0:
+            return self._lost(operation, refused.session)
+        return TierError(name, operation, f"{self._place} answered {code}")
 
-    def _lost(self, operation: str) -> TierError:
-        if self._opener.place is not None:
-            self._opener.lose(self._opener.place)
+    def _lost(self, operation: str, session: _Session) -> TierError:
+        self._opener.lose(session)
         return TierUnavailable(self.traits.name, operation, f"no answer from {self._place}")
+
+    def _give_up(self, session: _Session) -> None:
+        if self._opener.lose(session):
+            log.warning(
+                "infinistore: %s did not complete a request; a new connection is made", self._place
+            )
 
     def _name(self, key: bytes) -> str:
         return self._layout.root + key.hex()
