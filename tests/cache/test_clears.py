@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from kvhold.cache import LocalCache
 from kvhold.cache.transfer.tier_worker import TierWorker
-from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import ConfigError, TierCannotList, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
@@ -441,6 +442,30 @@ class TestOtherHosts:
             store(one, PROMPT)  # what is stored from here on is shared again
             settle(one)
             assert read(other, PROMPT) == 64
+
+    @pytest.mark.parametrize("prefix", [NAMESPACE_OF_KEYS, b""])
+    async def test_a_clear_of_a_tier_that_cannot_list_is_done_at_once(
+        self, place: Place, caplog: pytest.LogCaptureFixture, prefix: bytes
+    ) -> None:
+        place.faults = {"scan": TierCannotList("memory", "scan", "no list")}
+        one, other = (
+            Guard(SharedMemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())
+            for _ in range(2)
+        )
+        for guard in (one, other):
+            guard.share(lambda prefix: None)
+        key = make_key(1)
+        await one.probe([key])
+        await one.put([(key, [memoryview(b"old")])])
+        with caplog.at_level(logging.INFO, logger="kvhold.tiers.clears"):
+            assert await one.clear(prefix) == 0
+        [record] = caplog.records
+        assert (record.levelno, "cannot list" in record.message) == (logging.INFO, True)
+        assert (one.status()["pending_clears"], one.clears.garbage) == (0, {})
+        assert place.calls["scan"] == 1, "nothing is tried again"
+        for guard in (one, other):
+            assert await guard.probe([key]) == [None]
+            await guard.close()
 
     @pytest.mark.parametrize("space", [NAMESPACE, ALL])
     def test_a_clear_between_a_hosts_first_store_and_its_first_contact_is_learned(

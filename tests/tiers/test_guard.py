@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.errors import TierDenied, TierError, TierFull, TierIncomplete, TierUnavailable
+from kvhold.core.errors import (
+    TierCannotList,
+    TierDenied,
+    TierError,
+    TierFull,
+    TierIncomplete,
+    TierUnavailable,
+)
 from kvhold.core.metrics import Metrics
 from kvhold.tiers.base import Parts
 from kvhold.tiers.guard import Guard, GuardConfig
@@ -105,6 +112,17 @@ async def test_a_tier_that_does_a_part_of_what_it_is_asked_is_still_used(
     assert place.calls["delete"] == 10, "not tried twice"
     assert bench.guard.available
     assert bench.count("kvhold_tier_errors", operation="delete", reason="incomplete") == 10
+
+
+async def test_a_tier_that_cannot_list_is_still_used(bench: Bench, place: Place) -> None:
+    place.faults = {"scan": TierCannotList("t", "scan", "no list")}
+    silent = set[str]()
+    for _ in range(10):
+        assert len(await bench.guard.scan(b"", silent)) == 0
+    assert silent == {"t"}
+    assert place.calls["scan"] == 10, "not tried twice"
+    assert bench.guard.available
+    assert bench.count("kvhold_tier_errors", operation="scan", reason="unlisted") == 10
 
 
 async def test_what_goes_well_is_passed_on_and_counted(bench: Bench) -> None:

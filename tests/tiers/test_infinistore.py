@@ -19,7 +19,7 @@ from threading import Event, Lock
 
 import pytest
 
-from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import ConfigError, TierCannotList, TierFull, TierUnavailable
 from kvhold.core.keys import KEY_BYTES
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
@@ -240,7 +240,7 @@ async def test_of_puts_at_the_same_moment_one_stays_whole_and_later_ones_leave_n
 
 async def test_the_store_cannot_list_and_says_so(blocks: Blocks) -> None:
     tier = BlockTier(LAYOUT, lambda: blocks, "memory")
-    with pytest.raises(TierError, match="does not list"):
+    with pytest.raises(TierCannotList, match="does not list"):
         await scanned(tier)
 
 

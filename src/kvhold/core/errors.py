@@ -7,6 +7,7 @@ KVHoldError
  ├─ TierError            a tier failed: .tier, .operation, .retryable
  │   ├─ TierUnavailable  dead, unreachable, breaker open
  │   ├─ TierIncomplete   it did only a part; other requests may succeed
+ │   ├─ TierCannotList   this kind of tier cannot list its keys; all else works
  │   ├─ TierFull         no space and nothing to evict, or the value is too large
  │   └─ TierDenied       wrong credentials or rights
  ├─ FrameError           not a valid frame; .reason is the failed check
@@ -66,6 +67,11 @@ class TierUnavailable(TierError):
 class TierIncomplete(TierError):
     retryable = False
     reason = "incomplete"
+
+
+class TierCannotList(TierError):
+    retryable = False
+    reason = "unlisted"
 
 
 class TierFull(TierError):

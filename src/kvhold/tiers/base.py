@@ -119,7 +119,7 @@ class Tier(Protocol):
         """Yield every key that begins with `prefix`, each once, in any order.
 
         A scan that ends without a fault has read the whole place. Raises TierIncomplete, after the
-        other keys, if a part of the place failed.
+        other keys, if a part of the place failed. Raises TierCannotList if it can never list keys.
         """
 
     async def close(self) -> None:

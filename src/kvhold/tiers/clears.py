@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from kvhold.core.errors import TierCannotList
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, TierCall, now
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import GenerationTier
@@ -168,7 +169,14 @@ class Clears:
 
     async def _remove_garbage(self, tier: GenerationTier, old: bytes) -> tuple[int, bool]:
         removed, scan = 0, TierCall[KeyList]("scan", 0, SCAN_TIMEOUT_S, is_vital=False)
-        await self._guard.run(scan, lambda: tier.names_of(old))
+        fault = await self._guard.run(scan, lambda: tier.names_of(old))
+        if isinstance(fault, TierCannotList):
+            log.info(
+                "tier %s cannot list its values: those that were cleared are not used, and stay "
+                "until it removes them",
+                self._guard.name,
+            )
+            return 0, True
         if scan.result is None:
             return 0, False
         for batch in scan.result.taken():

@@ -14,7 +14,13 @@ from math import inf
 from typing import Any, Generic
 
 from kvhold.core.config import setting, size
-from kvhold.core.errors import TierDenied, TierError, TierIncomplete, TierUnavailable
+from kvhold.core.errors import (
+    TierCannotList,
+    TierDenied,
+    TierError,
+    TierIncomplete,
+    TierUnavailable,
+)
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
 from kvhold.tiers.base import Parts, Tier, replace, size_of
@@ -417,7 +423,7 @@ class Guard:
             result = task.result()
             call.check(result)
         except TierError as error:
-            if isinstance(error, TierIncomplete):
+            if isinstance(error, (TierIncomplete, TierCannotList)):
                 self._fault(call.operation, error)
             else:
                 failed(call.operation, error)

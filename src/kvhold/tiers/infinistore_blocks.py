@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from kvhold.core.errors import TierError, TierFull, TierUnavailable
+from kvhold.core.errors import TierCannotList, TierError, TierFull, TierUnavailable
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
 from kvhold.tiers.files.opener import Opener
 
@@ -180,7 +180,7 @@ class BlockTier:
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        raise TierError(
+        raise TierCannotList(
             self.traits.name,
             "scan",
             "InfiniStore does not list its keys; clear it by its own tools",

@@ -31,7 +31,7 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from kvhold.core.config import setting, size
-from kvhold.core.errors import ConfigError, TierError, TierFull, TierUnavailable
+from kvhold.core.errors import ConfigError, TierCannotList, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import KEY_BYTES
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
 from kvhold.tiers.files.opener import Opener
@@ -160,9 +160,9 @@ class MooncakeTier:
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Raises TierError without `admin`."""
+        """Tier contract. Raises TierCannotList without `admin`."""
         if not self._config.admin:
-            raise TierError(
+            raise TierCannotList(
                 self.traits.name,
                 "scan",
                 "the client lists no keys: set the option admin to the master's HTTP host:port",
