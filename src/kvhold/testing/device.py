@@ -207,9 +207,10 @@ class FakeDriver:
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
         """Real devices take ranges within one registration, or outside all."""
+        pinned_now = self.pinned.copy()  # another thread may pin meanwhile
         touched = [
             start
-            for start, size in self.pinned.items()
+            for start, size in pinned_now.items()
             if start < address + nbytes and address < start + size
         ]
         if not touched:
@@ -219,7 +220,7 @@ class FakeDriver:
             pinned
             and not others
             and start <= address
-            and address + nbytes <= start + self.pinned[start]
+            and address + nbytes <= start + pinned_now[start]
         )
 
 
