@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 stage = @printf '\n=== %s ===\n' '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test lint docs unit tiers vllm sglang faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
+.PHONY: help setup servers demo test lint docs unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -22,7 +22,10 @@ servers: setup ## the real servers that tests of tiers start (Redis, memcached):
 demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
 
-test: lint docs unit simulation tiers vllm sglang ## everything that must hold: lint, types, docs, unit tests, tests with real servers, a real vLLM, SGLang's interfaces
+test: MEASURE = --measure
+test: lint docs unit simulation tiers vllm sglang ## everything that must hold: lint, types, docs, unit tests, tests with real servers, a real vLLM, SGLang's interfaces; coverage
+	$(call stage,coverage without vLLM)
+	@$(BIN)/python tools/report_coverage.py units servers sglang
 
 lint: setup ## style, types, and who may import whom
 	$(call stage,ruff check)
@@ -43,7 +46,7 @@ unit: setup ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,kernels)
 	@$(BIN)/python tools/compile_kernels.py
 	$(call stage,pytest: units)
-	@$(BIN)/python tools/run_tests.py units -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
+	@$(BIN)/python tools/run_tests.py $(MEASURE) units -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
 
 simulation: setup ## 2,000 histories of the whole in virtual time: does one break a rule?; a minute
 	$(call stage,simulation)
@@ -51,7 +54,7 @@ simulation: setup ## 2,000 histories of the whole in virtual time: does one brea
 
 tiers: setup servers ## the tests with real servers, and the long ones; four at a time, because they wait more than they compute
 	$(call stage,pytest: real servers and long tests)
-	@$(BIN)/python tools/run_tests.py servers -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
+	@$(BIN)/python tools/run_tests.py $(MEASURE) servers -m '(server or slow) and not vllm and not sglang' -n 4 --dist loadfile
 
 vllm: setup servers ## the tests with a real vLLM: two at a time, since an engine starts on one core; then those that want both
 	$(call stage,pytest: with vLLM)
@@ -61,7 +64,11 @@ vllm: setup servers ## the tests with a real vLLM: two at a time, since an engin
 
 sglang: setup ## the tests with a real SGLang's classes, on the CPU; its server needs a GPU
 	$(call stage,pytest: with SGLang)
-	@$(BIN)/python tools/run_tests.py sglang -m sglang tests/sglang
+	@$(BIN)/python tools/run_tests.py $(MEASURE) sglang -m sglang tests/sglang
+
+coverage: setup ## the lines of a package that some tests miss: make coverage TESTS=tests/cache/test_state.py PART=cache
+	@$(BIN)/python tools/run_tests.py --measure part -q $(TESTS)
+	@$(BIN)/python tools/report_coverage.py part --part $(PART)
 
 faults: setup servers ## each tier, each way in which it can fail, as one table; some minutes
 	@$(BIN)/kvhold bench faults
@@ -82,5 +89,5 @@ mutations: setup ## does the simulation find each of the ways in which its patch
 	@$(BIN)/kvhold bench soak simulation --mutations --seeds 20000
 
 clean: ## remove what building and testing left, but not the environment
-	rm -rf build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks docs examples lab src tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -94,6 +95,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    _save_coverage()
+    _require_programs(session)
+
+
+def _save_coverage() -> None:
+    """Where lines are measured: xdist kills a worker that does not end within ten seconds."""
+    coverage = sys.modules.get("coverage")
+    if coverage is not None and (measured := coverage.Coverage.current()) is not None:
+        measured.save()
+
+
+def _require_programs(session: pytest.Session) -> None:
     """In CI a program that CI installs may not be missing, but before it installs them."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     has_servers = "not server" not in session.config.option.markexpr

@@ -1,10 +1,16 @@
-"""A failed test runs once more, alone, and is named as flaky if it passes then."""
+"""A failed test runs once more, alone, and is named as flaky if it passes then. Measured stages are
+reported together, and a floor holds in CI.
+"""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from tools.report_coverage import summary
+
 RUN_TESTS = Path(__file__).parents[1] / "tools" / "run_tests.py"
+REPORT_COVERAGE = RUN_TESTS.with_name("report_coverage.py")
 FLAKY = """
 from pathlib import Path
 
@@ -19,10 +25,34 @@ def test_right():
 """
 
 
-def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+IN_A_CHILD = """
+import subprocess
+import sys
+
+def test_child():
+    subprocess.run([sys.executable, "-c", "import kvhold.core.errors"], check=True)
+"""
+
+
+def run(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
-    command = [sys.executable, str(RUN_TESTS), "stage", "-q", "-p", "no:xdist", "test_it.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    stage = [*options, "stage", "-q", "-p", "no:xdist", "test_it.py"]
+    return run_program(folder, RUN_TESTS, *stage)
+
+
+def run_program(
+    folder: Path, program: Path, *arguments: str, ci: bool = False
+) -> subprocess.CompletedProcess[str]:
+    # without what measures this test itself
+    environment = {k: v for k, v in os.environ.items() if k != "CI" and "COVERAGE" not in k}
+    return subprocess.run(
+        [sys.executable, str(program), *arguments],
+        cwd=folder,
+        env=environment | ({"CI": "1"} if ci else {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_test_that_passes_alone_is_printed_as_flaky(tmp_path: Path) -> None:
@@ -41,3 +71,32 @@ def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
     done = run(tmp_path, "\n".join(f"def test_wrong_{i}():\n    assert False\n" for i in range(4)))
     assert done.returncode == 1
     assert "once more" not in done.stdout
+
+
+def test_a_measured_stage_is_reported_with_its_child_processes(tmp_path: Path) -> None:
+    earlier = tmp_path / ".coverage/stage/data.earlier"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("no data")
+    assert run(tmp_path, IN_A_CHILD, "--measure").returncode == 0
+    assert not earlier.exists()
+
+    done = run_program(tmp_path, REPORT_COVERAGE, "stage", "--part", "core")
+    assert done.returncode == 0
+    [errors] = [line for line in done.stdout.splitlines() if "core/errors.py" in line]
+    assert errors.split()[3] != "0%"
+
+    for ci, status in ((True, 1), (False, 0)):
+        done = run_program(tmp_path, REPORT_COVERAGE, "stage", ci=ci)
+        assert done.stdout.startswith("coverage "), done.stderr
+        assert done.returncode == status, "one import covers less than the floor"
+
+
+def test_the_report_names_ten_files_those_with_most_missed_lines_first() -> None:
+    files = {
+        f"{missing}.py": {"summary": {"missing_lines": missing, "num_statements": 100}}
+        for missing in range(12)
+    }
+    totals = {"percent_covered": 94.5, "num_statements": 1200}
+    first, *rest = summary({"totals": totals, "files": files}, ["units", "servers"], 92.0)
+    assert first == "coverage 94.5 %, 1200 lines (units, servers); the floor is 92 %"
+    assert [line.split()[-1] for line in rest] == [f"{missing}.py" for missing in range(11, 1, -1)]
