@@ -116,18 +116,27 @@ async def present(tier: DiskTier, numbers: range) -> list[int]:
 
 
 class Gate:
-    """Holds the threads that call one of os's functions, until it is opened."""
+    """Holds the threads that call one of os's functions, until it is opened.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    when: of the arguments; other calls pass
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        when: Callable[..., bool] = lambda *_: True,
+    ) -> None:
         self._open = threading.Event()
         self._loop = asyncio.get_running_loop()
         self.reached = asyncio.Event()
         inner = getattr(os, name)
 
-        def held(*args: Any) -> Any:
-            self._loop.call_soon_threadsafe(self.reached.set)
-            assert self._open.wait(60)  # not for ever: a test that fails has to end
-            return inner(*args)
+        def held(*args: Any, **names: Any) -> Any:
+            if when(*args):
+                self._loop.call_soon_threadsafe(self.reached.set)
+                assert self._open.wait(60)  # not for ever: a test that fails has to end
+            return inner(*args, **names)
 
         monkeypatch.setattr(os, name, held)
 
@@ -844,6 +853,36 @@ class TestFilesOfOthers:
                 await tier.check()
             await tier.check()
             assert await present(tier, range(3)) == []
+
+    async def test_a_scan_fails_if_the_folder_is_lost_before_its_end(self, tmp_path: Path) -> None:
+        """The folder that is now at the path was not read."""
+        async with disk(tmp_path / "values") as tier:
+            await fill(tier, range(3))
+            scan = tier.scan(b"")
+            await anext(scan)
+            (tmp_path / "values").rename(tmp_path / "elsewhere")
+            with pytest.raises(TierUnavailable, match="removed, or something was mounted"):
+                await tier.check()
+            await tier.check()
+            with pytest.raises(TierUnavailable, match="lost during the call"):
+                [key async for key in scan]
+
+    async def test_a_delete_fails_if_the_folder_is_lost_before_its_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with disk(tmp_path / "values", io_threads=2) as tier:
+            await fill(tier, range(1))
+            name = value_files(tmp_path / "values")[0].name
+            with monkeypatch.context() as patch:
+                gate = Gate(patch, "unlink", when=lambda path: name in path)
+                deleting = asyncio.ensure_future(tier.delete([make_key(0)]))
+                await gate.reached.wait()
+                (tmp_path / "values").rename(tmp_path / "elsewhere")
+                with pytest.raises(TierUnavailable, match="removed, or something was mounted"):
+                    await tier.check()
+                gate.open()
+                with pytest.raises(TierUnavailable, match="lost during the call"):
+                    await deleting
 
     async def test_folders_inside_may_go_and_come_back(self, tmp_path: Path) -> None:
         async with disk(tmp_path) as tier:

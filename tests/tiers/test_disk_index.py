@@ -1,6 +1,7 @@
 """The disk's index: compact, exact, and of use while a large folder is still being listed."""
 
 import asyncio
+import errno
 import os
 import random
 import threading
@@ -12,12 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvhold.core.errors import TierUnavailable
 from kvhold.testing.tier import fetch, make_key
 from kvhold.tiers.disk import DiskConfig, DiskTier, jobs, store
 from kvhold.tiers.disk import rows as rows_module
 from kvhold.tiers.disk.folder import Folder, FoundValue, value_name
 from kvhold.tiers.disk.index import Index
 from kvhold.tiers.disk.rows import NONE, Rows, Sorting
+from kvhold.tiers.files.tree import FileTree
 
 SMALL, LARGE = 2000, 20_000
 
@@ -286,6 +289,34 @@ class TestLargeFolders:
         assert await again.probe(keys) == [None] * 60
         await again.close()
 
+    @pytest.mark.parametrize("operation", ["scan", "delete"])
+    async def test_a_scan_and_a_delete_fail_if_the_folder_cannot_be_listed(
+        self,
+        folder: Path,
+        held_up: threading.Event,
+        monkeypatch: pytest.MonkeyPatch,
+        operation: str,
+    ) -> None:
+        """Else a clear ends although the values that were not listed are there."""
+        tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
+
+        async def call() -> list[bytes] | list[bool]:
+            if operation == "delete":
+                return await tier.delete(keys)
+            return [key async for key in tier.scan(b"")]
+
+        await tier.probe(keys)
+        calling = asyncio.create_task(call())
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(FileTree, "names", too_many_files)
+            held_up.set()
+            with pytest.raises(TierUnavailable, match="could not be listed"):
+                await calling
+        assert len(await call()) == 60
+        assert await tier.probe(keys) == [3 if operation == "scan" else None] * 60
+        await tier.close()
+
     async def test_values_go_in_the_order_of_their_use_though_folders_are_listed_in_another(
         self, folder: Path
     ) -> None:
@@ -322,6 +353,10 @@ class TestLargeFolders:
         assert entry is not None and folder / entry.name == newer
         assert older.relative_to(folder).as_posix() in names
         assert len(index) == 60
+
+
+def too_many_files(tree: FileTree, folder: str) -> list[str]:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 async def test_a_delete_waits_for_the_old_file_of_a_replacement(

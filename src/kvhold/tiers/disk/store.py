@@ -8,7 +8,7 @@ count is always right.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from kvhold.core.errors import TierError, TierFull, TierUnavailable
@@ -47,6 +47,8 @@ class _Opened:
     leaving:      `id` of a removal job -> its key, and done when the job ends
     num_restored: failed removals; their values are found again
     own:          while the folder is listed: the names of the files written since its opening
+    is_listed:    the index knows all files
+    is_lost:      given up: the folder's next opening makes a new index
     """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
@@ -56,6 +58,8 @@ class _Opened:
         self.leaving: dict[int, tuple[bytes, asyncio.Future[None]]] = {}
         self.num_restored = 0
         self.own: set[str] | None = None
+        self.is_listed = False
+        self.is_lost = False
         self._last_ns = last_ns
 
     def stamp_ns(self) -> int:
@@ -115,23 +119,27 @@ class DiskStore:
         async with self._opener.use() as opened:
             return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
 
-    async def keys(self, prefix: bytes) -> AsyncIterator[list[bytes]]:
-        """Yield the keys with this prefix, in parts. A key may come twice."""
+    async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
+        """Yield the keys with this prefix, in parts. A key may come twice.
+
+        Raises TierUnavailable if the folder was lost before the end.
+        """
         async with self._opener.use() as opened:
-            await self._all_listed()
-        num_restored = -1
-        for _ in range(_SCANS):
-            if num_restored == opened.num_restored:
-                break
-            await self._left(opened)
-            num_restored = opened.num_restored
-            for keys in opened.index.keys(prefix):
-                yield keys
-                await asyncio.sleep(0)
-            # else a crash could bring back values that the scan did not report
-            await self._left(opened)
-        async with self._opener.use() as opened:
+            await self._all_listed(opened, "scan")
+            num_restored = -1
+            for _ in range(_SCANS):
+                if num_restored == opened.num_restored:
+                    break
+                await self._left(opened)
+                num_restored = opened.num_restored
+                for keys in opened.index.keys(prefix):
+                    yield keys
+                    await asyncio.sleep(0)
+                # else a crash could bring back values that the scan did not report
+                await self._left(opened)
+            self._check_kept(opened, "scan")
             await self._sync_removals(opened, opened.folder.unsynced)
+            self._check_kept(opened, "scan")
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
@@ -212,7 +220,7 @@ class DiskStore:
         forgotten after its scan and deletes, and a power cut must not bring its values back.
         """
         async with self._opener.use() as opened:
-            await self._all_listed()  # else files listed later come back
+            await self._all_listed(opened, "delete")  # else files listed later come back
             while (
                 await self._written(opened, [key for key in keys if opened.index.find(key)])
                 # after the writes: each replacement ends with the removal of an old file
@@ -228,6 +236,7 @@ class DiskStore:
             await self._remove(opened, list(jobs.values()))
             shards = {shard_of(key) for key in keys}
             await self._sync_removals(opened, shards.intersection(opened.folder.unsynced))
+            self._check_kept(opened, "delete")
             return [i in jobs and jobs[i].gone for i in range(len(keys))]
 
     async def close(self) -> None:
@@ -251,6 +260,7 @@ class DiskStore:
             self._listing = asyncio.create_task(self._list_rest(opened, job.rest, opened.own))
             self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
             return opened
+        opened.is_listed = True
         await self._trim(opened)
         used, limit = format_size(job.index.used_bytes), format_size(job.index.limit_bytes)
         _log.info("disk: %s: %d values, %s of %s", self._path, len(job.index), used, limit)
@@ -265,9 +275,20 @@ class DiskStore:
                 await self._list_more(opened, rest, own)
                 opened.own = None
 
-    async def _all_listed(self) -> None:
-        if self._listing is not None:
+    async def _all_listed(self, opened: _Opened, operation: str) -> None:
+        """Wait for the end of the listing. Raises TierUnavailable if it did not come that far."""
+        if not opened.is_listed and self._listing is not None:
             await asyncio.wait((self._listing,))
+        if not opened.is_listed and not self._closing:
+            self._lose(opened)
+        if not opened.is_listed:
+            raise TierUnavailable("disk", operation, f"{self._path} could not be listed")
+        self._check_kept(opened, operation)
+
+    def _check_kept(self, opened: _Opened, operation: str) -> None:
+        """Raises TierUnavailable if the folder was lost: another one may be at its path."""
+        if opened.is_lost:
+            raise TierUnavailable("disk", operation, f"{self._path} was lost during the call")
 
     async def _list_more(
         self, opened: _Opened, rest: Iterator[list[FoundValue]], own: set[str]
@@ -297,6 +318,7 @@ class DiskStore:
             return
         await self._sort(index)
         await self._trim(opened)
+        opened.is_listed = True
         _log.info(
             "disk: %s: all %d values are listed, %s",
             self._path,
@@ -313,6 +335,7 @@ class DiskStore:
             await asyncio.sleep(0)
 
     def _lose(self, opened: _Opened) -> None:
+        opened.is_lost = True
         if self._opener.lose(opened):
             _log.warning(
                 "disk: %s was lost with %d values; the next call opens it anew",

@@ -16,7 +16,8 @@ victim's file 4.1. So victims are overwritten.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from os.path import normpath
 from typing import Self, TypeVar
@@ -173,7 +174,7 @@ class DiskTier:
             raise _incomplete("delete", faults[0])
         return removed
 
-    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+    async def scan(self, prefix: bytes) -> AsyncGenerator[bytes, None]:
         """Tier contract. Raises TierIncomplete after the keys of the other disks."""
         opened = await _all(self._fault_of(store.probe([])) for store in self._stores)
         faults = [fault for fault in opened if fault is not None]
@@ -181,9 +182,10 @@ class DiskTier:
             raise faults[0]
         for store, fault in zip(self._stores, opened, strict=True):
             if fault is None:
-                async for keys in store.keys(prefix):
-                    for key in keys:
-                        yield key
+                async with aclosing(store.keys(prefix)) as parts:
+                    async for keys in parts:
+                        for key in keys:
+                            yield key
         if faults:
             raise _incomplete("scan", faults[0])
 
