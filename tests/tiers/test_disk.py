@@ -30,6 +30,7 @@ from kvhold.core.errors import (
     TierIncomplete,
     TierUnavailable,
 )
+from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, partly_scanned, scanned, store
 from kvhold.tiers.base import replace
@@ -1000,6 +1001,142 @@ class TestFaults:
         async with disk(tmp_path / "file" / "values") as tier:
             with pytest.raises(TierUnavailable, match="is it mounted"):
                 await tier.put([(make_key(1), [memoryview(b"x")])])
+
+
+class TestFilesThatCannotBeRemoved:
+    """A delete or a scan fails while such a file of its keys may come back at the next start."""
+
+    async def test_the_old_file_of_a_replacement_goes_with_its_key(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(2))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "unlink", broken)
+                assert await replace(tier, [(make_key(1), [memoryview(b"new")])]) == [True]
+            assert len(value_files(tmp_path)) == 3
+            assert await tier.delete([make_key(1)]) == [True]
+            assert len(value_files(tmp_path)) == 1
+            assert tier.used_bytes == occupied(tmp_path)
+
+    async def test_a_delete_and_a_scan_fail_while_an_old_file_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(2))
+            (old,) = (file for file in value_files(tmp_path) if make_key(1).hex() in file.name)
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    os, "unlink", failing(os.unlink, EIO, lambda name: name.endswith(old.name))
+                )
+                assert await replace(tier, [(make_key(1), [memoryview(b"new")])]) == [True]
+                with pytest.raises(TierIncomplete, match=old.name):
+                    await tier.delete([make_key(0), make_key(1)])
+                assert value_files(tmp_path) == [old]
+                assert await tier.probe([make_key(0), make_key(1)]) == [None, None]
+                with pytest.raises(TierIncomplete, match=old.name):
+                    await scanned(tier, make_key(1)[:NAMESPACE_BYTES])
+                assert await tier.delete([make_key(2)]) == [False]
+                assert await scanned(tier, b"another namespace") == []
+                assert tier.used_bytes == occupied(tmp_path) == 4096
+            assert await scanned(tier) == []
+            assert (value_files(tmp_path), tier.used_bytes) == ([], 0)
+
+    @pytest.mark.parametrize("write_ends_first", [False, True])
+    async def test_a_delete_that_fails_during_a_put_of_its_key_says_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_ends_first: bool
+    ) -> None:
+        async with disk(tmp_path) as tier:
+            await fill(tier, range(1))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "unlink", broken)
+                removal, write = Gate(patch, "unlink"), Gate(patch, "pwritev")
+                deleting = asyncio.ensure_future(tier.delete([make_key(0)]))
+                await removal.reached.wait()
+                putting = asyncio.ensure_future(store(tier, {make_key(0): make_value(9, 5000)}))
+                await write.reached.wait()
+                if write_ends_first:
+                    write.open()
+                    assert await putting == [True]
+                removal.open()
+                with pytest.raises(TierIncomplete, match="could not be removed"):
+                    await deleting
+                write.open()
+                assert await putting == [True]
+            assert await fetch(tier, [make_key(0)], [5000]) == [make_value(9, 5000)]
+            assert tier.used_bytes == occupied(tmp_path) == 4096 + 8192
+            assert await tier.delete([make_key(0)]) == [True]
+            assert (value_files(tmp_path), tier.used_bytes) == ([], 0)
+
+    @pytest.mark.parametrize("replaces", [False, True])
+    async def test_a_write_whose_folder_cannot_be_synced_leaves_no_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+    ) -> None:
+        async with disk(tmp_path, sync=True) as tier:
+            await fill(tier, range(1))
+            if not replaces:
+                assert await tier.delete([make_key(0)]) == [True]
+            before, item = value_files(tmp_path), (make_key(0), [memoryview(b"new")])
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", failing(os.fsync, EIO, is_folder_of_values))
+                [fault] = await (replace(tier, [item]) if replaces else tier.put([item]))
+            assert isinstance(fault, TierError)
+            assert value_files(tmp_path) == before
+            assert tier.used_bytes == occupied(tmp_path)
+
+    async def test_a_file_that_a_failed_write_leaves_is_counted_and_removed_later(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with disk(tmp_path, sync=True) as tier:
+            await fill(tier, range(1))
+            assert await tier.delete([make_key(0)]) == [True]
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", failing(os.fsync, EIO, is_folder_of_values))
+                patch.setattr(os, "unlink", broken)
+                [fault] = await tier.put([(make_key(0), [memoryview(b"new")])])
+                assert isinstance(fault, TierError)
+                assert tier.used_bytes == occupied(tmp_path) == 4096
+            assert await scanned(tier) == []
+            assert (value_files(tmp_path), tier.used_bytes) == ([], 0)
+
+    async def test_a_scan_fails_if_removals_keep_failing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A value whose removal fails is found again, perhaps after the scan has passed it."""
+
+        async def scan_while_values_are_evicted() -> None:
+            async for _ in tier.scan(b""):
+                await tier.put([(make_key(9), [memoryview(bytes(8 * KIB))])])
+
+        async with disk(tmp_path, max_bytes=8 * KIB) as tier:
+            await fill(tier, range(2))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "unlink", broken)
+                with pytest.raises(TierIncomplete, match="again and again"):
+                    await scan_while_values_are_evicted()
+            assert len(await scanned(tier)) == 2
+
+
+async def test_a_scan_waits_for_writes_whose_callers_have_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a clear ends before the value is found."""
+    async with disk(tmp_path) as tier:
+        await tier.check()
+        gate = Gate(monkeypatch, "pwritev")
+        writing = asyncio.ensure_future(store(tier, {make_key(0): b"late"}))
+        await gate.reached.wait()
+        writing.cancel()
+        scanning = asyncio.ensure_future(scanned(tier, make_key(0)[:NAMESPACE_BYTES]))
+        assert await scanned(tier, b"another namespace") == []
+        assert not scanning.done()
+        gate.open()
+        assert await scanning == [make_key(0)]
+        await asyncio.wait((writing,))
+
+
+def is_folder_of_values(fd: int) -> bool:
+    return len(Path(f"/proc/self/fd/{fd}").readlink().name) == 2
 
 
 class TestRemovalsAreDurable:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.core.errors import TierUnavailable
+from kvhold.core.errors import TierIncomplete, TierUnavailable
+from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.testing.tier import fetch, make_key
 from kvhold.tiers.disk import DiskConfig, DiskTier, jobs, store
 from kvhold.tiers.disk import rows as rows_module
@@ -317,6 +318,27 @@ class TestLargeFolders:
         assert await tier.probe(keys) == [3 if operation == "scan" else None] * 60
         await tier.close()
 
+    async def test_a_scan_fails_while_an_older_file_of_a_value_cannot_be_removed(
+        self, folder: Path, held_up: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
+        late = keys.index(max(keys, key=lambda key: key[NAMESPACE_BYTES]))
+        older = self.write(folder, late, 0)
+        await tier.probe(keys)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", too_many_files)
+            held_up.set()
+            with pytest.raises(TierIncomplete, match=older.name):
+                [key async for key in tier.scan(b"")]
+            with pytest.raises(TierIncomplete, match=older.name):
+                await tier.delete([keys[late]])
+        assert older.exists()
+        assert tier.used_bytes == 60 * 4096 + 4096
+        assert len([key async for key in tier.scan(b"")]) == 60
+        assert not older.exists()
+        assert tier.used_bytes == 60 * 4096
+        await tier.close()
+
     async def test_values_go_in_the_order_of_their_use_though_folders_are_listed_in_another(
         self, folder: Path
     ) -> None:
@@ -355,7 +377,7 @@ class TestLargeFolders:
         assert len(index) == 60
 
 
-def too_many_files(tree: FileTree, folder: str) -> list[str]:
+def too_many_files(*_: object, **__: object) -> list[str]:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 

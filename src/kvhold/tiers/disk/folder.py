@@ -42,6 +42,10 @@ class FoundValue:
     used_ns: int
 
 
+class FileLeft(OSError):
+    """A write failed, and its file could not be removed."""
+
+
 class Folder:
     """No call may overlap `close`."""
 
@@ -97,7 +101,7 @@ class Folder:
     ) -> int:
         """Write the file whole or not at all. Return the bytes that it occupies.
 
-        Raises OSError.
+        Raises OSError, and FileLeft if the file may be there.
 
         reuse: a file to overwrite and rename; twice as fast as a new one, if the size fits
         """
@@ -106,8 +110,13 @@ class Folder:
         )
         try:
             self._tree.rename(temporary, name)
-        except OSError:
-            self.remove(temporary)
+        except OSError as error:
+            # it has its name if only the sync of its folder failed
+            try:
+                self.remove(temporary)
+                self.remove(name)
+            except OSError:
+                raise FileLeft(error.errno, error.strerror) from error
             raise
         finally:
             if reuse is not None:
@@ -181,6 +190,12 @@ def shard_in(name: str) -> str:
 
 def value_name(key: bytes, nbytes: int, stamp_ns: int) -> str:
     return f"{shard_of(key)}/{key.hex()}-{nbytes}-{stamp_ns:x}"
+
+
+def parts_of_name(name: str) -> tuple[bytes, int, int]:
+    """Return the key, the size and the time of `value_name`."""
+    key, nbytes, stamp = name.rpartition("/")[2].split("-")
+    return bytes.fromhex(key), int(nbytes), int(stamp, 16)
 
 
 def _own(tree: FileTree) -> int:

@@ -5,14 +5,17 @@
     index.take(entry)  # not found from here on
     index.finish(entry)  # its file is removed; or index.restore(entry): it could not be
 
-`used_bytes` includes files being written or removed, and removed files until their last reader has
-finished. Such files are never victims.
+`used_bytes` includes files being written or removed, removed files until their last reader has
+finished, and orphans. Such files are never victims.
+
+An *orphan* is a file that could not be removed and whose key is not found, or is found in a newer
+file. Until it is removed, the next start may find it again.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvhold.tiers.disk.folder import FoundValue, value_name
+from kvhold.tiers.disk.folder import FoundValue, parts_of_name, value_name
 from kvhold.tiers.disk.rows import NONE, Rows, Sorting
 from kvhold.tiers.policies import Policy, make_policy
 
@@ -60,6 +63,7 @@ class Index:
         self._busy: dict[bytes, DiskEntry] = {}
         self._used_bytes = 0
         self._leaving_bytes = 0
+        self._orphans: dict[str, DiskEntry] = {}  # by name
 
     def __len__(self) -> int:
         return self._rows.num
@@ -147,7 +151,7 @@ class Index:
         beside: the entry to be replaced, which must be held or read
         """
         assert beside is not None or self._rows.find(key) == NONE
-        occupied = -(-nbytes // self._block_bytes) * self._block_bytes
+        occupied = self._occupied_bytes(nbytes)
         if occupied > self.limit_bytes:
             return None
         victims = self.evict(self._used_bytes - self._leaving_bytes + occupied - self.limit_bytes)
@@ -175,8 +179,12 @@ class Index:
         self._take(old, evicted=False)
         self.commit(entry, occupied_bytes)
 
-    def abandon(self, entry: DiskEntry) -> None:
-        self._used_bytes -= entry.occupied_bytes
+    def abandon(self, entry: DiskEntry, *, is_orphan: bool = False) -> None:
+        """is_orphan: the file may be there"""
+        if is_orphan:
+            self._orphans[entry.name] = entry
+        else:
+            self._used_bytes -= entry.occupied_bytes
 
     def read(self, entry: DiskEntry, used_ns: int) -> None:
         self.hold(entry)
@@ -208,14 +216,32 @@ class Index:
         if not entry.readers:
             self._used_bytes -= entry.occupied_bytes
 
-    def restore(self, entry: DiskEntry) -> None:
+    def restore(self, entry: DiskEntry, *, writing: Container[bytes] = ()) -> None:
         """Show a taken entry whose file could not be removed.
 
-        If its key has a new entry, the old bytes are counted until the next start.
+        It becomes an orphan if its key has a new entry or is in `writing`.
         """
         self._leave(entry)
-        if self._rows.find(entry.key) == NONE:
+        if self._rows.find(entry.key) == NONE and entry.key not in writing:
             self._show(entry, entry.written_ns)
+        else:
+            self._orphans[entry.name] = entry
+
+    def orphans(self, chosen: Callable[[bytes], bool]) -> list[DiskEntry]:
+        """Return the orphans of the chosen keys."""
+        return [entry for entry in self._orphans.values() if chosen(entry.key)]
+
+    def add_orphan(self, name: str) -> None:
+        """Add an orphan that the index does not count yet."""
+        key, nbytes, written_ns = parts_of_name(name)
+        entry = DiskEntry(key, nbytes, written_ns, self._occupied_bytes(nbytes))
+        self._used_bytes += entry.occupied_bytes
+        self._orphans[name] = entry
+
+    def finish_orphan(self, entry: DiskEntry) -> None:
+        """The file of an orphan is removed."""
+        del self._orphans[entry.name]
+        self.finish(entry)
 
     def _take(self, entry: DiskEntry, *, evicted: bool) -> None:
         assert self.holds(entry)
@@ -227,6 +253,9 @@ class Index:
         if not entry.readers:
             entry.leaving = True
             self._leaving_bytes += entry.occupied_bytes
+
+    def _occupied_bytes(self, nbytes: int) -> int:
+        return -(-nbytes // self._block_bytes) * self._block_bytes
 
     def _leave(self, entry: DiskEntry) -> None:
         if entry.leaving:

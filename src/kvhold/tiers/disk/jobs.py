@@ -8,12 +8,11 @@ An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event
 
 from kvhold.core.errors import TierError
-from kvhold.tiers.disk.folder import Folder, FoundValue
+from kvhold.tiers.disk.folder import FileLeft, Folder, FoundValue
 from kvhold.tiers.disk.index import DiskEntry, Index
 from kvhold.tiers.files.faults import as_tier_error
 
@@ -107,14 +106,23 @@ class OpenMore:
 
 
 class RemoveNames:
+    """`left`: the names of files that could not be removed."""
+
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
+        self.left: list[str] = []
         self._folder = folder
         self._names = names
 
     def run(self, stop: Event) -> None:
         for name in self._names:
-            with suppress(OSError):
+            try:
                 self._folder.remove(name)
+            except OSError as error:
+                self.left.append(name)
+                where = f"{self._folder.path}/{name}"
+                _log.warning(
+                    "%s", as_tier_error(error, tier="disk", operation="remove", where=where)
+                )
 
 
 class FileCheck:
@@ -212,6 +220,8 @@ class Read:
 
 
 class FileWrite:
+    """`is_left`: the write failed, and its file may be there."""
+
     def __init__(
         self,
         folder: Folder,
@@ -227,6 +237,7 @@ class FileWrite:
         self.occupied_bytes: int | None = None
         self.fault: TierError | None = None
         self.is_lost = False
+        self.is_left = False
         self._folder = folder
         self._pieces = pieces
         self._stamp_ns = stamp_ns
@@ -268,4 +279,5 @@ class FileWrite:
             )
         except OSError as error:
             self.fault = as_tier_error(error, tier="disk", operation="put", where=folder.path)
+            self.is_left = isinstance(error, FileLeft)
             self.is_lost = not folder.is_in_place()

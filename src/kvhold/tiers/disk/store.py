@@ -8,10 +8,18 @@ count is always right.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from hashlib import blake2b
 
-from kvhold.core.errors import TierError, TierFull, TierUnavailable
+from kvhold.core.errors import TierError, TierFull, TierIncomplete, TierUnavailable
 from kvhold.core.sizes import format_size
 from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.disk.folder import Folder, FoundValue
@@ -57,6 +65,7 @@ class _Opened:
         self.writing: dict[bytes, asyncio.Future[None]] = {}
         self.leaving: dict[int, tuple[bytes, asyncio.Future[None]]] = {}
         self.num_restored = 0
+        self.orphans_turn = asyncio.Lock()
         self.own: set[str] | None = None
         self.is_listed = False
         self.is_lost = False
@@ -122,10 +131,13 @@ class DiskStore:
     async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
         """Yield the keys with this prefix, in parts. A key may come twice.
 
-        Raises TierUnavailable if the folder was lost before the end.
+        Waits for the writes under way. Raises TierUnavailable if the folder was lost before the
+        end, TierIncomplete if files stay that are no values and may become some at the next start.
         """
         async with self._opener.use() as opened:
             await self._all_listed(opened, "scan")
+            # a caller may have given up a write that shows its value later
+            await self._written(opened, [key for key in opened.writing if key.startswith(prefix)])
             num_restored = -1
             for _ in range(_SCANS):
                 if num_restored == opened.num_restored:
@@ -137,9 +149,14 @@ class DiskStore:
                     await asyncio.sleep(0)
                 # else a crash could bring back values that the scan did not report
                 await self._left(opened)
+            if num_restored != opened.num_restored:
+                raise TierIncomplete("disk", "scan", f"{self._path}: removals fail again and again")
             self._check_kept(opened, "scan")
+            fault = await self._remove_orphans(opened, lambda key: key.startswith(prefix), "scan")
             await self._sync_removals(opened, opened.folder.unsynced)
             self._check_kept(opened, "scan")
+            if fault is not None:
+                raise fault
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
@@ -216,6 +233,8 @@ class DiskStore:
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Wait for replacements and evictions: a crash could bring such a value back.
 
+        Raises TierIncomplete, after the removals, if another file of a key stays.
+
         The removals are durable, whatever `sync` says, as those before a scan's end are: a clear is
         forgotten after its scan and deletes, and a power cut must not bring its values back.
         """
@@ -234,9 +253,12 @@ class DiskStore:
                     opened.index.take(entry)
                     [jobs[i]] = self._leave(opened, (entry,))
             await self._remove(opened, list(jobs.values()))
+            fault = await self._remove_orphans(opened, frozenset(keys).__contains__, "delete")
             shards = {shard_of(key) for key in keys}
             await self._sync_removals(opened, shards.intersection(opened.folder.unsynced))
             self._check_kept(opened, "delete")
+            if fault is not None:
+                raise fault
             return [i in jobs and jobs[i].gone for i in range(len(keys))]
 
     async def close(self) -> None:
@@ -313,7 +335,12 @@ class DiskStore:
                     index.limit_bytes += index.used_bytes - before_bytes
                 await asyncio.sleep(0)
             if older:
-                await self._writers.run([RemoveNames(opened.folder, older).run])
+                removal = RemoveNames(opened.folder, older)
+                try:
+                    await self._writers.run([removal.run])
+                finally:
+                    for name in removal.left:
+                        index.add_orphan(name)
         else:
             return
         await self._sort(index)
@@ -432,7 +459,7 @@ class DiskStore:
         if job.is_lost:
             self._lose(opened)
         if job.occupied_bytes is None:
-            index.abandon(job.entry)
+            index.abandon(job.entry, is_orphan=job.is_left)
             answers[key] = job.fault or TierError("disk", "replace", "cancelled")
             return None
         if index.holds(old):
@@ -464,7 +491,7 @@ class DiskStore:
     def _settle_write(self, opened: _Opened, job: FileWrite) -> TierError | None:
         self._settle_removed(opened, job.victims)
         if job.occupied_bytes is None:
-            opened.index.abandon(job.entry)
+            opened.index.abandon(job.entry, is_orphan=job.is_left)
         else:
             opened.index.commit(job.entry, job.occupied_bytes)
         opened.writing.pop(job.entry.key).set_result(None)
@@ -490,9 +517,28 @@ class DiskStore:
             if job.gone:
                 opened.index.finish(job.entry)
             else:
-                opened.index.restore(job.entry)
+                opened.index.restore(job.entry, writing=opened.writing)
                 opened.num_restored += 1
             opened.leaving.pop(id(job))[1].set_result(None)
+
+    async def _remove_orphans(
+        self, opened: _Opened, chosen: Callable[[bytes], bool], operation: str
+    ) -> TierIncomplete | None:
+        """Try again to remove the orphans of the chosen keys. Return the fault if one stays."""
+        async with opened.orphans_turn:
+            jobs = [Remove(opened.folder, entry) for entry in opened.index.orphans(chosen)]
+            try:
+                await self._writers.run([job.run for job in jobs])
+            finally:
+                for job in jobs:
+                    if job.gone:
+                        opened.index.finish_orphan(job.entry)
+        faults = [job.fault for job in jobs if job.fault is not None]
+        if not faults:
+            return None
+        return TierIncomplete(
+            "disk", operation, f"{len(faults)} old files could not be removed: {faults[0]}"
+        )
 
     async def _sync_removals(self, opened: _Opened, shards: Collection[str]) -> None:
         """Make removals from these subfolders durable. Raises TierError."""
