@@ -1135,6 +1135,10 @@ async def test_a_scan_waits_for_writes_whose_callers_have_given_up(
         await asyncio.wait((writing,))
 
 
+def is_below(folder: Path, fd: int) -> bool:
+    return Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(folder)
+
+
 def is_folder_of_values(fd: int) -> bool:
     return len(Path(f"/proc/self/fd/{fd}").readlink().name) == 2
 
@@ -1259,6 +1263,23 @@ class TestSeveralDisks:
             assert await tier.delete(good) == [False] * len(good)
             (tmp_path / "dead").unlink()
             assert await store(tier, dict.fromkeys(fresh, b"x")) == [True] * 30
+
+    async def test_a_disk_that_fails_during_a_scan_hides_no_keys_of_the_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        paths = [tmp_path / "a", tmp_path / "b"]
+        async with disk(*paths) as tier:
+            await fill(tier, range(40), 10)
+        async with disk(*paths) as tier:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", failing(os.fsync, EIO))
+                with pytest.raises(TierError) as raised:
+                    await scanned(tier)
+                assert not isinstance(raised.value, TierIncomplete)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", failing(os.fsync, EIO, partial(is_below, paths[0])))
+                assert len(await partly_scanned(tier)) == 40
+            assert len(await scanned(tier)) == 40
 
     async def test_when_all_are_dead_so_is_the_tier(self, tmp_path: Path) -> None:
         (tmp_path / "dead").write_bytes(b"")

@@ -182,12 +182,16 @@ class DiskTier:
             raise faults[0]
         for store, fault in zip(self._stores, opened, strict=True):
             if fault is None:
-                async with aclosing(store.keys(prefix)) as parts:
-                    async for keys in parts:
-                        for key in keys:
-                            yield key
+                try:
+                    async with aclosing(store.keys(prefix)) as parts:
+                        async for keys in parts:
+                            for key in keys:
+                                yield key
+                except TierError as failed:
+                    faults.append(failed)
         if faults:
-            raise _incomplete("scan", faults[0])
+            everything_failed = len(faults) == len(self._stores)
+            raise faults[0] if everything_failed else _incomplete("scan", faults[0])
 
     async def close(self) -> None:
         await _all(store.close() for store in self._stores)
