@@ -31,12 +31,16 @@ from kvhold.core.errors import (
     TierUnavailable,
 )
 from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, partly_scanned, scanned, store
 from kvhold.tiers.base import replace
 from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.disk.folder import Folder, FoundValue
+from kvhold.tiers.files.tree import FileTree
+from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.policies import POLICIES
+from kvhold.tiers.table import KEYS_A_PART
 from kvhold.tiers.url import parse_url
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -1174,6 +1178,24 @@ class TestRemovalsAreDurable:
             assert await tier.delete([make_key(i) for i in range(8)]) == [False] * 8
             assert await scanned(tier) == []
             assert synced == []
+
+    async def test_a_clear_of_many_values_syncs_each_folder_once_or_twice(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        num_synced, sync_folder = [0], FileTree.sync_folder
+
+        def sync(tree: FileTree, name: str) -> None:
+            num_synced[0] += 1
+            sync_folder(tree, name)
+
+        monkeypatch.setattr(FileTree, "sync_folder", sync)
+        async with disk(tmp_path) as tier:
+            keys = [make_key(number) for number in range(600)]
+            assert await tier.put([(key, [memoryview(b"x")]) for key in keys]) == [None] * 600
+            shards = {file.parent.name for file in value_files(tmp_path)}
+            guard = Guard(tier, GuardConfig(), name="disk", metrics=Metrics())
+            assert await guard.clear(b"") == 600
+            assert len(shards) <= num_synced[0] <= len(shards) + 600 // KEYS_A_PART + 1
 
     async def test_a_scan_syncs_the_folders_of_evicted_values(
         self, tmp_path: Path, synced: list[str]

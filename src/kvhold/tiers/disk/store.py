@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 _DAY_NS = 86_400 * 10**9
 
 _FOUND = 16
+_MOST_KEYS = 500
 _SCANS = 3  # repeated if a failed removal shows a value
 
 
@@ -131,6 +132,7 @@ class DiskStore:
     async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
         """Yield the keys with this prefix, in parts. A key may come twice.
 
+        The keys of one subfolder follow each other: so a batch of deletes syncs few subfolders.
         Waits for the writes under way. Raises TierUnavailable if the folder was lost before the
         end, TierIncomplete if files stay that are no values and may become some at the next start.
         """
@@ -144,7 +146,7 @@ class DiskStore:
                     break
                 await self._left(opened)
                 num_restored = opened.num_restored
-                for keys in opened.index.keys(prefix):
+                async for keys in self._keys_by_shard(opened, prefix):
                     yield keys
                     await asyncio.sleep(0)
                 # else a crash could bring back values that the scan did not report
@@ -157,6 +159,18 @@ class DiskStore:
             self._check_kept(opened, "scan")
             if fault is not None:
                 raise fault
+
+    async def _keys_by_shard(
+        self, opened: _Opened, prefix: bytes
+    ) -> AsyncGenerator[list[bytes], None]:
+        by_shard: dict[str, list[bytes]] = {}
+        for part in opened.index.keys(prefix):
+            for key in part:
+                by_shard.setdefault(shard_of(key), []).append(key)
+            await asyncio.sleep(0)
+        for keys in by_shard.values():
+            for at in range(0, len(keys), _MOST_KEYS):
+                yield keys[at : at + _MOST_KEYS]
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
