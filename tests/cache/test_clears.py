@@ -23,6 +23,7 @@ from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold.testing.tier import make_key
+from kvhold.tiers.base import FolderMet
 from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.generations import ALL, GenerationTier, is_marker, marker_key
 from kvhold.tiers.guard import Guard, GuardConfig
@@ -144,6 +145,110 @@ class TestRestarts:
             assert await guard.probe(keys) == [None] * len(keys)
             assert [key async for key in tier.scan(b"")] == []
             await guard.close()
+
+    @pytest.mark.parametrize("is_mounted_in_use", [False, True])
+    async def test_a_disk_that_was_not_mounted_at_a_clear_is_cleared_when_it_is_back(
+        self, tmp_path: Path, is_mounted_in_use: bool
+    ) -> None:
+        """The folder below its mount point was cleared instead. Renames play the mounts."""
+        keys, mount, disk = [make_key(n) for n in range(3)], tmp_path / "mnt", tmp_path / "disk"
+
+        def guard() -> tuple[Guard, ClearsJournal]:
+            journal = ClearsJournal(tmp_path / "clears")
+            journal.begin(["disk"])
+            tier = DiskTier(DiskConfig(path=f"{mount}/kv", max_bytes=1 << 20))
+            guard = Guard(tier, GuardConfig(breaker_pause_s=0.01), name="disk", metrics=Metrics())
+            guard.resume_clears(journal)
+            return guard, journal
+
+        async def put(keys: list[bytes]) -> None:
+            assert all((await guarded.put([(key, [memoryview(b"old")]) for key in keys])).items)
+
+        guarded, journal = guard()
+        await put(keys)
+        await guarded.close()
+        mount.rename(disk)
+        guarded, journal = guard()
+        await put(keys[:1])
+        assert await guarded.clear(NAMESPACE_OF_KEYS) == 1
+        assert (guarded.status()["pending_clears"], journal.pending("disk")) == (0, [])
+        if not is_mounted_in_use:
+            await guarded.close()
+        mount.rename(tmp_path / "below")
+        disk.rename(mount)
+        if is_mounted_in_use:
+            assert await guarded.check() is not None
+        else:
+            guarded, journal = guard()
+        assert await guarded.probe(keys) == [None] * 3
+        async with asyncio.timeout(PATIENT_S):
+            while guarded.status()["pending_clears"]:  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.01)
+        assert journal.pending("disk") == []
+        assert [key async for key in guarded.tier.scan(b"")] == []
+        await put(keys)
+        await guarded.close()
+        guarded, journal = guard()
+        assert await guarded.probe(keys) == [3] * 3, "it is not cleared again"
+        await guarded.close()
+
+    async def test_a_clear_during_which_another_disk_is_mounted_reads_that_one_too(
+        self, tmp_path: Path
+    ) -> None:
+        class Mounted(MemoryTier):
+            scans = 0
+
+            def watch_folders(self, met: FolderMet) -> None:
+                self.met = met
+
+            async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+                self.scans += 1
+                async for key in super().scan(prefix):
+                    yield key
+                if self.scans == 1:
+                    await self.met("/mnt", "the other disk")
+
+        tier = Mounted(MemoryConfig(max_bytes=1 << 20))
+        guard = Guard(tier, GuardConfig(breaker_pause_s=0.01), name="disk", metrics=Metrics())
+        journal = ClearsJournal(tmp_path / "clears")
+        guard.resume_clears(journal)
+        await tier.met("/mnt", "a disk")
+        await guard.clear(NAMESPACE)
+        async with asyncio.timeout(PATIENT_S):
+            while guard.status()["pending_clears"]:  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.01)
+        assert tier.scans >= 2
+        assert journal.pending("disk") == []
+        await guard.close()
+
+    async def test_a_journal_of_folders_is_kept_bounded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhold.tiers.journal._MOST_MISSED", 10)
+        path = tmp_path / "clears"
+        journal = ClearsJournal(path)
+        journal.begin(["disk"])
+        for number in range(40):
+            assert await journal.meet("disk", "/mnt", f"disk {number}") == []
+        for number in range(3):
+            await journal.remove("disk", number.to_bytes(NAMESPACE_BYTES, "big"))
+        journal = ClearsJournal(path)
+        journal.begin(["disk"])
+        missed = [number.to_bytes(NAMESPACE_BYTES, "big") for number in range(3)]
+        assert await journal.meet("disk", "/mnt", "disk 0") == []
+        assert await journal.meet("disk", "/mnt", "disk 38") == missed
+        assert journal.pending("disk") == missed
+        assert await journal.meet("disk", "/mnt", "disk 39") == [], "it was there"
+        for number in range(20):
+            await journal.remove("disk", number.to_bytes(NAMESPACE_BYTES, "big"))
+        assert len(path.read_text().splitlines()) < 16 * (1 + 10)
+        journal = ClearsJournal(path)
+        journal.begin(["disk, with another option"])
+        assert await journal.meet("disk, with another option", "/mnt", "disk 30") == [b""]
+        path.write_text("@disk 30\tdisk\tnonsense\n")
+        journal = ClearsJournal(path)
+        journal.begin(["disk"])
+        assert journal.pending("disk") == [b""]
 
     async def test_a_journal_is_kept_bounded_and_follows_no_link(self, tmp_path: Path) -> None:
         path = tmp_path / "clears"

@@ -34,9 +34,11 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, partly_scanned, scanned, store
-from kvhold.tiers.base import replace
+from kvhold.tiers.audit import AuditTier
+from kvhold.tiers.base import HasFolders, replace
 from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.disk.folder import Folder, FoundValue
+from kvhold.tiers.faults import FaultTier
 from kvhold.tiers.files.tree import FileTree
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.policies import POLICIES
@@ -697,6 +699,62 @@ class TestOwner:
                 with pytest.raises(TierUnavailable):
                     await other.check()
             assert await present(other, range(1)) == [0]
+
+
+class TestIdentity:
+    @pytest.mark.parametrize("wrap", [lambda tier: tier, AuditTier, FaultTier])
+    async def test_a_folder_keeps_its_identity_wherever_it_is(
+        self, tmp_path: Path, wrap: Callable[[DiskTier], Any]
+    ) -> None:
+        met: list[tuple[str, str]] = []
+
+        async def meet(path: str, identity: str) -> None:
+            met.append((path, identity))
+
+        for name, other in (("a", "b"), ("a", "b"), ("c", "d")):
+            async with disk(tmp_path / name, tmp_path / other) as tier:
+                wrapped = wrap(tier)
+                assert isinstance(wrapped, HasFolders)
+                wrapped.watch_folders(meet)
+                await tier.check()
+            for path in ("a", "b"):
+                if len(met) == 4:
+                    (tmp_path / path).rename(tmp_path / {"a": "c", "b": "d"}[path])
+        paths, identities = zip(*sorted(met), strict=True)
+        assert paths == tuple(str(tmp_path / name) for name in "aabbcd")
+        a, same_a, b, same_b, c, d = identities
+        assert (a, b) == (same_a, same_b) == (c, d)
+        assert a != b
+
+    async def test_a_damaged_identity_is_made_again(self, tmp_path: Path) -> None:
+        names = list[str]()
+        for _ in range(3):
+            async with disk(tmp_path) as tier:
+                await tier.check()
+            names.append((tmp_path / "kvhold.identity").read_text())
+            if len(names) == 1:
+                (tmp_path / "kvhold.identity").write_text("\0" * 33)
+        assert len(names[0]) == len(names[1]) == 33
+        assert names[0] != names[1] == names[2]
+
+    async def test_no_value_is_found_before_the_watcher_of_folders_has_answered(
+        self, tmp_path: Path
+    ) -> None:
+        may_go_on = asyncio.Event()
+
+        async def meet(path: str, identity: str) -> None:
+            await may_go_on.wait()
+            raise TierError("disk", "open", "not now")
+
+        async with disk(tmp_path) as tier:
+            tier.watch_folders(meet)
+            probing = asyncio.ensure_future(tier.probe([make_key(0)]))
+            assert not (await asyncio.wait((probing,), timeout=0.05))[0]
+            may_go_on.set()
+            with pytest.raises(TierError, match="not now"):
+                await probing
+            async with disk(tmp_path) as other:
+                await other.check()
 
 
 class TestFilesOfOthers:

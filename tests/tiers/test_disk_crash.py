@@ -113,5 +113,6 @@ def known_keys(turn: int) -> dict[bytes, int]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All but the lock."""
-    return [path for path in folder.rglob("*") if path.is_file() and path.name != "kvhold.lock"]
+    """All but the lock and the identity."""
+    others = ("kvhold.lock", "kvhold.identity")
+    return [path for path in folder.rglob("*") if path.is_file() and path.name not in others]

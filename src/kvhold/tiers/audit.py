@@ -25,7 +25,16 @@ from xxhash import xxh3_128
 
 from kvhold.core.config import apply, setting
 from kvhold.core.errors import ConfigError, TierError
-from kvhold.tiers.base import Parts, Tier, TierTraits, in_thread, replace, size_of
+from kvhold.tiers.base import (
+    FolderMet,
+    HasFolders,
+    Parts,
+    Tier,
+    TierTraits,
+    in_thread,
+    replace,
+    size_of,
+)
 from kvhold.tiers.scans import closing_scan
 
 OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
@@ -68,6 +77,10 @@ class AuditTier:
             return cls(inner, config, shown=shown)
         except ConfigError as error:
             raise ConfigError(f"{shown}: {error}") from None
+
+    def watch_folders(self, met: FolderMet) -> None:
+        if isinstance(self._inner, HasFolders):
+            self._inner.watch_folders(met)
 
     async def check(self) -> None:
         with self._logged("check", 0):

@@ -23,7 +23,7 @@ retries except after a stale connection: `guard.py` does this for all tiers.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -31,6 +31,8 @@ from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 from kvhold.core.errors import TierError
 
 Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
+
+FolderMet: TypeAlias = Callable[[str, str], Awaitable[None]]
 
 Result = TypeVar("Result")
 
@@ -140,6 +142,17 @@ class Replaces(Protocol):
         A concurrent reader gets the old value or the new one, whole. In a durable tier this also
         holds after a `kill -9`. The new value keeps the old one's remaining time to live. If a key
         occurs twice, its first value counts, and both items get its answer.
+        """
+
+
+@runtime_checkable
+class HasFolders(Protocol):
+    """The further method of a tier whose folders may be away and come back, as mounted disks."""
+
+    def watch_folders(self, met: FolderMet) -> None:
+        """Await `met(path, identity)` at each opening of a folder, before its values are used.
+
+        A folder keeps its identity wherever it is mounted.
         """
 
 

@@ -31,7 +31,16 @@ from typing import ClassVar, Self
 
 from kvhold.core.config import apply, setting
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
-from kvhold.tiers.base import Parts, Tier, TierTraits, check_lengths, replace, size_of
+from kvhold.tiers.base import (
+    FolderMet,
+    HasFolders,
+    Parts,
+    Tier,
+    TierTraits,
+    check_lengths,
+    replace,
+    size_of,
+)
 from kvhold.tiers.scans import closing_scan
 
 OPERATIONS = ("probe", "get", "put", "replace", "delete", "scan", "check")
@@ -155,6 +164,10 @@ class FaultTier:
     def release(self) -> None:
         self._released.set()
         self._released = asyncio.Event()
+
+    def watch_folders(self, met: FolderMet) -> None:
+        if isinstance(self._inner, HasFolders):
+            self._inner.watch_folders(met)
 
     async def check(self) -> None:
         await self._before("check")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Generic
 
@@ -23,7 +24,7 @@ from kvhold.core.errors import (
 )
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
-from kvhold.tiers.base import Parts, Tier, replace, size_of
+from kvhold.tiers.base import HasFolders, Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
 from kvhold.tiers.clears import Clears
@@ -114,6 +115,8 @@ class Guard:
         self._suppressed = self.clears.suppressed
         self._mending: asyncio.Task[None] | None = None
         self._stuck: dict[asyncio.Task[Any], TierCall[Any]] = {}
+        self._folders: dict[str, str] = {}  # path -> identity
+        self._clearing: set[asyncio.Task[int]] = set()
         self._last_fault = ""
         metrics.set("kvhold_tier_available", 1, tier=name)
 
@@ -290,8 +293,24 @@ class Guard:
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """See `Clears.resume`."""
+        """See `Clears.resume`. A folder that is back is cleared of what it has missed."""
         self.clears.resume(journal)
+        if isinstance(self._tier, HasFolders):
+            self._tier.watch_folders(partial(self._meet_folder, journal))
+
+    async def _meet_folder(self, journal: ClearsJournal, path: str, identity: str) -> None:
+        prefixes = await journal.meet(self.place, path, identity)
+        if self._folders.setdefault(path, identity) != identity:
+            # a clear that runs now may have read only the folder before
+            prefixes += self._suppressed.all_due
+        self._folders[path] = identity
+        for prefix in dict.fromkeys(prefixes):
+            # one that is pending and not due yet will read this folder, too
+            if self._suppressed.due(prefix) or not self._suppressed.number(prefix):
+                pending_clear = PendingClear(prefix, self._suppressed.add(prefix))
+                clearing = asyncio.ensure_future(self.clears.end(pending_clear))
+                self._clearing.add(clearing)
+                clearing.add_done_callback(self._clearing.discard)
 
     def share(
         self,
@@ -355,6 +374,9 @@ class Guard:
         if self._mending is not None:
             self._mending.cancel()
             await asyncio.wait((self._mending,))
+        for clearing in list(self._clearing):
+            clearing.cancel()
+            await asyncio.wait((clearing,))
         await self.clears.close()
         call = TierCall[None]("close", 0, self.config.get_timeout_s)
         await self._attempt(call, self._tier.close)

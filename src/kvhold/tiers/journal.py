@@ -6,6 +6,11 @@ Each clear has one line: the tier's place, a tab, and the prefix of the keys in 
 has one line: the tier's place, a tab, the namespace in hex, a tab, and the number. Each place of
 the last start has a line that begins with "=". The file is replaced in one step.
 
+A clear may end while a folder of its tier is away, as a disk that is not mounted: then the folder
+below its mount point is cleared. Each folder has an identity (`disk/folder.py`), which is kept in a
+line: "@", the identity, a tab, the tier's place. Each clear that ended without this folder has such
+a line too, with a tab and the prefix at its end. It is pending again when the folder is back.
+
 One store may have several places, since its URL can be written in several ways (`place_of`). So a
 place that the last start did not have may be any store, and gets the pending clears of all places
 that have gone. That costs misses only.
@@ -19,7 +24,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _MOST_PENDING = 100_000
 _MOST_REACHED = 20_000
+_MOST_FOLDERS = 16  # of a tier; the one opened longest ago is forgotten
+_MOST_MISSED = 200  # clears of a folder; more become one of everything
 _MOST_BYTES = 16 << 20
 
 
@@ -46,6 +53,9 @@ class ClearsJournal:
         self._pending: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
         self._last_places: set[str] = set()
+        # of a tier: identity of a folder -> the clears that ended without it
+        self._folders: dict[str, dict[str, dict[bytes, None]]] = {}
+        self._present: dict[str, dict[str, str]] = {}  # of a tier: path -> identity
         try:
             text = self._read()
         except OSError as error:
@@ -56,6 +66,9 @@ class ClearsJournal:
             for line in text.splitlines():
                 if line.startswith("="):
                     self._last_places.add(line[1:])
+                    continue
+                if line.startswith("@"):
+                    self._read_folder(line[1:])
                     continue
                 name, prefix, *numbers = line.split("\t")
                 if len(prefix) not in (0, 2 * NAMESPACE_BYTES) or len(numbers) > 1:
@@ -75,6 +88,7 @@ class ClearsJournal:
                 self._all_owe = False
                 self._pending = {tier: {b"": None} for tier in tiers}
                 self._reached = {}
+                self._folders = {}
             else:
                 gone = [
                     prefix
@@ -87,7 +101,10 @@ class ClearsJournal:
                     if together:
                         fits = len(together) <= _MOST_PENDING
                         self._pending[tier] = together if fits else {b"": None}
-            had_file = bool(self._pending or self._reached or self._last_places)
+                    for other in set(self._folders) - set(tiers):
+                        for identity, missed in self._folders[other].items():
+                            self._miss(tier, identity, missed)
+            had_file = bool(self._pending or self._reached or self._last_places or self._folders)
             self._last_places = set(tiers)
             if had_file:
                 self._save()
@@ -133,9 +150,26 @@ class ClearsJournal:
             for tier, of in self._reached.items()
             for space, number in of.items()
         ]
-        return places + pending + reached
+        folders = [
+            line
+            for tier, of in self._folders.items()
+            for identity, missed in of.items()
+            for line in (
+                f"@{identity}\t{tier}\n",
+                *(f"@{identity}\t{tier}\t{prefix.hex()}\n" for prefix in missed),
+            )
+        ]
+        return places + pending + reached + folders
+
+    async def meet(self, tier: str, path: str, identity: str) -> list[bytes]:
+        """Note which folder is at a path of a tier.
+
+        Return the prefixes of the clears that ended while it was away; they are pending again.
+        """
+        return await asyncio.to_thread(self._meet, tier, path, identity)
 
     async def remove(self, tier: str, prefix: bytes) -> None:
+        """End a clear. Folders of the tier that are away now have missed it."""
         await asyncio.to_thread(self._change, tier, prefix, pending=False)
 
     def _change(self, tier: str, prefix: bytes, *, pending: bool) -> None:
@@ -144,7 +178,38 @@ class ClearsJournal:
                 self._add(tier, prefix)
             else:
                 self._pending.setdefault(tier, {}).pop(prefix, None)
+                present = self._present.get(tier, {}).values()
+                for identity in self._folders.get(tier, {}):
+                    if identity not in present:
+                        self._miss(tier, identity, [prefix])
             self._save()
+
+    def _meet(self, tier: str, path: str, identity: str) -> list[bytes]:
+        with self._lock:
+            self._present.setdefault(tier, {})[path] = identity
+            folders = self._folders.setdefault(tier, {})
+            is_new, missed = identity not in folders, folders.pop(identity, {})
+            folders[identity] = {}
+            while len(folders) > _MOST_FOLDERS:
+                del folders[next(iter(folders))]
+            for prefix in missed:
+                self._add(tier, prefix)
+            if is_new or missed:
+                self._save()
+            return list(missed)
+
+    def _miss(self, tier: str, identity: str, prefixes: Iterable[bytes]) -> None:
+        """Note clears that ended without a folder."""
+        folders = self._folders.setdefault(tier, {})
+        missed = folders.get(identity, {}) | dict.fromkeys(prefixes)
+        is_everything = b"" in missed or len(missed) > _MOST_MISSED
+        folders[identity] = {b"": None} if is_everything else missed
+
+    def _read_folder(self, line: str) -> None:
+        identity, tier, *missed = line.split("\t")
+        if len(missed) > 1 or any(len(each) not in (0, 2 * NAMESPACE_BYTES) for each in missed):
+            raise ValueError(line)
+        self._miss(tier, identity, [bytes.fromhex(each) for each in missed])
 
     def _add(self, tier: str, prefix: bytes) -> None:
         """Add a pending clear, without saving it."""

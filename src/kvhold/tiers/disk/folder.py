@@ -1,6 +1,7 @@
 """One folder of values on a local disk: file names, and the owner's lock.
 
     kvhold.lock               held by flock(2) while a process owns the folder; has its pid
+    kvhold.identity           a random name, by which the folder is known wherever it is mounted
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
@@ -13,6 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from threading import Lock
 from typing import Self
 
@@ -23,6 +25,8 @@ from kvhold.tiers.files.names import shard_of, writer_of
 from kvhold.tiers.files.tree import NEW, FileTree
 
 _LOCK = "kvhold.lock"
+_IDENTITY = "kvhold.identity"
+_IDENTITY_BYTES = 16
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _VALUE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-(\d{{1,15}})-([0-9a-f]{{1,16}})")
 # what the index can hold
@@ -49,8 +53,9 @@ class FileLeft(OSError):
 class Folder:
     """No call may overlap `close`."""
 
-    def __init__(self, tree: FileTree, lock: int) -> None:
+    def __init__(self, tree: FileTree, lock: int, identity: str) -> None:
         self.path = tree.path
+        self.identity = identity
         self._tree = tree
         self._lock = lock
         self._removals: dict[str, int] = {}  # subfolder -> removals that a power cut may undo
@@ -65,7 +70,7 @@ class Folder:
             try:
                 lock = _own(tree)
                 try:
-                    return cls(tree, lock)
+                    return cls(tree, lock, _identity(tree))
                 except BaseException:
                     os.close(lock)
                     raise
@@ -196,6 +201,22 @@ def parts_of_name(name: str) -> tuple[bytes, int, int]:
     """Return the key, the size and the time of `value_name`."""
     key, nbytes, stamp = name.rpartition("/")[2].split("-")
     return bytes.fromhex(key), int(nbytes), int(stamp, 16)
+
+
+def _identity(tree: FileTree) -> str:
+    """Return the folder's identity. A folder without one gets one."""
+    file = tree.open_file(_IDENTITY, os.O_RDWR)
+    try:
+        identity = os.pread(file, 64, 0).decode(errors="replace").strip()
+        if not re.fullmatch(rf"[0-9a-f]{{{2 * _IDENTITY_BYTES}}}", identity):
+            identity = token_hex(_IDENTITY_BYTES)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{identity}\n".encode(), 0)
+            os.fsync(file)
+            tree.sync_folder(".")
+    finally:
+        os.close(file)
+    return identity
 
 
 def _own(tree: FileTree) -> int:

@@ -21,7 +21,7 @@ from hashlib import blake2b
 
 from kvhold.core.errors import TierError, TierFull, TierIncomplete, TierUnavailable
 from kvhold.core.sizes import format_size
-from kvhold.tiers.base import Parts, size_of
+from kvhold.tiers.base import FolderMet, Parts, size_of
 from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.disk.index import DiskEntry, Index
 from kvhold.tiers.disk.jobs import (
@@ -92,6 +92,7 @@ class DiskStore:
         self._settings = settings
         self._closing = False
         self._listing: asyncio.Task[None] | None = None
+        self.met: FolderMet | None = None  # told of each opening before it is used
         closed = TierUnavailable("disk", "open", f"{path} was closed")
         self._opener = Opener(self._open, _Opened.close, closed=closed)
         self._readers = IoThreads("kvhold-disk-read", settings.io_threads)
@@ -289,6 +290,12 @@ class DiskStore:
         if job.fault is not None:
             raise job.fault
         assert job.folder is not None and job.index is not None
+        if self.met is not None:
+            try:
+                await self.met(self._path, job.folder.identity)
+            except BaseException:
+                job.folder.close()
+                raise
         last_ns = max(job.began_ns, min(job.last_ns, time.time_ns() + _DAY_NS))
         opened = _Opened(job.folder, job.index, last_ns)
         if job.rest is not None:

@@ -24,7 +24,7 @@ from typing import Self, TypeVar
 
 from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete
-from kvhold.tiers.base import Parts, TierTraits, check_lengths
+from kvhold.tiers.base import FolderMet, Parts, TierTraits, check_lengths
 from kvhold.tiers.disk.jobs import StoreSettings
 from kvhold.tiers.disk.store import DiskStore
 from kvhold.tiers.policies import POLICIES
@@ -114,6 +114,10 @@ class DiskTier:
     @property
     def limit_bytes(self) -> int:
         return sum(store.limit_bytes for store in self._stores)
+
+    def watch_folders(self, met: FolderMet) -> None:
+        for store in self._stores:
+            store.met = met
 
     async def check(self) -> None:
         """Tier contract. Passes if one disk works."""
