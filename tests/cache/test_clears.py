@@ -244,6 +244,7 @@ class TestRestarts:
         assert len(path.read_text().splitlines()) < 16 * (1 + 10)
         journal = ClearsJournal(path)
         journal.begin(["disk, with another option"])
+        assert "\tdisk\n" not in path.read_text(), "its folders are those of the new place"
         assert await journal.meet("disk, with another option", "/mnt", "disk 30") == [b""]
         path.write_text("@disk 30\tdisk\tnonsense\n")
         journal = ClearsJournal(path)

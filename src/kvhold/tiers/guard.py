@@ -117,6 +117,7 @@ class Guard:
         self._stuck: dict[asyncio.Task[Any], TierCall[Any]] = {}
         self._folders: dict[str, str] = {}  # path -> identity
         self._clearing: set[asyncio.Task[int]] = set()
+        self._is_closing = False
         self._last_fault = ""
         metrics.set("kvhold_tier_available", 1, tier=name)
 
@@ -300,6 +301,8 @@ class Guard:
 
     async def _meet_folder(self, journal: ClearsJournal, path: str, identity: str) -> None:
         prefixes = await journal.meet(self.place, path, identity)
+        if self._is_closing:
+            return
         if self._folders.setdefault(path, identity) != identity:
             # a clear that runs now may have read only the folder before
             prefixes += self._suppressed.all_due
@@ -371,6 +374,7 @@ class Guard:
         }
 
     async def close(self) -> None:
+        self._is_closing = True
         if self._mending is not None:
             self._mending.cancel()
             await asyncio.wait((self._mending,))

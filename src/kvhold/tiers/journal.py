@@ -96,13 +96,19 @@ class ClearsJournal:
                     if tier not in tiers
                     for prefix in prefixes
                 ]
-                for tier in set(tiers) - self._last_places:
+                gone_folders = [self._folders[tier] for tier in set(self._folders) - set(tiers)]
+                new_places = set(tiers) - self._last_places
+                if new_places:
+                    self._folders = {
+                        tier: of for tier, of in self._folders.items() if tier in tiers
+                    }
+                for tier in new_places:
                     together = self._pending.get(tier, {}) | dict.fromkeys(gone)
                     if together:
                         fits = len(together) <= _MOST_PENDING
                         self._pending[tier] = together if fits else {b"": None}
-                    for other in set(self._folders) - set(tiers):
-                        for identity, missed in self._folders[other].items():
+                    for folders in gone_folders:
+                        for identity, missed in folders.items():
                             self._miss(tier, identity, missed)
             had_file = bool(self._pending or self._reached or self._last_places or self._folders)
             self._last_places = set(tiers)
