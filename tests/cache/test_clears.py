@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from hashlib import blake2b
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -964,6 +965,70 @@ class TestGenerations:
         assert len(garbage) == 1
         await one.remove_names(*garbage.taken())
         assert await other.probe([old, new]) == [None, 3]
+
+    async def test_a_clear_of_everything_leaves_the_values_that_others_stored_since(
+        self, place: Place
+    ) -> None:
+        """In namespaces that the clearing host does not know, and after further clears."""
+        one, other = self.tiers(place)
+        old, new, newest = (make_key(n, bytes([65 + n]) * NAMESPACE_BYTES) for n in range(3))
+        await one.put([(old, [memoryview(b"old")])])
+        await other.advance(newest[:NAMESPACE_BYTES])
+        await other.put([(newest, [memoryview(b"old")])])
+        await one.advance(b"")
+        await other.probe([new])
+        await other.put([(new, [memoryview(b"new")])])
+        garbage = [name for part in (await one.names_of(b"")).taken() for name in part]
+        assert sorted(place.values[name] for name in garbage) == [b"old", b"old"]
+        await other.advance(b"")  # which the first host has not learned of
+        await other.put([(newest, [memoryview(b"newest")])])
+        await one.remove_names(
+            [name for part in (await one.names_of(b"")).taken() for name in part]
+        )
+        assert await other.probe([newest]) == [6]
+        await other.remove_names(
+            [name for part in (await other.names_of(b"")).taken() for name in part]
+        )
+        assert [value for name, value in place.values.items() if not is_marker(name)] == [b"newest"]
+
+    async def test_removing_again_later_leaves_the_values_that_others_stored_since(
+        self, place: Place
+    ) -> None:
+        def host() -> Guard:
+            guard = Guard(
+                SharedMemoryTier(place),
+                GuardConfig(breaker_pause_s=0.01),
+                name="tier",
+                metrics=Metrics(),
+            )
+            guard.share(lambda prefix: None)
+            return guard
+
+        one, other = host(), host()
+        old, new = (make_key(n, bytes([65 + n]) * NAMESPACE_BYTES) for n in range(2))
+        await one.put([(old, [memoryview(b"old")])])
+        place.faults["scan"] = AWAY
+        await one.clear(b"")
+        await other.probe([new])
+        await other.put([(new, [memoryview(b"new")])])
+        place.faults.clear()
+        async with asyncio.timeout(PATIENT_S):
+            while b"old" in place.values.values():  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.01)
+        assert await other.probe([new]) == [3]
+        await one.close()
+        await other.close()
+
+    async def test_names_follow_the_documented_format(self, place: Place) -> None:
+        """docs/format.md"""
+        [one] = self.tiers(place, 1)
+        key = make_key(1)
+        space = key[:NAMESPACE_BYTES]
+        for prefix in (b"", b"", space):
+            await one.advance(prefix)
+        counts = (1).to_bytes(8, "little") + (2).to_bytes(8, "little")
+        digest = blake2b(space + counts, digest_size=12, person=b"kvhold-gen").digest()
+        assert one.name_of(key) == digest + bytes([2, 0, 0, 0]) + key[NAMESPACE_BYTES:]
 
     async def test_a_marker_never_expires_by_itself(self, place: Place) -> None:
         [one] = self.tiers(place, 1)

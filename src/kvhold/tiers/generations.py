@@ -4,7 +4,8 @@
     await tier.refresh()  # learn the clears of other hosts
 
 **Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
-hash of namespace and generation, so no host asks for older values.
+hash of namespace and generation, so no host asks for older values. The number of clears of
+everything follows, readable: a host removes older names of namespaces that it does not know.
 
 **Marker** n says that generation n has begun. A probe asks for the next marker in the same round
 trip, without clock or lock.
@@ -35,6 +36,11 @@ _PLACE = b"\xff\xff\xff\xff"  # a group and shard that no chunk has
 _SAYS = b"kvhold-clear"  # in place of the hash of tokens
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
 _TOKEN_BYTES = 16  # tells who put a marker
+_EVERY_BYTES = 4  # of a name: the number of clears of everything
+_EVERY_WRAP = 1 << 8 * _EVERY_BYTES
+# Names of so many later numbers are not older. A key without generation has any number there, so
+# the old values of one namespace in 4 million stay.
+_MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
 _SPACES_AT_ONCE = 64  # in one call
@@ -188,15 +194,20 @@ class GenerationTier:
         return old
 
     async def names_of(self, old: bytes) -> KeyList:
-        """Return the names with the prefix `old`, without markers and current names."""
-        names, spaces = await self._scanned(old)
-        await self._catch_up(spaces)
-        for space in spaces:
-            self.name_of(space)
+        """Return the names with the prefix `old`, which `advance` returned, without markers.
+
+        b"": only names from before the latest known clear of everything. Names that other hosts
+        have used since are told by their number, whatever namespaces this host knows.
+        """
+        every = self._numbers[ALL]
+        names, _ = await self._scanned(old)
+        if old:
+            return names
         garbage = KeyList()
+        assert every, "removed without a clear"
         for part in names.taken():
             for name in part:
-                if self._key_of(name) is None:
+                if _is_older(name, every):
                     garbage.append(name)
             await asyncio.sleep(0)
         return garbage
@@ -296,10 +307,10 @@ class GenerationTier:
             return key
         digest = blake2b(
             space + own.to_bytes(8, "little") + every.to_bytes(8, "little"),
-            digest_size=NAMESPACE_BYTES,
+            digest_size=NAMESPACE_BYTES - _EVERY_BYTES,
             person=b"kvhold-gen",
         )
-        name = digest.digest()
+        name = digest.digest() + (every % _EVERY_WRAP).to_bytes(_EVERY_BYTES, "little")
         self._spaces[name] = space
         return name + key[NAMESPACE_BYTES:]
 
@@ -432,6 +443,12 @@ def marker_key(space: bytes, number: int) -> bytes:
 
 def is_marker(name: bytes) -> bool:
     return name.endswith(_PLACE) and name[NAMESPACE_BYTES:].startswith(_SAYS)
+
+
+def _is_older(name: bytes, every: int) -> bool:
+    """Return whether a name is from before the clear of everything with this number."""
+    number = int.from_bytes(name[NAMESPACE_BYTES - _EVERY_BYTES : NAMESPACE_BYTES], "little")
+    return (number - every) % _EVERY_WRAP >= _MOST_LATER
 
 
 def _leading(number: int) -> list[int]:
