@@ -78,8 +78,6 @@ class CacheState:
         self.ram = ram
         self.metrics = metrics
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
-        self.in_use: dict[bytes, None] = {}
-        """Namespaces with a reservation, added before the grant. Any thread may read it."""
         self.turn_units = TURN  # per step
         self._has_tiers = num_tiers > 0
         self._layouts: dict[bytes, Layout] = {}
@@ -191,7 +189,6 @@ class CacheState:
         groups: bytes | None = None,
         store_options: StoreOptions = DEFAULT_OPTIONS,
     ) -> Turns[Grant]:
-        self.in_use[names.namespace] = None
         grant = yield from self._leases.reserve_turns(
             owner, layout, names, shard, groups=groups, store_options=store_options
         )

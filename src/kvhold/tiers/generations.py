@@ -13,6 +13,9 @@ trip, without clock or lock.
 **Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
 repeats. It reaches 13 by 8 and 12. Hosts restore evicted markers.
 
+**Namespaces are forgotten**, except the `_MOST_USED` that were used last and those of which memory
+has chunks: only these are refreshed. The next use of another one searches it, as the first did.
+
 **Chunks on this host** have a generation too, kept in a journal. `learned` is called before any key
 gets a newer name, so a running write uses an old name or is stopped.
 """
@@ -20,6 +23,7 @@ gets a newer name, so a running write uses an old name or is stopped.
 import asyncio
 import math
 import os
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TypeVar
@@ -45,8 +49,24 @@ _BITS_AT_ONCE = 16
 _MOST_BITS = 48
 _SPACES_AT_ONCE = 64  # in one call
 _MOST_SLICES = 64  # in one refresh
+_MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
+_MOST_NUMBERS = 20_000  # as many as the journal keeps
+_LOOKS = 4  # for a number to forget, at each new one
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
+
+
+class _Use:
+    """A namespace in use.
+
+    contact: with the tier, at the latest search; 0: none since the first use; -1: to search again
+    """
+
+    __slots__ = ("contact", "num_refreshes")
+
+    def __init__(self) -> None:
+        self.contact = 0
+        self.num_refreshes = 0
 
 
 class GenerationTier:
@@ -58,26 +78,31 @@ class GenerationTier:
         read_only: bool = False,
         numbers: Mapping[bytes, int] | None = None,
         may_hold: Callable[[bytes], bool] = lambda space: True,
+        holds: Callable[[bytes], bool] = lambda space: False,
     ) -> None:
         """Wrap a tier.
 
         learned:  called with each namespace that another host has cleared; b"" means all
         numbers:  namespace -> generation of this host's chunks, from a journal
         may_hold: false: do not call `learned` at first contact with a namespace
+        holds:    true: memory has chunks of the namespace, so do not forget it
         """
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
-        self._numbers: dict[bytes, int] = {ALL: 0} | dict(numbers or {})
+        # known generations, without zeros; the least lately used first
+        self._numbers: OrderedDict[bytes, int] = OrderedDict(numbers or {})
         self._may_hold = may_hold
-        # namespaces searched since the tier was last away
-        self._met: set[bytes] = set()
-        self._used: dict[bytes, None] = {ALL: None}
+        self._holds = holds
+        self._contact = 1  # raised whenever the tier was away
+        self._used: dict[bytes, _Use] = {ALL: _Use()}
+        # the same without ALL; the next one to refresh first
+        self._turns: OrderedDict[bytes, None] = OrderedDict()
+        # those that may be forgotten; the least lately used first
+        self._lately: OrderedDict[bytes, None] = OrderedDict()
         # the generation that this host is beginning
         self._own: dict[bytes, int] = {}
-        self._next_slice = 0  # of the namespaces in use: the one to refresh next
         self._is_failing = False  # the latest question for markers had no answer
-        self._spaces: dict[bytes, bytes] = {}  # name -> namespace
         # memory may hold chunks from before an unknown clear
         self._was_away = False
 
@@ -112,6 +137,7 @@ class GenerationTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
+        await self._meet_forgotten(keys)
         return await self._noticed(self._tier.get(self._names(keys), into, starts=starts))
 
     async def put(
@@ -122,7 +148,12 @@ class GenerationTier:
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """Return a put with the names of now."""
+        """Return a put with the names of now.
+
+        Of a forgotten namespace they may be old ones, which nobody asks for.
+        """
+        for space in _spaces_of([key for key, _ in items]):
+            self.use(space)
         named = [(self.name_of(key), parts) for key, parts in items]
         return lambda: self._noticed(self._tier.put(named, ttl_s=ttl_s))
 
@@ -143,24 +174,34 @@ class GenerationTier:
         return await self._noticed(self._tier.replace(items))
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        await self._meet_forgotten(keys)
         return await self._noticed(self._tier.delete(self._names(keys)))
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Tier contract. A scan of all namespaces learns their clears."""
         if len(prefix) >= NAMESPACE_BYTES:
+            spaces = _spaces_of([prefix])
+            await self._meet_forgotten(spaces)
             names, _ = await self._scanned(self.name_of(prefix))
         else:
             names, spaces = await self._scanned(b"")
             await self._catch_up(spaces)
-            for space in spaces:
-                self.use(space)
-                self.name_of(space)
+            spaces += [*self._used, *self._numbers]
+        space_of = await self._spaces_by_name(spaces)
         for part in names.taken():
             await asyncio.sleep(0)
             for name in part:
-                key = self._key_of(name)
-                if key is not None and key.startswith(prefix):
+                start = name[:NAMESPACE_BYTES]
+                key = space_of.get(start, start) + name[NAMESPACE_BYTES:]
+                if key.startswith(prefix) and self.name_of(key) == name:
                     yield key
+
+    async def _spaces_by_name(self, spaces: Sequence[bytes]) -> dict[bytes, bytes]:
+        by_name = dict[bytes, bytes]()
+        for some in _sliced(spaces):
+            by_name.update((self.name_of(space), space) for space in some)
+            await asyncio.sleep(0)
+        return by_name
 
     async def _scanned(self, prefix: bytes) -> tuple[KeyList, list[bytes]]:
         names, spaces = KeyList(), dict[bytes, None]()
@@ -199,7 +240,7 @@ class GenerationTier:
         b"": only names from before the latest known clear of everything. Names that other hosts
         have used since are told by their number, whatever namespaces this host knows.
         """
-        every = self._numbers[ALL]
+        every = self._number(ALL)
         names, _ = await self._scanned(old)
         if old:
             return names
@@ -217,6 +258,7 @@ class GenerationTier:
 
         Then values stored between both clears have this generation, so one more must begin.
         """
+        await self._meet_forgotten([space])
         number = self._number(space) + 1
         self._own[space] = number
         try:
@@ -233,22 +275,62 @@ class GenerationTier:
         return await self._tier.delete(names)
 
     def use(self, space: bytes) -> None:
-        self._used[space] = None
+        if space in self._lately:
+            self._lately.move_to_end(space)
+        elif space not in self._used:
+            self._used[space] = _Use()
+            self._turns[space] = None
+            self._may_forget(space)
+        if space in self._numbers:
+            self._numbers.move_to_end(space)
+
+    def _may_forget(self, space: bytes) -> None:
+        """Let a namespace be forgotten, but as the last one. Forget the first ones."""
+        self._lately[space] = None
+        while len(self._lately) > _MOST_USED:
+            first, _ = self._lately.popitem(last=False)
+            if not self._is_kept(first):
+                del self._used[first], self._turns[first]
+
+    def _is_kept(self, space: bytes) -> bool:
+        return space in self._own or self._holds(space)
 
     def has_met(self, spaces: Sequence[bytes]) -> bool:
-        return ALL in self._met and self._met.issuperset(spaces)
+        return not self._unmet(spaces)
 
     async def meet(self, spaces: Sequence[bytes]) -> None:
-        """Search the namespaces not searched since the tier was last away."""
-        new = [space for space in dict.fromkeys([ALL, *spaces]) if space not in self._met]
-        if new:
-            for space in new:
-                self.use(space)
-            await self._catch_up(new)
+        """Use namespaces. Search those not searched since the tier was last away."""
+        for space in spaces:
+            self.use(space)
+        await self._catch_up(self._unmet(spaces))
+
+    def _unmet(self, spaces: Sequence[bytes]) -> list[bytes]:
+        every = dict.fromkeys([ALL, *spaces])
+        return [space for space in every if not self._is_met(space)]
+
+    def _is_met(self, space: bytes) -> bool:
+        use = self._used.get(space)
+        return use is not None and use.contact == self._contact
+
+    async def _meet_forgotten(self, keys: Sequence[bytes]) -> None:
+        """Search the namespaces that were forgotten since the probe of these keys.
+
+        Without their numbers, the keys would have the names of an earlier generation.
+        """
+        for _ in range(_MOST_AT_ONCE):
+            forgotten = [
+                space
+                for space in _spaces_of(keys)
+                if (use := self._used.get(space)) is None or not use.contact
+            ]
+            if not forgotten:
+                return
+            await self.meet(forgotten)
+        raise TierError(self.traits.name, "get", "too many namespaces are in use at once")
 
     @property
     def numbers(self) -> dict[bytes, int]:
-        return {space: number for space, number in self._numbers.items() if number}
+        return dict(self._numbers)
 
     async def refresh(self) -> None:
         """Learn the clears of the namespaces in use, and restore evicted markers.
@@ -256,17 +338,36 @@ class GenerationTier:
         A slice of the namespaces at a time. If it fails or is cancelled, the next refresh goes on
         with the next slice.
         """
-        slices = _sliced([space for space in self._used if space != ALL]) or [[]]
-        for _ in range(min(len(slices), _MOST_SLICES)):
-            num_rounds, at = divmod(self._next_slice, len(slices))
-            self._next_slice += 1
-            spaces = [ALL, *slices[at]]
-            if num_rounds % _ROUNDS == _ROUNDS - 1:
-                await self._catch_up(spaces)
-            await self._refresh_slice(spaces)
+        left, due = len(self._turns), self._due([ALL])
+        for _ in range(_MOST_SLICES):
+            spaces = self._take_turns(min(left, _SPACES_AT_ONCE))
+            left -= _SPACES_AT_ONCE
+            await self._catch_up(due + self._due(spaces))
+            await self._refresh_slice([ALL, *spaces])
+            if left <= 0:
+                break
+            due = []
+
+    def _take_turns(self, count: int) -> list[bytes]:
+        """Return the namespaces to refresh next, and put them last."""
+        spaces = []
+        for _ in range(min(count, len(self._turns))):
+            space, _ = self._turns.popitem(last=False)
+            self._turns[space] = None
+            spaces.append(space)
+        for space in spaces:
+            if space in self._used and space not in self._lately and not self._is_kept(space):
+                self._may_forget(space)
+        return [space for space in spaces if space in self._used]
+
+    def _due(self, spaces: Sequence[bytes]) -> list[bytes]:
+        """Count a refresh. Return the namespaces to search: a marker in between may be lost."""
+        for space in spaces:
+            self._used[space].num_refreshes += 1
+        return [space for space in spaces if self._used[space].num_refreshes % _ROUNDS == 0]
 
     async def _refresh_slice(self, spaces: Sequence[bytes]) -> None:
-        await self.meet(spaces)
+        await self._catch_up(self._unmet(spaces))
         marks = [
             (space, number)
             for space in spaces
@@ -293,7 +394,7 @@ class GenerationTier:
         ]
         if unknown:
             self._was_away = True
-            self._met.difference_update(space for space, _ in unknown)
+            self._search_again([space for space, _ in unknown])
         faults = [fault for _, fault in unknown]
         if lost:
             faults += await self._restored(lost)
@@ -302,7 +403,7 @@ class GenerationTier:
 
     def name_of(self, key: bytes) -> bytes:
         space = key[:NAMESPACE_BYTES]
-        own, every = self._numbers.get(space, 0), self._numbers[ALL]
+        own, every = self._number(space), self._number(ALL)
         if not own and not every:
             return key
         digest = blake2b(
@@ -311,26 +412,25 @@ class GenerationTier:
             person=b"kvhold-gen",
         )
         name = digest.digest() + (every % _EVERY_WRAP).to_bytes(_EVERY_BYTES, "little")
-        self._spaces[name] = space
         return name + key[NAMESPACE_BYTES:]
 
     def _names(self, keys: Iterable[bytes]) -> list[bytes]:
         return [self.name_of(key) for key in keys]
-
-    def _key_of(self, name: bytes) -> bytes | None:
-        if is_marker(name):
-            return None
-        key = (
-            self._spaces.get(name[:NAMESPACE_BYTES], name[:NAMESPACE_BYTES])
-            + name[NAMESPACE_BYTES:]
-        )
-        return key if self.name_of(key) == name else None
 
     def _number(self, space: bytes) -> int:
         return self._numbers.get(space, 0)
 
     def _set(self, space: bytes, number: int) -> None:
         self._numbers[space] = max(number, self._number(space))
+        self._numbers.move_to_end(space)
+        for _ in range(_LOOKS):
+            if len(self._numbers) <= _MOST_NUMBERS:
+                break
+            first = next(iter(self._numbers))
+            if first in self._used:  # its chunks would get the names of an earlier generation
+                self._numbers.move_to_end(first)
+            else:
+                del self._numbers[first]
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
         """Search each namespace's latest generation. Call `learned` before it is used.
@@ -338,21 +438,25 @@ class GenerationTier:
         A generation that this host is beginning is skipped: that clear checks whose marker it is.
         """
         for some in _sliced(spaces):
-            self._learn(await self._searched(some))
+            uses = {space: self._used.get(space) for space in some}
+            self._learn(await self._searched(some), uses)
 
-    def _learn(self, latest: Mapping[bytes, int]) -> None:
+    def _learn(self, latest: Mapping[bytes, int], uses: Mapping[bytes, _Use | None]) -> None:
+        """uses: at the start of the search; a namespace that was forgotten since is not met"""
         for space, number in latest.items():
             if number > self._number(space) and self._own.get(space) != number:
                 known = (
                     self._may_hold(space)
                     or self._was_away
-                    or space in self._met
+                    or self._is_met(space)
                     or self._number(space) > 0
                 )
                 if known:
                     self._learned(b"" if space == ALL else space)
                 self._set(space, number)
-            self._met.add(space)
+            use = uses[space]
+            if use is not None:
+                use.contact = self._contact
 
     async def _searched(self, spaces: Sequence[bytes]) -> dict[bytes, int]:
         latest = await self._climbed(dict.fromkeys(spaces, 0))
@@ -411,7 +515,7 @@ class GenerationTier:
             return await call
         except BaseException:
             self._was_away = True
-            self._met.clear()
+            self._contact += 1
             raise
 
     async def _asked(self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]) -> Result:
@@ -425,12 +529,22 @@ class GenerationTier:
         except BaseException:
             self._was_away = True
             if self._is_failing:
-                self._met.clear()
-            self._met.difference_update(space for space, _ in marks)
+                self._contact += 1
+            self._search_again([space for space, _ in marks])
             self._is_failing = True
             raise
         self._is_failing = False
         return answer
+
+    def _search_again(self, spaces: Iterable[bytes]) -> None:
+        for space in spaces:
+            use = self._used.get(space)
+            if use is not None and use.contact:
+                use.contact = -1
+
+
+def _spaces_of(keys: Iterable[bytes]) -> list[bytes]:
+    return list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
 
 
 def _sliced(spaces: Sequence[bytes]) -> list[Sequence[bytes]]:

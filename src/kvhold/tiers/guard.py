@@ -321,6 +321,7 @@ class Guard:
         journal: ClearsJournal | None = None,
         *,
         may_hold: Callable[[bytes], bool] = lambda space: True,
+        holds: Callable[[bytes], bool] = lambda space: False,
         remember: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Make clears hold for all hosts, if the tier is shared (`generations.py`)."""
@@ -333,6 +334,7 @@ class Guard:
                 read_only=self.config.read_only,
                 numbers=numbers,
                 may_hold=may_hold,
+                holds=holds,
             )
 
     def use(self, space: bytes) -> None:

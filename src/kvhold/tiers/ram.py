@@ -15,6 +15,7 @@ Single-threaded: a cache's lock or a node's loop protects it.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -123,6 +124,8 @@ class RamTier:
         self.watch: Callable[[str, Entry], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
+        # receives each namespace when it gets its first memory, after `used_bytes_of` says so
+        self.new_namespaces: deque[bytes] | None = None
         self._doomed = 0
 
     @property
@@ -142,6 +145,7 @@ class RamTier:
         return dict(self._used_by)
 
     def used_bytes_of(self, namespace: bytes) -> int:
+        """Includes memory that is reserved, or removed but still used. Safe from any thread."""
         return self._used_by.get(namespace, 0)
 
     @property
@@ -212,7 +216,10 @@ class RamTier:
             for one in wanted:
                 self._is_continued(one.parent)
             return None
-        self._used_by[namespace] = self._used_by.get(namespace, 0) + sum(sizes)
+        used_bytes = self._used_by.get(namespace, 0)
+        self._used_by[namespace] = used_bytes + sum(sizes)
+        if not used_bytes and self.new_namespaces is not None:
+            self.new_namespaces.append(namespace)
         entries = []
         for one, offset, size in zip(wanted, offsets, sizes, strict=True):
             if self.holds(one.key):

@@ -11,6 +11,7 @@ and check, and release the GIL.
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -52,6 +53,7 @@ from kvhold.tiers.suppressed import PendingClear
 log = logging.getLogger(__name__)
 
 _THREADS = 2
+_SPACES_AT_ONCE = 256
 
 
 class TierWorker:
@@ -82,6 +84,10 @@ class TierWorker:
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
+        # namespaces that came into memory
+        self._new_spaces = deque[bytes]()
+        if self._shared:
+            self.ram.new_namespaces = self._new_spaces
         self._codings = [
             FrameCoding(guard.config.codec, keyring if guard.config.encrypt else None)
             for guard in stack.guards
@@ -165,7 +171,11 @@ class TierWorker:
             self._journal.begin([guard.place for guard in self._stack.guards])
         for guard, coding in zip(self._stack.guards, self._codings, strict=True):
             guard.share(
-                self._learn, self._journal, may_hold=self._may_hold, remember=self._remember
+                self._learn,
+                self._journal,
+                may_hold=self._may_hold,
+                holds=self._holds,
+                remember=self._remember,
             )
             if self._journal is not None:
                 guard.resume_clears(self._journal)
@@ -179,6 +189,7 @@ class TierWorker:
         self._tasks.start(self._stack.check())
 
     def _accept(self, commands: Sequence[Command]) -> None:
+        self._use_new_spaces()
         for command in commands:
             match command:
                 case ProbeCommand():
@@ -257,12 +268,18 @@ class TierWorker:
         self._post(lambda: self._state.cleared_elsewhere(prefix))
 
     def _may_hold(self, space: bytes) -> bool:
-        in_use = self._state.in_use
-        return (
-            space in in_use
-            or (space == ALL and bool(in_use))
-            or len(self._shared) < len(self._stack.guards)
-        )
+        return self._holds(space) or len(self._shared) < len(self._stack.guards)
+
+    def _holds(self, space: bytes) -> bool:
+        """Return whether memory has chunks of a namespace, reserved ones too."""
+        return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
+
+    def _use_new_spaces(self) -> None:
+        """Have some namespaces of memory refreshed: those of stored chunks are never probed."""
+        for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
+            space = self._new_spaces.popleft()
+            for guard in self._shared:
+                guard.use(space)
 
     def _is_barred(self, key: bytes) -> bool:
         return any(key.startswith(prefix) for prefix in self._barred)
@@ -270,9 +287,9 @@ class TierWorker:
     async def _refresh(self, guard: Guard) -> None:
         while True:
             await asyncio.sleep(guard.config.clears_check_s)
-            # for chunks that are stored and never probed
-            for space in list(self._state.in_use):
-                guard.use(space)
+            while self._new_spaces:
+                self._use_new_spaces()
+                await asyncio.sleep(0)
             await guard.refresh()
             await self._remember()
 
