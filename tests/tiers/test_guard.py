@@ -16,6 +16,7 @@ from kvhold.core.errors import (
     TierUnavailable,
 )
 from kvhold.core.metrics import Metrics
+from kvhold.testing.tier import make_key
 from kvhold.tiers.base import Parts
 from kvhold.tiers.guard import Guard, GuardConfig
 from tests.tiers.memory import MemoryTier, Place, a_place
@@ -414,6 +415,30 @@ class TestDeadlines:
         assert await bench.guard.clear(b"") == 0
         assert bench.count("kvhold_tier_errors", operation="scan", reason="timeout") == 1
         await bench.guard.close()
+
+    async def test_a_scan_that_is_left_early_is_closed_at_once(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        num_keys, closed = 0, False
+
+        async def scan() -> AsyncIterator[bytes]:
+            nonlocal num_keys, closed
+            try:
+                for num_keys in range(1_000_000):
+                    yield make_key(num_keys)
+            finally:
+                closed = True
+
+        keys = scan()  # kept, so that it is not the garbage collector which closes it
+        monkeypatch.setattr(bench.guard.tier, "scan", lambda prefix: keys)
+        monkeypatch.setattr("kvhold.tiers.guard.KeyList.append", lambda keys, key: True)
+        scanning = asyncio.ensure_future(bench.guard.scan_all(b""))
+        while num_keys < 10:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+        scanning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scanning
+        assert closed
 
     async def test_whoever_is_cancelled_waits_until_the_tier_has_let_go(
         self, bench: Bench, place: Place

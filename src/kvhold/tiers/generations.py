@@ -31,6 +31,7 @@ from typing import TypeVar
 from kvhold.core.errors import TierError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.base import Parts, Replaces, Tier, TierTraits
+from kvhold.tiers.scans import closing_scan
 from kvhold.tiers.table import KeyList
 
 Result = TypeVar("Result")
@@ -205,11 +206,12 @@ class GenerationTier:
 
     async def _scanned(self, prefix: bytes) -> tuple[KeyList, list[bytes]]:
         names, spaces = KeyList(), dict[bytes, None]()
-        async for name in self._tier.scan(prefix):
-            if is_marker(name):
-                spaces[name[:NAMESPACE_BYTES]] = None
-            elif names.append(name):
-                await asyncio.sleep(0)
+        async with closing_scan(self._tier, prefix) as scanned:
+            async for name in scanned:
+                if is_marker(name):
+                    spaces[name[:NAMESPACE_BYTES]] = None
+                elif names.append(name):
+                    await asyncio.sleep(0)
         return names, list(spaces)
 
     async def close(self) -> None:

@@ -31,6 +31,7 @@ from kvhold.tiers.clears import Clears
 from kvhold.tiers.gate import Gate
 from kvhold.tiers.generations import GenerationTier
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.scans import closing_scan
 from kvhold.tiers.suppressed import PendingClear
 from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 
@@ -503,9 +504,10 @@ class Guard:
         keys, seen = KeyList(), KeySet()
 
         async def collect() -> None:
-            async for key in self._tier.scan(prefix):
-                if seen.add((key,)) and keys.append(key):
-                    await asyncio.sleep(0)
+            async with closing_scan(self._tier, prefix) as scanned:
+                async for key in scanned:
+                    if seen.add((key,)) and keys.append(key):
+                        await asyncio.sleep(0)
 
         fault = await self.run(TierCall[None]("scan", 0, SCAN_TIMEOUT_S), collect)
         num_freed = 0
