@@ -110,7 +110,7 @@ def listening(world: World) -> ListeningSocket:
     sock = ListeningSocket(world)
     loop: Any = ListeningLoop(world.new_loop("node"))
     as_socket: Any = sock
-    Listener(as_socket, Accepted, lambda: "").start(loop)
+    Listener(as_socket, Accepted, lambda: None).start(loop)
     return sock
 
 
