@@ -351,6 +351,39 @@ class TestRestarts:
         with cache_over(second, **options) as cache:
             assert read(cache, PROMPT) == 64, "what is cleared once is not cleared again"
 
+    async def test_a_closed_journal_leaves_the_file_to_the_next_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fsync, writing, go_on = os.fsync, threading.Event(), threading.Event()
+
+        def slow(file: int) -> None:
+            writing.set()
+            go_on.wait(PATIENT_S)
+            fsync(file)
+
+        monkeypatch.setattr("kvhold.tiers.journal.os.fsync", slow)
+        file = tmp_path / "clears"
+        first = ClearsJournal(file)
+        adding = asyncio.create_task(first.add("disk", NAMESPACE))
+        await asyncio.to_thread(writing.wait, PATIENT_S)
+        closing = asyncio.create_task(first.close(PATIENT_S))
+        await asyncio.sleep(0.01)
+        assert not closing.done(), "it waits for the write"
+        go_on.set()
+        await asyncio.gather(adding, closing)
+        assert NAMESPACE.hex() in file.read_text()
+
+        go_on.clear()
+        writing.clear()
+        hung = ClearsJournal(file)
+        removing = asyncio.create_task(hung.remove("disk", NAMESPACE))
+        await asyncio.to_thread(writing.wait, PATIENT_S)
+        await hung.close(0.01)
+        go_on.set()
+        await removing
+        await hung.remove("disk", NAMESPACE)
+        assert NAMESPACE.hex() in file.read_text(), "the next node has the file now"
+
     def test_a_journal_by_names_holds_for_every_tier(self, place: Place, tmp_path: Path) -> None:
         file = tmp_path / "clears"
         with cache_over(place.url()) as cache:

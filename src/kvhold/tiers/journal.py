@@ -49,6 +49,7 @@ class ClearsJournal:
         self._path = path
         self._any_owner = any_owner
         self._lock = threading.Lock()
+        self._is_closed = False
         self._all_owe = False
         self._pending: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
@@ -232,7 +233,19 @@ class ClearsJournal:
         else:
             prefixes[prefix] = None
 
+    async def close(self, timeout_s: float) -> None:
+        """Write nothing more: the next node may have the file. Wait for writes that run."""
+        closing = asyncio.ensure_future(asyncio.to_thread(self._close))
+        await asyncio.wait((closing,), timeout=timeout_s)
+        self._is_closed = True
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+
     def _save(self) -> None:
+        if self._is_closed:
+            return
         try:
             self._write()
         except OSError as error:
@@ -269,6 +282,8 @@ class ClearsJournal:
                 opened.write("".join(self._lines()).encode())
                 opened.flush()
                 os.fsync(opened.fileno())
+            if self._is_closed:  # while it waited for the disk
+                return
             os.rename(temporary, self._path.name, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)
         finally:

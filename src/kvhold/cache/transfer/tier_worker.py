@@ -160,6 +160,8 @@ class TierWorker:
             await asyncio.wait(self._pending_clears, timeout=LEAVE_S)
         await asyncio.gather(self._write_behind.end(), self._tasks.end())
         await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=LEAVE_S)
+        if self._journal is not None:
+            await self._journal.close(LEAVE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
