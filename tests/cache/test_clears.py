@@ -19,6 +19,7 @@ import pytest
 
 from kvhold.cache import LocalCache
 from kvhold.cache.transfer.tier_worker import TierWorker
+from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.core.errors import ConfigError, TierCannotList, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
@@ -227,6 +228,7 @@ class TestRestarts:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvhold.tiers.journal._MOST_MISSED", 10)
+        monkeypatch.setattr("kvhold.tiers.journal._MOST_FOLDERS", 16)
         path = tmp_path / "clears"
         journal = ClearsJournal(path)
         journal.begin(["disk"])
@@ -243,7 +245,7 @@ class TestRestarts:
         assert await journal.meet("disk", "/mnt", "disk 39") == [], "it was there"
         for number in range(20):
             await journal.remove("disk", number.to_bytes(NAMESPACE_BYTES, "big"))
-        assert len(path.read_text().splitlines()) < 16 * (1 + 10)
+        assert len(path.read_text().splitlines()) < 17 * (1 + 10)
         journal = ClearsJournal(path)
         journal.begin(["disk, with another option"])
         assert "\tdisk\n" not in path.read_text(), "its folders are those of the new place"
@@ -252,6 +254,18 @@ class TestRestarts:
         journal = ClearsJournal(path)
         journal.begin(["disk"])
         assert journal.pending("disk") == [b""]
+
+    async def test_a_tier_may_have_more_folders_than_are_kept_of_those_that_are_away(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhold.tiers.journal._MOST_FOLDERS", 4)
+        journal = ClearsJournal(tmp_path / "clears")
+        journal.begin(["disk"])
+        for number in range(10):
+            await journal.meet("disk", f"/mnt/{number}", f"disk {number}")
+        await journal.meet("disk", "/mnt/0", "the folder below")
+        await journal.remove("disk", NAMESPACE)
+        assert await journal.meet("disk", "/mnt/0", "disk 0") == [NAMESPACE]
 
     async def test_a_journal_is_kept_bounded_and_follows_no_link(self, tmp_path: Path) -> None:
         path = tmp_path / "clears"
@@ -791,6 +805,35 @@ class TestWritesBesideAClear:
             eventually(lambda: not cache.status()["tiers"][0]["pending_clears"])
             assert not place.values
             assert NAMESPACE.hex() not in file.read_text()
+
+    def test_a_value_whose_write_begins_after_the_clear_does_not_come(
+        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its frame takes until then, as on a busy machine."""
+        make_frame = WriteBehind._make_frame
+        framing, go_on = threading.Event(), threading.Event()
+
+        def slow(write_behind: WriteBehind, *arguments: Any) -> Any:
+            framing.set()
+            go_on.wait(PATIENT_S)
+            return make_frame(write_behind, *arguments)
+
+        monkeypatch.setattr(WriteBehind, "_make_frame", slow)
+        place.deaf = True
+        with a_cache_over(place.url(), clears_file=str(tmp_path / "clears")) as cache:
+            set_deadlines(cache, put_timeout_s=0.05)
+            place.hold("put")
+            store(cache, PROMPT)
+            framing.wait(PATIENT_S)
+            clearing = threading.Thread(target=cache.clear, args=(NAMESPACE,))
+            clearing.start()
+            eventually(lambda: cache.status()["tiers"][0]["pending_clears"])
+            go_on.set()
+            clearing.join()
+            place.let_go("put")
+            eventually(lambda: not cache.status()["tiers"][0]["stuck_calls"])
+            assert not place.values
+            assert read(cache, PROMPT) == 0
 
     def test_what_is_stored_right_after_a_clear_is_written(self, place: Place) -> None:
         with a_cache_over(place.url()) as cache:

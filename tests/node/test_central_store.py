@@ -236,3 +236,28 @@ async def test_a_value_that_is_deleted_while_it_is_written_below_is_not_kept_for
     silent.clear()
     assert await central_store.delete([make_key(1)], silent) == [True]
     assert not silent and await central_store.probe([make_key(1)]) == [None]
+
+
+async def test_a_value_that_is_put_during_a_delete_of_its_key_is_written_below(
+    held_store: tuple[CentralStore, HeldTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    central_store, tier = held_store
+    tier.let_go.set()
+    store(central_store, b"A")
+    await at_rest(central_store)
+    deleting, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(keys: Sequence[bytes]) -> list[bool]:
+        deleting.set()
+        await go_on.wait()
+        return await MemoryTier.delete(tier, keys)
+
+    monkeypatch.setattr(tier, "delete", late)
+    removing = asyncio.create_task(central_store.delete([make_key(1)], set()))
+    await deleting.wait()
+    store(central_store, b"BB")
+    await at_rest(central_store)  # it has found the value A there
+    go_on.set()
+    assert await removing == [True]
+    await at_rest(central_store)
+    assert await tier.probe([make_key(1)]) == [2]

@@ -179,6 +179,7 @@ class CentralStore:
                 if not guard.config.read_only
             )
         )
+        self._write_again(keys)
         return [any(answers) for answers in zip(removed, *below, strict=True)]
 
     def status(self) -> CentralStatus:
@@ -226,8 +227,12 @@ class CentralStore:
     async def _remove_again(self, guard: Guard, keys: list[bytes]) -> None:
         """Delete values whose delete came before the end of their write."""
         await remove(guard, keys)
+        self._write_again(keys)
+
+    def _write_again(self, keys: Sequence[bytes]) -> None:
+        """Write values that came during a delete of their keys: it may have removed them below."""
         for key in keys:
-            if (entry := self.ram.find(key)) is not None:  # a new value, not written or removed
+            if len(self._stack) and (entry := self.ram.find(key)) is not None:
                 self._writes.add(entry, None)
 
     def _end_reading(self, entry: Entry) -> None:

@@ -72,6 +72,11 @@ class Clears:
         await self._write_journal(pending_clear.prefix)
         return pending_clear
 
+    async def begin_again(self, pending_clear: PendingClear) -> None:
+        """Journal and end a clear whose values are back. An earlier one may be ending now."""
+        await self._write_journal(pending_clear.prefix)
+        await self.end(pending_clear)
+
     async def end(self, pending_clear: PendingClear) -> int:
         """Remove the values of a pending clear. Return the number of removed values.
 
@@ -201,8 +206,7 @@ class Clears:
         The clear stays pending while a write from before it runs on after its deadline: the value
         may appear later.
         """
-        began_s = self.suppressed.began_s(prefix)
-        may_appear = self._guard.has_late_writes(began_s)
+        may_appear = self._guard.has_late_writes(self.suppressed.due_s(prefix))
         keys, fault = await self._guard.scan_all(prefix)
         num_keys, left = len(keys), set[bytes]()
         for batch in keys.taken():

@@ -117,7 +117,7 @@ class Guard:
         self._mending: asyncio.Task[None] | None = None
         self._stuck: dict[asyncio.Task[Any], TierCall[Any]] = {}
         self._folders: dict[str, str] = {}  # path -> identity
-        self._clearing: set[asyncio.Task[int]] = set()
+        self._clearing: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._last_fault = ""
         metrics.set("kvhold_tier_available", 1, tier=name)
@@ -312,7 +312,7 @@ class Guard:
             # one that is pending and not due yet will read this folder, too
             if self._suppressed.due(prefix) or not self._suppressed.number(prefix):
                 pending_clear = PendingClear(prefix, self._suppressed.add(prefix))
-                clearing = asyncio.ensure_future(self.clears.end(pending_clear))
+                clearing = asyncio.ensure_future(self.clears.begin_again(pending_clear))
                 self._clearing.add(clearing)
                 clearing.add_done_callback(self._clearing.discard)
 
@@ -381,9 +381,10 @@ class Guard:
         if self._mending is not None:
             self._mending.cancel()
             await asyncio.wait((self._mending,))
-        for clearing in list(self._clearing):
+        for clearing in self._clearing:
             clearing.cancel()
-            await asyncio.wait((clearing,))
+        if self._clearing:
+            await asyncio.wait(self._clearing)
         await self.clears.close()
         call = TierCall[None]("close", 0, self.config.get_timeout_s)
         await self._attempt(call, self._tier.close)
@@ -432,9 +433,11 @@ class Guard:
             )
         except asyncio.CancelledError:
             task.cancel()
-            await asyncio.wait((task,), timeout=_LEAVE_S)
-            if not task.done():
-                self._watch(task, call)
+            try:
+                await asyncio.wait((task,), timeout=_LEAVE_S)
+            finally:
+                if not task.done():
+                    self._watch(task, call)
             raise
         self._metrics.observe(
             "kvhold_tier_seconds", now() - began_s, tier=self.name, operation=call.operation

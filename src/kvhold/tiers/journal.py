@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 _MOST_PENDING = 100_000
 _MOST_REACHED = 20_000
-_MOST_FOLDERS = 16  # of a tier; the one opened longest ago is forgotten
-_MOST_MISSED = 200  # clears of a folder; more become one of everything
+_MOST_FOLDERS = 64  # of a tier that are away; the one opened longest ago is forgotten
+_MOST_MISSED = 1000  # clears of a folder; more become one of everything
 _MOST_BYTES = 16 << 20
 
 
@@ -197,8 +197,9 @@ class ClearsJournal:
             folders = self._folders.setdefault(tier, {})
             is_new, missed = identity not in folders, folders.pop(identity, {})
             folders[identity] = {}
-            while len(folders) > _MOST_FOLDERS:
-                del folders[next(iter(folders))]
+            away = [each for each in folders if each not in self._present[tier].values()]
+            for each in away[: max(0, len(away) - _MOST_FOLDERS)]:
+                del folders[each]
             for prefix in missed:
                 self._add(tier, prefix)
             if is_new or missed:

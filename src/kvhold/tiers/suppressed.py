@@ -30,7 +30,7 @@ class Suppressed:
         self._clock = clock
         self._pending: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}
-        self._began_s: dict[bytes, float] = {}
+        self._due_s: dict[bytes, float] = {}
         self._lengths: set[int] = set()
         self._num_clears = 0
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()  # key -> until when
@@ -46,7 +46,6 @@ class Suppressed:
     def add(self, prefix: bytes) -> int:
         self._num_clears += 1
         self._pending[prefix] = self._num_clears
-        self._began_s[prefix] = self._clock()
         self._lengths.add(len(prefix))
         return self._num_clears
 
@@ -54,21 +53,22 @@ class Suppressed:
         """Replace all pending clears by one of all values. Return its number."""
         self._pending.clear()
         self._due.clear()
-        self._began_s.clear()
+        self._due_s.clear()
         return self.add(b"")
 
     def fall_due(self, prefix: bytes, number: int) -> None:
         """Let a pending clear, and earlier ones of its prefix, begin to remove values."""
         if prefix in self._pending:
+            self._due_s[prefix] = self._clock()
             self._due[prefix] = max(number, self._due.get(prefix, 0))
 
     def due(self, prefix: bytes) -> int:
         """0 if none is due."""
         return self._due.get(prefix, 0)
 
-    def began_s(self, prefix: bytes) -> float:
-        """Return when the latest pending clear of `prefix` began."""
-        return self._began_s[prefix]
+    def due_s(self, prefix: bytes) -> float:
+        """Return since when the latest pending clear of `prefix` is due."""
+        return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
         """Return the number of the pending clear, 0 without one."""
@@ -78,9 +78,9 @@ class Suppressed:
         """End a pending clear: the values that were there at its start are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
-            del self._began_s[prefix]
         if self._due.get(prefix, 0) <= number:
             self._due.pop(prefix, None)
+            self._due_s.pop(prefix, None)
 
     def unreadable(self, key: bytes) -> None:
         self._unreadable[key] = self._clock() + _UNREADABLE_S

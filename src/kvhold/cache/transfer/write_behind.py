@@ -141,35 +141,39 @@ class WriteBehind:
         while True:
             await outbox.wait()
             batch = outbox.take(guard.batch_bytes)
-            pending = None
+            pending: list[asyncio.Task[Any]] = []
             try:
                 async with guard.gate.turn(Urgency.WRITE):
-                    pending = await self._write_batch(guard, outbox.coding, batch)
+                    await self._write_batch(guard, outbox.coding, batch, pending)
             except Exception:  # a fault loses one batch, not the tier
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
             # The end cancels this. The tier may still use the memory, so it is not freed.
             outbox.finish(batch)
             self._dealt_with.set()
-            if pending is None:
+            if not pending:
                 self._end(guard, batch)
             else:  # the tier may still read the memory
-                pending.add_done_callback(lambda _, batch=batch: self._end(guard, batch))  # type: ignore[misc]
+                ended = asyncio.ensure_future(_all(pending))
+                ended.add_done_callback(lambda _, batch=batch: self._end(guard, batch))  # type: ignore[misc]
 
     async def _write_batch(
-        self, guard: Guard, coding: FrameCoding, batch: list[Write]
-    ) -> "asyncio.Task[Any] | None":
-        """Write chunks. Return a task if calls still use their memory."""
+        self,
+        guard: Guard,
+        coding: FrameCoding,
+        batch: list[Write],
+        pending: "list[asyncio.Task[Any]]",
+    ) -> None:
+        """Write chunks. pending: gets the calls that use their memory after the deadline"""
         if not guard.available:
             guard.drop(len(batch), reason="unavailable")
-            return None
+            return
         there = await guard.probe([write.command.entry.key for write in batch])
         missing = [
             write
             for write, size in zip(batch, there, strict=True)
             if size is None and not self._ram.is_doomed(write.command.entry)
         ]
-        pending = []
         for expires_at in sorted({write.command.entry.expires_at for write in missing}):
             ttl_s = self._ttl_s(expires_at)
             if ttl_s is not None and ttl_s <= 0:
@@ -180,15 +184,17 @@ class WriteBehind:
                 for write in group
                 if (written := await self._frame(guard, coding, write))
             ]
+            # Looked at just before the put: so a put begins before a clear that it may outlast.
             items = [
                 (write.command.entry.key, written.parts)
                 for write, written in framed
-                if not write.stale
+                if not write.stale and not self._ram.is_doomed(write.command.entry)
             ]
+            if not items:
+                continue
             outcome = await guard.put(items, ttl_s=ttl_s)
             if outcome.pending is not None:
                 pending.append(outcome.pending)
-        return asyncio.ensure_future(_all(pending)) if pending else None
 
     def _ttl_s(self, expires_at: int) -> float | None:
         """Return the `ttl_s` of `Tier.put`."""

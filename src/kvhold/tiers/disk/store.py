@@ -165,13 +165,19 @@ class DiskStore:
         self, opened: _Opened, prefix: bytes
     ) -> AsyncGenerator[list[bytes], None]:
         by_shard: dict[str, list[bytes]] = {}
-        for part in opened.index.keys(prefix):
-            for key in part:
-                by_shard.setdefault(shard_of(key), []).append(key)
-            await asyncio.sleep(0)
-        for keys in by_shard.values():
-            for at in range(0, len(keys), _MOST_KEYS):
-                yield keys[at : at + _MOST_KEYS]
+        try:
+            for part in opened.index.keys(prefix):
+                for key in part:
+                    by_shard.setdefault(shard_of(key), []).append(key)
+                await asyncio.sleep(0)
+            while by_shard:
+                _, keys = by_shard.popitem()
+                for at in range(0, len(keys), _MOST_KEYS):
+                    yield keys[at : at + _MOST_KEYS]
+        finally:
+            while by_shard:  # freed at once, a million keys would hold the loop
+                by_shard.popitem()
+                await asyncio.sleep(0)
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
