@@ -95,6 +95,7 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     "name",
     ["claim-takes-no-pin", "memory-back-at-the-hang-up", "clear-from-elsewhere-leaves-memory"],
 )
-def test_finds_a_mutation(name: str) -> None:
+def test_finds_a_mutation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # nobody measures a copy
     (row,) = soak.run_mutations(200, names=(name,)).rows
     assert row.found
