@@ -15,7 +15,7 @@ from kvhold_lab.bench.gpu.command import PARTS, command
 from kvhold_lab.bench.gpu.rows import GpuRow, rate
 from kvhold_lab.bench.gpu.target import Target
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FIELDS = {"part", "name", "value", "unit", "limit", "ratio", "ok"}
 
