@@ -261,3 +261,26 @@ async def test_a_value_that_is_put_during_a_delete_of_its_key_is_written_below(
     assert await removing == [True]
     await at_rest(central_store)
     assert await tier.probe([make_key(1)]) == [2]
+
+
+async def test_a_value_is_not_read_from_below_during_a_delete_of_its_key(
+    held_store: tuple[CentralStore, HeldTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    central_store, tier = held_store
+    tier.let_go.set()
+    await MemoryTier.put(tier, [(make_key(1), [memoryview(b"value")])])
+    deleting, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(keys: Sequence[bytes]) -> list[bool]:
+        deleting.set()
+        await go_on.wait()
+        return await MemoryTier.delete(tier, keys)
+
+    monkeypatch.setattr(tier, "delete", late)
+    removing = asyncio.create_task(central_store.delete([make_key(1)], set()))
+    await deleting.wait()
+    await central_store.bring([make_key(1)])
+    go_on.set()
+    assert await removing == [True]
+    assert await central_store.probe([make_key(1)]) == [None]
+    assert not central_store._deleting

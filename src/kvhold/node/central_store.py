@@ -10,6 +10,7 @@ reserved until it ends.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class CentralStore:
         )
         self.scans = Scans(self.ram, self._stack.guards)
         self._bringing: dict[bytes, _Reading] = {}
+        self._deleting: Counter[bytes] = Counter()  # keys that tiers are deleting now
 
     async def start(self) -> None:
         self._toucher.start()
@@ -111,7 +113,8 @@ class CentralStore:
         pending_reads = [
             PendingRead(entry, None, place)
             for key, place in places.items()
-            if isinstance(entry := self.reserve(key, place.nbytes, None), Entry)
+            if key not in self._deleting
+            and isinstance(entry := self.reserve(key, place.nbytes, None), Entry)
         ]
         loop = asyncio.get_running_loop()
         for pending_read in pending_reads:
@@ -171,14 +174,18 @@ class CentralStore:
                 self._end_reading(reading.entry)
         silent |= self._write_behind.writing_tiers(set(keys))
         silent |= {guard.name for guard in self._stack.guards if guard.has_late_writes()}
-        removed = await self.ram.delete(keys)
-        below = await asyncio.gather(
-            *(
-                guard.delete(keys, silent)
-                for guard in self._stack.guards
-                if not guard.config.read_only
+        self._deleting.update(keys)
+        try:
+            removed = await self.ram.delete(keys)
+            below = await asyncio.gather(
+                *(
+                    guard.delete(keys, silent)
+                    for guard in self._stack.guards
+                    if not guard.config.read_only
+                )
             )
-        )
+        finally:
+            self._deleting -= Counter(keys)
         self._write_again(keys)
         return [any(answers) for answers in zip(removed, *below, strict=True)]
 
