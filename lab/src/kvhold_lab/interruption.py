@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that child processes end, too. Main thread only."""
+    """Turn SIGTERM into SystemExit. Main thread only."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Folders made atomically and kept in the user's cache."""
+"""Folders made atomically in the user's cache."""
 
 import errno
 import hashlib
@@ -15,14 +15,14 @@ def default_root() -> Path:
 
 
 def fingerprint(recipe: Any) -> str:
-    """Return 12 hexadecimal digits of a recipe, which must be JSON."""
+    """12 hexadecimal digits. The recipe must be JSON."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
     """Return `path`. If it is missing, `write` fills an empty folder, which is then renamed.
 
-    Several processes may race. Raises OSError if the folder cannot be written, and the errors of
+    Safe in several processes. Raises OSError if the folder cannot be written, and the errors of
     `write`; then nothing is left behind.
     """
     if not path.is_dir():

@@ -25,7 +25,7 @@ Option = Callable[[Function], Function]
 
 
 class Number(click.FloatRange):
-    """A number within bounds; no NaN, and infinity only if `infinite`."""
+    """No NaN, and infinity only if `infinite`."""
 
     def __init__(self, least: float, *, min_open: bool = False, infinite: bool = False) -> None:
         super().__init__(min=least, min_open=min_open)
@@ -39,7 +39,7 @@ class Number(click.FloatRange):
 
 
 class OutputFile(click.Path):
-    """A file written at the end of a run, checked before it. endings: allowed suffixes."""
+    """A file written at the end of a run, checked before. endings: allowed suffixes."""
 
     def __init__(self, *endings: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -71,7 +71,7 @@ def plot_option(what: str, name: str = "--plot") -> Option:
 
 
 def only_option(name: str, parameter: str, what: str = "", **others: Any) -> Option:
-    """An option that may be repeated and restricts a command, as a tuple; empty: all."""
+    """An option that may be repeated, as a tuple; empty: all."""
     text = f"Only these{what}. [default: all]"
     return click.option(name, parameter, multiple=True, help=text, **others)
 
@@ -100,7 +100,6 @@ def tokens_option(default: int | None = 4_000, *, least: int = 512, text: str = 
 def default_option(
     name: str, default: Any, what: str, kind: click.ParamType[Any] = POSITIVE
 ) -> Option:
-    """An option with a default that its help shows."""
     return click.option(name, type=kind, default=default, show_default=True, help=what)
 
 

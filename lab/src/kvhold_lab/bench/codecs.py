@@ -1,8 +1,7 @@
 """Codecs on one core: ratio, speed and error, beside a memcpy of the same bytes.
 
-All run in turn, so that noise falls on all; numbers are medians. The ratio depends on the KV:
-trained models have a few key channels many times larger than others (KIVI, Liu et al. 2024;
-KVQuant, Hooper et al. 2024), which `synthetic` imitates.
+Medians of interleaved rounds. Trained models have a few key channels many times larger than others
+(KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024); `synthetic` imitates them.
 """
 
 import time
@@ -84,7 +83,7 @@ class CodecSample:
 
 
 def synthetic() -> CodecSample:
-    """Make KV like a trained model's: one key channel in 32 is 8 to 16 times as large."""
+    """Draw KV with one key channel in 32 that is 8 to 16 times as large."""
     rng = np.random.default_rng(0)
     shape = (LAYERS, TOKENS, HEADS, HEAD_DIM)
     channels = (LAYERS, 1, HEADS, HEAD_DIM)
@@ -104,7 +103,7 @@ def synthetic() -> CodecSample:
 
 
 def normal() -> CodecSample:
-    """Make normal numbers of one size, unlike any KV."""
+    """Draw normal numbers, unlike any KV."""
     return CodecSample(
         _bfloat16(
             np.random.default_rng(1).standard_normal(
@@ -150,9 +149,7 @@ def rows(
     *,
     drops: Mapping[str, float | None] | None = None,
 ) -> Iterator[CodecRow]:
-    """Measure each codec on each kind of KV.
-
-    drops: accuracy lost by each codec, in points
+    """drops: accuracy lost by each codec, in points
 
     Raises ConfigError for an unusable codec, AssertionError for one beyond its stated error.
     """

@@ -50,14 +50,14 @@ class Served:
 
 @dataclass(frozen=True)
 class System:
-    """One system. rules: kvhold's, for its requests."""
+    """rules: kvhold's, for its requests."""
 
     engine: Engine
     pids: tuple[int, ...]
     rules: Mapping[str, Any] = field(default_factory=dict)
 
     def serve(self, prompts: list[list[int]], *, max_tokens: int) -> Served:
-        """Serve one prompt, or a burst. Raises EngineFailed."""
+        """Raises EngineFailed."""
         before_s = self.cpu_s()
         if len(prompts) == 1:
             one = self.engine.generate(prompts[0], max_tokens=max_tokens, rules=self.rules)

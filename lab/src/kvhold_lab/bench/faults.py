@@ -124,7 +124,6 @@ class Trial:
         return True
 
     def row(self, tier: str, fault: str, *, countable: bool = True) -> FaultRow:
-        """Check that the node is alive, at its baseline, and has counted the fault."""
         counted = any(self.count(name) for name in _FAULT_COUNTERS) if countable else None
         self.store(1000)
         self.alive = self.alive and self.read(1000) == PROMPT_TOKENS and self._node.poll() is None

@@ -61,7 +61,7 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
 
 
 class GatherEngine:
-    """A pool of blocks; a random half belongs to `num_chunks` chunks."""
+    """A random half of the blocks belongs to `num_chunks` chunks."""
 
     def __init__(self, num_chunks: int) -> None:
         (group,) = LAYOUT.groups

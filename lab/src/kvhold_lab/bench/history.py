@@ -89,7 +89,7 @@ def command(results: tuple[Path, ...], file: Path, pattern: str, last: int) -> N
 
 
 def read(file: Path) -> list[KeptRun]:
-    """Return all runs of a file, in its order. Raises ConfigError."""
+    """Raises ConfigError."""
     if not file.exists():
         return []
     if file.stat().st_size > _MOST_BYTES:

@@ -2,8 +2,8 @@
 
 RawFiles(folder, values, threads=4, direct=True).write()    # or .read(into)
 RawRedis(port, password, values, connections=4).set()       # or .get(into)
-RawSocket(values, receive=True).send()    # TCP to a process that only receives
-PingPong(100, 20).exchange()              # bytes to and from a process, over a socket pair
+RawSocket(values, receive=True).send()
+PingPong(100, 20).exchange()
 """
 
 import os
@@ -167,7 +167,7 @@ while sock.recv(1):
 
 
 class PingPong:
-    """A process that takes so many bytes and answers with so many."""
+    """A process behind a socket pair: it takes so many bytes and answers with so many."""
 
     _PEER = """
 import socket, sys

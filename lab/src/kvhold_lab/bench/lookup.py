@@ -21,7 +21,7 @@ from kvhold_lab.bench.servers import running_node
 
 LENGTHS = (32_000, 128_000)
 ROUNDS = 25
-# Small chunks of the default 256 tokens: only names are measured.
+# Only names are measured.
 LAYOUT = Layout(
     groups=(Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=256
 )

@@ -61,7 +61,7 @@ class OverloadSizes:
 
 
 def rows(load: OverloadSizes) -> Iterator[OverloadRow]:
-    """Measure. A million chunks take minutes, 5 GB of memory and 4 GB of disk."""
+    """A million chunks take minutes, 5 GB of memory and 4 GB of disk."""
     with tempfile.TemporaryDirectory(prefix="kvhold-overload-") as scratch:
         folder = Path(scratch) / "kv"
         _fill_disk(folder, load.chunks)
@@ -189,7 +189,7 @@ def _stores_and_lookups(
 
 
 def store_steadily(path: str, count: int) -> None:
-    """Run `count` clients that store until standard input ends. A process's entry."""
+    """Clients store until standard input ends. A process's entry."""
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")
@@ -268,7 +268,6 @@ def _disk_rows(folder: Path, load: OverloadSizes) -> Iterator[OverloadRow]:
 
 
 def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
-    """Call a function of this module in a new process. Returns its printed JSON."""
     code = f"from kvhold_lab.bench.overload import {function}; {function}({str(folder)!r})"
     measured: dict[str, Any] = json.loads(
         subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout
@@ -364,8 +363,6 @@ def _until(condition: Callable[[], object]) -> None:
 
 
 class _Client:
-    """A connection without mappings and threads."""
-
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(600)
@@ -390,10 +387,7 @@ class _Client:
         return values
 
     def longest_turn_s(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Return the longest loop turn during `work` and its background work.
-
-        Two times: wall, and the thread's CPU.
-        """
+        """Return the longest loop turn during `work` and its background work: wall and CPU time."""
         self.status()
         longest: list[tuple[float, float]] = []
 

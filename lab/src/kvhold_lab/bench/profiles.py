@@ -29,13 +29,13 @@ Work = Callable[[], object]
 
 class Profiles:
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: made if missing; None: keep none."""
+        """folder: None: keep none."""
         self._folder = folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, row: Row, look: Callable[[], str]) -> Row:
-        """Write what `look` returns for a row below its limit. Returns the row with the file."""
+        """Write a profile for a row below its limit. Returns the row with the file."""
         if self._folder is None or row.ratio >= KEPT_UNDER:
             return row
         file = self._folder / f"{re.sub('[^a-z0-9]+', '-', row.name.lower())}.txt"

@@ -1,7 +1,6 @@
 """Ratios of systems' times within cells, with intervals of confidence. No I/O.
 
-Cores are shared, so ratios within a cell say more than times. Intervals are of 95 %, by bootstrap
-over cells.
+Intervals are of 95 %, by bootstrap over cells.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ _RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One prompt or burst, as every system met it. Times in seconds, by system."""
+    """One prompt or burst. Times in seconds, by system."""
 
     reuse: int
     num_tokens: int
@@ -28,8 +27,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median of ratios, and its 95 % interval."""
-
     median: float
     low: float
     high: float
@@ -65,7 +62,7 @@ class Goal:
 def ratio(
     cells: Sequence[Cell], name: str, other: str, what: Literal["seconds", "cpu_s"] = "seconds"
 ) -> Ratio:
-    """Return the ratio of times in shared cells; at least one must exist."""
+    """At least one shared cell must exist."""
     times = [getattr(cell, what) for cell in shared(cells, name, other)]
     values = np.array([time[name] / time[other] for time in times])
     resampled = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))

@@ -35,7 +35,7 @@ def needing_pictures(path: Path | None) -> None:
 
 
 def write_rows(path: Path | None, rows: Sequence[Any]) -> None:
-    """Write dataclasses as JSON, for `--json`."""
+    """For `--json`."""
     if path is not None:
         path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
@@ -70,7 +70,7 @@ def in_turn(
     rounds: int,
     after: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Return medians in seconds, without the first round. after: untimed clean-up."""
+    """Return median seconds, without the first round. after: untimed clean-up."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(1 + rounds):
         turns = list(work.items())

@@ -1,4 +1,4 @@
-"""kvhold's servers, each in its own process for the time of a `with`.
+"""kvhold's servers, each in its own process. They raise NodeError if they do not start.
 
     with running_node() as client: client.ping()
     with running_central() as url: tier, _ = make_tier(url)
@@ -22,7 +22,6 @@ from kvhold.node import NodeClient
 def running_node(
     under: Sequence[str] = (), *, log_level: str = "WARNING", ram_bytes: int = 64 << 20
 ) -> Iterator[NodeClient]:
-    """Yield the only client of a node. Raises NodeError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         path = Path(folder) / "node.sock"
         with (
@@ -34,7 +33,6 @@ def running_node(
 
 @contextmanager
 def running_central(under: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the URL of a central cache. Raises NodeError if it does not start."""
     with serving(["--listen", "127.0.0.1:0"], under) as ready:
         yield f"kvhold://{ready.split(' ready on ')[1].split(': ')[0]}"
 

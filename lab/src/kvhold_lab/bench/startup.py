@@ -82,7 +82,7 @@ def _timed(code: str) -> float:
 
 
 def _start_node() -> tuple[float, int]:
-    """Return the seconds until a node with 1 GiB is ready, and its memory without the arena."""
+    """Return seconds until a node with 1 GiB is ready, and its memory without the arena."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         command = [
             sys.executable,

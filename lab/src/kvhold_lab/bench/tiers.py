@@ -242,7 +242,7 @@ TIERS: dict[str, Callable[[], Coroutine[None, None, list[TierRow]]]] = {
 
 
 def rows(tier: str, *, where: Path | None = None) -> list[TierRow]:
-    """Measure. Raises NotInstalled for a tier without its server."""
+    """Raises NotInstalled for a tier without its server."""
     return asyncio.run(disk_rows(where) if tier == "disk" else TIERS[tier]())
 
 
@@ -329,7 +329,7 @@ async def _checks_row(name: str, url: str) -> TierRow:
 async def _in_turn(
     work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0
 ) -> dict[str, float]:
-    """Return medians in seconds, without the first round.
+    """Return median seconds, without the first round.
 
     before: untimed preparation. rounds: 0: ROUNDS.
     """

@@ -10,7 +10,7 @@ _ADAPTER_STD = 0.5  # makes each adapter's output distinct
 
 
 def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
-    """Write a LoRA adapter of a Llama, in peft's format."""
+    """In peft's format, for a Llama."""
     import torch
     from safetensors.torch import save_file
 

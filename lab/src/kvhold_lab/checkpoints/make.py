@@ -1,4 +1,4 @@
-"""Make a recipe's folder, once for each release of transformers and torch."""
+"""Make a checkpoint, once for each release of transformers and torch."""
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -18,8 +18,6 @@ _NUM_ADAPTERS = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole model on disk."""
-
     name: str
     path: Path
     recipe: Recipe
@@ -29,8 +27,8 @@ class Checkpoint:
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
     """Return the checkpoint `name` (a key of `RECIPES`) under `root`; make it if missing.
 
-    Several processes may call it at once. Raises ValueError for an unknown name, OSError if the
-    folder cannot be written.
+    Safe in several processes. Raises ValueError for an unknown name, OSError if the folder cannot
+    be written.
     """
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")

@@ -46,7 +46,7 @@ def render(result: DemoResult) -> str:
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """Draw PNG, SVG or PDF, by the path's ending. Raises ClickException without matplotlib."""
+    """PNG, SVG or PDF. Raises ClickException without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -25,7 +25,7 @@ _PATIENT = ClientConfig(connect_timeout_s=60, call_timeout_s=60)
 
 @dataclass
 class Timings:
-    """TTFT in seconds, in the order of the prompts."""
+    """TTFT in seconds, by prompt."""
 
     cold: list[float] = field(default_factory=list)
     prefix_cache: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class DemoResult:
     identical: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields of `kvhold demo --json`. Times are medians; null: no prefix cache."""
+        """Fields of `kvhold demo --json`. Times are medians; null: no prefix cache."""
         timings = self.timings
         return {
             "model_params": self.model.num_parameters,

@@ -37,16 +37,13 @@ from kvhold_lab.engines.stepped import bound_environment
 
 
 def is_vllm_available() -> bool:
-    """Return whether vLLM is installed, without loading it."""
+    """Does not load vLLM."""
     spec = find_spec("vllm")
     return spec is not None and spec.origin is not None  # a folder of that name has no origin
 
 
 def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> EngineOptions:
-    """Return options with KV memory for two sequences: one running, one cached.
-
-    others: fields of `EngineOptions`
-    """
+    """Return options with KV memory for one running and one cached sequence."""
     kv_cache_bytes = others.pop("kv_cache_bytes", 2 * max_model_len * model.kv_bytes_per_token)
     return EngineOptions(
         model_path=str(model.path),
@@ -105,10 +102,7 @@ class Engine(Child):
         first_logprobs: bool = False,
         timeout_s: float = 600.0,
     ) -> Generated:
-        """Return the greedy output of one prompt. Raises EngineFailed.
-
-        rules: settings for kvhold (vLLM only)
-        """
+        """Decode greedily. rules: settings for kvhold (vLLM only). Raises EngineFailed."""
         request = Generate(
             prompt_token_ids=prompt_token_ids,
             max_tokens=max_tokens,
@@ -125,7 +119,7 @@ class Engine(Child):
         rules: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
     ) -> GeneratedMany:
-        """Return the greedy outputs of several prompts at once. Raises EngineFailed."""
+        """Decode prompts greedily, at once. Raises EngineFailed."""
         return self._ask(
             GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})),
             GeneratedMany,

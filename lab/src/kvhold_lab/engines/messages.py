@@ -16,7 +16,7 @@ DriverName = Literal["vllm", "transformers"]
 
 
 class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
-    """How to start; None leaves a choice to the driver."""
+    """None leaves a choice to the driver."""
 
     model_path: str
     max_model_len: int  # prompt and output
@@ -42,7 +42,7 @@ class Generate(ChildOperation, frozen=True, kw_only=True, tag="generate"):
 
 
 class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many"):
-    """Decode prompts greedily, together."""
+    """Decode prompts greedily at once."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -50,14 +50,14 @@ class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many
 
 
 class Ready(ChildReply, frozen=True, kw_only=True, tag="ready"):
-    """Started and warmed up."""
+    """The engine is warmed up."""
 
     tokens_per_block: int
     num_blocks: int
 
 
 class Generated(ChildReply, frozen=True, kw_only=True, tag="generated"):
-    """One output. Times are taken in the engine's process, without transport."""
+    """Times are taken in the engine's process, without transport."""
 
     # to the end of the step that made the first token
     ttft_s: float

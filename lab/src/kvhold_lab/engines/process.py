@@ -1,7 +1,7 @@
 """A child process with a log, and an error that quotes the log's end.
 
-A child that is silent for too long writes its threads' stacks to the log (faulthandler on SIGUSR1),
-and is killed.
+A child that is silent for too long is killed. First its threads' stacks are written to the log
+(faulthandler on SIGUSR1).
 """
 
 import os
@@ -71,9 +71,9 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def ask(self, line: bytes, doing: str, timeout_s: float) -> bytes:
-        """Send one line and return the answering line, both without line ends.
+        """Send one line and return the answer, both without line ends.
 
-        Raises EngineFailed. A late child is killed: its answer would be taken for the next one.
+        Raises EngineFailed. A late child is killed: the next call would get its answer.
         """
         if not self.is_alive:
             raise self.failure(doing)
@@ -97,12 +97,12 @@ class LoggedProcess:
         return True
 
     def kill(self) -> None:
-        """Kill the process group; processes in another session live on.
+        """Kill the process group, and close pipes and log. Needed even after the process's end.
 
-        Closes the pipes and the log. Must be called even after the process has ended.
+        Processes in another session live on.
         """
         if self._process.returncode is None:
-            # not reaped yet, so the group is still this child's
+            # not reaped, so the group is still this child's
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -179,8 +179,6 @@ class LoggedProcess:
 
 
 class Child(ABC):
-    """A child that `with` starts and stops."""
-
     def __init__(self, name: str, *, log_path: Path | None, environment: Mapping[str, str]) -> None:
         self._name = name
         self._log_path = log_path
@@ -192,7 +190,7 @@ class Child(ABC):
         return self._running().pid
 
     def start(self, timeout_s: float = 300.0) -> Self:
-        """Start, and wait until ready. Raises EngineFailed, and leaves no process behind."""
+        """Wait until ready. Raises EngineFailed, and leaves no process behind."""
         if self._process is not None:
             raise EngineFailed(f"{self._name} (pid {self._process.pid}) was started already")
         self._process = self._spawn()
@@ -204,7 +202,7 @@ class Child(ABC):
         return self
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Shut down in order, and kill after `timeout_s`. Idempotent."""
+        """Kill after `timeout_s`. Idempotent."""
         try:
             if self._process is not None and self._process.is_alive:
                 self._ask_to_end(self._process, timeout_s)

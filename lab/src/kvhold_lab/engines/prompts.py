@@ -22,7 +22,7 @@ _CHAT_TEMPLATE = (
 
 @cache
 def corpus() -> str:
-    """Return the standard library's top-level modules, about 4.7 million characters.
+    """Return the standard library's modules, about 4.7 million characters.
 
     Raises FileNotFoundError when Python has no sources installed.
     """
@@ -43,7 +43,7 @@ def corpus_digest() -> str:
 
 
 def train_tokenizer() -> "Tokenizer":
-    """Return a byte-level BPE tokenizer of `VOCAB_SIZE` tokens, equal for equal corpora."""
+    """Byte-level BPE with `VOCAB_SIZE` tokens, equal for equal corpora."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -77,7 +77,7 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, *, max_model_len: int) 
 def make_prompt(
     model_path: Path, num_tokens: int, *, seed: int = 0, num_shared_tokens: int = 0
 ) -> list[int]:
-    """Return exactly `num_tokens` token ids of the corpus, equal in every process.
+    """Return token ids of the corpus, equal in every process.
 
     All seeds share the first `num_shared_tokens`; the next few tokens differ. Raises ValueError if
     more are shared than wanted.
@@ -90,7 +90,7 @@ def make_prompt(
 
 
 def _excerpt(tokenizer: "Tokenizer", num_tokens: int, name: str) -> list[int]:
-    """Return tokens from a place chosen by `name`, after a line unique to `name`."""
+    """Return tokens from a place chosen by `name`, after a unique line."""
     text = corpus()
     place = random.Random(name).randrange(len(text))
     token_ids: list[int] = tokenizer.encode(f"# {hashlib.sha256(name.encode()).hexdigest()}\n").ids[

@@ -28,13 +28,13 @@ _REFUSAL = "LayoutError: "
 class ChildOperation(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True
 ):
-    """Base record of what a parent asks for."""
+    """Base of the requests of a parent."""
 
 
 class ChildReply(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="reply", forbid_unknown_fields=True
 ):
-    """Base record of answers."""
+    """Base of the answers."""
 
 
 class ResetPrefixCache(ChildOperation, frozen=True, kw_only=True, tag="reset_prefix_cache"):
@@ -56,7 +56,7 @@ class Stopped(ChildReply, frozen=True, kw_only=True, tag="stopped"):
 
 
 class Refusal(ChildReply, frozen=True, kw_only=True, tag="refused"):
-    """The answer to any operation that failed. The traceback is in the child's log.
+    """The answer to a failed operation. The traceback is in the child's log.
 
     by_kvhold: the connector does not support this set-up
     """
@@ -67,7 +67,7 @@ class Refusal(ChildReply, frozen=True, kw_only=True, tag="refused"):
 
 
 class EngineRefused(EngineFailed):
-    """The engine refused. by_kvhold: the connector does not support this set-up."""
+    """by_kvhold: as in `Refusal`."""
 
     def __init__(self, refusal: Refusal, log: str, log_tail: str) -> None:
         reason = f"{refusal.kind}: {refusal.reason}"
@@ -87,11 +87,7 @@ Reply = TypeVar("Reply", bound=ChildReply)
 def ask(
     process: LoggedProcess, operation: ChildOperation, kind: type[Reply], *, timeout_s: float
 ) -> Reply:
-    """Send an operation and return its reply.
-
-    Raises EngineRefused for a refusal, and EngineFailed when the child died, was silent for
-    `timeout_s` or answered something else.
-    """
+    """Raises EngineRefused, and EngineFailed for a dead or silent child or another answer."""
     doing = str(operation.__struct_config__.tag)
     line = process.ask(msgspec.json.encode(operation), doing, timeout_s)
     expected: Any = kind | Refusal
@@ -110,9 +106,9 @@ def serve(
     *,
     is_last: Callable[[ChildReply], bool] = lambda _: False,
 ) -> None:
-    """Answer operations until the input ends, or after a reply that is the last.
+    """Answer until the input ends, or after a last reply.
 
-    operations: the union of the operations' types
+    operations: union of the operations' types
     """
     asked, replies = _take_pipes()
     faulthandler.register(signal.SIGUSR1)
@@ -131,7 +127,7 @@ def serve(
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return stdin and stdout on other descriptors. The standard ones become empty and the log."""
+    """Return stdin and stdout on other descriptors; replace them by nothing and the log."""
     operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -4,8 +4,7 @@
     while engine.is_busy():
         outputs = engine.step()
 
-Only for a child process started with `environment_for`: vLLM and torch read some variables during
-import.
+Only for a child started with `environment_for`: vLLM and torch read some variables during import.
 """
 
 import itertools
@@ -22,7 +21,7 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
 
 
 def environment_for(num_threads: int) -> dict[str, str]:
-    """Return variables for vLLM on CPUs: offline, quiet, with `num_threads`."""
+    """Variables for vLLM on CPUs: offline, quiet, with `num_threads`."""
     return {
         **_QUIET,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -32,12 +31,12 @@ def environment_for(num_threads: int) -> dict[str, str]:
 
 
 def own_environment() -> dict[str, str]:
-    """Return variables for vLLM as a user runs it, but offline and quiet."""
+    """Variables for vLLM as a user runs it, but offline and quiet."""
     return dict(_QUIET)
 
 
 def bound_environment(num_threads: int) -> dict[str, str]:
-    """Return variables for a stepped engine whose threads are bound as a user's are.
+    """Variables for a stepped engine whose threads are bound as a user's are.
 
     vLLM sets them for its workers. OpenMP reads them at load.
     """
@@ -65,7 +64,7 @@ def _openmp_of_torch() -> str:
 
 
 class SteppedEngine:
-    """One engine. core: vLLM's core with the scheduler; config: vLLM's final config."""
+    """core: vLLM's core with the scheduler; config: vLLM's final config."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm.config import KVTransferConfig
@@ -91,7 +90,7 @@ class SteppedEngine:
         extra: dict[str, Any] | None = None,
         logprobs: int | None = None,
     ) -> str:
-        """Add a request for greedy decoding, past any end-of-text token. Returns its outputs' name.
+        """Decode greedily, past any end-of-text token. Returns the outputs' name.
 
         extra:    the sampling parameters' `extra_args`
         logprobs: number of best tokens to report
@@ -126,7 +125,7 @@ class SteppedEngine:
         return bool(self.engine.has_unfinished_requests())
 
     def step(self) -> list[Any]:
-        """Run one step. If nothing could be computed, wait a millisecond, as vLLM does."""
+        """If nothing could be computed, wait a millisecond, as vLLM does."""
         began = time.perf_counter()
         outputs: list[Any] = self.engine.step()
         if not outputs and time.perf_counter() - began < 0.002:

@@ -1,7 +1,7 @@
 """Arithmetic whose results do not depend on the order of a sum, hence not on batch or device.
 
-All values are float64 multiples of a small power of two with few bits. So every product and partial
-sum is an integer multiple of one power of two below 2**53: exact. exp and sigmoid have no unique
+All values are float64 multiples of a small power of two with few bits, so products and partial sums
+are integer multiples of one power of two below 2**53: exact. exp and sigmoid have no unique
 rounding; (1 + x / 64) ** 64 and a line with two bends replace them.
 
 Bits, at most: activations and KV 17, weights 15, attention weights 17.
@@ -48,7 +48,7 @@ def gate(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotation_table(num_positions: int, width: int, base: float, device: str) -> torch.Tensor:
-    """Return [2, positions, width / 2]: cosines and sines, computed on the CPU for every device."""
+    """Return [2, positions, width / 2]: cosines and sines, from the CPU for every device."""
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
     return ((torch.stack([angles.cos(), angles.sin()]) / _ANGLE_STEP).round_() * _ANGLE_STEP).to(

@@ -94,7 +94,7 @@ class MiniEngineOptions:
 
 
 def write_model(shape: ModelShape, folder: Path) -> None:
-    """Write `config.json` and random weights, the same for the same shape."""
+    """The weights are the same for the same shape."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_settings(shape), indent=1))
     generator = torch.Generator().manual_seed(_SEED)
@@ -175,7 +175,7 @@ def vllm_config_of(
 
 
 def kv_cache_config_of(options: MiniEngineOptions, config: VllmConfig) -> KVCacheConfig:
-    """Return the layers' groups and places in memory. Raises ValueError for too few blocks."""
+    """Raises ValueError for too few blocks."""
     specs = {
         name: _spec(options, kind, config)
         for name, kind in zip(options.shape.layer_names, options.shape.layers, strict=True)
@@ -189,7 +189,7 @@ def kv_cache_config_of(options: MiniEngineOptions, config: VllmConfig) -> KVCach
 
 
 def allocate(kv_config: KVCacheConfig, config: VllmConfig, device: str) -> dict[str, torch.Tensor]:
-    """Return views `[blocks, heads, tokens, elements]` of one allocation, by layer."""
+    """Return views of one allocation by layer: `[blocks, heads, tokens, elements]`."""
     (size,) = {tensor.size for tensor in kv_config.kv_cache_tensors}
     memory = torch.zeros(size, dtype=torch.int8, device=device)
     layout = config.cache_config.get_resolved_kv_cache_layout()

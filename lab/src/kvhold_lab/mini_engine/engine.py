@@ -42,7 +42,7 @@ _STILL_S = 60.0  # without progress
 
 @dataclass
 class Counts:
-    """Totals. loaded_tokens: from the connector; cached_tokens: from vLLM's prefix cache."""
+    """loaded_tokens: from the connector; cached_tokens: from vLLM's prefix cache."""
 
     passes: int = 0
     computed_tokens: int = 0
@@ -107,7 +107,7 @@ class MiniEngine:
     def add(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, **request: Any
     ) -> None:
-        """request: more arguments of vLLM's `Request`, such as `cache_salt`."""
+        """request: arguments of vLLM's `Request`, such as `cache_salt`."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         self._arrived_s[request_id] = time.perf_counter()
         self.outputs[request_id] = []
@@ -126,10 +126,7 @@ class MiniEngine:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> bool:
-        """Schedule, and compute when the queue of passes is full.
-
-        Returns whether a pass was scheduled.
-        """
+        """Compute when the queue of passes is full. Returns whether a pass was scheduled."""
         output = self.scheduler.schedule()
         self._passes.append(output)
         computes = bool(output.total_num_scheduled_tokens)
@@ -140,7 +137,7 @@ class MiniEngine:
         return computes
 
     def run(self, *, until: Callable[[], Any] = lambda: False) -> dict[str, list[int]]:
-        """Step until all requests have ended and released their blocks, or until `until()`.
+        """Step until all requests have released their blocks, or until `until()`.
 
         Raises TimeoutError after a minute without progress.
         """
@@ -161,7 +158,7 @@ class MiniEngine:
         time.sleep(0.001)
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """Return a request's blocks by KV cache group. Validity: see `Runner.read_kv`."""
+        """Blocks by KV cache group. Validity: see `Runner.read_kv`."""
         return self.runner.block_ids(request_id)
 
     def block_bytes(self, layer: str, block: int) -> bytes:

@@ -1,7 +1,6 @@
 """Models in torch over paged KV: grouped-query attention, sliding windows, and MLA.
 
-Each layer writes its tokens' KV to the blocks, then reads all KV from there. So a query always sees
-the bytes in its request's blocks.
+Each layer writes its tokens' KV to the blocks, then reads all KV from there.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +35,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class ModelKeys:
-    """Keys of one span in one group. slots: `[batch, tokens]`; mask: bool `[batch, queries,
-    tokens]`.
-    """
+    """slots: `[batch, tokens]`; mask: bool `[batch, queries, tokens]`"""
 
     slots: Slots
     mask: torch.Tensor
@@ -112,7 +109,7 @@ class Model:
     def forward(
         self, batch: ModelBatch, caches: dict[str, torch.Tensor], enter: Hook, leave: Hook
     ) -> torch.Tensor:
-        """Compute a pass. Returns logits `[requests, vocab]`.
+        """Return logits `[requests, vocab]`.
 
         caches: by layer, `[blocks, heads, tokens, elements]`
         enter, leave: called before and after a layer's blocks are read

@@ -26,7 +26,7 @@ Array = npt.NDArray[np.int64]
 
 @dataclass
 class _Running:
-    """A request. blocks: by KV cache group; computed: tokens before the pass."""
+    """blocks: by KV cache group; computed: tokens before the pass."""
 
     tokens: list[int]
     num_prompt: int
@@ -86,7 +86,7 @@ class Runner:
     def read_kv(self, request_id: str) -> dict[str, torch.Tensor]:
         """Return copies of a request's KV within the window, by layer: `[tokens, heads, elements]`.
 
-        Valid after the request's last pass, until the next one.
+        Valid between the request's last pass and the next one.
         """
         running, found = self._running[request_id], {}
         end = running.computed
@@ -101,7 +101,7 @@ class Runner:
         return found
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """Return a request's blocks by group; those outside a window may be another's."""
+        """By group; blocks outside a window may be another request's."""
         return [list(ids) for ids in self._running[request_id].blocks]
 
     def _update(self, output: SchedulerOutput) -> None:
@@ -167,7 +167,7 @@ class Runner:
             self._connector.save_kv_layer(layer, self._caches[layer], None)
 
     def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> ModelBatch:
-        """Build a pass: one span for all requests of one token, pieces for others."""
+        """One span for all requests of one token, pieces for others."""
         ends = np.cumsum(counts)
         tokens = [
             token

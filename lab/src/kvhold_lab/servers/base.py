@@ -28,11 +28,11 @@ _LOWEST_PORT = 10_240
 
 
 class NotInstalled(Exception):
-    """The program is missing; the message names the package."""
+    """The message names the missing program and its package."""
 
 
 class ServerProcess:
-    """One server with its own folder, which `close` removes."""
+    """A process with its own folder, which `close` removes."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -41,19 +41,18 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> Sequence[str]:
-        """Return the command line."""
         raise NotImplementedError
 
     def environ(self) -> dict[str, str]:
         return dict(os.environ)
 
     def answers(self) -> bool:
-        """Return whether it is ready. OSError also means no."""
+        """OSError also means no."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
 
     def start(self) -> Self:
-        """Run with the same port and folder as before, and wait until it answers."""
+        """Use the same port and folder each time. Returns when the server answers."""
         assert self._process is None or self._process.poll() is not None, "it runs already"
         with self.log.open("ab") as log:
             _Process(
@@ -88,7 +87,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group. Idempotent."""
+        """Kill the process group. Idempotent."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -139,10 +138,7 @@ class ServerProcess:
 
 
 class _Process(subprocess.Popen[bytes]):
-    """A process that its server knows from the fork on.
-
-    A signal may interrupt `Popen` after the fork. Only the server can then end the child.
-    """
+    """A process that its server knows from the fork on: a signal may interrupt `Popen`."""
 
     def __init__(self, server: ServerProcess, command: Sequence[str], **options: Any) -> None:
         server._process = self
@@ -150,7 +146,7 @@ class _Process(subprocess.Popen[bytes]):
 
 
 def program(name: str, package: str) -> str:
-    """Return a program's path. Raises NotInstalled, naming the package."""
+    """Raises NotInstalled, naming the package."""
     found = shutil.which(name)
     if found is None:
         raise NotInstalled(f"{name} is not installed here: {package}")
@@ -158,7 +154,7 @@ def program(name: str, package: str) -> str:
 
 
 def free_port() -> int:
-    """Return a free loopback port outside the kernel's automatic range, so that it stays free."""
+    """Return a port outside the kernel's automatic range, so that it stays free."""
     while True:
         with _one_at_a_time:  # generators are not thread-safe
             port_wanted = next(_ports)

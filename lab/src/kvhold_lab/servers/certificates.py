@@ -9,7 +9,7 @@ from kvhold_lab.servers.base import program
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files. The server is 127.0.0.1 and localhost."""
+    """PEM files for 127.0.0.1 and localhost."""
 
     ca: Path
     server: Path
@@ -19,7 +19,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """Make them with openssl. Raises NotInstalled."""
+    """Needs openssl. Raises NotInstalled."""
     openssl = program("openssl", "apt-get install openssl")
     made = Certificates(
         *(

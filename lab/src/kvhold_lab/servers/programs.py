@@ -1,6 +1,6 @@
-"""Find the servers for tests and benchmarks, and install missing ones if possible.
+"""Find the servers for tests and benchmarks, and install missing ones.
 
-Installs with apt, as root only, unless KVHOLD_SETUP_SERVERS=0. Starts no service.
+Installs with apt, as root, unless KVHOLD_SETUP_SERVERS=0. Starts no service.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
-    """Install missing programs and libraries if allowed, and report the rest with `say`."""
+    """Install missing packages if allowed, and report the rest with `say`."""
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")
@@ -78,7 +78,7 @@ def _packages(names: Iterable[str]) -> str:
 
 
 def _install(packages: list[str]) -> str:
-    """Return the failure, or ""."""
+    """Return the error, or ""."""
     made = not _POLICY.exists()
     if made:
         _POLICY.write_text("#!/bin/sh\nexit 101\n")

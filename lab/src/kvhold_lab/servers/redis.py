@@ -74,7 +74,7 @@ class RedisServer(ServerProcess):
         return f"redis://{credentials}127.0.0.1:{self.port}/0"
 
     def call(self, *words: str | bytes | int) -> Any:
-        """Return the reply to one command. Raises ReplyError."""
+        """Raises ReplyError."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=_CALL_S) as plain:
             if not self._tls:
                 return self._call_over(plain, words)
@@ -124,10 +124,7 @@ class RedisServer(ServerProcess):
 
 
 class RedisCluster:
-    """Three primaries that share the slots.
-
-    Only a minute of silence counts as a failure, so the others go on if one dies.
-    """
+    """Three primaries. A failure takes a minute of silence, so the others go on if one dies."""
 
     def __init__(self) -> None:
         self._buses = [free_port() for _ in range(3)]
@@ -145,7 +142,7 @@ class RedisCluster:
         raise LookupError(f"nobody serves slot {slot}")
 
     def assign(self, slot: int, to: RedisServer) -> None:
-        """Move a slot, without its keys, to another node."""
+        """Move a slot without its keys."""
         name = to.call("CLUSTER", "MYID")
         for node in (to, *(node for node in self.nodes if node is not to)):
             node.call("CLUSTER", "SETSLOT", slot, "NODE", name)
@@ -182,8 +179,7 @@ class RedisCluster:
 class RedisSentinels:
     """A primary, a replica, and three sentinels that watch them as `service`.
 
-    Failover takes a minute of silence, so that a busy machine causes none; half a second after
-    `be_quick`.
+    Failover takes a minute of silence, or half a second after `be_quick`.
     """
 
     service = "held"
@@ -216,7 +212,7 @@ class RedisSentinels:
             sentinel.call("SENTINEL", "SET", self.service, "down-after-milliseconds", _QUICK_MS)
 
     def wait_until_primary(self, server: RedisServer) -> None:
-        """Wait until every sentinel names `server`, and it is writable."""
+        """Wait until every sentinel names `server` and it is writable."""
         for sentinel in self.sentinels:
             if sentinel.running:
                 wait_for(partial(self._names, sentinel, server))
@@ -262,7 +258,7 @@ class RedisSentinels:
 
 
 class _Sentinel(RedisServer):
-    """A sentinel that rewrites its own file, and knows the others: discovery takes seconds."""
+    """Knows the other sentinels: discovery takes seconds."""
 
     def __init__(self, service: str, primary: int, replica: int) -> None:
         super().__init__()
@@ -303,7 +299,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """Make `ca.pem`, and `server.pem` and `client.pem` (certificate and key) for 127.0.0.1."""
+    """Make `ca.pem`, and `server.pem` and `client.pem` with their keys, for 127.0.0.1."""
     openssl = program("openssl", "apt-get install openssl")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
     authority = ("-CA", "ca.pem", "-CAkey", "ca.key")

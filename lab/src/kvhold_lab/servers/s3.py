@@ -34,7 +34,7 @@ class S3Server(Protocol):
 
 
 class MotoServer(ServerProcess):
-    """moto's server. It accepts any credentials until `demand_credentials`."""
+    """It accepts any credentials until `demand_credentials`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class MotoServer(ServerProcess):
         return tier_url(self, place, options)
 
     def demand_credentials(self) -> None:
-        """Make a user, and refuse all others. `url` then has the user's keys."""
+        """Refuse all but a new user's keys, which `url` then has."""
         iam = boto_client(self, "iam")
         iam.create_user(UserName="kvhold")
         iam.put_user_policy(UserName="kvhold", PolicyName="all", PolicyDocument=_ALL_RIGHTS)

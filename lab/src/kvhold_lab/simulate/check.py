@@ -10,7 +10,7 @@ __all__ = ["SERVED", "serve_too"]
 
 
 def serve_too(cut: Cut, num_tokens: int, setup: Setup) -> Checked:
-    """Return both hit rates. The lower tier is rounded up to an arena of one-page chunks."""
+    """The lower tier is rounded up to an arena of one-page chunks."""
     ram, disk = (
         setup.ram_chunks(cut.tokens_per_chunk),
         as_lower(setup.disk_chunks(cut.tokens_per_chunk)),

@@ -2,12 +2,11 @@
 
     replayed = replay(chunks, starts, parents, policy="lru", capacity=4096)
 
-A sweep of sizes and policies replays a trace dozens of times. The models replay some 5 million
-chunks a second. The classes in `kvhold/tiers/policies` replay some 80,000: they are 47 to 68 times
-slower, by policy and with or without a lower tier. (Medians of 5, CPU time on a loaded machine,
-2,500 requests of Mooncake's conversation trace, 2,048 chunks of memory.) So both exist, and
-`tests/lab/simulate/test_eviction.py` compares each model with its class, hit by hit and victim by
-victim. A new policy needs no model: `policy_replay` runs its class.
+The models replay some 5 million chunks a second, the classes in `kvhold/tiers/policies` some
+80,000: 47 to 68 times fewer. (Medians of 5, CPU time on a loaded machine, 2,500 requests of
+Mooncake's conversation trace, 2,048 chunks of memory.) A sweep takes dozens of replays, so both
+exist. `tests/lab/simulate/test_eviction.py` compares each model with its class, hit by hit and
+victim by victim. A new policy needs no model.
 
 For comparison only: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
 Belady of libCacheSim is no upper limit: it stores each chunk, also one that is never used again,
@@ -38,7 +37,7 @@ def replay(
     lower_capacity: int = 0,
     num_victims: int = 0,
 ) -> Replayed:
-    """Serve the requests of a trace in order. Arguments as of `policy_replay.replay_class`."""
+    """Arguments as of `policy_replay.replay_class`."""
     assert policy in POLICIES and capacity >= 0 and lower_capacity >= 0
     assert chunks.dtype == np.int32 and parents.dtype == np.int32 and starts.dtype == np.int64
     assert (

@@ -3,9 +3,9 @@
     replayed = replay_class(chunks, starts, parents, make=MyPolicy, capacity=4096)
 
 Per request, chunks in memory are touched, the next ones are promoted from a lower tier, and the
-others are stored. Loads and stores are instant. All chunks have one size and one namespace.
+others are stored. Transfers take no time. All chunks have one size and one namespace.
 
-`numba_eviction` has fast models of the classes of kvhold. Other classes need none.
+`numba_eviction` has fast models of kvhold's classes.
 """
 
 import pkgutil
@@ -42,10 +42,7 @@ class Replayed:
 
 
 def find_policy(name: str) -> Callable[[], Policy]:
-    """Return a policy of kvhold, such as lru, or a class named as module:Class.
-
-    Raises ConfigError.
-    """
+    """Return a policy of kvhold, such as lru, or module:Class. Raises ConfigError."""
     if name in POLICIES:
         return POLICIES[name]
     try:
@@ -67,7 +64,7 @@ def replay_class(
     lower_capacity: int = 0,
     num_victims: int = 0,
 ) -> Replayed:
-    """Serve the requests of a trace in order.
+    """Serve the requests in order.
 
     chunks:   [events] int32, of all requests, end to end
     starts:   [requests + 1] int64, where requests begin, and the end
@@ -141,7 +138,7 @@ class _Tier:
         return len(keys)
 
     def reserve(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Make room for a run of missing chunks. Return those that have room, the first ones."""
+        """Make room for missing chunks. Return those that have room, the first ones."""
         for i, key in enumerate(keys):
             if not self._reserve(key):
                 return keys[:i]
@@ -156,7 +153,7 @@ class _Tier:
         self.policy.insert(key, 1, parent)
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Store the missing ones of `keys`. Return their number."""
+        """Store the missing keys. Return their number."""
         reserved = [key for key in keys if key not in self._here and self._reserve(key)]
         for key in reserved:
             self.commit(key)

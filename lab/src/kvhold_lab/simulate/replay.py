@@ -1,7 +1,7 @@
 """Replay a trace on a real, scaled-down cache. The simulation must agree with the result.
 
-Each request is looked up in a `LocalCache`, and its missing chunks are committed. Everything is
-real but the chunks: one token and 4 KiB, never written.
+Each request is looked up in a `LocalCache`, and its missing chunks are committed. Chunks have one
+token and 4 KiB, never written. All else is real.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def serve(
     lower_chunks: int = 0,
     on_request: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """Return each request's chunks found in memory and below: [requests, 2].
+    """Return chunks found in memory and below, by request: [requests, 2].
 
     lower_chunks: from `as_lower`; 0: no lower tier
 

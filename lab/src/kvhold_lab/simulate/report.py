@@ -31,7 +31,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class Checked:
-    """Hit rates, simulated and of a real cache. same: equal hits for every request."""
+    """same: equal hits for every request."""
 
     policy: str
     ram_bytes: int
@@ -59,7 +59,6 @@ def line(row: "SimulatedRow") -> str:
 
 
 def _short(policy: str) -> str:
-    """Return the class of module:Class."""
     return policy.rpartition(":")[2]
 
 
@@ -82,7 +81,7 @@ def render_check(checked: Sequence[Checked]) -> str:
 
 
 def draw(rows: Sequence["SimulatedRow"], path: Path, title: str) -> None:
-    """Draw hit rate over memory as PNG, SVG or PDF; dashed lines have a lower tier.
+    """Hit rate over memory as PNG, SVG or PDF; dashed lines have a lower tier.
 
     Raises ClickException without matplotlib.
     """
@@ -122,6 +121,6 @@ def draw(rows: Sequence["SimulatedRow"], path: Path, title: str) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    # keeps text as text, and gives the same bytes every time
+    # keeps text as text, and the bytes reproducible
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvhold"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

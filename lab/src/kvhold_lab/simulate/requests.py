@@ -64,7 +64,7 @@ AnyRequest = TypeVar("AnyRequest", bound=TraceRequest)
 def read_requests(
     path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS
 ) -> Iterator[AnyRequest]:
-    """Yield a file's requests. Raises ConfigError with file and line."""
+    """Raises ConfigError with file and line."""
     try:
         with path.open("rb") as file:
             lines = iter(lambda: file.readline(MOST_LINE_BYTES), b"")

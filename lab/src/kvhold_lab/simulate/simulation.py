@@ -1,8 +1,4 @@
-"""Simulate hit rates of planned caches.
-
-Replays requests in order, by the rules in `policy_replay.py`. There is no time: loads and
-stores are instant.
-"""
+"""Simulate hit rates of planned caches, by the rules in `policy_replay.py`."""
 
 import time
 from dataclasses import dataclass
@@ -68,7 +64,7 @@ class SimulatedRow:
 
 
 def replay_policy(cut: Cut, policy: str, *, capacity: int, lower_capacity: int = 0) -> Replayed:
-    """Replay a trace on the model of a policy, or on its class if there is no model."""
+    """Use the policy's model, or its class if there is none."""
     trace = cut.chunks, cut.starts, cut.parents
     if policy in MODELS:
         return replay(*trace, policy=policy, capacity=capacity, lower_capacity=lower_capacity)
@@ -78,7 +74,7 @@ def replay_policy(cut: Cut, policy: str, *, capacity: int, lower_capacity: int =
 
 
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
-    """Replay a trace. num_tokens: of all prompts, partial chunks included
+    """num_tokens: of all prompts, partial chunks included
 
     With two tiers, `belady` takes two replays: one memory of both sizes, and memory alone. Byte
     counts are the first replay's.
@@ -97,7 +93,7 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
 
 
 def best_hit_rate(cut: Cut, num_tokens: int) -> float:
-    """Return the hit rate without evictions."""
+    """Without evictions."""
     replayed = replay_policy(cut, "fifo", capacity=cut.num_ids)
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 

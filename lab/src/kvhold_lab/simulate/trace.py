@@ -59,7 +59,7 @@ class Trace:
         return self.num_tokens.size
 
     def cut(self, tokens_per_chunk: int) -> Cut:
-        """Return chunks that divide a block, or are a multiple. Raises ConfigError."""
+        """Chunks must divide a block, or be a multiple. Raises ConfigError."""
         size, block = tokens_per_chunk, self.block_tokens
         if size < 1 or (size % block and block % size):
             raise ConfigError(
@@ -104,7 +104,7 @@ class Trace:
 def read_trace(
     path: Path, *, block_tokens: int = BLOCK_TOKENS, num_requests: int | None = None
 ) -> Trace:
-    """Read a file's first `num_requests` lines, or all. Raises ConfigError."""
+    """Read `num_requests` lines, or all. Raises ConfigError."""
     requests = read_requests(path, TraceRequest, block_tokens=block_tokens)
     return _trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 

@@ -1,8 +1,7 @@
 """A simulated central cache: the real server over simulated sockets and a failing tier.
 
-A stream or a lower tier may touch only the memory that it was given. Every damaged frame is a
-finding, because nothing is damaged on purpose. A stranger gets only a refusal, for a bounded number
-of bytes.
+A stream or a lower tier may touch only its own memory. Every damaged frame is a finding, because
+nothing is damaged on purpose. A stranger gets only a refusal, for a bounded number of bytes.
 """
 
 import asyncio
@@ -316,7 +315,7 @@ class SimCentral:
         self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, central_store)
 
     def _read(self, central_store: _SimStore) -> None:
-        """Bring values from below, as for another client. Its nodes rarely ask for evicted ones."""
+        """Bring values from below: the nodes rarely ask for evicted ones."""
         if self.over or self._central is None or self._central.central_store is not central_store:
             return
         keys = sorted(key for key in self.lower.values if not is_marker(key))
@@ -353,7 +352,7 @@ class SimCentral:
         self._gone("is killed")
 
     def _stop(self) -> None:
-        """Stop as on SIGTERM, which cancels every conversation."""
+        """As on SIGTERM, which cancels every conversation."""
         central, serving, loop = self._central, self._serving, self._loop
         if central is None or serving is None or loop is None or central._stopped.is_set():
             return
@@ -465,7 +464,7 @@ class SimCentral:
         self._fault._inner.hangs = 0.0  # type: ignore[attr-defined]
 
     def rest(self) -> None:
-        """Wait until nothing moves, and strangers without a login are disconnected."""
+        """Wait until nothing moves, and strangers without login are disconnected."""
 
         def rests() -> bool:
             central = self._central

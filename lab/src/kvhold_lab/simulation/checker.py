@@ -101,7 +101,7 @@ class Checker:
         return MemoryPlace(self._memory, offset, self._memory.allocations.get(offset, -1))
 
     def touches(self, place: MemoryPlace | None, who: str) -> None:
-        """Record a finding unless the place still has its allocation."""
+        """Record a finding unless the place has its allocation."""
         if place is None or place.node is None:
             return
         now = place.node.allocations.get(place.offset)
@@ -117,7 +117,7 @@ class Checker:
         return self._places.get((kind, number), {}).get(offset)
 
     def asked(self, request: m.Request) -> tuple[int, float]:
-        """Return the argument `asked` of `answered`."""
+        """Return `asked` of `answered`."""
         number = self._world.number()
         if isinstance(request, m.Lookup):
             self._asked_s[number] = self._world.now
@@ -196,7 +196,7 @@ class Checker:
                 self._world.find(f"{name} was found by a lookup after {why}, and not stored since")
 
     def check_pins(self) -> None:
-        """Check that tickets, leases, searches and writes hold each pin."""
+        """Each pin belongs to a ticket, lease, search or write."""
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
@@ -218,7 +218,7 @@ class Checker:
                 return
 
     def num_held(self) -> dict[str, int]:
-        """Return the number of holdings of each client that has any."""
+        """Return the number of holdings by client."""
         state: Any = self._state
         held = {
             owner.name: len(all_of.tickets) + len(all_of.leases) + len(all_of.reservations)
@@ -227,7 +227,7 @@ class Checker:
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
-        """Check every visible chunk, after a full scrub."""
+        """Every visible chunk, after a full scrub."""
         assert self._state is not None
         ram = self._state.ram
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
@@ -244,7 +244,7 @@ class Checker:
                 return
 
     def check_baseline(self) -> None:
-        """Check that memory is empty, after all was cleared."""
+        """Memory is empty, after all was cleared."""
         state, memory = self._state, self._memory
         assert state is not None and memory is not None
         ram: Any = state.ram

@@ -1,7 +1,6 @@
 """The rule "no read after clear": which clears bind a host's lookups.
 
-`HostClears` is the rule for hosts that share a tier (decision 0026). It reads the markers in the
-shared store itself.
+`HostClears` is the rule for hosts that share a tier (decision 0026). It reads the markers itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -127,7 +126,7 @@ class Markers:
         return self._lost.get(marker_key(space, number), 0) > since
 
     def up_to(self, space: bytes, number: int) -> tuple[int, float] | None:
-        """Return since when all markers up to `number` are present, if they are."""
+        """Return since when all markers up to `number` are present."""
         since = [self._since.get(marker_key(space, one)) for one in range(1, number + 1)]
         return None if None in since else max(one for one in since if one is not None)
 
@@ -149,7 +148,7 @@ class Shared:
     born: dict[tuple[str, bytes], int] = field(default_factory=dict)
 
     def forget(self, space: bytes) -> None:
-        """Drop a namespace's clears: a marker was lost during a clear (decision 0026)."""
+        """Drop a namespace's clears: a marker was lost (decision 0026)."""
         self.world.note(
             "a clear has a number that was there: what was cleared of %s is not looked at",
             space[:4].hex(),
@@ -225,7 +224,7 @@ class HostClears:
 
     @property
     def known(self) -> dict[bytes, int]:
-        """Return the latest known generation of each namespace in use."""
+        """Return each used namespace's latest known generation."""
         tier: Any = self._guard._tier if self._guard is not None else None
         used = tier._used if isinstance(tier, GenerationTier) else ()
         return {
@@ -291,7 +290,7 @@ class HostClears:
             own.host == self._host and own.space == clear.space and not own.number
             for own in self.shared.clears
         ):
-            return ""  # the host's own clear is under way, and will tell it
+            return ""
         config = self._guard.config
         since_s = max(
             there[1], self._began_s, self._faulty_s, *(loop.stalled_until for loop in self._loops)

@@ -114,7 +114,7 @@ class SimClient:
         return self.name in self.checker.kicked
 
     def kill(self, forked_s: float) -> None:
-        """End the process. forked_s: how long a forked child keeps its sockets."""
+        """forked_s: how long a forked child keeps the sockets."""
         self.alive = False
         self.world.kill(self.loop)
         self._die()
@@ -155,7 +155,7 @@ class SimClient:
             link.retire()
 
     async def link(self) -> SimLink:
-        """Return the link in use, after a wait if necessary. Raises NodeError."""
+        """Return the link, after a wait if necessary. Raises NodeError."""
         if self.membership.link is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._joined.wait(), _PATIENCE_S)
@@ -164,7 +164,7 @@ class SimClient:
     async def call(
         self, link: SimLink, request: m.Message, expected: type[Kind], within_s: float | None = None
     ) -> Kind:
-        """Return the answer. Raises KVHoldError when it is late or of another type."""
+        """Raises KVHoldError for a late answer or another type."""
         answer = await self._ask(link, request, within_s)
         if not isinstance(answer, expected):
             if isinstance(answer, m.NotFound):
@@ -199,7 +199,7 @@ class SimClient:
         return answer
 
     def _check_refusal(self, request: m.Message, answer: m.Refused) -> None:
-        """Each node must know the namespaces that an earlier one was told."""
+        """Nodes must know the namespaces that an earlier one was told."""
         told = isinstance(request, m.Lookup | m.Prefetch) and request.query.namespace in self._told
         told = told or (isinstance(request, m.Reserve) and request.names.namespace in self._told)
         if told and _LAYOUT_IS_UNKNOWN in answer.reason:
@@ -208,7 +208,7 @@ class SimClient:
     async def give_back(
         self, link: SimLink, request: m.Message | None, *, held: bool = False
     ) -> None:
-        """Return a hold. Does not raise, unless interrupted."""
+        """Does not raise, unless interrupted."""
         if held:
             link.let_go()
             if link.closed:
@@ -335,7 +335,7 @@ class SimClient:
             await self.call(link, request, m.Done)
 
     async def _reached_by_device(self, link: SimLink) -> SimDevice | None:
-        """Return the device, or None when the host must copy."""
+        """None: the host must copy."""
         if self._device is None:
             return None
         if link not in self._with_device:
@@ -478,7 +478,7 @@ class SimClient:
         value: bytes,
         sums: Sequence[int],
     ) -> bool:
-        """Compare a chunk. Return False when a checksum does not fit."""
+        """Return False when a checksum does not fit."""
         place = self.checker.place("lease", link.node.number, lease, offset)
         if device is not None:
             data = await device.load(link.node.data, offset, place, len(value), sums)

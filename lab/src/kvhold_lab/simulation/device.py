@@ -1,8 +1,8 @@
 """A client's device: the real copier over a fake device, late in virtual time.
 
 Streams copy on after the process was killed. Kernels on the engine's stream fill the stored blocks,
-overwrite them after the fence, and read the loaded blocks. So a copy that lacks an event moves
-wrong bytes.
+Streams copy on after the process was killed. Kernels on the engine's stream fill the stored blocks,
+overwrite them after the fence, and read the loaded blocks, so a missing event moves wrong bytes.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class SimDevice(FakeDevice):
     async def store(
         self, arena: bytearray, offset: int, place: MemoryPlace | None, value: bytes, layers: int
     ) -> bytes:
-        """Store a chunk from blocks that are overwritten soon. Returns its checksums."""
+        """The blocks are overwritten soon. Returns the checksums."""
         view, blocks = _blocks(layers, len(value) // layers)
         memory = np.frombuffer(arena, np.uint8)
         self.compute(lambda: _fill(blocks, value))
@@ -80,7 +80,7 @@ class SimDevice(FakeDevice):
         return None if damage else seen[0]
 
     def end(self, then: Callable[[], None]) -> None:
-        """Kill the process. `then` is called when the streams have stopped."""
+        """`then` is called when the streams have stopped."""
         self._is_killed = True
 
         def ended() -> None:

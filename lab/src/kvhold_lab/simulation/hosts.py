@@ -71,7 +71,7 @@ class HostNode(SimNode):
         return tier_worker
 
     def _watch_births(self, tier_worker: Any) -> None:
-        """Note when each value in a tier, and each chunk read from there, was stored."""
+        """Note when each value in a tier, and each chunk from there, was stored."""
         frame, frames = tier_worker._write_behind._frame, {}
         born = self.host.promise.shared.born
 
@@ -222,7 +222,7 @@ class SimHost(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """Use the new node at once, before it has heard of clears."""
+        """Use the new node before it has heard of clears."""
         super()._start_node()
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.num_nodes > 1 and random.random() < 0.7:
@@ -428,7 +428,7 @@ class Hosts:
         self.world.later(self.random.expovariate(self.trouble), self._trouble)
 
     def _lose_a_marker(self) -> None:
-        """Lose a marker that a running host knows and may put again."""
+        """One that a running host knows and may put again."""
         names = [name for name in self.shared.markers.names() if self._is_known(name)]
         if names:
             name = self.random.choice(names)
@@ -509,7 +509,7 @@ class Hosts:
             yield self.central.check_end
 
     def _all_learn(self) -> None:
-        """Wait until each host knows each clear that the store or a writer can tell of."""
+        """Wait until each host knows each clear that it can hear of."""
 
         def has_learned(host: SimHost) -> bool:
             known = host.promise.known

@@ -1,6 +1,6 @@
 """A simulated link: `Link`'s conversation and lifetime, with tasks and a simulated socket.
 
-Each method does as `Link`'s method of the same name. Bytes are read only while a caller waits.
+Each method does as `Link`'s. Bytes are read only while a caller waits.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ class SimLink:
             self._leave()
 
     async def pause(self, seconds: float) -> None:
-        """Wait for that long, or until the node sends News."""
+        """Wait, at most until News."""
         try:
             self._lifetime.enter()
         except ConnectionError:
@@ -175,7 +175,7 @@ class SimLink:
         self._close_if_unused()
 
     def retire(self) -> None:
-        """Refuse calls, and close after the last caller and user of the arena."""
+        """Refuse calls, and close after the last user."""
         self._lifetime.retired = True
         self._wake()
         self._close_if_unused()

@@ -63,7 +63,7 @@ class SimArena:
 
 
 class _SimJournal(ClearsJournal):
-    """The journal of pending clears, in text that outlives the node."""
+    """In text that outlives the node."""
 
     def __init__(self, disk: list[str]) -> None:
         self._disk = disk
@@ -126,7 +126,7 @@ class SimNode(server.Node):
         journal: list[str],
         number: int,
     ) -> None:
-        """journal: shared by all nodes of a host."""
+        """journal: of the host's nodes."""
         self.world = world
         self.checker = checker
         self.number = number
@@ -235,7 +235,7 @@ class SimNode(server.Node):
         )
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
-        """Stop as on SIGTERM: close connections, drain the tier worker, cancel its tasks."""
+        """As on SIGTERM: close connections, drain the tier worker, cancel its tasks."""
 
         def end(_: Any = None) -> None:
             self.kill()

@@ -1,6 +1,6 @@
-"""Mutations of the code: a unified diff against `src/` in each file of `mutations/`.
+"""Mutations of the code: unified diffs against `src/` in `mutations/`.
 
-A hunk's text must occur exactly once, anywhere in the file, so a patch outlives changes around it.
+A hunk's text must occur exactly once, anywhere in the file.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def mutations() -> list[Path]:
 
 
 def apply(patch: Path, folder: Path) -> None:
-    """Change the code under `folder`, which holds `kvhold`. Raises PatchError."""
+    """`folder` holds `kvhold`. Raises PatchError."""
     hunks = _hunks(patch.read_text())
     if not hunks:
         raise PatchError(f"{patch.name}: no hunk in it")

@@ -97,7 +97,6 @@ class _Findings(logging.Handler):
 
 @contextmanager
 def _real_code_simulated(world: World) -> Iterator[None]:
-    """Replace the real code's own constants and randomness."""
     log = logging.getLogger("kvhold")
     handler, level, propagate = _Findings(world), log.level, log.propagate
     numbers: Any = state_module
@@ -372,7 +371,7 @@ class Simulation:
             node.end_gently(self.draw.node.drain_s, ended)
 
     def _hurry(self) -> None:
-        """Give a tier tiny deadlines, which cancel its calls anywhere."""
+        """Tiny deadlines cancel a tier's calls anywhere."""
         if self.node is not None and self.stores:
             guard = self.random.choice(self.node.stack.guards)
             usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
@@ -441,7 +440,7 @@ class Simulation:
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
     def _come_to_rest(self) -> None:
-        """Check that calls end, memory is free and clears are done."""
+        """Calls end, memory is free and clears are done."""
         node = self._end_trouble()
         self._end_calls(node)
         self._rest(node, "the clients have left")

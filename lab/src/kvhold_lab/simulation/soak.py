@@ -107,7 +107,7 @@ def run_mutations(
     names: tuple[str, ...] = (),
     tell: Callable[[str], None] = lambda _: None,
 ) -> MutationsResult:
-    """Apply each mutation to a copy of the code, and simulate from a seed on until one finds it.
+    """Apply each mutation to a copy of the code, and simulate seeds until one finds it.
 
     Raises PatchError, SimulationError.
     """
@@ -174,7 +174,6 @@ def _lines(
 
 
 def _source() -> Path:
-    """Return the folder that holds the package kvhold."""
     return Path(kvhold.__file__).parents[1]
 
 

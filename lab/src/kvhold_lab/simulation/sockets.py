@@ -49,10 +49,7 @@ class SimSocket:
         """Do nothing."""
 
     def sendmsg(self, views: Sequence[memoryview]) -> int:
-        """Send as many bytes as fit.
-
-        Raises BlockingIOError when none fits, OSError when the other end is closed.
-        """
+        """Raises BlockingIOError when nothing fits, OSError when the other end is closed."""
         self._check()
         if self.peer.closed:
             raise BrokenPipeError(errno.EPIPE, "the other end is closed")
@@ -74,7 +71,7 @@ class SimSocket:
     def recv_into(self, view: memoryview) -> int:
         """Return 0 at the end.
 
-        Raises BlockingIOError when there are no bytes, OSError after a reset.
+        Raises BlockingIOError without bytes, OSError after a reset.
         """
         self._check()
         if not self._in:
@@ -98,7 +95,7 @@ class SimSocket:
         return bytes(self._in[:nbytes])
 
     def close(self) -> None:
-        """Close. Sent bytes still arrive, unless received ones were never read. Idempotent."""
+        """Sent bytes still arrive, unless received ones were never read. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -117,7 +114,7 @@ class SimSocket:
         return len(self._out) < self._most_unsent or self._reset or self.peer.closed
 
     def reset(self) -> None:
-        """Drop the connection, with the bytes on their way."""
+        """Drop the connection, with bytes on their way."""
         if not self.closed:
             self._reset = True
             self._in.clear()
@@ -176,7 +173,7 @@ class SimListener:
         network.listeners[address] = self
 
     def close(self) -> None:
-        """Stop listening, and close connections not yet accepted. Idempotent."""
+        """Also close connections not yet accepted. Idempotent."""
         if self._network.listeners.get(self._address) is self:
             del self._network.listeners[self._address]
         for sock, _ in self.waiting:
@@ -210,7 +207,6 @@ class Network:
         return self._join(listener, host, SimSocket(self, loop, touch))
 
     def knock(self, address: str, host: str, loop: Any) -> SimSocket | None:
-        """Connect at once, or return None."""
         listener = self.listeners.get(address)
         return (
             None

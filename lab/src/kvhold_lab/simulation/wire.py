@@ -55,7 +55,7 @@ class End:
         return len(some)
 
     def pull(self) -> bytes:
-        """Return received bytes; empty at the end. Raises BlockingIOError when there are none."""
+        """Empty at the end. Raises BlockingIOError without bytes."""
         if not self._in and not self._eof_seen:
             raise BlockingIOError
         data = bytes(self._in)
@@ -69,7 +69,7 @@ class End:
             self.peer.on_change()
 
     def send(self, data: bytes | bytearray) -> None:
-        """Send bytes, which are lost if either end is closed."""
+        """Bytes are lost if either end is closed."""
         if not self.closed and not self.peer.closed:
             self._out += data
             self._move()

@@ -100,7 +100,7 @@ class World:
         self.note("FINDING %s", text)
 
     def number(self) -> int:
-        """Return the next number; later events have higher ones."""
+        """Later events have higher numbers."""
         self._last += 1
         return self._last
 
@@ -110,7 +110,7 @@ class World:
         return loop
 
     def kill(self, loop: "SimLoop") -> None:
-        """End a thread without its cleanup."""
+        """Without the thread's cleanup."""
         loop.dead = True
         loop.ready.clear()
         self._loops.remove(loop)
@@ -121,7 +121,7 @@ class World:
             self.random.choice(self._loops).stall(seconds)
 
     def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Handle:
-        """Schedule an event outside all threads: network, disk or pool."""
+        """An event outside all threads: network, disk or pool."""
         handle = Handle(callback, args, self._outside, contextvars.Context())
         self.schedule(self.now + delay_s, None, handle)
         return handle
@@ -162,7 +162,7 @@ class World:
             events._set_running_loop(loop)
 
     def _step(self) -> bool:
-        """Return False when nothing is left to run."""
+        """Return False when nothing is left."""
         heap, now = self._heap, self.now
         while heap and heap[0][0] <= now:
             _, _, loop, handle = heappop(heap)
@@ -204,8 +204,6 @@ class World:
 
 
 class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
-    """A simulated thread's loop."""
-
     def __init__(self, world: World, name: str) -> None:
         super().__init__()
         self.world = world
@@ -231,7 +229,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Handle:
-        """As asyncio's. On a dead loop: nothing."""
+        """On a dead loop: nothing."""
         handle = Handle(callback, args, self, context or contextvars.copy_context())
         if not self.dead:
             self.ready.append(handle)
@@ -242,13 +240,11 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Handle:
-        """As asyncio's."""
         return self.call_at(self.world.now + max(0.0, delay), callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Handle:
-        """As asyncio's."""
         handle = Handle(callback, args, self, context or contextvars.copy_context(), when)
         if not self.dead:
             self.world.schedule(when, self, handle)
@@ -265,9 +261,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
-        """The work is done in one piece, some time later, and its answer comes some time after
-        that.
-        """
+        """The work is one step after a delay; its answer comes after another."""
         future = self.create_future()
 
         def work() -> None:

@@ -143,7 +143,7 @@ class VerifyDriver:
 
 
 def _choice(best: dict[int, Any]) -> Choice:
-    """Return the chosen token and its best rival; vLLM's `logprob` is a logit here."""
+    """The token and its best rival; vLLM's `logprob` is a logit here."""
     (chosen, first), *others = best.items()
     rival, second = max(others, key=lambda item: float(item[1].logprob))
     return Choice(tokens=(chosen, rival), logits=(first.logprob, second.logprob))
@@ -155,7 +155,7 @@ def _collect_later(generation: int = 2) -> int:
 
 
 def _keep_kernels() -> None:
-    """Have the next engine in this process use the kernels registered by this one.
+    """Keep registered kernels for the process's next engine.
 
     To register again, vLLM searches every module, and fails on llvmlite, which the connector loads.
     """

@@ -1,7 +1,7 @@
 """vLLM engines in a child process, one after the other.
 
-They share the child because importing vLLM takes longer than starting a small engine. After a
-failure the next engine gets a new child. Used from one thread.
+They share the child because importing vLLM takes longer than starting a small engine. A failure
+ends the child. Used from one thread.
 """
 
 import sys
@@ -24,7 +24,7 @@ from kvhold_lab.verify.messages import Answered, Ask, Serve, Start, Started, Ver
 
 
 class Engines:
-    """The child. Every call raises EngineFailed when the child died, timed out or refused."""
+    """Every call raises EngineFailed when the child died, timed out or refused."""
 
     def __init__(
         self, *, timeout_s: float, threads: int, environment: Mapping[str, str] | None = None
@@ -54,7 +54,6 @@ class Engines:
         self._ask(StopEngine(), Stopped)
 
     def close(self) -> None:
-        """End the process at once."""
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -23,7 +23,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request. tokens: the prompt, or the text after its images; images: seeds."""
+    """tokens: the prompt, or the text after its images; images: seeds."""
 
     tokens: list[int]
     adapter: int | None = None
@@ -31,7 +31,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Start(ChildOperation, frozen=True, kw_only=True, tag="start"):
-    """Start an engine. adapters: folders of LoRA adapters."""
+    """adapters: folders of LoRA adapters."""
 
     engine: dict[str, Any]
     adapters: list[str] = msgspec.field(default_factory=list)

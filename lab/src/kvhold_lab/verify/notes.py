@@ -36,7 +36,7 @@ class Verdict:
 
 
 class Notes:
-    """One worker's notes in one engine; a miss reads the other engines' notes."""
+    """Of one worker in one engine; a miss reads the other engines' notes."""
 
     def __init__(self, folder: Path, *, worker: int) -> None:
         self._folder = folder
@@ -60,7 +60,7 @@ class Notes:
         return name in self._known
 
     def is_computed(self, group: int, content: bytes, digest: bytes) -> bool:
-        """Return whether these bytes were computed; a repetition may differ."""
+        """A repetition may compute other bytes."""
         name = self._name(group, content)
         if digest not in self._known.get(name, ()):
             self._read_others()

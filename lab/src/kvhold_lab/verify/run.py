@@ -1,9 +1,9 @@
 """Run a model with and without the connector, path by path, and judge.
 
 An engine without a connector gives the reference answers, three times, to find unsteady ones. An
-engine with the connector then answers twice: the first round stores, the second loads. A path fails
-when a token differs, when a loaded block has wrong bytes, or when nothing was loaded. A difference
-at a near tie (`ties.py`) does not fail.
+engine with the connector then answers twice: it stores, then loads. A path fails when a token
+differs, when a loaded block has wrong bytes, or when nothing was loaded. A difference at a near tie
+(`ties.py`) does not fail.
 """
 
 import json
@@ -36,7 +36,7 @@ _PATIENT_S = 60.0  # busy cores must not turn a hit into a miss
 
 @dataclass(frozen=True)
 class Subject:
-    """A model. engine: arguments that override the path's."""
+    """engine: arguments that override the path's."""
 
     name: str
     model: str
@@ -46,7 +46,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """How to verify. kv_memory_bytes: of each worker; config: kvhold's settings."""
+    """kv_memory_bytes: of each worker; config: kvhold's settings."""
 
     dtype: str = "float32"
     max_tokens: int = 8
@@ -57,7 +57,7 @@ class VerifySettings:
 
 @dataclass
 class EngineAnswers:
-    """Answers of one engine. unsteady: questions that it does not always answer alike."""
+    """unsteady: questions that it does not always answer alike."""
 
     started: Started
     token_ids: list[list[int]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Verification:
         self._references: dict[str, EngineAnswers] = {}
 
     def rows(self) -> Iterator[VerifyRow]:
-        """Yield one row a path, or one if vLLM does not run the model. Failures are rows, too."""
+        """One row a path, or one if vLLM does not run the model. Failures are rows, too."""
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:
@@ -163,10 +163,7 @@ class Verification:
         return self._references[name]
 
     def _unsteady(self, asked: EngineAnswers, path: Path) -> set[int]:
-        """Return questions that vLLM alone answers differently from its prefix cache or one by one.
-
-        The batch decides the last bits of a sum, and a hit changes the batch.
-        """
+        """Return questions that vLLM answers otherwise from its prefix cache or one by one."""
         again, alone = EngineAnswers(asked.started), EngineAnswers(asked.started)
         self._ask_all(again, path)
         self._engines.reset()
@@ -300,10 +297,8 @@ def judged(
     rounds: list[EngineAnswers],
     verdict: Verdict,
 ) -> VerifyRow:
-    """Return the row of a path that ran.
-
-    Tokens prove nothing when half of the questions are unsteady, or when nothing differs but half
-    are unsteady or tied.
+    """Tokens prove nothing when half of the questions are unsteady, or when nothing differs but
+    half are unsteady or tied.
     """
     differ: list[str] = []
     tied: dict[str, int] = {}

@@ -25,7 +25,7 @@ class _Live:
 
 
 def serve(engine: SteppedEngine, operation: Serve) -> VerifyServed:
-    """Serve all requests, and wait for the connector's saves."""
+    """Returns after the connector's saves."""
     requests = [_Live(arrival) for arrival in operation.arrivals]
     coming = deque(sorted(requests, key=lambda live: live.arrival.step))
     running: dict[str, _Live] = {}
@@ -84,7 +84,7 @@ def _take(running: dict[str, _Live], output: Any) -> None:
 
 
 def _margin(best: dict[int, Any]) -> float:
-    """Return the best token's lead, in natural log probability."""
+    """In natural log probability."""
     first, second = sorted((token.logprob for token in best.values()), reverse=True)[:_BEST]
     return float(first - second)
 

@@ -1,8 +1,8 @@
 """Near ties: positions where the engine itself might have chosen another token.
 
-The batch decides the last bits of a sum, and a hit changes the batch. A logit's neighbours are one
-unit in the last place away: in bfloat16 1/16, for logits from 8 to 16. If each of the two best
-logits moves by one step, a lead of two steps vanishes; only that is granted.
+The batch decides the last bits of a sum, and a hit changes the batch. Logits are one unit in the
+last place apart: in bfloat16 1/16, from 8 to 16. If each of the two best logits moves by one unit,
+a lead of two units vanishes; only that is granted.
 
 Wrong KV cannot hide here: the witness compares every loaded block.
 """
@@ -19,7 +19,7 @@ _FRACTION_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 def at_near_tie(
     answer: Sequence[int], reference: Sequence[int], choices: Sequence[Choice], *, dtype: str
 ) -> bool:
-    """Return whether the answers are equal up to a near tie of the reference.
+    """Whether the answers are equal up to a near tie of the reference.
 
     dtype: of the logits: "float32", "float16" or "bfloat16"; others have no near ties
     """

@@ -39,7 +39,7 @@ _NO_BLOCK = 0
 
 @dataclass(frozen=True)
 class WitnessHeld:
-    """Blocks of one request in one group. contents: hashes of the expected contents."""
+    """In one group. contents: hashes of the expected contents."""
 
     request_id: str
     group: int
@@ -251,7 +251,7 @@ def _one_of(spec: Any) -> Any:
 
 
 def _first_needed(spec: Any, end: int) -> int:
-    """Return the first token whose KV is read by the token at `end`."""
+    """Return the first token that the token at `end` reads."""
     if isinstance(spec, MambaSpec):
         return end - int(spec.block_size)
     if window := getattr(spec, "sliding_window", None):
@@ -277,7 +277,7 @@ def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[bytes]:
-    """Return a hash for each block, over everything that its KV depends on."""
+    """For each block, over everything that its KV depends on."""
     request = followed.request
     hashes = followed.hashes.setdefault(block_size, [])
     if len(hashes) < count:
@@ -365,7 +365,7 @@ def _as_list(tensors: Any) -> "list[torch.Tensor]":
 
 
 def _bytes_of(tensor: "torch.Tensor", block: int, num_blocks: int) -> bytes:
-    """Return the block's part of a layer's tensor; kernels may split a block into rows."""
+    """Return the block's part of a layer; kernels may split a block into rows."""
     import torch
 
     axes = [

@@ -166,7 +166,7 @@ def vllm(
 
 @dataclass(frozen=True)
 class _Host:
-    """The engines' model and threads. peer: the host-memory spec of vLLM's offloading"""
+    """peer: the host-memory spec of vLLM's offloading"""
 
     model: ModelInfo
     threads: int
@@ -174,7 +174,7 @@ class _Host:
 
     @classmethod
     def of(cls, model_size: str, threads: int | None, peer: Path | None) -> "_Host":
-        """Print what is measured. Raises ClickException without vLLM."""
+        """Print the set-up. Raises ClickException without vLLM."""
         if not is_vllm_available():
             raise click.ClickException(
                 "vLLM is not installed here: this command measures a real one"
@@ -211,7 +211,6 @@ class _Result:
 def _compare(
     plan: Plan, host: _Host, tokens: int, *, lmcache: Path | str = "", folder: Path | None = None
 ) -> _Result:
-    """Start the systems and do all visits."""
     began, stopped = time.monotonic(), ""
     click.echo(f"starting the engines, for prompts of {tokens:,} tokens ...")
     sizes = Sizes(host.model, tokens, plan.held_prompts, plan.output_tokens)
@@ -239,7 +238,6 @@ def _report(
     goals: Callable[[CompareMeasurement, Sequence[SystemRow]], list[Goal]],
     json_file: Path | None,
 ) -> None:
-    """Print and write the rows."""
     click.echo(
         f"\n{render(result.rows)}\n\n{render_goals(goals(result.measured, result.rows))}"
         f"\n\n{(time.monotonic() - result.began) / 60:.0f} minutes"

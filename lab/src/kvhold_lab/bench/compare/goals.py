@@ -76,7 +76,7 @@ def repeating_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> 
 def _cost(
     unused: Sequence[Cell], tier: str, *, where: str = "", unknown: float = 1.0, cpu: bool = False
 ) -> Iterator[Goal]:
-    """Yield the goals without reuse. unknown: noise where no copy shows it"""
+    """unknown: noise where no copy shows it"""
     ours = key(KVHOLD, tier)
     alone, bursts = split(unused)
     kinds: list[tuple[str, list[Cell], _Times]] = [

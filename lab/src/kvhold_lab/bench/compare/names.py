@@ -45,7 +45,6 @@ TIERS = ("ram", "disk", "redis")
 
 
 def key(name: str, tier: str) -> str:
-    """Return the name of a system's engine for a tier."""
     return f"{name}, {tier}" if name in WITH_TIERS else name
 
 

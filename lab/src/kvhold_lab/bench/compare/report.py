@@ -32,10 +32,7 @@ def render(rows: Sequence[SystemRow]) -> str:
 
 
 def draw(rows: Sequence[SystemRow], path: Path, title: str) -> None:
-    """Draw TTFT over reuse (PNG, SVG or PDF, by the path's ending).
-
-    Raises ConfigError without matplotlib.
-    """
+    """Draw TTFT over reuse as PNG, SVG or PDF. Raises ConfigError without matplotlib."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 4.6), layout="constrained")

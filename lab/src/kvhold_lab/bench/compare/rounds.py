@@ -46,7 +46,7 @@ def repeating(
     layerwise: bool = False,
     unchecked: bool = False,
 ) -> Plan:
-    """Return the plan. shares: of reuse, per cent"""
+    """shares: of reuse, per cent"""
     of_share = {share: _cells(share, layerwise=layerwise, unchecked=unchecked) for share in shares}
     stages = []
     for number in range(1 + rounds):
@@ -86,7 +86,6 @@ def repeating(
 
 
 def _cells(reuse: int, *, layerwise: bool, unchecked: bool) -> list[_Cell]:
-    """Return a round's cells for this share."""
     if reuse == 0:
         cells = [
             ((*_FEW[:2], *_EVERYONE), False),

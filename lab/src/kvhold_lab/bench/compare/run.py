@@ -1,8 +1,8 @@
 """The rounds: every system gets the same prompts, in an order that changes from cell to cell.
 
 Times are compared within a cell, so that noise falls on all. Systems without tiers are asked once
-for all tiers. A system that fails, or answers differently from "recompute", is dropped; of a
-strict plan it ends the run.
+Times are compared within a cell. Systems without tiers are asked once for all tiers. A system that
+fails, or answers differently from "recompute", is dropped; of a strict plan it ends the run.
 """
 
 import random
@@ -119,9 +119,7 @@ def _asked(running: RunningSystem, visit: Visit) -> list[str]:
 
 
 def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
-    """Return the systems whose answer differs from that of "recompute", or of the first system, and
-    why.
-    """
+    """Return why a system's answer differs from that of "recompute", or of the first system."""
     if not answers:
         return {}
     right = RECOMPUTE if RECOMPUTE in answers else next(iter(answers))

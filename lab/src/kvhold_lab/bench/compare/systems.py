@@ -93,13 +93,13 @@ class Sizes:
 
     @property
     def below_bytes(self) -> int:
-        """Size of a lower tier, more than memory has in "ram"."""
+        """Of a lower tier, more than memory has in "ram"."""
         return 3 * self.prompts * self.prompt_bytes // 2
 
 
 @dataclass
 class RunningSystem:
-    """Running systems, by name or `key`. errors: why others do not run."""
+    """By name or `key`. errors: why others do not run."""
 
     systems: dict[str, System] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class RunningSystem:
 
 
 def settle(system: System) -> None:
-    """Wait until the processes rest, so they do not disturb the next system."""
+    """Wait until the processes rest."""
     until = time.monotonic() + _REST_S
     before = system.cpu_s()
     while time.monotonic() < until:
@@ -198,7 +198,7 @@ class _Start:
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """Start one engine. pids: its other processes.
+        """pids: of other processes.
 
         Raises EngineFailed for kvhold and baselines, and if `strict`.
         """

@@ -1,8 +1,8 @@
-"""What a run asks: stages of visits to documents.
+"""The requests of a run: stages of visits to documents.
 
 `visiting` (`kvhold bench compare`): documents are visited in a circle, each time followed by other
 text. A set half as large as an engine's KV memory is still there at the next visit, one twice as
-large never is. Shares of reuse fall, so the reused part was in all earlier visits.
+large never is. Shares of reuse fall, so earlier visits had the reused part.
 
 `rounds.repeating` (`kvhold bench vllm`) makes another plan.
 """
@@ -93,7 +93,7 @@ class Plan:
 
     command:       of `kvhold bench`
     systems:       by name
-    held_prompts:  of which connectors hold the KV in "ram"
+    held_prompts:  number of prompts whose KV a connector in "ram" holds
     output_tokens: of each answer
     strict:        a failure or another answer ends the run; False: the system is dropped
     settles:       wait until a system rests before the next is asked
@@ -122,7 +122,6 @@ def visiting(
     tiers: tuple[str, ...],
     page_cache: bool = False,
 ) -> Plan:
-    """Return the plan of `kvhold bench compare`."""
     stages = []
     for workload in workloads:
         planned = list(visits(workload, rounds=rounds))
@@ -177,7 +176,7 @@ def _weight(visit: Visit) -> float:
 
 
 class VisitTexts:
-    """Prompts: the beginning of a workload's document, then text that no other prompt has."""
+    """Prompts: the beginning of a document, then text that no other prompt has."""
 
     def __init__(self, model_path: Path, num_tokens: int) -> None:
         self._path = model_path

@@ -3,8 +3,8 @@
     python -m kvhold_lab.bench.compare_engines.child kvhold_lab.bench.compare_engines.kvhold_child
     .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
 
-Arguments: the driver's module, and modules that an engine imports anyway. Only the standard library
-and numpy are used, since LMCache's environment has no kvhold. One thread.
+Arguments: the driver's module, and modules that an engine imports anyway. LMCache's environment has
+no kvhold, so only the standard library and numpy are used. One thread.
 
     {"op": "start", ...}  -> {"seconds": ...}
     {"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}
@@ -94,7 +94,7 @@ class ChildDriver(Protocol):
         """Announce the next store to `settle`. Not timed."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Store. Returns when the engine may write to its blocks again."""
+        """Returns when the engine may write to its blocks again."""
 
     def settle(self) -> None:
         """Wait until the last store is in `tier`."""

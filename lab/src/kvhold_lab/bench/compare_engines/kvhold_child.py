@@ -1,7 +1,4 @@
-"""kvhold under measurement: a node and its client.
-
-Before KV is retrieved from a lower tier, memory is filled with other prompts.
-"""
+"""kvhold under measurement: a node and its client."""
 
 import math
 import os
@@ -80,7 +77,7 @@ class KVHold:
         warm_up()
 
     def expect(self, num_tokens: int) -> None:
-        """Do nothing: the node's marks say what is written."""
+        """Do nothing: the node's marks tell when a store is written."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
         prompt = self._namespace.prompt(tokens)

@@ -128,7 +128,6 @@ def make_rows(measured: Measured) -> list[CompareRow]:
 
 
 def goals(rows: Sequence[CompareRow]) -> list[Goal]:
-    """Return the goals of kvhold's best mode, and of the limits."""
     found = []
     for (operation, tier), (of, most) in _AT_MOST.items():
         there = [

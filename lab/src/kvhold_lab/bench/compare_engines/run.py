@@ -55,7 +55,7 @@ Launch = Callable[[str], PeerSystem]
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes of the work. Two bytes an element."""
+    """Two bytes an element."""
 
     num_tokens: int = 4096
     lookup_tokens: int = 128_000
@@ -85,7 +85,7 @@ def measure(
     folder: Path | None,
     say: Callable[[str], None],
 ) -> Measured:
-    """Measure all but imports. Without "ram" among `tiers`, only lower tiers.
+    """Measure all but imports.
 
     launch: makes a system's process; folder: for files, on the measured disk
     """

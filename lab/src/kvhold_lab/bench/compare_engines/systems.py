@@ -1,8 +1,4 @@
-"""The compared caches: each in its own process.
-
-"lmcache in-process" runs behind a connector of ours, because LMCache has none for CPUs. In
-"lmcache-driven" its server does the copies.
-"""
+"""The compared caches: each in its own process. LMCache's modes: see `lmcache_child.py`."""
 
 import os
 import sys
@@ -46,7 +42,7 @@ _HERE = Path(__file__).parent
 
 
 class PeerFailed(KVHoldError):
-    """A system failed. The message is its own."""
+    """The message is the system's."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +81,7 @@ class PeerSystem:
 
 
 def launch(name: str, *, python: Path | None, threads: int) -> PeerSystem:
-    """Make a system's process. python: LMCache's; threads: for copies."""
+    """python: LMCache's; threads: for copies."""
     if name in OURS:
         command = [
             sys.executable,
@@ -117,7 +113,7 @@ def new_folder(within: Path) -> str:
 
 
 def import_command(name: str, *, client: bool, python: Path | None) -> list[str]:
-    """Return a command that imports a system. client: only a client's part."""
+    """client: only a client's part."""
     ours = "kvhold.node, kvhold.memory.copy, kvhold.memory.views" if client else "kvhold"
     theirs = (
         "lmcache.v1.multiprocess.transfer_context, lmcache.v1.multiprocess.transport.factory"

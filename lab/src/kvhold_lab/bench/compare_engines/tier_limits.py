@@ -1,7 +1,7 @@
 """Limits of a lower tier: the plainest program with equal values, in the same rounds.
 
-Disk: new preallocated files. Without `page_cache` pages are dropped before reading. A further read
-checks each value as kvhold does and copies it once. Redis: as many blocking sockets as kvhold's.
+Disk: new preallocated files, read without cached pages unless `page_cache`. A further read checks
+each value as kvhold does and copies it once. Redis: as many blocking sockets as kvhold's.
 """
 
 import mmap

@@ -59,7 +59,7 @@ class Endpoint:
 
 
 def checked_url(base_url: str) -> str:
-    """Return the base URL, with /v1 if it has no path. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         parts = urlsplit(base_url)
         port_is_fine = parts.port is None or parts.port > 0
@@ -159,7 +159,6 @@ class LoadClient:
         return str(names[0])
 
     async def metrics_page(self) -> str | None:
-        """Return the server's /metrics, or None."""
         try:
             return (await self._page(f"{self._endpoint.root_url}/metrics")).decode(errors="replace")
         except (aiohttp.ClientError, OSError, ValueError):

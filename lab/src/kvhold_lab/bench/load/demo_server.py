@@ -19,9 +19,7 @@ _NODE_OUTLIVES_ENGINE_S = 120.0
 
 @contextmanager
 def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[OpenAIServer]:
-    """Start a server; it and its node end with the block.
-
-    context_tokens: the longest prompt with its output
+    """context_tokens: the longest prompt with its output
 
     Raises ConfigError without vLLM, EngineFailed if it does not start.
     """

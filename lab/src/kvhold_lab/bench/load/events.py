@@ -82,7 +82,7 @@ _DONE = b"[DONE]"
 
 
 class EventStream:
-    """One arriving answer. Times are in seconds of a monotonic clock."""
+    """Times are in seconds of a monotonic clock."""
 
     def __init__(self, began: float, *, content: Literal["text", "tokens"]) -> None:
         self._began = began

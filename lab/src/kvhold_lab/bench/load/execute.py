@@ -182,7 +182,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _arguments(workload: Workload) -> dict[str, Any]:
-    """The arguments for JSON; a data set becomes its size."""
+    """A data set becomes its size."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
     return {
         name: len(value) if name in ("examples", "recorded") else _plain(value)

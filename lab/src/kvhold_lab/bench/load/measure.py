@@ -45,10 +45,7 @@ async def measure(
     progress_s: float,
     keep: Callable[[Result], None],
 ) -> None:
-    """Fill `measured`. keep: gets each result.
-
-    Raises ConfigError for a wrong workload, Unanswered.
-    """
+    """keep: gets each result. Raises ConfigError for a wrong workload, Unanswered."""
     async with LoadClient(endpoint) as client:
         await _prewarm(client, prompts, prewarm)
 

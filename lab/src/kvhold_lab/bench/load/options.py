@@ -129,8 +129,6 @@ GAINS = (
 
 
 def with_common(function: Function) -> Function:
-    """Give a command the options of all workloads, as one `Common`."""
-
     @functools.wraps(function)
     def call(**given: Any) -> None:
         function(Common(**{field.name: given.pop(field.name) for field in fields(Common)}), **given)

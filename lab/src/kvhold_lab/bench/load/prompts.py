@@ -19,7 +19,7 @@ Content: TypeAlias = str | list[int]
 FIRST_ID, VOCAB_SIZE = (256, 8_000)
 _FEWEST_IDS = 2
 
-# Common and short, so that most tokenizers make one token of each with its space.
+# Common and short, so most tokenizers make one token of each with its space.
 _COMMON = """
 the of and to in is that for it was on are as with his they at be this have from or had by hot
 but some what there we can out other were all your when up use word how said each she which do
@@ -36,7 +36,7 @@ class Prompts(Protocol):
     def piece(self, name: str, number: int, num_tokens: int) -> Content:
         """Return `num_tokens` tokens or words. A shorter piece is a prefix of a longer one.
 
-        Two numbers of one name, up to 63 bits, always differ within the first tokens: those are the
+        Two numbers of one name, up to 63 bits, differ within the first tokens: those are the
         number's digits to the base of the vocabulary, lowest first.
         """
 
@@ -75,7 +75,7 @@ class TextPrompts:
 
 
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
-    """The number's digits, then random ones, [count], each below `base`. Independent of `count`."""
+    """Return the number's digits, then random ones, [count], each below `base`."""
     digits, rest = [], number
     # equally many for each number: else one could be another's prefix
     for _ in range(math.ceil(63 / math.log2(base))):

@@ -23,7 +23,7 @@ class Run:
     in_flight: int = 0
 
     async def phase(self, phase: Phase) -> None:
-        """Run all sessions to their ends. Raises the workload's errors."""
+        """Raises the workload's errors."""
         await asyncio.sleep(phase.pause_s)
         began = time.perf_counter()
         room = asyncio.Semaphore(phase.max_in_flight or sys.maxsize)

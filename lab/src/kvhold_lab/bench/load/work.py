@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of a request; times in seconds from sending it.
+    """Times are in seconds from sending.
 
     gaps_s: between arrivals of tokens
     input_tokens, cached_tokens: reported by the server, or None
@@ -69,7 +69,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Result:
-    """A request with its reply. late_s: delay after its arrival time."""
+    """late_s: delay after the arrival time."""
 
     group: str
     labels: Mapping[str, int | str]
@@ -86,8 +86,8 @@ Session: TypeAlias = Generator[Request, Reply, None]
 class Phase:
     """Concurrent sessions.
 
-    max_in_flight: None: all that have arrived
-    pause_s: idle time before the phase
+    max_in_flight: None: no limit but arrivals
+    pause_s: idle before the phase
     """
 
     name: str
@@ -99,7 +99,7 @@ class Phase:
 
 class Workload(Protocol):
     def phases(self, prompts: Prompts) -> Iterable[Phase]:
-        """Return the phases. Raises ConfigError."""
+        """Raises ConfigError."""
 
 
 def single(request: Request) -> Session:

@@ -37,7 +37,7 @@ _PIECES = 40
 
 @dataclass(frozen=True)
 class PlannerCell:
-    """One request. By engine: seconds to the first token, computed and its own way."""
+    """Seconds to the first token by engine: computed, and its own way."""
 
     num_tokens: int
     computed_s: dict[str, float] = field(default_factory=dict)

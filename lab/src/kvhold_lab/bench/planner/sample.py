@@ -19,7 +19,7 @@ _TOKENS = (10, 8000)
 
 
 def sample(path: Path, *, num_requests: int, seed: int) -> list[list[int]]:
-    """Return the prompts in order. Raises ConfigError for a bad file or too few requests."""
+    """Raises ConfigError for a bad file or too few requests."""
     requests = list(read_requests(path, TraceRequest))
     conversations: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):
@@ -44,7 +44,6 @@ def _tokens(hash_ids: Sequence[int]) -> Iterator[int]:
 
 
 def seen_before(prompts: Sequence[Sequence[int]]) -> float:
-    """The share of tokens that an unlimited cache would find."""
     known: set[tuple[int, ...]] = set()
     found = total = 0
     for prompt in prompts:

@@ -1,7 +1,7 @@
 """Answers on KV that went through a codec, beside answers on the untouched KV.
 
-Differences are paired. Answers of one context depend on each other, so the standard error is over
-contexts.
+Differences are paired. Standard errors are over contexts, because answers of one context depend on
+each other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,7 +56,7 @@ class MeasuredChannels:
 
     @classmethod
     def of(cls, kv: Bits) -> "MeasuredChannels":
-        """Compute from `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16."""
+        """From `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16."""
         numbers = (kv.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         sizes = np.sqrt((numbers**2).mean(axis=(0, 3)))
         flat = sizes.reshape(*sizes.shape[:2], -1)
@@ -71,7 +71,7 @@ def measure(
     *,
     recall: bool = True,
 ) -> list[QualityRow]:
-    """Return a row for each codec. recall: the context contains the answers."""
+    """recall: the context contains the answers."""
     tallies = [_Tally(codec.name) for codec in codecs]
     for exams in batches:
         kv = subject.prefill(exams.contexts)
@@ -89,7 +89,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Guesses:
-    """Predictions. log_shares: [answers, vocabulary]; right: [answers]"""
+    """log_shares: [answers, vocabulary]; right: [answers]"""
 
     log_shares: npt.NDArray[np.float64]
     of_answers: npt.NDArray[np.float64]
@@ -110,7 +110,7 @@ class _Guesses:
 
 @dataclass
 class _Tally:
-    """Sums over batches. lost, asked: by context."""
+    """Sums over batches, by context."""
 
     codec: str
     plain_bytes: int = 0
@@ -174,7 +174,7 @@ class _Tally:
 
 
 def standard_error(lost: Sequence[int], asked: Sequence[int]) -> float:
-    """Standard error in points: the ratio estimator's, linearised, over contexts."""
+    """In points: the ratio estimator's, linearised, over contexts."""
     losses, sizes = np.array(lost, float), np.array(asked, float)
     apart = losses - sizes * (losses.sum() / sizes.sum())
     count = len(losses)

@@ -33,7 +33,7 @@ def find_weights() -> Path | None:
 
 @dataclass(frozen=True)
 class QualitySubject:
-    """A loaded model. layout: of its KV; tokenizer: None for a model of `tasks.py`."""
+    """layout: of its KV; tokenizer: None for a model of `tasks.py`."""
 
     name: str
     model: Any
@@ -43,7 +43,7 @@ class QualitySubject:
     _config: Any
 
     def prefill(self, contexts: Tokens) -> Bits:
-        """Compute KV `[exams, layers, 2, tokens, heads, head_dim]` of `[exams, tokens]`."""
+        """Return KV `[exams, layers, 2, tokens, heads, head_dim]` of `[exams, tokens]`."""
         import torch
         from transformers import DynamicCache
 
@@ -61,7 +61,7 @@ class QualitySubject:
         return bits
 
     def answer(self, kv: Bits, questions: Tokens) -> Any:
-        """Return float32 logits `[exams, question tokens, vocabulary]`."""
+        """Return logits, float32 `[exams, question tokens, vocabulary]`."""
         import torch
         from transformers import DynamicCache
 
@@ -76,10 +76,9 @@ class QualitySubject:
 
 
 def load_subject(model: str | Path, *, tokens_per_chunk: int) -> QualitySubject:
-    """Load a folder or a name. Weights must be safetensors.
+    """Load a folder or a name.
 
-    Raises ConfigError for a missing or unusable model, LayoutError for one whose KV is not
-    supported.
+    Raises ConfigError for a missing or unusable model, LayoutError for unsupported KV.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

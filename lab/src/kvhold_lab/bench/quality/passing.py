@@ -29,9 +29,7 @@ class Passed:
 
 
 def through(codec: Codec, kv: Bits, layout: Layout) -> Passed:
-    """Frame and unframe all chunks of `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as
-    uint16.
-    """
+    """KV: bfloat16 as uint16, `[exams, layers, 2, tokens, heads, head_dim]`."""
     used = codec if codec.accepts(layout, 0) else Raw()
     namespace = Namespace(model="bench quality", layout=layout).digest
     decoded = np.empty_like(kv)

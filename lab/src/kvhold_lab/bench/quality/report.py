@@ -29,9 +29,9 @@ def render_channels(channels: MeasuredChannels) -> str:
 
 
 def draw(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """Draw accuracy, or KL without it, over ratio.
+    """Accuracy, or KL without it, over ratio. PNG, SVG or PDF.
 
-    PNG, SVG or PDF, by the path's ending. Raises ClickException without matplotlib.
+    Raises ClickException without matplotlib.
     """
     try:
         import matplotlib

@@ -41,13 +41,13 @@ def evaluate(
     num_contexts: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Evaluation:
-    """Ask the model on KV through each codec.
+    """Ask on KV through each codec.
 
     model: a folder or name for transformers; None: the small trained one
     text:  ask for its continuation instead of questions
 
-    Raises NotMeasurable, ConfigError for an unusable codec, model or text, LayoutError for a model
-    whose KV is not supported.
+    Raises NotMeasurable, ConfigError for an unusable codec, model or text, LayoutError for
+    unsupported KV.
     """
     used = [make_codec(name) for name in codecs]
     if num_contexts is None:
@@ -95,10 +95,9 @@ def recall_batches(num_contexts: int, seed: int = SEED) -> Iterator[Exams]:
 
 
 def trained_kv(num_contexts: int) -> Bits:
-    """Return a whole chunk from each context: `[contexts, layers, 2, CHUNK_TOKENS, heads,
-    head_dim]`.
+    """Return a whole chunk from each context. Raises NotMeasurable.
 
-    bfloat16 as uint16. Raises NotMeasurable.
+    bfloat16 as uint16, `[contexts, layers, 2, CHUNK_TOKENS, heads, head_dim]`.
     """
     subject = _load(None, CHUNK_TOKENS)
     exams = draw(

@@ -66,7 +66,7 @@ def draw(
     asked: Asked,
     num_keys: int = NUM_KEYS,
 ) -> Exams:
-    """Draw exams. num_keys: different keys; few are easier.
+    """num_keys: different keys; few are easier.
 
     Raises ValueError if contexts are too short or need more keys.
     """
@@ -103,7 +103,7 @@ def _draw_one(
     order = rng.permutation(len(records))
     context = np.concatenate([np.full(1 + spare, BEGIN), *(records[at] for at in order)])
 
-    # so that no question gives away another's answer
+    # so no question gives away another's answer
     free = np.setdiff1d(np.arange(num_pairs), [asked_starts, asked_middles])
     looked_up = rng.permutation(free)[: asked.lookups]
     asks = [(LOOKUP, pair_keys[at], [values[at]]) for at in looked_up]

@@ -47,10 +47,7 @@ def written_recall(
 
 
 def continued(tokens: Sequence[int], *, num_contexts: int, num_tokens: int) -> Iterator[Exams]:
-    """Cut evenly spread pieces: `num_tokens` of context and `CONTINUED_TOKENS` as answers.
-
-    Raises ConfigError for a text that is too short.
-    """
+    """Cut evenly spread pieces. Raises ConfigError for a text that is too short."""
     step = num_tokens + CONTINUED_TOKENS
     most = len(tokens) // step
     if most < 1:

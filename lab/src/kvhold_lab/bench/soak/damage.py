@@ -60,7 +60,7 @@ _FRAMES_EACH = 8
 
 @dataclass(frozen=True)
 class Damage:
-    """The result. undetected must be 0."""
+    """undetected must be 0."""
 
     injected: dict[str, int]
     noticed_by: dict[str, int]

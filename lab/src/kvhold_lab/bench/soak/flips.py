@@ -135,7 +135,7 @@ class _Engine:
             reservation.commit()
 
     def load(self, cache: Cache, prompt: Prompt) -> bool:
-        """Load. Returns False for a miss or reported damage."""
+        """Return False for a miss or reported damage."""
         for tensor in self.tensors:
             tensor[:, self.into] = 0
         with cache.lookup(prompt.query()) as hit:
@@ -199,7 +199,7 @@ def in_memory(count: int, seed: int) -> Flips:
 
 
 def in_tiers(count: int, seed: int, names: Sequence[str] = ()) -> Flips:
-    """Flip `count` bits over each tier. Default: all."""
+    """Flip `count` bits over each tier."""
     tally = _Tally()
     for name in names or TIERS:
         chance = random.Random(seed)
@@ -271,7 +271,7 @@ def _flip(engine: _Engine, arena: OpenArena, offset: int) -> None:
 
 
 async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.Random) -> None:
-    """Flip a bit of each value, in the tier worker's loop."""
+    """Runs in the tier worker's loop."""
     assert cache.tier_worker is not None
     tier = cache.tier_worker._stack.guards[0]._tier
     for key, size in zip(keys, await tier.probe(keys), strict=True):

@@ -35,7 +35,7 @@ _REREAD = 6
 
 @dataclass(frozen=True)
 class Kills:
-    """The result. lost, wrong and misaccounted must be 0."""
+    """lost, wrong and misaccounted must be 0."""
 
     rounds: int
     acknowledged: int

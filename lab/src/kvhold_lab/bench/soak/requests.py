@@ -1,8 +1,8 @@
-"""Random requests of two engines that share a node far too small for them.
+"""Random requests of two engines whose shared node is far too small.
 
 Each answer must equal that of a third engine without a connector and prefix cache. Requests share
 beginnings and are aborted at every stage. Engines preempt, and the node soon evicts. Batches change
-the last bits of float32 logits, so an answer is compared up to its first near tie (`_SURE`). Loaded
+the last bits of float32 logits, so answers are compared up to the first near tie (`_SURE`). Loaded
 blocks are compared with computed ones (`kvhold_lab.verify.witness`).
 """
 
@@ -44,7 +44,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Requests:
-    """The result. wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
+    """wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
 
     kv_unknown:  blocks that no engine computed, and loads that ended inside a block
     unsteady:    differing answers that the third engine gives, too, to a lone prompt
@@ -74,7 +74,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class SoakAnswer:
-    """An answer of the third engine. near_tie: it was cut there."""
+    """near_tie: it was cut there."""
 
     token_ids: list[int]
     near_tie: bool
@@ -87,7 +87,7 @@ class SoakAnswer:
 
 @dataclass(frozen=True)
 class Difference:
-    """A wrong answer. name: the connector's id of the request."""
+    """name: the connector's id of the request."""
 
     engine: int
     arrival: VerifyArrival
@@ -128,7 +128,7 @@ class SoakTally:
 
 
 def run(requests: int, seed: int) -> Requests:
-    """Serve requests. Raises EngineFailed if an engine does not start."""
+    """Raises EngineFailed if an engine does not start."""
     began = time.monotonic()
     model = make_checkpoint("llama").path
     with tempfile.TemporaryDirectory(prefix="kvhold-requests-") as folder, ExitStack() as stack:
@@ -179,7 +179,7 @@ class _Window:
 
 
 class _Soak:
-    """The whole run. crew: the third engine, then the two."""
+    """crew: the third engine, then the two."""
 
     def __init__(
         self, crew: Sequence[_Engine], vocabulary: Sequence[int], chance: random.Random

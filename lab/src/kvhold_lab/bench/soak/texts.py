@@ -1,7 +1,7 @@
 """Prompts of a day: they branch off earlier ones, continue an answer, repeat, or are new.
 
-Only the latest are remembered, so that shared parts may still be cached. Lengths are often at or
-next to an edge of blocks and chunks.
+Only the latest are remembered, so that shared parts may still be cached. Half of the lengths are at
+or next to an edge of blocks and chunks.
 """
 
 import random
@@ -53,7 +53,6 @@ class Texts:
         return self._chance.choices(self._vocabulary, k=count)
 
     def _length(self, most: int) -> int:
-        """1 to `most`; half are at or next to an edge."""
         edge = self._chance.choice((self._shape.block, self._shape.chunk))
         if most < edge or self._chance.random() < 0.5:
             return self._chance.randint(1, most)

@@ -53,7 +53,7 @@ class ChatExchange(msgspec.Struct, frozen=True):
 
 
 def read_dataset(path: Path) -> list[Example]:
-    """Read a file of at most 1 GiB. Raises ConfigError that says what is wrong."""
+    """Read a file of at most 1 GiB. Raises ConfigError with the reason."""
     entries = _read(path, list[_Entry], '{"question": ..., "ctxs": [...], "answers": [...]}')
     if not entries:
         raise ConfigError(f"{path}: there is no question in it")
@@ -136,7 +136,7 @@ def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
 
 
 def _exchanges(messages: Sequence[_Message]) -> list[ChatExchange]:
-    """Pair each user's message with all answers before the next."""
+    """Pair each user's message with all answers to it."""
     exchanges: list[ChatExchange] = []
     for message in messages:
         if message.speaker in _USERS and message.value:

@@ -1,7 +1,7 @@
 """Several documents in each prompt: the gain of KV that is reused at another place.
 
-Any prefix cache reuses a prompt's beginning. The rest needs reuse beyond prefixes, which recognises
-documents by the separator.
+The beginning of a prompt is reused by any prefix cache. The rest needs reuse beyond prefixes, which
+recognises documents by the separator.
 """
 
 import random

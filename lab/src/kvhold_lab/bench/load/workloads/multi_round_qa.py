@@ -62,7 +62,7 @@ class MultiRoundQA:
     def _conversation(
         self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float
     ) -> Session:
-        """Ends after a failed request, which leaves no answer to continue from."""
+        """Ends after a failed request."""
         turns = [
             Turn("system", prompts.piece("system", 0, self.system_tokens)),
             Turn("user", prompts.piece("history", user, self.history_tokens)),
