@@ -1,10 +1,4 @@
-"""Option types, and the options that several commands share.
-
-@click.command()
-@model_size_option()
-@json_option()
-def command(model_size: str, json_file: Path | None) -> None: ...
-"""
+"""Option types, and the options that several commands share."""
 
 import math
 import os

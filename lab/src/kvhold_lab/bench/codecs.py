@@ -1,7 +1,7 @@
 """Codecs on one core: ratio, speed and error, beside a memcpy of the same bytes.
 
 Medians of interleaved rounds. Trained models have a few key channels many times larger than others
-(KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024); `synthetic` imitates them.
+(KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024), as `synthetic` has.
 """
 
 import time

@@ -116,9 +116,9 @@ def node_pid(socket: Path) -> int:
 
 
 def flush_engines(client: NodeClient, *, patience_s: float) -> None:
-    """Wait until all KV of a node's idle engines is stored and written.
+    """Wait until a node's idle engines have stored all KV. Raises TimeoutError.
 
-    Engines copy in the background without an event. Raises TimeoutError.
+    Engines copy in the background without an event.
     """
     until = time.monotonic() + patience_s
     before: Mapping[str, Any] | None = None

@@ -53,7 +53,7 @@ _FAULT_COUNTERS = (
 
 @dataclass(frozen=True)
 class FaultRow:
-    """The result of one trial. counted: None: the fault is not visible."""
+    """counted: None: the fault is not visible."""
 
     tier: str
     fault: str
@@ -348,7 +348,7 @@ FAULTS: dict[str, Callable[[BenchPlace], FaultRow | None]] = {
 
 
 def rows(tiers: Sequence[str], faults: Sequence[str]) -> Iterator[FaultRow]:
-    """Yield the trials. Raises NotInstalled for a tier without its server."""
+    """Raises NotInstalled for a tier without its server."""
     for tier in tiers:
         with open_place(tier) as place:
             for fault in faults:

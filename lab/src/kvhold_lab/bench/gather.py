@@ -91,7 +91,7 @@ def memcpy(
     threads: int,
     helpers: ThreadPoolExecutor,
 ) -> None:
-    """Copy `to.size` bytes, one piece a thread. ctypes releases the GIL."""
+    """Copy one piece a thread. ctypes releases the GIL."""
     copy = ctypes.CDLL(None).memcpy
     copy.argtypes, copy.restype = (
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),

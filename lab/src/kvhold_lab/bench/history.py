@@ -4,8 +4,8 @@
     kvhold bench history --add micro.json     # append to benchmarks/history.jsonl
     kvhold bench history --name 'retrieve*'   # a line per row and machine, oldest run first
 
-Ratios to a limit of the same run can be compared between machines of one kind. Plain values
-cannot, so each machine has lines of its own.
+Only ratios to a limit of the same run can be compared, and only between machines of one kind, so
+each machine has lines of its own.
 """
 
 import os
@@ -104,7 +104,7 @@ def read(file: Path) -> list[KeptRun]:
 
 
 def table(runs: Sequence[KeptRun], pattern: str, last: int) -> list[str]:
-    """Return a line per row and machine: the last values, oldest first, and the change."""
+    """A line per row and machine: the last values, oldest first, and the change."""
     series: dict[tuple[str, str], list[tuple[str, KeptRow]]] = {}
     for run in runs:
         for row in run.rows:

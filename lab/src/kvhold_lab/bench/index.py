@@ -29,7 +29,7 @@ PASSING = Namespace(model="bench, passing", layout=LAYOUT)
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Measure. Raises CapacityError if an arena of 4 GiB is refused."""
+    """Raises CapacityError if an arena of 4 GiB is refused."""
     chunk_bytes = size_class(LAYOUT.chunk_bytes(0, LAYOUT.tokens_per_chunk))
     measured = []
     with Arena.create(

@@ -1,7 +1,7 @@
 """TTFT of a real vLLM whose hits come from Redis behind a slow link, by codec.
 
-One engine stores prompts; another, with its own node, finds them in Redis. The answers must be
-those of an engine without kvhold.
+One engine stores prompts; another, with its own node, finds them in Redis. Answers must be those of
+an engine without kvhold.
 """
 
 import math

@@ -35,7 +35,7 @@ class Profiles:
             folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, row: Row, look: Callable[[], str]) -> Row:
-        """Write a profile for a row below its limit. Returns the row with the file."""
+        """Write a profile for a row below its limit. Returns the new row."""
         if self._folder is None or row.ratio >= KEPT_UNDER:
             return row
         file = self._folder / f"{re.sub('[^a-z0-9]+', '-', row.name.lower())}.txt"
@@ -44,7 +44,7 @@ class Profiles:
 
 
 def of_calls(work: Work, *, after: Work | None = None) -> str:
-    """Profile `work` for SECONDS. after: called after each, not profiled."""
+    """after: called after each, not profiled."""
     profile = cProfile.Profile()
     until = time.perf_counter() + SECONDS
     while True:
@@ -57,7 +57,7 @@ def of_calls(work: Work, *, after: Work | None = None) -> str:
 
 
 def of_both(open_work: Callable[[Sequence[str]], AbstractContextManager[Work]]) -> str:
-    """Profile client and server. open_work: starts a server under these interpreter arguments."""
+    """open_work: starts a server under these interpreter arguments."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         file = Path(folder) / "server"
         with open_work(("-m", "cProfile", "-o", str(file))) as work:

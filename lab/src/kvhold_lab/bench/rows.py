@@ -18,7 +18,6 @@ from kvhold.core.errors import ConfigError
 
 @contextmanager
 def needing(packages: str) -> Iterator[None]:
-    """Turn an ImportError into a ConfigError that says what to install."""
     try:
         yield
     except ImportError as error:
@@ -28,7 +27,7 @@ def needing(packages: str) -> Iterator[None]:
 
 
 def needing_pictures(path: Path | None) -> None:
-    """Check, before a run, that a picture can be drawn after it. Raises ConfigError."""
+    """Check that a picture can be drawn after the run. Raises ConfigError."""
     if path is not None:
         with needing("'kvhold[lab]'"):
             import matplotlib  # noqa: F401

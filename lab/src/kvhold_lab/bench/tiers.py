@@ -65,7 +65,7 @@ class Memory:
 
 
 async def disk_rows(where: Path | None = None) -> list[TierRow]:
-    """Compare with new files. where: the disk; None: that of temporary files."""
+    """where: the disk; None: that of temporary files."""
     folder = Path(tempfile.mkdtemp(prefix="kvhold-bench-", dir=where))
     memory = Memory()
     try:

@@ -56,7 +56,7 @@ def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
 
 
 def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any) -> None:
-    """Write Idefics3's processor, which makes one square of each image."""
+    """It makes one square of each image."""
     from transformers import Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 

@@ -25,10 +25,9 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
-    """Return the checkpoint `name` (a key of `RECIPES`) under `root`; make it if missing.
+    """Return a checkpoint of `RECIPES` under `root`; make it if missing. Safe in several processes.
 
-    Safe in several processes. Raises ValueError for an unknown name, OSError if the folder cannot
-    be written.
+    Raises ValueError for an unknown name, OSError if the folder cannot be written.
     """
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")

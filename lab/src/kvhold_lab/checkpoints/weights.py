@@ -1,7 +1,7 @@
 """Random weights whose greedy output depends on the whole context and does not repeat.
 
-With transformers' default (standard deviation 0.02), wrong KV changes no token: attention is even
-and logits are alike. Here attention is sharp, and logits lead by far more than float32 noise.
+With transformers' default (standard deviation 0.02), wrong KV changes no token. Here attention is
+sharp, and logits lead by far more than float32 noise.
 """
 
 import math

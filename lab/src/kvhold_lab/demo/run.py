@@ -68,7 +68,7 @@ class DemoResult:
 def run(
     model: ModelInfo, *, num_tokens: int, repeats: int, say: Callable[[str], None]
 ) -> DemoResult:
-    """Raises EngineFailed when an engine does not start or dies."""
+    """Raises EngineFailed."""
     driver: DriverName = "vllm" if is_vllm_available() else "transformers"
     prompts = [make_prompt(model.path, num_tokens, seed=seed) for seed in range(repeats)]
     with tempfile.TemporaryDirectory(prefix="kvhold-demo-") as folder:

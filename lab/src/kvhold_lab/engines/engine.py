@@ -56,7 +56,7 @@ def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> Engin
 def kvhold_connector(
     socket: Path, ram_bytes: int, *, idle_exit_s: float = 600.0, **others: Any
 ) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` for kvhold. idle_exit_s: how long the node waits alone"""
+    """vLLM's `kv_transfer_config` for kvhold. idle_exit_s: how long the node waits alone"""
     node = {"socket": str(socket), "idle_exit_s": idle_exit_s}
     return {
         "kv_connector": "KVHoldConnector",
@@ -67,7 +67,7 @@ def kvhold_connector(
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """Return options that bind each thread to a core if the engine gets all cores.
+    """Bind each thread to a core if the engine gets all cores.
 
     With fewer threads vLLM would bind several engines to the same cores.
     """

@@ -60,7 +60,7 @@ class ModelGeometry:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
-        """Yield name, shape and standard deviation of each weight; 0 is a norm of ones."""
+        """Name, shape and standard deviation of each weight; 0 is a norm of ones."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fan_in = hidden**-0.5
@@ -129,7 +129,7 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """Return the checkpoint of `size` (tiny, small or mid) under `root`; make it if missing.
+    """Return a checkpoint (tiny, small or mid) under `root`; make it if missing.
 
     Safe in several processes. Raises ValueError for an unknown size, OSError if the folder cannot
     be written.

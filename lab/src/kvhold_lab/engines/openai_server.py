@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server in child processes, on a free loopback port. Thread-safe."""
+"""vLLM's OpenAI-compatible server in child processes, on loopback. Thread-safe."""
 
 import http.client
 import json

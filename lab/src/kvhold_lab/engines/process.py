@@ -113,7 +113,7 @@ class LoggedProcess:
             self._log.close()
 
     def log_tail(self, nbytes: int = 0) -> str:
-        """Return the end of the log. nbytes: 0 is the default; ignored after the end."""
+        """The end of the log. nbytes: 0 is the default; ignored after the end."""
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes

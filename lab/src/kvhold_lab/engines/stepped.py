@@ -112,7 +112,7 @@ class SteppedEngine:
         return name
 
     def request(self, name: str) -> Any:
-        """Return the scheduler's request, or None when it ended and released its blocks."""
+        """The scheduler's request, or None when it ended and released its blocks."""
         return self.core.scheduler.requests.get(self._inner_names[name])
 
     def inner_name(self, name: str) -> str:

@@ -1,7 +1,7 @@
 """A vLLM engine in this process, stepped by hand.
 
 One engine a process: the environment must be set before torch loads. Eager, because compiling takes
-longer than it saves here. Float32 is faster than bfloat16 on CPUs.
+longer than it saves. Float32 is faster than bfloat16 on CPUs.
 """
 
 import os

@@ -1,9 +1,6 @@
 """Real Redis servers: one, a cluster, or a primary, a replica and sentinels.
 
-    with RedisServer(password="secret") as server:
-        server.url; server.call("DBSIZE")
-
-Writes nothing to disk. Needs redis-server, redis-sentinel, and openssl for TLS.
+They write nothing to disk, and need redis-server, redis-sentinel, and openssl for TLS.
 """
 
 import secrets
@@ -212,7 +209,7 @@ class RedisSentinels:
             sentinel.call("SENTINEL", "SET", self.service, "down-after-milliseconds", _QUICK_MS)
 
     def wait_until_primary(self, server: RedisServer) -> None:
-        """Wait until every sentinel names `server` and it is writable."""
+        """Every sentinel names `server`, and it is writable."""
         for sentinel in self.sentinels:
             if sentinel.running:
                 wait_for(partial(self._names, sentinel, server))

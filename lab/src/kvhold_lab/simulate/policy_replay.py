@@ -42,7 +42,7 @@ class Replayed:
 
 
 def find_policy(name: str) -> Callable[[], Policy]:
-    """Return a policy of kvhold, such as lru, or module:Class. Raises ConfigError."""
+    """A policy of kvhold, such as lru, or module:Class. Raises ConfigError."""
     if name in POLICIES:
         return POLICIES[name]
     try:
@@ -138,7 +138,7 @@ class _Tier:
         return len(keys)
 
     def reserve(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Make room for missing chunks. Return those that have room, the first ones."""
+        """Return the chunks that have room, the first ones."""
         for i, key in enumerate(keys):
             if not self._reserve(key):
                 return keys[:i]

@@ -1,4 +1,4 @@
-"""Replay a trace on a real, scaled-down cache. The simulation must agree with the result.
+"""Replay a trace on a real, scaled-down cache.
 
 Each request is looked up in a `LocalCache`, and its missing chunks are committed. Chunks have one
 token and 4 KiB, never written. All else is real.

@@ -1,4 +1,4 @@
-"""Follow the history, and report violations of the rules in `docs/simulation.md`."""
+"""Reports violations of the rules in `docs/simulation.md`."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -61,7 +61,7 @@ class Promise(Protocol):
         """Note a death. clears_done: no clear was under way."""
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """Return the earliest number at which the chunk may have been stored."""
+        """The earliest number at which the chunk may have been stored."""
 
     def binding(
         self, key: bytes, origin: Origin | None, asked: int, asked_s: float
@@ -87,7 +87,7 @@ class OneHost:
             self._clears.clear()
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """Return the latest store, as a chunk from a tier may be of that one."""
+        """The latest store, as a chunk from a tier may be of that one."""
         return self.stored.get(key, 0)
 
     def binding(

@@ -1,7 +1,6 @@
 """A client's device: the real copier over a fake device, late in virtual time.
 
 Streams copy on after the process was killed. Kernels on the engine's stream fill the stored blocks,
-Streams copy on after the process was killed. Kernels on the engine's stream fill the stored blocks,
 overwrite them after the fence, and read the loaded blocks, so a missing event moves wrong bytes.
 """
 
@@ -131,7 +130,7 @@ class SimDevice(FakeDevice):
 
 
 class _Driver(FakeDriver):
-    """Checks each copy's access. place: in the arena, of the next copy."""
+    """place: in the arena, of the next copy."""
 
     def __init__(self, device: SimDevice, checker: Any, owner: str) -> None:
         super().__init__(device)

@@ -1,7 +1,7 @@
 """Several hosts over one shared tier, where a clear on one host reaches all.
 
 Each host is a simulation (`run.py`) over a shared store: a dictionary or a real central cache. The
-checker holds the hosts to decision 0026 (`clears.py`).
+rule is decision 0026 (`clears.py`).
 """
 
 import asyncio
@@ -525,7 +525,7 @@ class Hosts:
             )
 
     def _told(self) -> dict[bytes, int]:
-        """Return each namespace's latest generation that a host can still hear of."""
+        """Each namespace's latest generation that a host can still hear of."""
         told: dict[bytes, int] = {}
         spaces = {name[:16] for name in self.shared.markers.names()}
         for space in spaces:

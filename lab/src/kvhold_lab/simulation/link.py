@@ -152,7 +152,7 @@ class SimLink:
             self._leave()
 
     async def tend(self, seconds: float) -> None:
-        """Read late answers, and send queued requests. Raises OSError, ProtocolError."""
+        """Raises OSError, ProtocolError."""
         until, talk = self.world.now + seconds, self.conversation
         self._lifetime.enter()
         try:
@@ -164,7 +164,7 @@ class SimLink:
             self._leave()
 
     def hold(self, *, writable: bool = False) -> None:
-        """Add a user of the arena. Raises NodeError if it cannot be mapped."""
+        """Raises NodeError if the arena cannot be mapped."""
         if writable not in self._mapped and self.world.descriptors.are_short:
             raise NodeError("the node's arena could not be mapped")
         self._lifetime.hold()

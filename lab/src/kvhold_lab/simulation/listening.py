@@ -47,7 +47,7 @@ class ListeningLoop:
 
 
 class ListeningSocket:
-    """Holds clients until the node accepts them, and calls its watcher as long as one waits."""
+    """Holds clients until the node accepts them; calls its watcher as long as one waits."""
 
     def __init__(self, world: World) -> None:
         self._descriptors = world.descriptors

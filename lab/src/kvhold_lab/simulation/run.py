@@ -36,7 +36,7 @@ _REST_S = 300.0
 
 @dataclass(frozen=True)
 class SeedResult:
-    """One seed's result. steps: turns of all loops; digest: equal for equal histories."""
+    """steps: turns of all loops; digest: equal for equal histories."""
 
     seed: int
     operations: int

@@ -23,7 +23,7 @@ Touch = Callable[[memoryview, str], None]
 
 
 class SimSocket:
-    """One end of a connection. touch: called for each access to the caller's memory."""
+    """touch: called for each access to the caller's memory."""
 
     def __init__(self, network: "Network", loop: Any, touch: Touch | None = None) -> None:
         self.network = network

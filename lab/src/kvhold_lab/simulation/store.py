@@ -19,7 +19,7 @@ _LOOK_S = 1.0  # a slow transfer looks this often whether the trouble is over
 
 @dataclass
 class SimTierStore:
-    """A tier's values, which outlive nodes. is_damaged: bits were flipped on purpose."""
+    """Values outlive nodes. is_damaged: bits were flipped on purpose."""
 
     name: str
     most_bytes: int

@@ -26,7 +26,7 @@ _STEPS_A_LOOK = 20
 
 
 class Handle:
-    """A callback that a loop runs once. It is asyncio's, without the parts that cost time."""
+    """asyncio's, without the parts that cost time."""
 
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "loop")
 
@@ -130,7 +130,7 @@ class World:
         heappush(self._heap, (at, self.number(), loop, handle))
 
     def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
-        """Return a random time: about `usual_s`, with a chance of `slow` up to `slow_s`."""
+        """About `usual_s`, with a chance of `slow` up to `slow_s`."""
         if self.random.random() < slow:
             return self.random.random() * slow_s
         return self.random.expovariate(1 / usual_s)
@@ -156,7 +156,7 @@ class World:
             self.enter(None)
 
     def enter(self, loop: "SimLoop | None") -> None:
-        """Make a loop asyncio's running loop. None: the code that runs is outside all threads."""
+        """Set asyncio's running loop. None: outside all threads."""
         if self._running is not loop:
             self._running = loop
             events._set_running_loop(loop)
@@ -287,7 +287,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Record an uncaught exception as a finding, unless the thread was killed."""
+        """An uncaught exception is a finding, unless the thread was killed."""
         if not self.dead:
             error = context.get("exception")
             self.world.find(

@@ -1,4 +1,4 @@
-"""A vLLM engine, stepped by hand. Only for `engine_child`, whose parent sets the environment."""
+"""A stepped vLLM engine, only for `engine_child`, whose parent sets the environment."""
 
 import gc
 from typing import Any

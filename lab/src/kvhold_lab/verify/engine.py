@@ -1,7 +1,7 @@
 """vLLM engines in a child process, one after the other.
 
-They share the child because importing vLLM takes longer than starting a small engine. A failure
-ends the child. Used from one thread.
+They share the child because importing vLLM takes longer than starting a small engine. After a
+failure the next engine gets a new child. Used from one thread.
 """
 
 import sys

@@ -38,7 +38,7 @@ class Start(ChildOperation, frozen=True, kw_only=True, tag="start"):
 
 
 class Ask(ChildOperation, frozen=True, kw_only=True, tag="ask"):
-    """Decode a batch greedily, past any end-of-text token.
+    """Decode a batch greedily past any end-of-text token.
 
     choices: report the two best logits of each token; needs `logprobs_mode` "raw_logits"
     """

@@ -36,7 +36,7 @@ class Verdict:
 
 
 class Notes:
-    """Of one worker in one engine; a miss reads the other engines' notes."""
+    """One worker's notes; a miss reads the other engines' notes."""
 
     def __init__(self, folder: Path, *, worker: int) -> None:
         self._folder = folder

@@ -12,7 +12,7 @@ _BEST = 2
 
 @dataclass
 class _Live:
-    """A request. reached: steps since the stage of its abort."""
+    """reached: steps since the stage of its abort."""
 
     arrival: VerifyArrival
     name: str = ""

@@ -327,7 +327,7 @@ class _Reader:
         self._computed = []
 
     def loaded(self, failed: set[int]) -> None:
-        """Compare before the requests run. failed: blocks that the connector reports."""
+        """failed: blocks that the connector reports."""
         for request_id in self.ended:
             for held in self._loading.pop(request_id, []):
                 there = [

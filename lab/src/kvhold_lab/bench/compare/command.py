@@ -246,7 +246,7 @@ def _report(
 
 
 def _end(plan: Plan, result: _Result) -> None:
-    """Exit with 1 for a failed row, or if the measurement stopped."""
+    """Exit with 1 after a failure or a stop."""
     if bad := failed(result.rows, most_reuse=plan.most_reuse, strict=plan.strict):
         places = sorted({f"{row.system} ({row.tier}, {row.workload})" for row in bad})
         click.echo(f"kvhold bench {plan.command}: FAILED: {', '.join(places)}", err=True)

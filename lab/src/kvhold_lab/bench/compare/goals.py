@@ -28,7 +28,7 @@ _Times = Literal["seconds", "cpu_s"]
 
 
 def visiting_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
-    """Return the goals of `kvhold bench compare`: cost without reuse, TTFT from half reuse on."""
+    """Cost without reuse, TTFT from half reuse on."""
     found: list[Goal] = []
     for tier in dict.fromkeys(row.tier for row in rows):
         found += _cost(_unused(measured), tier, where=f"{tier}, ", unknown=math.inf)
@@ -50,7 +50,7 @@ def visiting_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> l
 
 
 def repeating_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> list[Goal]:
-    """Return the goals of `kvhold bench vllm`: cost without reuse, TTFT by reuse, full hits."""
+    """Cost without reuse, TTFT by reuse, full hits."""
     unused = _unused(measured)
     found = list(_cost(unused, "ram", cpu=True))
     noise = _noise(split(unused)[0], AGAIN, PLAIN)

@@ -1,7 +1,6 @@
 """The default prompt length: all visits must end within an hour.
 
-One engine is asked before the others start, because their memory depends on the length. Cores with
-AVX-512 are twice as fast.
+One engine is asked before the others start, because their memory depends on the length.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""LMCache's connector, loaded by vLLM from LMCache's own environment.
-
-    {"kv_connector": "LMCacheMPConnector", "kv_connector_module_path":
-        "kvhold_lab.bench.compare.lmcache_in_vllm", "kv_role": "kv_both"}
+"""LMCache's connector, loaded by vLLM from LMCache's environment (`kv_connector_module_path`).
 
 The variable `PACKAGES` names its packages, which come after the engine's own. The import also
 repairs a conflict: vLLM looks through all modules' names, and llvmlite's library, which LMCache

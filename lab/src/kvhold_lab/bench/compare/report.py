@@ -1,4 +1,4 @@
-"""Shows the rows: a block for each tier and working set, a line for each system; and a picture."""
+"""Shows the rows as tables, and as a picture."""
 
 from collections.abc import Sequence
 from itertools import groupby

@@ -124,7 +124,6 @@ def _rows(
 
 
 def peers(name: str, others: dict[str, Ratio]) -> list[str]:
-    """Return those of `others` that a system is compared with."""
     own = (KVHOLD, ALONE) if name in (KVHOLD, ALONE) else (name,)
     return [other for other in others if other not in own and other not in _CONTROLS]
 

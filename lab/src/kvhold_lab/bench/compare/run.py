@@ -1,6 +1,5 @@
 """The rounds: every system gets the same prompts, in an order that changes from cell to cell.
 
-Times are compared within a cell, so that noise falls on all. Systems without tiers are asked once
 Times are compared within a cell. Systems without tiers are asked once for all tiers. A system that
 fails, or answers differently from "recompute", is dropped; of a strict plan it ends the run.
 """
@@ -23,7 +22,7 @@ Work = tuple[str, int]
 
 @dataclass
 class CompareMeasurement:
-    """Values of the rounds. sources: tokens that the node found, by tier."""
+    """sources: tokens that the node found, by tier."""
 
     cells: dict[Work, list[Cell]] = field(default_factory=dict)
     sources: dict[tuple[Work, str], dict[str, int]] = field(default_factory=dict)
@@ -38,10 +37,9 @@ def measure(
     *,
     say: Callable[[str], None],
 ) -> None:
-    """Do all visits, into `measured`.
+    """Raises EngineFailed if "recompute" fails; with a strict plan if any system does.
 
-    Raises EngineFailed if "recompute" fails; of a strict plan also if another system does, and
-    OutputsDiffer.
+    Raises OutputsDiffer with a strict plan.
     """
     measured.errors = running.errors
     chance = random.Random(len(plan.stages))

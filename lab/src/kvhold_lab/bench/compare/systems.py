@@ -93,7 +93,7 @@ class Sizes:
 
     @property
     def below_bytes(self) -> int:
-        """Of a lower tier, more than memory has in "ram"."""
+        """Size of a lower tier, more than memory has in "ram"."""
         return 3 * self.prompts * self.prompt_bytes // 2
 
 
@@ -124,7 +124,6 @@ class RunningSystem:
 
 
 def settle(system: System) -> None:
-    """Wait until the processes rest."""
     until = time.monotonic() + _REST_S
     before = system.cpu_s()
     while time.monotonic() < until:
@@ -145,7 +144,7 @@ def started(
     lmcache: Path | str,
     folder: Path | None,
 ) -> Iterator[RunningSystem]:
-    """Start all systems of a plan; they end with the block. Failures are in `errors`.
+    """Start all systems of a plan. Failures are in `errors`.
 
     peer: the file of the host-memory spec
     lmcache: the Python of LMCache's environment, or why there is none

@@ -176,7 +176,7 @@ def _weight(visit: Visit) -> float:
 
 
 class VisitTexts:
-    """Prompts: the beginning of a document, then text that no other prompt has."""
+    """Prompts: the beginning of a document, then unique text."""
 
     def __init__(self, model_path: Path, num_tokens: int) -> None:
         self._path = model_path

@@ -214,7 +214,6 @@ def checksum(layers: Layers, block_ids: npt.NDArray[np.int64]) -> str:
 
 
 def drop_pages(folder: Path) -> None:
-    """Write files to disk and drop them from the page cache."""
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
             if not path.is_file():
@@ -294,7 +293,7 @@ def main(driver_name: str, *of_the_engine: str) -> int:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep standard input and output for the protocol; libraries print to the log."""
+    """Keep stdin and stdout for the protocol; libraries print to the log."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

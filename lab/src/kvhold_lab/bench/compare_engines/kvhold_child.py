@@ -33,7 +33,7 @@ def start(options: "ChildOptions", layers: "Layers") -> "KVHold":
 
 
 class KVHold:
-    """A `child.Driver` around a node."""
+    """A `ChildDriver` around a node."""
 
     def __init__(self, options: "ChildOptions", layers: "Layers") -> None:
         folder = Path(options.folder)

@@ -61,7 +61,7 @@ class _Pool:
 
 
 class InProcess(_Pool):
-    """A `child.Driver` around `LMCacheEngine`."""
+    """A `ChildDriver` around `LMCacheEngine`."""
 
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
@@ -210,7 +210,7 @@ class _HostCopies:
 
 
 class Server(_Pool):
-    """A `child.Driver` around `lmcache server`."""
+    """A `ChildDriver` around `lmcache server`."""
 
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey

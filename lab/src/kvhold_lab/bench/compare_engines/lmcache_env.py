@@ -1,6 +1,4 @@
-"""LMCache's own environment, made once, because its requirements are not kvhold's.
-
-    python = lmcache_python(environment_folder())      # 2 GB and some minutes the first time
+"""LMCache's own environment, made once: 2 GB and some minutes.
 
 The exact version of torch's CPU build is requested, so that no CUDA build is downloaded.
 """

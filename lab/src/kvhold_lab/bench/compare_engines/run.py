@@ -262,7 +262,7 @@ def _lookups(
 def _alone(
     work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured
 ) -> None:
-    """Measure start-up and memory of one system at a time: memory shared by two counts half."""
+    """Start-up and memory of one system at a time: memory shared by two counts half."""
     options = work.options("ram")
     for _ in range(_alone_rounds(work)):
         started_s: dict[str, float] = {}

@@ -214,7 +214,7 @@ def _body(endpoint: Endpoint, request: Request, *, as_tokens: bool) -> dict[str,
 
 
 def _merged(turns: tuple[Turn, ...]) -> list[Turn]:
-    """Merge neighbours of one role: many chat templates require this."""
+    """Many chat templates require that neighbours of one role are merged."""
     merged: list[Turn] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:

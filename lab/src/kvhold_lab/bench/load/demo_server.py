@@ -1,6 +1,6 @@
 """A server to try workloads on: vLLM with kvhold and a small model made here.
 
-The engine's own memory holds one longest prompt, so most repeated text comes from kvhold.
+The engine's own memory holds one longest prompt.
 """
 
 import tempfile

@@ -25,14 +25,14 @@ class BadStream(ValueError):
 
 
 class EventLines:
-    """Cuts bytes into events' data. Data of several lines is not supported."""
+    """Data of several lines is not supported."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of finished lines. Raises BadStream beyond 16 MiB."""
+        """Raises BadStream beyond 16 MiB."""
         *ended, rest = received.split(b"\n")
         if ended:
             ended[0] = b"".join([*self._pieces, ended[0]])

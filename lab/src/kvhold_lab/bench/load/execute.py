@@ -1,4 +1,4 @@
-"""Run a workload as its command asks: server, measurement, results and verdict."""
+"""Run a workload: server, measurement, results and verdict."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The options that all workloads share, and the types of options."""
+"""The options that all workloads share."""
 
 import functools
 import re

@@ -75,7 +75,7 @@ class TextPrompts:
 
 
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
-    """Return the number's digits, then random ones, [count], each below `base`."""
+    """The number's digits, then random ones, [count], each below `base`."""
     digits, rest = [], number
     # equally many for each number: else one could be another's prefix
     for _ in range(math.ceil(63 / math.log2(base))):

@@ -1,7 +1,6 @@
 """Requests and replies of a load test: values only.
 
-A workload is a sequence of phases, and a phase a stream of sessions. A session yields requests and
-receives replies:
+A workload yields phases, a phase sessions. A session yields requests and receives replies:
 
     def session() -> Session:
         reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)

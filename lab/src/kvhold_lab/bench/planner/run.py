@@ -78,7 +78,7 @@ def cells(
     num_threads: int,
     plans: Callable[[dict[str, float]], None] = lambda plans: None,
 ) -> Iterator[PlannerCell]:
-    """Yield the cells. plans: gets the planning node's counters at the end.
+    """plans: gets the planning node's counters at the end.
 
     Raises OutputsDiffer, EngineFailed, and NotInstalled without Redis.
     """

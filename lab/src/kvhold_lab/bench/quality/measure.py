@@ -49,7 +49,7 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class MeasuredChannels:
-    """In each layer, the largest channel's root mean square over the median channel's."""
+    """Of each layer: the largest channel's root mean square over the median channel's."""
 
     keys: list[float]
     values: list[float]

@@ -1,8 +1,7 @@
 """Randomly damaged frames, received as the cache receives them.
 
 Layouts: GQA, MLA, float8 beside float32, an engine's own packing. Damage: flipped bits, truncation,
-another frame, a part of another frame, two exchanged layers. Accepted frames with other bytes count
-as undetected.
+another frame, a part of another frame, two exchanged layers.
 """
 
 import random

@@ -3,9 +3,9 @@
     in_memory(10_000, seed=1)  # a real node, two clients
     in_tiers(10_000, seed=1, names=["disk", ...])  # count in each tier
 
-An engine is a pool of random blocks that stores and loads in each way of the integrations. A load
-must miss or deliver equal blocks. Over a tier, bits are flipped before the commit, during the
-write, or in the tier.
+An engine is a pool of random blocks that stores and loads in each way of the integrations. Loads
+miss or deliver equal blocks. Over a tier, bits are flipped before the commit, during the write, or
+in the tier.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A node over a disk, killed at random moments while it stores and clears.
 
-A prompt is acknowledged when `flush` has returned. After a restart acknowledged prompts must be
-full hits with the right bytes, and the tier's used bytes must be the file system's.
+A prompt is acknowledged when `flush` has returned. After a restart it must be a full hit with the
+right bytes, and the tier's used bytes must be the file system's.
 """
 
 import logging

@@ -64,10 +64,7 @@ def read_dataset(path: Path) -> list[Example]:
 
 
 def read_conversations(path: Path, *, rounds: int) -> list[list[ChatExchange]]:
-    """Read the first `rounds` exchanges of each conversation that has as many.
-
-    Raises ConfigError for a bad file, or if none is long enough.
-    """
+    """Skip shorter conversations. Raises ConfigError for a bad file, or if none is long enough."""
     recorded = _read(
         path,
         list[_Recorded],

@@ -1,4 +1,4 @@
-"""Conversations: users ask, read the answer and ask again, with the whole history in the prompt."""
+"""Conversations: users ask at a rate, with the whole history in the prompt."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -51,7 +51,7 @@ class Rag:
         yield Phase(QUERY, questions, None, total)
 
     def _precompute(self, prompts: Prompts) -> Session:
-        """Send documents until the storage is full. Made-up ones need no count by the server."""
+        """Made-up documents need no count by the server."""
         system = Turn("system", prompts.piece("system", 0, self.system_tokens))
         used = 0
         for number, document in enumerate(self._documents(prompts)):
