@@ -133,7 +133,7 @@ def _read(path: Path, kind: type[_Entries], form: str) -> _Entries:
 
 
 def _exchanges(messages: Sequence[_Message]) -> list[ChatExchange]:
-    """Pair each user's message with all answers to it."""
+    """Pair each user's message with its answers."""
     exchanges: list[ChatExchange] = []
     for message in messages:
         if message.speaker in _USERS and message.value:
