@@ -30,7 +30,6 @@ from kvhold_lab.options import (
     tokens_option,
 )
 
-# of `micro`
 _PARTS = ("hashing", "index", "lookup", "frames", "gather", "memory", "wire", "startup")
 _MARKS = {True: "yes", False: "NO", None: "-"}
 

@@ -1,7 +1,7 @@
 """Real vLLM engines under measurement, each in its own process, and connectors' settings.
 
 Identical vLLM processes differ on a CPU by up to a third: by addresses, and because glibc may
-return memory after each pass, which costs tens of thousands of page faults. `alike` prevents both.
+return memory after each pass. `alike` prevents both.
 """
 
 import ctypes

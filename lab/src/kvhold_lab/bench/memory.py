@@ -1,7 +1,7 @@
 """Store and retrieve through a real node's memory, beside a memcpy.
 
 A store is reserve, gather and commit of a new prompt. A retrieve is lookup, claim, scatter and
-release. Integrations use checksums. Layout, engine and memcpy are those of `gather.py`.
+release. Layout, engine and memcpy are those of `gather.py`.
 """
 
 from collections.abc import Callable

@@ -276,7 +276,7 @@ async def _lookup_row(name: str, tier: Tier, memory: Memory) -> TierRow:
 
 
 class Retriever:
-    """A cache whose tier holds two prompts and whose memory one."""
+    """Memory holds one prompt, the tier two."""
 
     def __init__(self, url: str) -> None:
         group = Group(layers=32, planes=2, heads=8, head_dim=128, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""The untrained tokenizer of all checkpoints: ids 0 to 255 are bytes, then marks for images."""
+"""The checkpoints' untrained tokenizer: ids 0 to 255 are bytes, then marks for images."""
 
 from pathlib import Path
 from typing import Any

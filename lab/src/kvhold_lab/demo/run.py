@@ -35,7 +35,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """`tokens_reused` and `bytes_loaded` are for one prompt in the new engine."""
+    """`tokens_reused` and `bytes_loaded`: for one prompt in the new engine."""
 
     driver: DriverName
     model: ModelInfo

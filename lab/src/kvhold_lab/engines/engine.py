@@ -67,10 +67,7 @@ def kvhold_connector(
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """Bind each thread to a core if the engine gets all cores.
-
-    With fewer threads vLLM would bind several engines to the same cores.
-    """
+    """With fewer threads than cores vLLM would bind several engines to the same cores."""
     return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
 

@@ -68,7 +68,7 @@ class MiniEngine:
         connector:    as `kv_connector_extra_config`
         folder:       of the model, made if missing; None: a temporary one
         keep_digests: keep each request's KV digest in `kv_digests`
-        Raises ValueError for too few blocks, and the connector's errors.
+        Raises ValueError for too few blocks, the connector's errors.
         """
         self.options = replace(MiniEngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}

@@ -52,7 +52,7 @@ class ServerProcess:
             return True
 
     def start(self) -> Self:
-        """Use the same port and folder each time. Returns when the server answers."""
+        """Keep port and folder. Returns when the server answers."""
         assert self._process is None or self._process.poll() is not None, "it runs already"
         with self.log.open("ab") as log:
             _Process(

@@ -9,8 +9,7 @@ exist. `tests/lab/simulate/test_eviction.py` compares each model with its class,
 victim by victim. A new policy needs no model.
 
 For comparison only: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
-Belady of libCacheSim is no upper limit: it stores each chunk, also one that is never used again,
-and finds a little less (74,170 chunks of that trace in 2,048, and ours 74,180).
+libCacheSim's Belady is no upper limit, because it stores chunks that are never used again.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The descriptors of the simulated host: connections and nodes' spare ones, but not files."""
+"""The simulated host's descriptors: connections and nodes' spare ones, not files."""
 
 import errno
 import os

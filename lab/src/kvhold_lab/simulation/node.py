@@ -173,7 +173,7 @@ class SimNode(server.Node):
 
     @staticmethod
     def now() -> tuple[float, float]:
-        """No part of a history, and two system calls a message."""
+        """Not in a history, and two system calls a message."""
         return 0.0, 0.0
 
     def _make_tier(self, store: SimTierStore) -> Any:

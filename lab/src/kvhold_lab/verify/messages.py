@@ -1,4 +1,4 @@
-"""Operations and replies of an engine that `kvhold verify` starts (`engines/protocol.py`)."""
+"""Operations and replies of `kvhold verify`'s engines (`engines/protocol.py`)."""
 
 from typing import Any, Literal, TypeAlias
 

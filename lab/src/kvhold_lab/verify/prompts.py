@@ -12,7 +12,7 @@ _CROWD = 6
 
 @dataclass(frozen=True)
 class PromptSizes:
-    """In tokens: the engine's largest block, kvhold's chunk, and the longest prompt."""
+    """In tokens: largest block, chunk, longest prompt."""
 
     block: int
     chunk: int

@@ -1,4 +1,4 @@
-"""The compared systems: each a real vLLM in its own process, all alive together.
+"""The compared systems: each a real vLLM in its own process, all alive.
 
 kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", 2.5
 prompts above a lower tier. Offloading always has as much as in "ram".

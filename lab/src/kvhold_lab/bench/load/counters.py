@@ -2,7 +2,7 @@
 
     before = read(page); ...; spent = hits(before, read(page))
 
-Other users of the server are counted, too.
+Other users of the server count, too.
 """
 
 import math

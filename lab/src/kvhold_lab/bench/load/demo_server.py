@@ -1,4 +1,4 @@
-"""A server to try workloads on: vLLM with kvhold and a small model made here.
+"""A server to try workloads: vLLM with kvhold and a small model.
 
 The engine's own memory holds one longest prompt.
 """

@@ -1,4 +1,4 @@
-"""One workload a file: a frozen dataclass that implements `kvhold_lab.bench.load.work.Workload`."""
+"""One workload a file: a frozen dataclass, a `kvhold_lab.bench.load.work.Workload`."""
 
 from kvhold_lab.bench.load.workloads.long_doc_qa import LongDocQA
 from kvhold_lab.bench.load.workloads.multi_doc_qa import MultiDocQA
