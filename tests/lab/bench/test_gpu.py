@@ -39,6 +39,11 @@ def test_every_part_runs_and_all_that_is_checked_is_right(device: str, tmp_path:
     rows = json.loads(file.read_text())
     assert all(set(row) == FIELDS for row in rows)
     assert {row["part"] for row in rows} == set(parts)
+    decoding = [row for row in rows if row["part"] == "decode"]
+    assert len([row for row in decoding if row["name"].startswith("a step beside")]) == (
+        12 if device == "fake" else 6
+    )
+    assert all(row["value"] > 0 for row in decoding), "bytes are copied beside each path's steps"
     checks = [row for row in rows if row["unit"] == "checks"]
     assert checks
     assert all(row["ok"] for row in checks)

@@ -1,0 +1,251 @@
+"""A decoding engine without a scheduler: steps on a stream of its own, timed by the device.
+
+    decoder = decoder_of(target)
+    with decoder.current():                             # its stream is the thread's
+        began = decoder.tick()
+        decoder.step()
+        ended = decoder.tick()
+        ended.wait()
+        seconds = ended.seconds_since(began)
+
+A step reads all weights, and the KV of all requests, once. On a GPU it is one CUDA graph, as in
+vLLM, and reads up to 12 GiB: caches of the device hold none of it.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from kvhold.memory.device import DeviceDriver
+from kvhold_lab.bench.gpu.target import Target
+
+
+class Tick(Protocol):
+    """A point in the decoder's stream."""
+
+    def wait(self) -> None:
+        """Wait until the stream is there. The thread sleeps."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the device's time between two ticks that it has passed."""
+
+
+class Decoder(Protocol):
+    @property
+    def step_bytes(self) -> int:
+        """Weights and KV that a step reads."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make the decoder's stream the thread's current one, for `Copier.mark` and `fence`."""
+
+    def step(self) -> None:
+        """Put a step on the stream."""
+
+    def tick(self) -> Tick:
+        """Put a tick on the stream."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model: layers of two products, and of attention over a KV cache.
+
+    width:    of a token's state
+    requests: each decodes one token in a step
+    tokens:   of each request in the KV cache
+    queries:  that share a KV head
+    """
+
+    layers: int
+    width: int
+    requests: int
+    tokens: int
+    heads: int
+    queries: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def kv(self) -> tuple[int, int, int, int]:
+        return self.requests, self.heads, self.tokens, self.head_dim
+
+    @property
+    def layer_bytes(self) -> int:
+        elements = 4 * self.width * self.width + 2 * prod(self.kv)
+        return elements * int(self.dtype.itemsize)
+
+
+# Llama-3-8B's heads. A layer has 128 MiB of weights and 256 MiB of KV.
+GPU = Shape(
+    layers=32,
+    width=4096,
+    requests=32,
+    tokens=2048,
+    heads=8,
+    queries=4,
+    head_dim=128,
+    dtype=torch.bfloat16,
+)
+# So small that torch computes it in the calling thread.
+SMALL = Shape(
+    layers=1,
+    width=16,
+    requests=1,
+    tokens=8,
+    heads=1,
+    queries=4,
+    head_dim=8,
+    dtype=torch.float32,
+)
+
+
+def decoder_of(target: Target) -> Decoder:
+    if target.kind == "cuda":
+        return GpuDecoder(target.device)
+    model = Model(SMALL, target.device)
+    return HostDecoder(model) if target.driver is None else QueueDecoder(model, target.driver)
+
+
+class Model:
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        def random(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, device=device, dtype=shape.dtype).mul_(0.02)
+
+        width = shape.width
+        self.nbytes = shape.layers * shape.layer_bytes
+        self._layers = [
+            (
+                random(width, 2 * width),
+                random(2 * width, width),
+                random(*shape.kv),
+                random(*shape.kv),
+            )
+            for _ in range(shape.layers)
+        ]
+        self._state = random(shape.requests, width)
+        self._queries = random(shape.requests, shape.heads, shape.queries, shape.head_dim)
+
+    def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        state, queries = self._state, self._queries
+        for up, down, keys, values in self._layers:
+            # torch.softmax would start threads on the CPU, whatever its size
+            scores = torch.exp(queries @ keys.transpose(-1, -2))
+            queries = scores @ values / scores.sum(dim=-1, keepdim=True)
+            state = state @ up @ down
+        return state, queries
+
+
+class GpuDecoder:
+    """See `Decoder`. Takes half of the free memory at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        layers = max(1, min(GPU.layers, free_bytes // 2 // GPU.layer_bytes))
+        self._model = Model(replace(GPU, layers=layers), device)
+        self._stream = torch.cuda.Stream(device)
+        self._graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with self.current():
+            for _ in range(3):  # libraries allocate their memory outside the graph
+                self._model.decode()
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(self._graph, stream=self._stream):
+            self._model.decode()
+
+    @property
+    def step_bytes(self) -> int:
+        return self._model.nbytes
+
+    def current(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return context
+
+    def step(self) -> None:
+        with self.current():
+            self._graph.replay()
+
+    def tick(self) -> "GpuTick":
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self._stream)
+        return GpuTick(event)
+
+
+@dataclass(frozen=True)
+class GpuTick:
+    event: Any
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: "GpuTick") -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class QueueDecoder:
+    """A decoder on a driver's engine stream. The device reads the clock when it gets to a tick."""
+
+    def __init__(
+        self,
+        model: Model,
+        driver: DeviceDriver,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model = model
+        self._driver = driver
+        self._clock = clock
+
+    @property
+    def step_bytes(self) -> int:
+        return self._model.nbytes
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def step(self) -> None:
+        self._driver.compute(self._decode)
+
+    def tick(self) -> "QueueTick":
+        times: list[float] = []
+        self._driver.compute(lambda: times.append(self._clock()))
+        return QueueTick(times, self._driver.record().wait)
+
+    def _decode(self) -> None:
+        self._model.decode()
+
+
+class HostDecoder:
+    """A decoder whose steps end in their call."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    @property
+    def step_bytes(self) -> int:
+        return self._model.nbytes
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def step(self) -> None:
+        self._model.decode()
+
+    def tick(self) -> "QueueTick":
+        return QueueTick([time.perf_counter()], lambda: None)
+
+
+@dataclass(frozen=True)
+class QueueTick:
+    """times: of the tick; empty until the device has passed it"""
+
+    times: list[float]
+    wait_for_device: Callable[[], None]
+
+    def wait(self) -> None:
+        self.wait_for_device()
+
+    def seconds_since(self, earlier: "QueueTick") -> float:
+        return self.times[0] - earlier.times[0]
