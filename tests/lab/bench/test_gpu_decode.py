@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kvhold.memory.copier import HostCopier
 from kvhold.memory.device import DeviceCopier, DeviceEvent, Lane, PinnedArenas, Settings
 from kvhold.testing.device import FakeDevice, FakeDriver, FakeEvent
 from kvhold_lab.bench.gpu.decode import Compared, Copies, Verb, compare
@@ -228,6 +229,14 @@ def test_copies_run_beside_the_steps_and_never_beside_the_baseline(
     assert set.union(*beside) == {"step"} | lanes
     assert found.copied_bytes_a_s > 0
     assert log.wrong == 0, "a store's kernel runs between its step and the next"
+
+
+@pytest.mark.parametrize("verb", ["stores", "loads"])
+def test_without_streams_copies_end_within_the_window(verb: Verb, sample: Sample) -> None:
+    decoder = HostDecoder(Model(SMALL, torch.device("cpu")))
+    with closing(Copies(HostCopier(), sample, verb)) as copies:
+        found = compare(decoder, copies, rounds=ROUNDS, steps=STEPS)
+    assert found.copied_bytes_a_s > 0
 
 
 def test_a_copy_that_has_not_ended_is_not_counted(sample: Sample) -> None:

@@ -240,7 +240,7 @@ class Copies:
         submitted = self._worker.submit(self._submit, holding, mark)
         settled = self._settler.submit(_settle, holding, submitted)
         self._running.append(_Running(submitted, settled))
-        if self._verb == "stores":
+        if self._verb == "stores" or mark is None:  # without streams, a copy ends in its call
             self._copier.fence([submitted.result()])
 
     def ended_bytes(self) -> int:
