@@ -3,12 +3,12 @@
     # audit+redis://host:6379/0?audit_max_keys=10000&audit_exclude=probe,scan
     tier.checked, tier.mismatches  # whole values compared; those that differ from the put
 
-The wrapper keeps the `max_keys` digests used last: xxh3-128, against faults, not forgers. A whole
-value with another digest is a TierError, counted and logged. Ranges are not checked.
+It keeps the `max_keys` digests used last (xxh3-128, against faults, not forgers). A whole value
+with another digest is a TierError, counted and logged. Ranges are not checked.
 
-**Only values known for certain are checked.** A put probes first, at one more round trip, and a
-digest is kept only if the key was absent. If calls on one key overlap, it is left unchecked.
-Changes by other processes are not seen.
+**Only certain values are checked.** A put probes first, which costs a round trip, and keeps a
+digest only if the key was absent. A key with overlapping calls is not checked. Changes by other
+processes are not seen.
 """
 
 import asyncio

@@ -41,14 +41,14 @@ Result = TypeVar("Result")
 class TierTraits:
     """The capabilities of a tier.
 
-    name:        of the kind of tier
+    name:        the kind of tier
     durable:     an acknowledged put survives the death of this process, also by `kill -9`
     shared:      others, on this host or elsewhere, may read, write and delete the same values
     expires:     removes values by itself when their `ttl_s` has passed
     replaces:    has `Replaces.replace`
-    batch_bytes: the best size of one call. Large enough to outweigh the switches between threads.
-                 Small enough that a batch is checked while the next one is read, and that several
-                 batches at once meet their deadline over a slow link
+    batch_bytes: the best size of one call. Large batches need fewer thread switches. Small ones are
+                 checked while the next one is read, and several at once meet their deadline over a
+                 slow link
     """
 
     name: str
@@ -80,9 +80,8 @@ class Tier(Protocol):
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
         """Return the size in bytes of each value that is whole and readable now.
 
-        `None` where there is no such value. A TierError where the tier cannot know, because a part
-        of the place failed: a caller must not take it for a missing value. One round trip for all
-        keys, no side effect.
+        `None`: there is no such value. A TierError: unknown, because a part of the place failed; a
+        caller must not take it for a missing value. One round trip for all keys, no side effect.
         """
 
     async def get(
@@ -130,14 +129,14 @@ class Tier(Protocol):
 
 @runtime_checkable
 class Replaces(Protocol):
-    """The further method of a tier that can replace a value in one step."""
+    """A tier that can replace a value in one step."""
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Replace each stored value by a new one; true where that was done.
 
-        False where no value is stored, or none any longer; then none is created. A TierError means
-        that the old value stays (TierFull where both do not fit at the same time), or that the
-        answer was lost and either value may be there.
+        False where no value is stored (any longer); then none is created. A TierError means that
+        the old value stays (TierFull where both do not fit at the same time), or that the answer
+        was lost and either value may be there.
 
         A concurrent reader gets the old value or the new one, whole. In a durable tier this also
         holds after a `kill -9`. The new value keeps the old one's remaining time to live. If a key
@@ -147,7 +146,7 @@ class Replaces(Protocol):
 
 @runtime_checkable
 class HasFolders(Protocol):
-    """The further method of a tier whose folders may be away and come back, as mounted disks."""
+    """A tier whose folders may be away and come back, such as mounted disks."""
 
     def watch_folders(self, met: FolderMet) -> None:
         """Await `met(path, identity)` at each opening of a folder, before its values are used.

@@ -1,4 +1,4 @@
-"""A circuit breaker: whether a tier is used at all. The caller passes the time.
+"""A circuit breaker: whether a tier is used at all.
 
 breaker.succeeded(); breaker.failed(now_s)  # opens after `failures` failures in a row
 breaker.next_try_s  # of the background try. Success closes; failure doubles the pause
@@ -31,7 +31,7 @@ class Breaker:
         for_good: open at once, because retries cannot help, as with wrong credentials
         """
         self._failures += 1
-        # the background try, or a call that was under way
+        # the background try, or a call that began before
         if not self.allows:
             if now_s >= (self.next_try_s or 0):
                 self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)

@@ -1,4 +1,4 @@
-"""One call of a tier by its guard: its deadline, its answer, and whether it still runs."""
+"""One call of a tier by its guard: deadline, answer, and whether it still runs."""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -337,7 +337,7 @@ def _batched(items: list[Item]) -> list[list[Item]]:
 
 
 def _raise_if_all(batches: Sequence[Exchange]) -> None:
-    """If every batch failed, the whole place is at fault."""
+    """Tier contract. Keys come twice if the server has forgotten the scan."""
     faults = [batch.fault for batch in batches]
     if faults and None not in faults:
         raise next(fault for fault in faults if fault is not None)

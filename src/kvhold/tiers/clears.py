@@ -1,4 +1,4 @@
-"""The pending clears of a tier: begun, due, and tried again until their values are removed.
+"""The pending clears of a tier: each is tried again until its values are removed.
 
     pending_clear = await clears.begin(prefix)  # suppressed, and in the journal
     await clears.end(pending_clear)             # removed, now or by a background task
@@ -33,9 +33,9 @@ _MOST_PENDING = 1000
 
 
 class Clears:
-    """The clears of one guarded tier.
+    """The clears of one tier.
 
-    remember_generation: writes the generations of a shared tier to the disk
+    remember_generation: writes a shared tier's generations to the disk
     """
 
     def __init__(self, guard: "Guard") -> None:
@@ -50,11 +50,11 @@ class Clears:
         self._journal: ClearsJournal | None = None
 
     async def begin(self, prefix: bytes) -> PendingClear:
-        """Suppress all values with this prefix. Return the pending clear, for `end`.
+        """Suppress all values with this prefix. Return the argument of `end`.
 
-        If there is a journal, the clear is on the disk when this returns. A tier that is not shared
-        and has too many pending clears gets one of everything instead, which is due when all
-        writes of now have ended. In a read-only tier the values stay suppressed.
+        If there is a journal, the clear is on the disk when this returns. A private tier with too
+        many pending clears gets one of everything instead, due when the present writes have ended.
+        In a read-only tier the values stay suppressed.
         """
         if (
             not self._guard.traits.shared
@@ -78,10 +78,10 @@ class Clears:
         await self.end(pending_clear)
 
     async def end(self, pending_clear: PendingClear) -> int:
-        """Remove the values of a pending clear. Return the number of removed values.
+        """Remove the values of a pending clear. Return their number.
 
-        Call this when the writes of its prefix that ran at `begin` have ended. If
-        the tier fails now, a background task tries again.
+        Call this when the prefix's writes from before `begin` have ended. After a fault of the
+        tier, a background task tries again.
         """
         if self._guard.config.read_only:
             log.warning(
@@ -133,7 +133,7 @@ class Clears:
             self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
 
     async def _clear_pending(self, prefix: bytes) -> int:
-        """Remove the values of one pending clear, but none stored meanwhile."""
+        """Remove the values of one pending clear, except values stored after its start."""
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
@@ -148,7 +148,7 @@ class Clears:
         return removed
 
     async def _ended(self, prefix: bytes, pending_clear: int) -> None:
-        """End a pending clear, first in the journal: else a restart would clear once more."""
+        """End a pending clear, first in the journal: else a restart would repeat it."""
         async with self._journal_turn:
             if self._journal is not None and self.suppressed.number(prefix) == pending_clear:
                 await self._journal.remove(self._guard.place, prefix)
@@ -162,7 +162,7 @@ class Clears:
         if call.result is None:
             return 0
         if self.remember_generation is not None:
-            # a restarted node would know this clear only by its marker, which the store may lose
+            # else a restarted node knows this clear only by its marker, which the store may lose
             await self.remember_generation()
         await self._ended(prefix, pending_clear)
         removed, is_done = await self._remove_garbage(tier, call.result)
@@ -201,10 +201,10 @@ class Clears:
         return removed, True
 
     async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
-        """Remove what a scan finds. Return the number of removed values.
+        """Remove all values that a scan finds. Return their number.
 
-        The clear stays pending while a write from before it runs on after its deadline: the value
-        may appear later.
+        The clear stays pending while an earlier write runs past its deadline: its value may still
+        appear.
         """
         may_appear = self._guard.has_late_writes(self.suppressed.due_s(prefix))
         keys, fault = await self._guard.scan_all(prefix)
@@ -244,7 +244,6 @@ class Clears:
                     del self.garbage[old]
 
     async def close(self) -> None:
-        """Stop the background task."""
         if self._retrying is not None:
             self._retrying.cancel()
             await asyncio.wait((self._retrying,))

@@ -16,8 +16,7 @@ third alone), or both (`0.5@3`). Default: always.
 | swap | get | delivers another seen key's value | |
 | stale | get, probe | misses a stored value; a probe also finds a removed one | |
 
-`@n` counts calls for `error`, `delay` and `hang`, requested keys for `swap` and a probe's `stale`,
-else the hits.
+`@n` counts calls for `error`, `delay` and `hang`; keys for `swap` and a probe's `stale`; else hits.
 """
 
 import asyncio
@@ -153,7 +152,7 @@ class FaultTier:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """Setting the rules resets all counts."""
+        """A new set of rules resets all counts."""
         return self._rules
 
     @rules.setter

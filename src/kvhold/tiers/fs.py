@@ -1,4 +1,4 @@
-"""The shared file system tier: values as files that many hosts write, read and delete.
+"""The shared file system tier: values as files for many hosts.
 
     # fs:///mnt/shared/kvhold
 
@@ -7,9 +7,9 @@
 
 No lock, no index, no limit: the operator of the file system removes values.
 
-A temporary file is linked to its own name, which never overwrites. Without links, it is renamed
-unless the value exists. A replacement exchanges the names of two files in one step, which some
-network file systems cannot do.
+A temporary file is linked to its final name, which never overwrites. Without links, it is renamed
+unless the value exists. A replacement exchanges two files' names in one step, which some network
+file systems cannot do.
 """
 
 import logging
@@ -92,7 +92,7 @@ class SharedFilesTier:
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:
-        """Tier contract. A folder that is only readable passes."""
+        """Tier contract. A read-only folder passes."""
         async with self._opener.use() as tree:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:

@@ -2,7 +2,7 @@
 
     async with gate.turn(Urgency.READ): ...
 
-Writes never take the last turn, so that a read finds one under any write load.
+Writes never take the last turn, so reads find one under any write load.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # a turn that it will not use
+            if turn.done() and not turn.cancelled():  # it will not use the turn
                 self._leave(urgency)
             raise
 

@@ -1,23 +1,23 @@
-"""A shared tier in which `clear` holds for every host.
+"""A shared tier whose clears hold for every host.
 
     await tier.advance(namespace)  # a clear: no host finds the older values from here on
     await tier.refresh()  # learn the clears of other hosts
 
 **Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
 hash of namespace and generation, so no host asks for older values. The number of clears of
-everything follows, readable: a host removes older names of namespaces that it does not know.
+everything follows in plain, so a host can remove older names of unknown namespaces.
 
-**Marker** n says that generation n has begun. A probe asks for the next marker in the same round
-trip, without clock or lock.
+**Marker** n: generation n has begun. A probe asks for the next marker in the same round trip. There
+is no clock and no lock.
 
 **Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
-repeats. It reaches 13 by 8 and 12. Hosts restore evicted markers.
+repeats: 13 is reached by 8 and 12. Hosts restore evicted markers.
 
-**Namespaces are forgotten**, except the `_MOST_USED` that were used last and those of which memory
-has chunks: only these are refreshed. The next use of another one searches it, as the first did.
+**Namespaces are forgotten**, except the `_MOST_USED` used last and those with chunks in memory:
+only these are refreshed. The next use of another one searches it again.
 
-**Chunks on this host** have a generation too, kept in a journal. `learned` is called before any key
-gets a newer name, so a running write uses an old name or is stopped.
+**Chunks on this host** have a generation too, in a journal. `learned` is called before any key gets
+a newer name, so a running write uses an old name or is stopped.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _MARK = b"kvhold: this namespace was cleared".ljust(64)
 _TOKEN_BYTES = 16  # tells who put a marker
 _EVERY_BYTES = 4  # of a name: the number of clears of everything
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
-# Names of so many later numbers are not older. A key without generation has any number there, so
+# Numbers up to this far ahead are not older. A key without a generation has any number there, so
 # the old values of one namespace in 4 million stay.
 _MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
@@ -51,8 +51,8 @@ _MOST_BITS = 48
 _SPACES_AT_ONCE = 64  # in one call
 _MOST_SLICES = 64  # in one refresh
 _MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
-_MOST_NUMBERS = 20_000  # as many as the journal keeps
-_LOOKS = 4  # for a number to forget, at each new one
+_MOST_NUMBERS = 20_000  # the journal's limit, too
+_LOOKS = 4  # numbers to check for forgetting, at each new one
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
 
@@ -91,7 +91,7 @@ class GenerationTier:
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
-        # known generations, without zeros; the least lately used first
+        # known generations, without zeros; the least recently used first
         self._numbers: OrderedDict[bytes, int] = OrderedDict(numbers or {})
         self._may_hold = may_hold
         self._holds = holds
@@ -99,11 +99,11 @@ class GenerationTier:
         self._used: dict[bytes, _Use] = {ALL: _Use()}
         # the same without ALL; the next one to refresh first
         self._turns: OrderedDict[bytes, None] = OrderedDict()
-        # those that may be forgotten; the least lately used first
+        # namespaces that may be forgotten; the least recently used first
         self._lately: OrderedDict[bytes, None] = OrderedDict()
         # the generation that this host is beginning
         self._own: dict[bytes, int] = {}
-        self._is_failing = False  # the latest question for markers had no answer
+        self._is_failing = False  # the latest question for markers failed
         # memory may hold chunks from before an unknown clear
         self._was_away = False
 
@@ -119,7 +119,7 @@ class GenerationTier:
         await self._noticed(self._tier.check())
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
-        """Tier contract. Raises the fault of a marker: another host may have cleared."""
+        """Tier contract. Raises a marker's fault: another host may have cleared."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
@@ -149,9 +149,9 @@ class GenerationTier:
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """Return a put with the names of now.
+        """Return a put under the present names.
 
-        Of a forgotten namespace they may be old ones, which nobody asks for.
+        A forgotten namespace's names may be old: then no host finds the values.
         """
         for space in _spaces_of([key for key, _ in items]):
             self.use(space)
@@ -162,7 +162,7 @@ class GenerationTier:
         return await self.replace_named([(self.name_of(key), parts) for key, parts in items])
 
     async def replace_named(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace values under the names that they had when they were read.
+        """Replace values under their names at the time of the read.
 
         Raises TierError if the tier below cannot.
         """
@@ -237,10 +237,10 @@ class GenerationTier:
         return old
 
     async def names_of(self, old: bytes) -> KeyList:
-        """Return the names with the prefix `old`, which `advance` returned, without markers.
+        """Return the names with the prefix `old` (from `advance`), without markers.
 
-        b"": only names from before the latest known clear of everything. Names that other hosts
-        have used since are told by their number, whatever namespaces this host knows.
+        b"": only names from before the latest known clear of everything. Their number tells them
+        from the names that other hosts have used since.
         """
         every = self._number(ALL)
         names, _ = await self._scanned(old)
@@ -258,7 +258,7 @@ class GenerationTier:
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
         """Put the next marker. Return false if another host put it first.
 
-        Then values stored between both clears have this generation, so one more must begin.
+        Then values stored between both clears have this generation, so another must begin.
         """
         await self._meet_forgotten([space])
         number = self._number(space) + 1
@@ -287,7 +287,7 @@ class GenerationTier:
             self._numbers.move_to_end(space)
 
     def _may_forget(self, space: bytes) -> None:
-        """Let a namespace be forgotten, but as the last one. Forget the first ones."""
+        """Let a namespace be forgotten, as the last one. Forget the first ones."""
         self._lately[space] = None
         while len(self._lately) > _MOST_USED:
             first, _ = self._lately.popitem(last=False)
@@ -315,7 +315,7 @@ class GenerationTier:
         return use is not None and use.contact == self._contact
 
     async def _meet_forgotten(self, keys: Sequence[bytes]) -> None:
-        """Search the namespaces that were forgotten since the probe of these keys.
+        """Search the namespaces forgotten since the probe of these keys.
 
         Without their numbers, the keys would have the names of an earlier generation.
         """
@@ -337,8 +337,8 @@ class GenerationTier:
     async def refresh(self) -> None:
         """Learn the clears of the namespaces in use, and restore evicted markers.
 
-        A slice of the namespaces at a time. If it fails or is cancelled, the next refresh goes on
-        with the next slice.
+        Works in slices. After a failure or cancellation, the next refresh begins with the next
+        slice.
         """
         left, due = len(self._turns), self._due([ALL])
         for _ in range(_MOST_SLICES):
@@ -429,7 +429,7 @@ class GenerationTier:
             if len(self._numbers) <= _MOST_NUMBERS:
                 break
             first = next(iter(self._numbers))
-            if first in self._used:  # its chunks would get the names of an earlier generation
+            if first in self._used:  # else its chunks get the names of an earlier generation
                 self._numbers.move_to_end(first)
             else:
                 del self._numbers[first]
@@ -437,14 +437,14 @@ class GenerationTier:
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
         """Search each namespace's latest generation. Call `learned` before it is used.
 
-        A generation that this host is beginning is skipped: that clear checks whose marker it is.
+        Skips a generation that this host is beginning: that clear checks whose marker it is.
         """
         for some in _sliced(spaces):
             uses = {space: self._used.get(space) for space in some}
             self._learn(await self._searched(some), uses)
 
     def _learn(self, latest: Mapping[bytes, int], uses: Mapping[bytes, _Use | None]) -> None:
-        """uses: at the start of the search; a namespace that was forgotten since is not met"""
+        """uses: at the start of the search; a namespace forgotten since then is not met"""
         for space, number in latest.items():
             if number > self._number(space) and self._own.get(space) != number:
                 known = (
@@ -502,7 +502,7 @@ class GenerationTier:
         return [fault for fault in faults if fault is not None]
 
     async def _mark_as_first(self, space: bytes, number: int) -> bool:
-        """Return true only if this host's marker is certainly the first."""
+        """Return whether this host's marker is certainly the first."""
         mine = bytearray(_MARK)
         mine[-_TOKEN_BYTES:] = os.urandom(_TOKEN_BYTES)
         key, there = marker_key(space, number), bytearray(len(mine))
@@ -521,10 +521,10 @@ class GenerationTier:
             raise
 
     async def _asked(self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]) -> Result:
-        """Await a question for markers. A fault forgets their namespaces, a second one all.
+        """Await a question for markers. A fault forgets their namespaces, a second fault all.
 
-        A slow tier answers for some slices and not for others. Those that it has answered stay
-        met, or a search of very many namespaces would never end.
+        Answered slices of a slow tier stay met, or a search of very many namespaces would never
+        end.
         """
         try:
             answer = await call
@@ -562,7 +562,7 @@ def is_marker(name: bytes) -> bool:
 
 
 def _is_older(name: bytes, every: int) -> bool:
-    """Return whether a name is from before the clear of everything with this number."""
+    """Return whether a name is older than the clear of everything with this number."""
     number = int.from_bytes(name[NAMESPACE_BYTES - _EVERY_BYTES : NAMESPACE_BYTES], "little")
     return (number - every) % _EVERY_WRAP >= _MOST_LATER
 

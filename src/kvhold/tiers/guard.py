@@ -3,7 +3,7 @@
     got = await guard.get(keys, into)  # a fault gives misses, never an exception
 
 While the breaker is open, calls return misses at once. A background task tries `check`; its success
-closes the breaker. A call past its deadline is cancelled, but not awaited. Runs on one event loop.
+closes the breaker. A call past its deadline is cancelled, but not awaited. One event loop.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 log = logging.getLogger(__name__)
 
 _REFRESH_TIMEOUT_S = 30.0
-_LEAVE_S = 5.0  # wait of a cancelled caller for its memory
+_LEAVE_S = 5.0  # how long a cancelled caller waits for its memory
 _WRITES = ("put", "replace")
 
 
@@ -92,14 +92,14 @@ class TierOutcome(Generic[Result]):
 
 
 class Guard:
-    """A tier behind a breaker, deadlines and counters."""
+    """A tier behind its breaker, deadlines and counters."""
 
     def __init__(
         self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics, place: str = ""
     ) -> None:
-        """place: under which the journal of clears keeps its pending clears; empty: the name.
+        """place: the tier's name in the journal of clears; empty: the name.
 
-        A name may pass to another tier when the settings change. A place may not.
+        New settings may give a name to another tier, but never a place.
         """
         self.name = name
         self.place = place or name
@@ -295,7 +295,7 @@ class Guard:
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """See `Clears.resume`. A folder that is back is cleared of what it has missed."""
+        """See `Clears.resume`. A folder that is back gets the clears that it has missed."""
         self.clears.resume(journal)
         if isinstance(self._tier, HasFolders):
             self._tier.watch_folders(partial(self._meet_folder, journal))
@@ -305,11 +305,11 @@ class Guard:
         if self._is_closing:
             return
         if self._folders.setdefault(path, identity) != identity:
-            # a clear that runs now may have read only the folder before
+            # a running clear may have read only the folder before
             prefixes += self._suppressed.all_due
         self._folders[path] = identity
         for prefix in dict.fromkeys(prefixes):
-            # one that is pending and not due yet will read this folder, too
+            # a pending clear that is not due yet will read this folder too
             if self._suppressed.due(prefix) or not self._suppressed.number(prefix):
                 pending_clear = PendingClear(prefix, self._suppressed.add(prefix))
                 clearing = asyncio.ensure_future(self.clears.begin_again(pending_clear))
@@ -355,7 +355,7 @@ class Guard:
 
     async def refresh(self) -> None:
         if isinstance(self._tier, GenerationTier) and self.available:
-            # requests do not wait for it, so a slow one is no reason to leave the tier alone
+            # no request waits for it, so its slowness does not open the breaker
             deadline_s = max(_REFRESH_TIMEOUT_S, self.config.probe_timeout_s)
             call = TierCall[None]("check", 0, deadline_s, is_vital=False)
             await self.run(call, self._tier.refresh)
@@ -460,8 +460,7 @@ class Guard:
             else:
                 failed(call.operation, error)
             return error
-        # A bad plugin must not stop other tiers. A CancelledError here is the tier's: ours is
-        # handled above.
+        # A bad plugin must not stop other tiers. A CancelledError here is the tier's own.
         except (Exception, asyncio.CancelledError) as error:
             log.exception("tier %s: %s broke the contract of a tier", self.name, call.operation)
             fault = TierError(self.name, call.operation, f"{type(error).__name__}: {error}")
@@ -498,7 +497,7 @@ class Guard:
     ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
-            if not isinstance(item, TierUnavailable):  # that passes, and does not concern the value
+            if not isinstance(item, TierUnavailable):  # passes, and is not about the value
                 self._suppressed.unreadable(key)
             return None
         return item
@@ -530,7 +529,7 @@ class Guard:
                 await self.check()
 
     def has_late_writes(self, from_before_s: float = inf) -> bool:
-        """Return whether a write that began before that time runs on after its deadline."""
+        """Return whether a write that began before that time runs past its deadline."""
         return any(
             call.operation in _WRITES and call.began_s <= from_before_s
             for call in self._stuck.values()

@@ -2,8 +2,8 @@
 
     # infinistore://host:12345?device=mlx5_0&link_type=Ethernet
 
-The client is `pip install infinistore` (0.2.35). Tested up to the client's calls, not on RDMA
-hardware. The server has no authentication: run it in a network of its own.
+The client is `pip install infinistore` (0.2.35). Not tested on RDMA hardware, only up to the
+client's calls. The server has no authentication: run it in a network of its own.
 """
 
 import os
@@ -84,7 +84,7 @@ class InfiniStoreTier(BlockTier):
             connection_type=infinistore.TYPE_RDMA,
         )
         client = infinistore.InfinityConnection(settings)
-        connection: Connection = client.conn  # its Python wrapper leaks a buffer with each failure
+        connection: Connection = client.conn  # the Python wrapper leaks a buffer with each failure
         if client.conn.init_connection(settings) < 0:
             connection.close()
             raise TierUnavailable(

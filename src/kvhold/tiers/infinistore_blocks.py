@@ -1,14 +1,14 @@
-"""The logic of the InfiniStore tier: values in a store of RDMA blocks.
+"""The InfiniStore tier's logic: values in a store of RDMA blocks.
 
 The store knows no sizes, overwrites blocks, answers one code for a whole batch, and evicts single
-blocks. So a value has blocks of equal size, under names that no other put uses. Its head is a small
-block under the key's own name, written last, with the size and the put's name. A reader gets the
-blocks of one put, or misses.
+blocks. So a value has blocks of equal size, under names that only this put uses. Its head, a small
+block under the key's own name, has the size and the put's name, and is written last. A reader gets
+the blocks of one put, or misses.
 
 Bytes pass through slots: memory registered once. A slot belongs to its operation until the end, so
-a cancelled call ends at once. If the operation does not end within seconds, the connection is given
-up, and its slots with it. One event loop calls; one thread makes the blocking calls; a thread
-of the client reports completions.
+a cancelled call ends at once. If the operation does not end within seconds, the connection and its
+slots are given up. One event loop calls; one thread blocks; a thread of the client reports
+completions.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
 
 HEAD_BYTES = 64
-_HEAD = struct.Struct("<8sQI16s")  # magic, bytes of the value, bytes of a block, put id
+_HEAD = struct.Struct("<8sQI16s")  # magic, value bytes, block bytes, put id
 _MAGIC = b"kvholdI1"
 _COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
 _LAST_MOVES_S = 5.0  # for the moves of cancelled calls
@@ -103,7 +103,7 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Session:
-    """A connection, its registered memory, and the thread of its blocking calls.
+    """A connection, its registered memory, and its thread.
 
     free: offsets of free slots
     """
@@ -280,7 +280,7 @@ class BlockTier:
             try:
                 code = await asyncio.shield(done)
             except asyncio.CancelledError:
-                # until then the device uses the slot's memory
+                # the device uses the slot's memory until then
                 done.add_done_callback(partial(_give_back, free, at, memory))
                 late = loop.call_later(_LAST_MOVES_S, self._give_up, session)
                 done.add_done_callback(lambda _: late.cancel())
@@ -294,7 +294,7 @@ class BlockTier:
                 free.put_nowait(at)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
-        """Stops at a missing batch: the head's number of blocks is not trusted."""
+        """Stops at a missing batch, because the head's number of blocks is not trusted."""
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
             if not await self._drop(
                 self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))
@@ -312,7 +312,7 @@ class BlockTier:
             return answer
 
     async def _open(self) -> _Session:
-        await self._hung_up()  # the old memory is no longer registered
+        await self._hung_up()  # the old memory is not registered there
         nbytes = self._layout.slots * self._layout.slot_bytes
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore")
         memory, free = mmap.mmap(-1, nbytes), asyncio.Queue[int]()

@@ -1,10 +1,12 @@
-"""A small file of the clears that tiers have not done yet, so that a restart keeps them.
+"""A small file of the pending clears, which must survive a restart.
 
     journal.begin([place, other])             # once, at the start
 
-Each clear has one line: the tier's place, a tab, and the prefix of the keys in hex. Each generation
-has one line: the tier's place, a tab, the namespace in hex, a tab, and the number. Each place of
-the last start has a line that begins with "=". The file is replaced in one step.
+The file is replaced in one step. Its lines, with tabs between the fields:
+
+- a clear: the tier's place, the keys' prefix in hex
+- a generation: the tier's place, the namespace in hex, the number
+- a place of the last start: "=" and the place
 
 A clear may end while a folder of its tier is away, as a disk that is not mounted: then the folder
 below its mount point is cleared. Each folder has an identity (`disk/folder.py`), which is kept in a

@@ -30,7 +30,7 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 11211
 _SMALL_CONNECTIONS = 2
-_DRAIN_BYTES = 4 << 20  # beyond it, a new connection costs less
+_DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
 _LONGEST_RELATIVE_S = 30 * 86_400  # longer times to live are dates
 _LAST_DATE_S = 2**31 - 1
 _MAX_PREFIX = 150  # a key is at most 250 bytes
@@ -178,7 +178,7 @@ class MemcachedTier:
         return [call.answer is True for call in calls]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. `hash`: the server's lists by age may omit items."""
+        """Tier contract. Uses `hash`, because the server's lists by age may omit items."""
         seen: set[bytes] = set()
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
@@ -191,7 +191,7 @@ class MemcachedTier:
                         yield key
             finally:
                 writer.close()
-        except (OSError, ValueError, ProtocolError) as error:  # an endless line
+        except (OSError, ValueError, ProtocolError) as error:  # also an endless line
             raise self._fault("scan", error) from None
 
     async def close(self) -> None:
@@ -276,11 +276,11 @@ class _Call(_Exchange):
         if isinstance(self.answer, _Refusal) and self.answer.text.startswith(
             ("ERROR", "CLIENT_ERROR")
         ):
-            stream.close()  # the rest may be taken for commands
+            stream.close()  # the rest might be taken for commands
 
 
 class _Look(_Exchange):
-    """left_s:  the value's remaining time to live; None: for ever.
+    """left_s:  the remaining time to live; None: for ever.
 
     version: its number for `cas`
     """

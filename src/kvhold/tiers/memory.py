@@ -1,7 +1,6 @@
 """The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory.
 
-Engines read unencoded chunks from the arena. This tier lies below; its codec lets memory hold more
-chunks.
+Engines read unencoded chunks from the arena. In this tier below, a codec lets memory hold more.
 """
 
 from collections.abc import AsyncIterator, Sequence

@@ -1,13 +1,13 @@
-"""The Mooncake tier: values in the memory of a Mooncake Store, by its own client.
+"""The Mooncake tier: values in the memory of a Mooncake Store.
 
     # mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB
 
 The client is `pip install mooncake-transfer-engine-non-cuda`, or the CUDA build; it needs
-libibverbs1. Its calls block, so they run in threads. It copies nothing, so a cancelled call waits
-for its thread.
+libibverbs1. Its blocking calls run in threads. It copies nothing, so a cancelled call waits for its
+thread.
 
 **The client listens on all interfaces**, without authentication, and no option changes that
-(0.3.13). So the tier requires `allow_all_interfaces=true`. Run it in a network of its own.
+(0.3.13). So the tier requires `allow_all_interfaces=true`. Use a network of its own.
 
 The master leases a value to its readers (5 s by default). `delete` waits for that, at most
 `delete_wait_s`. RDMA was never run.
@@ -188,7 +188,7 @@ class MooncakeTier:
             return await in_thread(self._threads, lambda: work(client))
 
     async def _open(self) -> Any:
-        await self._reach_master()  # `setup` tries a dead master for long
+        await self._reach_master()  # `setup` tries a dead master for a long time
         if self._threads is None:
             self._threads = ThreadPoolExecutor(
                 self._config.threads, thread_name_prefix="kvhold-mooncake"
@@ -433,7 +433,7 @@ def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
 def _without_repeats(
     reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Of two reads of one key in a batch, the client fills one and reports both (0.3.13)."""
+    """The client (0.3.13) fills one of two reads of a key in a batch, but reports both."""
     left = list(reads)
     while left:
         first = {keys[read[0]]: read for read in reversed(left)}

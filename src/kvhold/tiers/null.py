@@ -1,6 +1,6 @@
-"""The null tier, `null://`: accepts every value and keeps none, to measure the path above.
+"""The null tier, `null://`: keeps no value, to measure the path above.
 
-**It breaks the contract of `put` on purpose:** `put` reports success, and stores nothing.
+**It breaks the contract on purpose:** `put` reports success, and stores nothing.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +23,7 @@ class NullTier:
         return cls()
 
     async def check(self) -> None:
-        """Do nothing."""
+        """Nothing can fail."""
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
         return [None] * len(keys)
@@ -48,4 +48,4 @@ class NullTier:
             yield key
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Nothing to release."""

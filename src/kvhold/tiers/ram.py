@@ -4,11 +4,11 @@
     tier.commit(entry)    # visible; or tier.abandon(entry)
     entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
 
-A reserved entry belongs to its writer. A committed one is visible, and readable while pinned.
-Pinned entries, and those with a continuation here or being written, are not evicted.
+A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned.
+Entries that are pinned, written or continued here are not evicted.
 
-A *doomed* entry was removed or cleared while pinned or being written. It is not found, and is freed
-by the last pin or the writer.
+A *doomed* entry was removed or cleared while pinned or written. It is not found; the last pin or
+the writer frees it.
 
 Single-threaded: a cache's lock or a node's loop protects it.
 """
@@ -48,7 +48,7 @@ class Wanted:
 class Entry:
     """One chunk in the arena.
 
-    taken_bytes: its memory, rounding included
+    taken_bytes: its memory, with rounding
     expires_at:  Unix time; 0: never; NEVER: nor by a tier's own setting
     checksums:   of its layers (`core.checksums`); empty for frames, which have their own
     epoch:       number of clears before it
@@ -106,7 +106,7 @@ class RamTier:
         quota_bytes: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """quota_bytes: limit of each namespace, which then evicts its own chunks; 0: none."""
+        """quota_bytes: limit of each namespace, beyond which it evicts its own chunks; 0: none."""
         self._arena = arena
         self._slabs = SlabAllocator(arena.nbytes)
         self._policy = policy
@@ -124,7 +124,7 @@ class RamTier:
         self.watch: Callable[[str, Entry], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
-        # receives each namespace when it gets its first memory, after `used_bytes_of` says so
+        # receives each namespace that gets its first memory, after `used_bytes_of` has it
         self.new_namespaces: deque[bytes] | None = None
         self._doomed = 0
 
@@ -145,7 +145,7 @@ class RamTier:
         return dict(self._used_by)
 
     def used_bytes_of(self, namespace: bytes) -> int:
-        """Includes memory that is reserved, or removed but still used. Safe from any thread."""
+        """Includes memory reserved, or removed but still used. Any thread."""
         return self._used_by.get(namespace, 0)
 
     @property
@@ -168,11 +168,11 @@ class RamTier:
         return self._clock()
 
     def view(self, entry: Entry) -> memoryview:
-        """The caller must have reserved or pinned the entry."""
+        """The entry must be reserved or pinned."""
         return self._arena.view(entry.offset, entry.nbytes)
 
     def holds(self, key: bytes) -> bool:
-        """Return whether `key` has an entry, visible or being written."""
+        """Whether `key` has an entry, visible or being written."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -203,8 +203,8 @@ class RamTier:
     ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
-        Returns None, and reserves nothing, without room. Visible entries are replaced. None of the
-        keys may be being written.
+        Without room, returns None and reserves nothing. Replaces visible entries. No key may be
+        being written.
         """
         namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
         for one in wanted:
@@ -260,7 +260,7 @@ class RamTier:
         self._free(entry)
 
     def is_doomed(self, entry: Entry) -> bool:
-        """Return whether an entry was removed or cleared. Safe from any thread."""
+        """Whether an entry was removed or cleared. Any thread."""
         return entry.doomed or (bool(self._cleared) and self._was_cleared(entry))
 
     def pin(self, entry: Entry) -> None:
@@ -326,7 +326,7 @@ class RamTier:
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
     def clear(self, prefix: bytes) -> int:
-        """Clear a namespace; an empty prefix means all. Return the number of entries.
+        """Clear a namespace; an empty prefix means all. Return the entries' number.
 
         `sweep` frees their memory.
         """
@@ -460,7 +460,7 @@ class RamTier:
         if needed > self._slabs.capacity or not self._make_quota(namespace, needed):
             return None
         while (offsets := self._slabs.allocate_all(sizes)) is None:
-            # Evict only the missing bytes, then victims one by one until one slab has them.
+            # evict only the missing bytes, then one by one until one slab has them
             if not self._evict(max(1, needed - (self._slabs.capacity - self._slabs.used_bytes))):
                 return None
         return offsets

@@ -1,11 +1,11 @@
-"""Make tiers from URLs. The scheme decides the class.
+"""Make tiers from URLs.
 
     url = "audit+redis://host:6379/0?audit_max_keys=1000&get_timeout_s=2"
     tier, settings = make_tier(url, plugins=())
 
-A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`, as in
-`plugin://module:Class`. Wrappers stand before it, with a plus sign. Only plugins that the settings
-list are run.
+A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`
+(`plugin://module:Class`). Wrappers stand before it, with a plus sign. Only plugins in the
+settings are run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,9 +78,9 @@ class TierClass(Protocol):
 
 
 def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardConfig]:
-    """Make a tier, and the settings of its guard, from a URL. Raises ConfigError.
+    """Make a tier and its guard's settings. Raises ConfigError.
 
-    plugins: allowed plugins: names of entry points, and "module:Class"
+    plugins: the allowed ones: names of entry points, and "module:Class"
     """
     url = parse_url(text)
     *wrappers, scheme = url.scheme.split("+")
@@ -103,9 +103,8 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 def place_of(text: str) -> str:
     """Return a digest of a tier's URL without its guard's options and its credentials.
 
-    Equal places are the same store. A store may have several places: the journal of clears
-    (`journal.py`) takes a place that it has not seen for any of those that have gone.
-    Raises ConfigError.
+    Equal places are the same store, but a store may have several (see `journal.py`). Raises
+    ConfigError.
     """
     url = parse_url(text).without(_GUARD_OPTIONS)
     options = sorted(url.options.items())

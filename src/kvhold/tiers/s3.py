@@ -5,12 +5,11 @@
 The client is obstore, with threads of its own.
 
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. With
-  `put_if_absent=false`, and from `multipart_bytes` on, a HEAD comes first; of two concurrent
-  writers, the last one's value stays.
+  `put_if_absent=false`, and from `multipart_bytes` on, a HEAD comes first; the last of two
+  concurrent writers wins.
 - **Replace.** A PUT with `If-Match`, not with `put_if_absent=false`: such a store may ignore it.
 - **Miss.** Without the right to list the bucket, S3 answers 403 for a missing object.
-- **Expiry.** Set lifecycle rules, one for incomplete multipart uploads, which killed processes
-  leave.
+- **Expiry.** Set lifecycle rules, also for the incomplete multipart uploads of killed processes.
 """
 
 import asyncio
@@ -47,7 +46,7 @@ _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
 _ABORT_S = 5.0
-# lets obstore's threads return: one that waits for the GIL at exit aborts the process
+# for the return of obstore's threads: one that waits for the GIL at exit aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
 _NAME_CHARS = 2 * KEY_BYTES + 1
@@ -252,7 +251,7 @@ class S3Tier:
                             "replace",
                             f"{self._place}: the store names no version of an object (ETag)",
                         )
-                    # Ceph 16 refuses an object's own tag and takes it without its quotes
+                    # Ceph 16 refuses an object's own tag, but takes it without quotes
                     is_refused = tag == refused and not tag.startswith("W/")
                     version = tag.strip('"') if is_refused else tag
                     await obstore.put_async(

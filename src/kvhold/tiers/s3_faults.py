@@ -1,7 +1,7 @@
-"""Map obstore's exceptions to TierError, with a message that says how to repair the fault.
+"""Map obstore's exceptions to TierError. Messages say how to repair the fault.
 
-Messages use only the status, the server's code and message, or the system's message about the
-connection. So no header, key or signature gets into a log.
+They use only the status, the server's code and message, or the system's message about the
+connection: no header, key or signature gets into a log.
 """
 
 import re
@@ -54,7 +54,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_missing_object(error: BaseException) -> bool:
-    """A HEAD does not tell a missing object from a missing bucket: true for both."""
+    """True also for a missing bucket: a HEAD does not tell them apart."""
     return isinstance(error, FileNotFoundError) and _code_of(str(error)) in (
         "",
         "NoSuchKey",
@@ -63,7 +63,7 @@ def is_missing_object(error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Another client is writing the object; its write may still fail."""
+    """Whether another client is writing the object. Its write may still fail."""
     return _code_of(str(error)) == "ConditionalRequestConflict"
 
 

@@ -1,4 +1,4 @@
-"""The settings of the S3 tier, their checks, and the obstore client that they describe."""
+"""The settings of the S3 tier, and its obstore client."""
 
 import re
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""A tier's scan as a `with`, for callers that may leave it early.
+"""A tier's scan as a `with`, for a caller that may leave early.
 
-Else an unfinished generator keeps its cursor, connection or open folder until the garbage collector
-closes it.
+Else the garbage collector decides when an unfinished generator closes its cursor, connection or
+folder.
 """
 
 from collections.abc import AsyncIterator

@@ -1,8 +1,8 @@
-"""The stack of the tiers below RAM, in order, each behind its guard.
+"""The tiers below RAM, in order, each behind its guard.
 
     places = await stack.probe(keys)                    # the first tier that has each key
 
-A tier's fault is not raised: its guard handles it.
+Guards handle faults: none is raised.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Stack:
     async def probe(
         self, keys: Sequence[bytes], silent: set[str] | None = None
     ) -> dict[bytes, TierPlace]:
-        """Return the place of each key that a tier has. One call per tier.
+        """Return the places of the keys that a tier has. One call per tier.
 
         silent: receives the names of tiers that did not answer
         """
@@ -55,7 +55,7 @@ class Stack:
         return places
 
     async def clear(self, prefix: bytes, *, shared: bool = True) -> int:
-        """Remove all chunks with this prefix. Return the number of removed values.
+        """Remove all chunks with this prefix. Return their number.
 
         shared: false leaves out shared tiers, which another host has cleared
         """

@@ -1,11 +1,11 @@
-"""The values that a tier holds and that must not be found: `suppressed.hides(key)`.
+"""A tier's values that must not be found: `suppressed.hides(key)`.
 
-- *Pending*: cleared but not removed yet. `journal.py` keeps these through a restart.
+- *Cleared*, but not removed yet. `journal.py` keeps these through a restart.
 - *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy. Then
-  it is tried again: another value may be there.
+  tried again: there may be another value.
 
-A clear is *pending* from its start until it has removed the values of its prefix. Its number keeps
-an earlier removal from ending a later clear. It is *due* when the writes that ran at its start have
+A clear is *pending* from its start until the values of its prefix are removed. Its number keeps an
+earlier removal from ending a later clear. It is *due* when the writes from before its start have
 ended: an earlier removal would miss their values.
 """
 
@@ -57,7 +57,7 @@ class Suppressed:
         return self.add(b"")
 
     def fall_due(self, prefix: bytes, number: int) -> None:
-        """Let a pending clear, and earlier ones of its prefix, begin to remove values."""
+        """Make a pending clear and earlier ones of its prefix due."""
         if prefix in self._pending:
             self._due_s[prefix] = self._clock()
             self._due[prefix] = max(number, self._due.get(prefix, 0))
@@ -67,11 +67,11 @@ class Suppressed:
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
-        """Return since when the latest pending clear of `prefix` is due."""
+        """Return the time at which the latest pending clear of `prefix` fell due."""
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
-        """Return the number of the pending clear, 0 without one."""
+        """Return the pending clear's number, 0 without one."""
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:

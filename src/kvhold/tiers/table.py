@@ -1,9 +1,9 @@
-"""Tables of keys in many small dictionaries, so that no single step takes long.
+"""Tables of keys in 256 small dictionaries, so that no step takes long.
 
     for part in table.parts(): ...  # the table may change between two parts
 
-A dictionary of a million keys takes 20 ms to grow once, and must not change while it is iterated.
-Here are 256. An entry that exists during the whole scan is in exactly one part.
+A dictionary of a million keys takes 20 ms to grow once, and must not change during iteration. An
+entry that exists during the whole scan is in exactly one part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class KeyTable(Generic[Value]):
     def parts(self) -> Iterator[list[Value]]:
         """Yield all values, some hundred at a time.
 
-        The table may change between two parts; a part may contain removed values.
+        A part may contain removed values.
         """
         for shard in self.shards:
             if not shard:
@@ -100,7 +100,7 @@ class KeySet:
 
 
 class KeyList:
-    """A list of keys, in many short lists: a million keys take 7 ms to grow once."""
+    """A list of keys as many short lists: one of a million keys takes 7 ms to grow once."""
 
     __slots__ = ("num", "parts")
 

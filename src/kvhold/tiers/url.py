@@ -45,7 +45,7 @@ class TierUrl:
 
     @property
     def has_secret(self) -> bool:
-        """Whether the line itself contains a password or token. A reference is no secret."""
+        """Whether the line contains a password or token. A reference is no secret."""
         user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
         named = [
             password if colon else user,
@@ -127,13 +127,13 @@ def parse_url(text: str) -> TierUrl:
 
 
 def _options_to_check(parts: SplitResult) -> Iterator[str]:
-    """Yield the options, without the '@' of valid fault rules of a tier that has such rules."""
+    """Yield the options, without the '@' of valid rules of a `faults+` tier."""
     has_faults = "faults" in parts.scheme.split("+")[:-1]
     for word in parts.query.split("&"):
         yield _NTH.sub("", word) if has_faults and word.startswith("faults=") else word
 
 
 def _place(text: str) -> str:
-    """Return the part of an invalid line without credentials, as far as they can be known."""
+    """Return an invalid line without credentials, as far as they can be recognised."""
     line, _, options = text.partition("?")
     return "..." if "@" in options else line.rpartition("@")[2]

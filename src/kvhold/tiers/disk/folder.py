@@ -1,4 +1,4 @@
-"""One folder of values on a local disk: file names, and the owner's lock.
+"""One folder of values on a local disk. Blocking.
 
     kvhold.lock               held by flock(2) while a process owns the folder; has its pid
     kvhold.identity           a random name, by which the folder is known wherever it is mounted
@@ -6,7 +6,7 @@
     <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
 The size detects a torn file. The time makes names unique, so a late removal never hits a newer
-file. A file's mtime is its last use. Other files are left alone. Blocking.
+file. A file's mtime is its last use. Other files are left alone.
 """
 
 import fcntl
@@ -29,14 +29,14 @@ _IDENTITY = "kvhold.identity"
 _IDENTITY_BYTES = 16
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _VALUE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-(\d{{1,15}})-([0-9a-f]{{1,16}})")
-# what the index can hold
+# the largest time and size in the index
 _LATEST_NS = 2**63 - 1
 _MOST_BYTES = (2**32 - 1) * 512
 
 
 @dataclass(frozen=True)
 class FoundValue:
-    """The file of a whole value. Times are in nanoseconds since 1970."""
+    """A whole value's file. Times are in nanoseconds since 1970."""
 
     key: bytes
     name: str
@@ -64,7 +64,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
-        """Raises TierUnavailable (another process owns it), TierDenied or TierError."""
+        """Raises TierUnavailable if another process owns it, TierDenied, TierError."""
         try:
             tree = FileTree.open(path, direct=direct, sync=sync, any_owner=any_owner)
             try:
@@ -92,7 +92,7 @@ class Folder:
         self._tree.try_to_write()
 
     def batches(self) -> Iterator[list[FoundValue]]:
-        """Yield one batch per subfolder. Remove temporary and torn files."""
+        """Yield a batch per subfolder. Removes temporary and torn files."""
         for name in self._tree.names(NEW):
             if writer_of(name) is not None:
                 self.remove(f"{NEW}/{name}")
@@ -104,7 +104,7 @@ class Folder:
     def write(
         self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None
     ) -> int:
-        """Write the file whole or not at all. Return the bytes that it occupies.
+        """Write the file whole or not at all. Return its occupied bytes.
 
         Raises OSError, and FileLeft if the file may be there.
 
@@ -116,7 +116,7 @@ class Folder:
         try:
             self._tree.rename(temporary, name)
         except OSError as error:
-            # it has its name if only the sync of its folder failed
+            # it has its final name if only the folder's sync failed
             try:
                 self.remove(temporary)
                 self.remove(name)

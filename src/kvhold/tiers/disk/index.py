@@ -5,8 +5,8 @@
     index.take(entry)  # not found from here on
     index.finish(entry)  # its file is removed; or index.restore(entry): it could not be
 
-`used_bytes` includes files being written or removed, removed files until their last reader has
-finished, and orphans. Such files are never victims.
+`used_bytes` includes orphans, files being written or removed, and removed files with a reader.
+These are never victims.
 
 An *orphan* is a file that could not be removed and whose key is not found, or is found in a newer
 file. Until it is removed, the next start may find it again.
@@ -23,7 +23,7 @@ _IN_ROWS = ("lru", "fifo", "mru")
 
 
 class DiskEntry:
-    """One value's file. While it is read, always the same object.
+    """One value's file. The same object while it is read.
 
     `occupied_bytes` is an estimate until the commit.
     """
@@ -63,7 +63,7 @@ class Index:
         self._busy: dict[bytes, DiskEntry] = {}
         self._used_bytes = 0
         self._leaving_bytes = 0
-        self._orphans: dict[str, DiskEntry] = {}  # by name
+        self._orphans: dict[str, DiskEntry] = {}
 
     def __len__(self) -> int:
         return self._rows.num
@@ -78,7 +78,7 @@ class Index:
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes above the limit, after all removals under way."""
+        """The bytes above the limit, after the removals under way."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
     def find(self, key: bytes) -> DiskEntry | None:
@@ -110,10 +110,10 @@ class Index:
         own: Container[str] = (),
         writing: Container[bytes] = (),
     ) -> list[str]:
-        """Add files from a listing. Return the names of files that a newer one replaces.
+        """Add listed files. Return the names of those that a newer one replaces.
 
-        own:     names of files written during the listing. They are known, or removed by now, and
-                 newer than other files of their key, whatever the times say
+        own:     names of files written during the listing: already known or removed, and the newest
+                 of their key, whatever their times are
         writing: keys whose new file is being written
         """
         older: list[str] = []
@@ -146,7 +146,7 @@ class Index:
     def reserve(
         self, key: bytes, written_ns: int, nbytes: int, *, beside: DiskEntry | None = None
     ) -> PlannedFile | None:
-        """Reserve a place for a file of `nbytes`. Return None, and take nothing, without room.
+        """Reserve a place for a file of `nbytes`. Without room, return None and take nothing.
 
         beside: the entry to be replaced, which must be held or read
         """
@@ -161,7 +161,7 @@ class Index:
         return PlannedFile(DiskEntry(key, nbytes, written_ns, occupied), victims)
 
     def evict(self, nbytes: int) -> list[DiskEntry] | None:
-        """Take victims that free at least `nbytes`, or return None and take none."""
+        """Take victims of at least `nbytes`, or return None and take none."""
         if nbytes <= 0:
             return []
         victims = self._victims(nbytes)
@@ -228,11 +228,10 @@ class Index:
             self._orphans[entry.name] = entry
 
     def orphans(self, chosen: Callable[[bytes], bool]) -> list[DiskEntry]:
-        """Return the orphans of the chosen keys."""
         return [entry for entry in self._orphans.values() if chosen(entry.key)]
 
     def add_orphan(self, name: str) -> None:
-        """Add an orphan that the index does not count yet."""
+        """Add an orphan that is not counted yet."""
         key, nbytes, written_ns = parts_of_name(name)
         entry = DiskEntry(key, nbytes, written_ns, self._occupied_bytes(nbytes))
         self._used_bytes += entry.occupied_bytes

@@ -1,4 +1,4 @@
-"""The jobs of a disk's threads, which bring their results to the loop.
+"""The jobs of a disk's threads. Each keeps its result for the loop.
 
     job = Write(...); await threads.run([job.run]); job.fault, job.occupied_bytes
 
@@ -18,7 +18,7 @@ from kvhold.tiers.files.faults import as_tier_error
 
 _log = logging.getLogger(__name__)
 
-# listed values after which a folder is used
+# a folder is used after so many listed values
 SERVES_FROM = 20_000
 
 

@@ -1,7 +1,7 @@
 """The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
-Row numbers are in 256 hash tables with linear probing, so that each rebuild is short. A removed row
-leaves a mark until a rebuild.
+256 hash tables with linear probing map keys to rows, so each rebuild is short. A removed row leaves
+a mark until a rebuild.
 """
 
 from array import array
@@ -121,7 +121,7 @@ class Rows:
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Yield the keys with this prefix, in parts. Rows may change in between."""
+        """Yield the keys with this prefix, in parts. Rows may change between parts."""
         for begin in range(0, len(self._nbytes), _MOST_KEYS):
             rows = range(begin, min(begin + _MOST_KEYS, len(self._nbytes)))
             keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
@@ -265,7 +265,7 @@ class _Table:
     def make_again(
         self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]"
     ) -> None:
-        """Rebuild the table without marks, larger if it is too full."""
+        """Rebuild the table without marks, and larger if it is too full."""
         rows = np.array(self.rows, np.int32)
         rows = rows[rows >= 0]
         size, self.num_filled = len(self.rows), len(rows)

@@ -1,7 +1,7 @@
 """One disk of the disk tier: an index used by the loop, and a folder used by threads.
 
-The first call opens the folder, and so does the next call after its loss. A call plans its changes
-in the index before its threads start, and settles them afterwards, also when cancelled. So the byte
+The first call opens the folder, as does the next call after its loss. A call plans its changes in
+the index before its threads start. It settles them afterwards, also when cancelled, so the byte
 count is always right.
 """
 
@@ -111,7 +111,7 @@ class DiskStore:
         return self._opener.place.index.index_bytes if self._opener.place else 0
 
     def weight(self, key: bytes) -> bytes:
-        """The disk with the greatest weight keeps the key."""
+        """The disk with the largest weight keeps the key."""
         return blake2b(key, key=self._path_digest, digest_size=8).digest()
 
     async def check(self) -> None:
@@ -133,13 +133,13 @@ class DiskStore:
     async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
         """Yield the keys with this prefix, in parts. A key may come twice.
 
-        The keys of one subfolder follow each other: so a batch of deletes syncs few subfolders.
-        Waits for the writes under way. Raises TierUnavailable if the folder was lost before the
-        end, TierIncomplete if files stay that are no values and may become some at the next start.
+        Keys of one subfolder follow each other, so a batch of deletes syncs few subfolders. Waits
+        for running writes. Raises TierUnavailable if the folder was lost before the end,
+        TierIncomplete if files stay that may become values at the next start.
         """
         async with self._opener.use() as opened:
             await self._all_listed(opened, "scan")
-            # a caller may have given up a write that shows its value later
+            # a write without a waiting caller may show its value later
             await self._written(opened, [key for key in opened.writing if key.startswith(prefix)])
             num_restored = -1
             for _ in range(_SCANS):
@@ -256,14 +256,14 @@ class DiskStore:
 
         Raises TierIncomplete, after the removals, if another file of a key stays.
 
-        The removals are durable, whatever `sync` says, as those before a scan's end are: a clear is
-        forgotten after its scan and deletes, and a power cut must not bring its values back.
+        The removals are durable, whatever `sync` says, as are those before a scan's end: a clear is
+        forgotten afterwards, and a power cut must not bring its values back.
         """
         async with self._opener.use() as opened:
-            await self._all_listed(opened, "delete")  # else files listed later come back
+            await self._all_listed(opened, "delete")  # files listed later would come back
             while (
                 await self._written(opened, [key for key in keys if opened.index.find(key)])
-                # after the writes: each replacement ends with the removal of an old file
+                # after the writes, since a replacement ends by removing the old file
                 or await self._left(opened, set(keys))
             ):
                 pass
@@ -325,7 +325,7 @@ class DiskStore:
                 opened.own = None
 
     async def _all_listed(self, opened: _Opened, operation: str) -> None:
-        """Wait for the end of the listing. Raises TierUnavailable if it did not come that far."""
+        """Wait for the end of the listing. Raises TierUnavailable if it failed."""
         if not opened.is_listed and self._listing is not None:
             await asyncio.wait((self._listing,))
         if not opened.is_listed and not self._closing:
@@ -425,7 +425,7 @@ class DiskStore:
                     continue
                 opened.begin_write(planned.entry)
                 victims = self._leave(opened, planned.victims)
-                # Not with `sync`: a power cut could leave new bytes under the old name.
+                # with `sync`, a power cut could leave new bytes under the old name
                 may_reuse = not self._settings.sync
                 jobs[i] = FileWrite(
                     opened.folder,
@@ -551,7 +551,7 @@ class DiskStore:
     async def _remove_orphans(
         self, opened: _Opened, chosen: Callable[[bytes], bool], operation: str
     ) -> TierIncomplete | None:
-        """Try again to remove the orphans of the chosen keys. Return the fault if one stays."""
+        """Retry the removal of the chosen keys' orphans. Return the fault if one stays."""
         async with opened.orphans_turn:
             jobs = [Remove(opened.folder, entry) for entry in opened.index.orphans(chosen)]
             try:

@@ -6,12 +6,12 @@
 One process per folder, one folder per disk. Rendezvous hashing of key and path chooses the disk: a
 dead disk loses only its own keys.
 
-**Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut.
-Otherwise a power cut may change a file, which the frame's checksums and key detect.
+**Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Else the
+frame's checksums and key detect a file that a power cut has changed.
 
 **Files, not segments.** With 8 MiB values and O_DIRECT, both are read at 2.4 GB/s. A segment is
-written at 4.8 GB/s, a new file at 2.5. With an eviction, a new file reaches 1.6, overwriting the
-victim's file 4.1. So victims are overwritten.
+written at 4.8 GB/s, a new file at 2.5, a new file after an eviction at 1.6, and a victim's file is
+overwritten at 4.1. So victims are overwritten.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class DiskTier:
             )
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
             raise ConfigError("disk: max_bytes and io_threads must leave something for each path")
-        # A batch from the page cache takes about 1 ms; a larger one spreads the fixed cost.
+        # a batch from the page cache takes only 1 ms; a larger one spreads the fixed cost
         batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
         self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
         settings = StoreSettings(

@@ -1,4 +1,4 @@
-"""The one place where an OSError becomes a TierError."""
+"""Turn an OSError into a TierError: the only place that does so."""
 
 import os
 from errno import (

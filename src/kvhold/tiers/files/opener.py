@@ -1,4 +1,4 @@
-"""Open a place once for the many calls that use it, and close it after the last one.
+"""Open a place once for many calls, and close it after the last one.
 
     async with opener.use() as folder: ...  # opened by the first call, and by the next after `lose`
 
@@ -56,7 +56,7 @@ class Opener(Generic[Place]):
             self._close_if_unused(held)
 
     def lose(self, place: Place) -> bool:
-        """Close the place after its last user. Return false if it was given up before."""
+        """Close the place after its last user. False: it was lost before."""
         held = self._held
         if held is None or held.place is not place:
             return False
@@ -91,7 +91,7 @@ class Opener(Generic[Place]):
         try:
             self._held = _Held(await self._open())
         finally:
-            self._opening = None  # in the task, so that a visible task can be awaited
+            self._opening = None
 
     def _close_if_unused(self, held: _Held[Place]) -> None:
         if held.is_retired and not held.users and not held.closed.is_set():

@@ -3,12 +3,12 @@
     folder = open_folder("/var/cache/kvhold")  # a descriptor; made with mode 0700 if it is missing
     lock = open_own_file("kvhold.lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
 
-A safe folder belongs to this user or root, and others cannot write to it or replace it. No folder
-above it is writable by all users, unless sticky (as `/tmp`), and no symbolic link on the way
-belongs to another user. A file must be a regular file of this user, with one name and no link.
+A safe folder belongs to this user or root, and others can neither write there nor replace it. No
+folder above is writable by all users, unless sticky (as `/tmp`), and no symbolic link on the way
+belongs to another user. A safe file is a regular file of this user, with one name and no link.
 
-The checked descriptor is the one used, so no exchange is possible in between. `Unsafe` says how to
-repair the fault.
+The checked descriptor is used, so nothing can be exchanged in between. `Unsafe` says how to repair
+the fault.
 """
 
 import errno
@@ -161,7 +161,7 @@ def _step_into(name: str, folder: int, *, make: bool) -> int:
     flags = FOLDER | os.O_NOFOLLOW
     try:
         return os.open(name, flags, dir_fd=folder)
-    # can be passed but not listed, as many home folders
+    # may be passed but not listed, as many home folders
     except PermissionError:
         return os.open(
             name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder

@@ -1,10 +1,10 @@
-"""A few threads that do the blocking file work of many calls in turn.
+"""A few threads for the blocking file work of many calls.
 
     await threads.run([job.run for job in jobs])  # job.run(stop): the result stays with the job
 
-A cancelled call ends only when no thread works on its jobs. Each job runs exactly once; remaining
-jobs run with `stop` set and only clean up. After 5 ms for one call, a thread goes to the end of the
-queue, so that a large batch does not delay a small one.
+A cancelled call ends only when no thread works on its jobs. Each job runs exactly once: after a
+cancellation with `stop` set, only to clean up. A thread leaves a call after 5 ms for the end of the
+queue, so a large batch does not delay a small one.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Move bytes between a value's parts and one file, past the page cache where that is faster.
 
-O_DIRECT moves the leading bytes that are aligned to pages, in memory and in the file. The rest goes
-through the page cache. The system calls release the GIL.
+O_DIRECT moves the leading bytes that are page-aligned in memory and in the file, the page cache the
+rest. The system calls release the GIL.
 """
 
 import fcntl
@@ -65,7 +65,6 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Return whether O_DIRECT is on now."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)

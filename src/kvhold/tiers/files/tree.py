@@ -1,4 +1,4 @@
-"""One folder of ours. Temporary files are in `new/`, whole ones elsewhere.
+"""One folder of kvhold: temporary files in `new/`, whole ones elsewhere.
 
 Names are relative to a descriptor of the folder, and no symbolic link below it is followed. Every
 call blocks, and raises OSError.
@@ -73,7 +73,7 @@ class FileTree:
             os.close(fd)
 
     def stat_file(self, name: str) -> os.stat_result | None:
-        """None unless it is a regular file."""
+        """None: not a regular file."""
         try:
             state = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +102,7 @@ class FileTree:
     ) -> tuple[str, os.stat_result]:
         """Write all pieces to a new temporary file. Return its name and state.
 
-        allocate: not on network file systems, where the C library would write to each block
+        allocate: not on network file systems, where the C library writes to each block
         used_ns:  the file's mtime
         reuse:    a file to rename and overwrite
         """

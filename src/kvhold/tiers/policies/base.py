@@ -1,4 +1,4 @@
-"""The contract of an eviction policy, which decides the order of eviction.
+"""The contract of an eviction policy.
 
     policy.insert(key, nbytes, parent)                # parent: the previous chunk of the prompt
     for key in policy.victims(nbytes, pinned):        # keys to evict, in order, for `nbytes` bytes

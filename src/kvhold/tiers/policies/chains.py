@@ -4,9 +4,9 @@
         def _inserted(self, chunk: Chunk) -> None:
             self._rank(chunk, self._now())            # the lowest rank is evicted first
 
-The *leaves*, chunks without a continuation here, are in queues by rank: one for each namespace and
-one for all. Insert, touch and remove cost O(log leaves) at most. `victims` costs O((victims +
-pinned leaves before them) log leaves).
+The *leaves*, chunks without a continuation here, are in queues by rank: one per namespace and one
+for all. Insert, touch and remove cost at most O(log leaves). `victims` costs O((victims + pinned
+leaves before them) log leaves).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from kvhold.tiers.table import KeyTable
 
 _BUCKET_BITS = 8
 _SWEPT_AT_ONCE = 128
-_SWEPT_A_CALL = 3  # keeps some two places per leaf at most
+_SWEPT_A_CALL = 3  # keeps about two places per leaf at most
 
 
 class Chunk:
@@ -49,9 +49,9 @@ Place: TypeAlias = tuple[int, int, Chunk]  # compared by the unique rank
 
 
 class Queue:
-    """Chunks of one namespace, or of all, that are ranked together.
+    """The ranked chunks of one namespace, or of all.
 
-    Places are in heaps, one for 256 neighbouring ranks. A chunk's new place makes its old one
+    Places are in heaps, one for 256 neighbouring ranks. A new place makes the chunk's old one
     stale. Each call sweeps some stale places, so no call takes long.
     """
 
@@ -332,4 +332,4 @@ class Walk:
         return self.next(0)
 
     def settle(self) -> None:
-        """Accept the victims. A policy may now move the chunks passed over."""
+        """Accept the victims. A policy may now move the chunks that it passed over."""

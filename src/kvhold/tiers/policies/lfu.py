@@ -1,6 +1,6 @@
 """Least frequently used: evicts the chunk with the fewest uses, then the oldest such.
 
-Uses do not age, and are forgotten at the removal.
+Uses do not age. A removal forgets them.
 """
 
 from collections.abc import Sequence

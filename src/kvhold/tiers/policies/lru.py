@@ -1,4 +1,4 @@
-"""Least recently used: evicts the chunk with the oldest use first."""
+"""Least recently used: evicts the chunk with the oldest use."""
 
 from collections.abc import Sequence
 

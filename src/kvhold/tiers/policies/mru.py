@@ -1,6 +1,6 @@
-"""Most recently used: evicts the chunk with the latest use first.
+"""Most recently used: evicts the chunk with the latest use.
 
-For texts used in turn that do not all fit: LRU would miss each of them every time.
+For texts that are used in turn and do not all fit: LRU would miss each one every time.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """S3-FIFO (Yang et al., SOSP 2023): evicts chunks without a second use early.
 
-- **Small** queue, for new keys, a tenth of the bytes. When its turn comes, a used key moves to the
-  main queue, with its prefix; an unused one is the victim.
-- **Ghost** queue, names of the small queue's victims. Such a key comes back into the main queue.
-- **Main** queue. When its turn comes, a used key goes to the end.
+- **Small** queue: new keys, a tenth of the bytes. At its turn, a used key moves to the main queue
+  with its prefix; an unused key is the victim.
+- **Ghost** queue: names of the small queue's victims. Such a key comes back into the main queue.
+- **Main** queue: at its turn, a used key goes to the end.
 
 A cleared key gets no ghost.
 """

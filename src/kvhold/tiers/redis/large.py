@@ -1,17 +1,17 @@
-"""Values that are stored in parts, in the format of `split.py`.
+"""Values stored in parts, in the format of `split.py`.
 
 A put without a time to live has three steps:
 1. Upload the parts, which expire after hours.
 2. Write the head, which makes the value visible and expires after one hour.
 3. Remove the expiry of the head and the parts, in one transaction, if the head is still there.
 
-So remains of an interrupted put expire, and a head never outlives its parts, unless the server
-evicts one. Such a value is a miss, and its reader removes the head. With a time to live, the parts
-expire two hours after the head.
+So the remains of an interrupted put expire, and a head never outlives its parts, unless the server
+evicts one. Then the value is a miss, and its reader removes the head. With a time to live, the
+parts expire two hours after the head.
 
 A delete removes the head that it saw and its parts in one transaction. A smaller string is removed
-without one, for speed. If a value in parts takes its place in that moment, its parts are removed
-next: only a delete that is interrupted just then leaves them behind.
+without one, for speed. If a value in parts replaces it at that moment, its parts are removed next:
+only a delete interrupted just then leaves them behind.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,17 +104,17 @@ class LargeValues:
             if done is False:
                 with suppress(TierError):  # else they expire
                     await self.remove_parts([(name, head)])
-        except TierError as error:  # keep the parts: they may be in use
+        except TierError as error:  # keep the parts, which may be in use
             return error
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
-        """Remove a head that lacks parts, and its parts. A later value stays."""
+        """Remove a head that lacks parts, with its parts. A later value stays."""
         await self._transact("delete", lambda: _Remove(name, head))
         await self.remove_parts([(name, head)])
 
     async def delete(self, name: bytes) -> bool:
-        """Remove what is there now, with its parts. Return whether there was anything."""
+        """Remove the present value, with its parts. Return whether there was one."""
         return await self._transact("delete", lambda: _Remove(name)) not in (0, None)
 
     async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
@@ -191,7 +191,7 @@ class LargeValues:
 
 
 def peek(name: bytes) -> RedisCall:
-    """Reads one byte more than HEAD_BYTES: a longer string is no head."""
+    """Reads a byte more than HEAD_BYTES: a longer string is no head."""
     return RedisCall(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
@@ -238,7 +238,7 @@ class _Remove(Transaction):
 
 
 class _Persist(Transaction):
-    """Remove the expiry of a head and its parts, if it was neither removed nor replaced."""
+    """Remove the expiry of a head and its parts, unless it was removed or replaced."""
 
     def __init__(self, name: bytes, head: Head) -> None:
         super().__init__(name)

@@ -1,4 +1,4 @@
-"""Names of keys at the server: `kvhold:{6b65...}`, with the key in hex between braces.
+"""Names at the server: `kvhold:{6b65...}`, the key in hex between braces.
 
 The braces keep the parts of a value in its key's cluster slot.
 """
@@ -34,5 +34,5 @@ class RedisNames:
         return key if self.of(key) == name else None
 
     def pattern(self, prefix: bytes) -> bytes:
-        """Other names may match the pattern, too."""
+        """The pattern may match other names, too."""
         return b"%b{%b*" % (_GLOB.sub(rb"\\\1", self._prefix), prefix.hex().encode())

@@ -1,6 +1,6 @@
 """One server: a pool of connections that are ready for commands.
 
-Small commands have connections of their own, so that a lookup never waits behind values.
+Small commands have their own connections, so a lookup never waits behind values.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class RedisNode:
         self._bulk = Pool(self._open, connections)
 
     async def run(self, operation: str, exchanges: Sequence[Exchange], *, bulk: bool) -> None:
-        """Set the reply or the fault of each exchange. Never raises TierError."""
+        """Set each exchange's reply or fault. Never raises TierError."""
         await run(
             self._bulk if bulk else self._small,
             exchanges,

@@ -1,4 +1,4 @@
-"""Replace an existing string by another, in one transaction.
+"""Replace an existing string in one transaction.
 
     done = await replace_string(router, name, [head], parts=part_names)    # the parts are written
 
@@ -56,7 +56,7 @@ class _Replace(Transaction):
         ]
         old = Head.parse(seen)
         leaving = old.part_names(self.name) if old is not None else []
-        # after a lost connection it may run twice: keep the new parts
+        # may run twice after a lost connection: keep the new parts
         commands += [
             [command("PEXPIRE", part, _LATE_READERS_MS)]
             for part in leaving

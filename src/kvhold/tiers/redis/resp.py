@@ -1,4 +1,4 @@
-"""The part of Redis' protocol, version 2, that a tier needs. Replies are not trusted.
+"""The part of the Redis protocol, version 2, that a tier needs. Replies are not trusted.
 
 An invalid reply raises ProtocolError and ends the stream's use. Announced sizes are checked before
 memory is allocated. An error reply is a value: it concerns one command.
@@ -71,7 +71,7 @@ class RedisCall(Exchange):
         self.reply = None
 
     def asking_request(self) -> Sequence[Bytes]:
-        """The request to a node that is taking over the key's slot."""
+        """The request to a node that takes over the key's slot."""
         return (command("ASKING"), *self.request)
 
     async def take_asked(self, stream: Stream) -> None:
@@ -81,7 +81,7 @@ class RedisCall(Exchange):
 
 
 class Asking(Exchange):
-    """A call to a node that is taking over the key's slot; accepted only after ASKING."""
+    """A call to a node that takes over the key's slot; accepted only after ASKING."""
 
     def __init__(self, call: RedisCall) -> None:
         self.call = call
@@ -183,7 +183,7 @@ async def _read_list(stream: Stream, length: int, depth: int) -> list[Reply] | N
 
 
 def _integer(text: bytes) -> int:
-    if not _INTEGER.fullmatch(text):  # int() also accepts blanks, a plus, underscores
+    if not _INTEGER.fullmatch(text):  # int() accepts blanks, a plus and underscores
         raise ProtocolError(f"{_readable(text)!r}, where a number should be")
     return int(text)
 

@@ -1,4 +1,4 @@
-"""Send calls to the servers that hold their keys, and follow keys that move.
+"""Send calls to their keys' servers, and follow keys that move.
 
     await router.run("get", calls, bulk=True)          # each call now has its reply or its fault
 
@@ -128,7 +128,7 @@ class Router:
 
 
 def outage(call: RedisCall, operation: str) -> TierError | None:
-    """Return the fault of a call that its server caused, not the call itself."""
+    """Return the fault of a call, if its server caused it."""
     fault = fault_in(call, operation)
     return (
         fault

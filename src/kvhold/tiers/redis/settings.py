@@ -1,4 +1,4 @@
-"""The settings of a Redis tier: RedisConfig, made from a tier's URL.
+"""The settings of a Redis tier, made from its URL.
 
 - `redis://[user:password@]host[:port][/db]`
 - `rediss://...`, with TLS

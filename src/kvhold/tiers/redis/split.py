@@ -1,7 +1,7 @@
-"""The format of values that are too large for one string: parts, and a head written last.
+"""The format of values too large for one string: parts, and a head written last.
 
-The head is stored under the value's name, has HEAD_BYTES and begins with a magic word. A value that
-looks like a head is stored in parts itself. A random number in part names keeps two writers apart.
+The head has the value's name, HEAD_BYTES, and a magic word at its start. A value that looks like a
+head is stored in parts. A random number in part names keeps two writers apart.
 """
 
 import os

@@ -2,7 +2,7 @@
 
     # redis://:secret@cache.example:6379/0?ttl_s=86400
 
-A value is one string, written whole by `SET ... NX`; larger ones see `split.py`.
+A value is one string, written whole by `SET ... NX`; for larger ones see `split.py`.
 
 **Primaries only.** A replica would miss new values and return deleted ones. A failover may lose the
 latest values.
@@ -80,7 +80,7 @@ class RedisTier:
                 strict=True,
             ):
                 sizes[i] = nbytes
-            # a part is missing, or a string replaced the head
+            # a part is missing, or a string has replaced the head
             todo = [i for i in unsure if sizes[i] is None]
             if not todo:
                 break
@@ -282,10 +282,10 @@ class RedisTier:
     async def _unreadable(
         self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Remove values that lack parts, and return their keys, which can be put again.
+        """Remove values that lack parts. Return their keys, which can be put again.
 
-        Sets a fault for a key that holds no string: it would never be found. A key that is empty by
-        now was stored and removed, so its put stands.
+        Sets a fault for a key that holds no string, because it would never be found. An empty key
+        was stored and removed, so its put stands.
         """
         broken: list[bytes] = []
         for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):

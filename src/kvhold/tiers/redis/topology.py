@@ -1,7 +1,7 @@
 """Find the server of a key: a single one, Sentinel's primary, or a cluster slot's owner.
 
-Sentinels and cluster nodes are asked at the first use, and again after `invalidate`. All are asked
-concurrently and the first good answer counts, so that a dead one costs no time.
+Sentinels and cluster nodes are asked at the first use, and again after `invalidate`: all at once,
+and the first good answer counts, so a dead one costs no time.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Change a string only if it is still the one that was seen: WATCH, then MULTI ... EXEC.
+"""Change a string only if it is unchanged since it was read: WATCH, then MULTI ... EXEC.
 
     reply = await transact(router, "delete", lambda: Remove(name), bulk=False)
 
@@ -19,7 +19,7 @@ _ROUNDS = 3
 class Transaction(RedisCall):
     """The reply is that of the first command, None if there is nothing to change, or an error.
 
-    is_changed: another client changed the string meanwhile, and nothing was done
+    is_changed: another client has changed the string; nothing was done
     """
 
     def __init__(self, name: bytes, *looks: bytes, value_bytes: int = 0) -> None:
@@ -29,7 +29,7 @@ class Transaction(RedisCall):
         self.is_changed = False
 
     def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
-        """Return the changes to make; none leaves all as it is.
+        """Return the changes to make; may be none.
 
         seen:   the first bytes of the string, one more than a head has
         looked: the replies of the further commands
@@ -70,7 +70,7 @@ class Transaction(RedisCall):
         done = await read_reply(stream)
         refused = _first_error(queued)
         if refused is not None and refused.code == "ASK":
-            # a part is on the other node, the string itself is not
+            # a part is on the other node, but not the string
             refused = ErrorReply(f"TRYAGAIN the slot is moving: {refused.text}")
         if refused is None and isinstance(done, list) and len(done) == len(commands):
             self.reply = _first_error(done) or done[0]
