@@ -1,6 +1,6 @@
-"""Work that would hold a loop for too long, done in steps between other work.
+"""Long work of a loop, done in steps between other work.
 
-A unit of work is about one microsecond. It is counted, not measured, so that equal calls make equal
+A unit of work is about one microsecond. Units are counted, not measured, so equal calls make equal
 steps.
 """
 
@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 TURN = 400  # units per step: under a millisecond on a slow machine
-_ONE_TURN_KEYS = 250  # a call of up to so many keys is one turn
+_ONE_TURN_KEYS = 250  # a call of at most so many keys is one turn
 _MOST_DROPPED = 4000  # list items per step
 _MOST_POPPED = 200  # dictionary items per step
 
@@ -50,7 +50,7 @@ class Chores:
 
 
 def emptied(*lists: list[Any]) -> Iterator[int]:
-    """Empty lists in steps: freeing a million objects at once takes many milliseconds."""
+    """Empty lists in steps: freeing a million objects takes many milliseconds."""
     for one in lists:
         while one:
             del one[-_MOST_DROPPED:]
@@ -85,7 +85,6 @@ def in_one_turn(call: Callable[Arguments, Turns[Result]]) -> Callable[Arguments,
 
 
 def is_short(num_keys: int) -> bool:
-    """Return whether a call for so many keys is one turn."""
     return num_keys <= _ONE_TURN_KEYS
 
 

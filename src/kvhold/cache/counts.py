@@ -18,7 +18,6 @@ def count_lookup(metrics: Metrics, answer: Found, asked: int) -> None:
 
 
 def count_entries(metrics: Metrics, what: str, entries: Sequence[Entry]) -> None:
-    """Count entries that were reserved, stored, abandoned, cleared or leased."""
     if entries:
         metrics.add(f"kvhold_{what}_chunks", len(entries))
         metrics.add(f"kvhold_{what}_bytes", sum([entry.nbytes for entry in entries]))

@@ -1,7 +1,7 @@
-"""The latest admissions to memory and removals, as numbered events for indexes.
+"""The latest admissions to memory and removals, as numbered events.
 
-Numbers begin at a random value, so that those of another run or cache are detected as *lost*. The
-cache is the single writer.
+Numbers begin at a random value, so those of another run or cache are detected as *lost*. The cache
+is the single writer.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ MOST = 500  # in one batch, which takes a millisecond
 class EventLog:
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ring: list[Event] = []  # the event with number n stands at (n - first) % limit
+        self._ring: list[Event] = []  # event number n is at (n - first) % limit
         self._first = 0
         self._last = randbits(48)
 
@@ -37,13 +37,13 @@ class EventLog:
     def after(self, number: int) -> EventBatch:
         """Return the events after `number`, oldest first, at most MOST."""
         new = self._last - number
-        if not 0 <= new <= len(self._ring):  # forgotten since, or no number of ours
+        if not 0 <= new <= len(self._ring):  # forgotten, or no number of this log
             return EventBatch([], self._last, lost=True)
         if not new:
             return EventBatch([], number)
         begin, count = (number + 1 - self._first) % self._limit, min(new, MOST)
         events = self._ring[begin : begin + count]
-        events += self._ring[: count - len(events)]  # round the end
+        events += self._ring[: count - len(events)]  # after the ring's end
         return EventBatch(events, number + count)
 
 

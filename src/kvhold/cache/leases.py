@@ -1,10 +1,10 @@
-"""Who holds what: tickets of settled hits, leases to read, reservations to write.
+"""The holdings of owners: tickets of settled hits, leases to read, reservations to write.
 
     ticket -> claim_turns (own pins, one shard) -> release each
     reserve_turns -> commit_turns / abandon_turns
 
-The *owner* of a call is this process, or a connection to the node. Uncommitted memory is freed only
-by its owner or by `release_owner`, because the owner may still write. No I/O.
+An *owner* is this process or a connection to the node. Only the owner or `release_owner` frees
+uncommitted memory, because the owner may still write. No I/O.
 """
 
 import logging
@@ -29,17 +29,13 @@ log = logging.getLogger(__name__)
 
 Owner = Hashable
 _MOST_LEASED = 500  # entries per step
-_MOST_AT_ONCE = 2000  # a ticket of more entries is freed in the background
+_MOST_AT_ONCE = 2000  # freed in the background beyond this many entries
 _MOST_ABANDONED = 300  # entries abandoned per step
 
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """The answer to a claim.
-
-    offsets:   `[group][chunk]`, or ABSENT
-    checksums: `[group]`, of the present chunks
-    """
+    """offsets: `[group][chunk]`, or ABSENT. checksums: `[group]`, of the present chunks."""
 
     lease: int
     offsets: list[list[int]]
@@ -101,7 +97,7 @@ class Leases:
         self._holdings: dict[Owner, _Holdings] = {}
 
     def tickets_of(self, owner: Owner) -> list[int]:
-        """Return the tickets of an owner, settled or not."""
+        """Return an owner's tickets, settled or not."""
         held = self._holdings.get(owner)
         return list(held.tickets) if held is not None else []
 
@@ -121,7 +117,7 @@ class Leases:
         prefix: Prefix[Entry],
         pinned: list[Entry],
     ) -> None:
-        """Make the ticket of a hit. The pins become the ticket's."""
+        """Make a hit's ticket, which takes over the pins."""
         shards = {
             shard: [prefix.rows[group, shard] for group in range(len(layout.groups))]
             for shard in range(query.shards)
@@ -175,7 +171,7 @@ class Leases:
         num_tokens: list[int],
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> Turns[ClaimAnswer]:
-        """Pin entries. may_go_on: whether those not lent yet are still pinned."""
+        """Pin entries. may_go_on: whether the remaining ones are still pinned."""
         lease, holdings = next(self._numbers), self._of(owner)
         leased = holdings.leases[lease] = []
         holdings.lease_bytes[lease] = 0
@@ -202,7 +198,7 @@ class Leases:
         return ClaimAnswer(lease, offsets, num_tokens, [b"".join(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
-        """Remove chunks that a reader reports. A wrong report costs only a miss."""
+        """Remove the chunks of a reader's report. A wrong report costs only a miss."""
         reported = set(offsets)
         self.remove_damaged(
             [entry for entry in self._of(owner).leases.get(lease, []) if entry.offset in reported],
@@ -210,7 +206,7 @@ class Leases:
         )
 
     def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
-        """Remove entries. found_by: reader, writer or scrubber."""
+        """found_by: reader, writer or scrubber."""
         for entry in entries:
             if self._ram.find(entry.key) is not entry:
                 continue
@@ -267,7 +263,7 @@ class Leases:
         if (reserved := reservations.get(reservation)) is not None:
             yield from self._reservations.commit_turns(reserved, chunks, checksums)
             if not reserved.chunks:
-                reservations.pop(reservation, None)  # another call may have done it
+                reservations.pop(reservation, None)  # another call may have removed it
 
     def abandon_turns(self, owner: Owner, reservation: int) -> Turns[None]:
         reservations = self._of(owner).reservations
@@ -301,7 +297,7 @@ class Leases:
             reservation.is_given_up = True
 
     def release_owner(self, owner: Owner) -> None:
-        """Release the leases and reservations of an owner, who has no tickets any more."""
+        """Release the leases and reservations of an owner without tickets."""
         held = self._holdings.get(owner)
         if held is None:
             return

@@ -35,7 +35,7 @@ def open_cache(**settings: Any) -> "LocalCache":
 
 
 class LocalCache(WholePrompts):
-    """Implements `core.api.Cache`. After `close`, every call raises KVHoldError."""
+    """After `close`, every call raises KVHoldError."""
 
     def __init__(self, config: Config) -> None:
         """Raises CapacityError, or ConfigError for invalid tiers."""

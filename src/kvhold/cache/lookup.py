@@ -1,11 +1,11 @@
-"""Lookups and prefetches, from one pass over memory to the settled hit.
+"""Lookups and prefetches.
 
-    probing  -> the tiers are asked for what memory lacks
+    probing  -> the tiers are asked for missing chunks
     arriving -> chunks are read and pinned; the hit may still grow
     settled  -> the hit has a ticket (`leases.py`), or there is none
 
-A lookup that needs no tier is settled at once. `Searches` does the work of the first two states.
-Between two steps, a lookup may be released or cleared, and chunks may arrive. No I/O.
+A lookup that needs no tier is settled at once. `Searches` handles the first two states. Between two
+steps, a lookup may be released or cleared, and chunks may arrive. No I/O.
 """
 
 from collections.abc import Callable, Iterator
@@ -70,7 +70,7 @@ class Lookups:
         has_tiers: bool,
         find_layout: Callable[[bytes], Layout],
     ) -> None:
-        """Make no lookups. find_layout: by fingerprint; raises LayoutError."""
+        """find_layout: by fingerprint; raises LayoutError."""
         self._ram = ram
         self._metrics = metrics
         self._chores = chores
@@ -94,7 +94,7 @@ class Lookups:
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
-        """Return the current hit of a ticket; an empty `Found` if none."""
+        """Return a ticket's current hit; an empty `Found` if none."""
         num_keys = self._searches[ticket].num_keys if ticket in self._searches else 0
         turns = self._refresh(ticket, settle=settle)
         return finish(turns) if is_short(num_keys) else (yield from turns)
@@ -134,19 +134,19 @@ class Lookups:
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def is_over(self, ticket: int) -> bool:
-        """Return whether nothing more will arrive. Cheap."""
+        """Whether nothing more will arrive. Cheap."""
         return ticket not in self._searches or self._searches[ticket].over
 
     def num_arrived(self, ticket: int) -> int:
         return len(self._searches[ticket].sources) if ticket in self._searches else 0
 
     def take_news(self) -> bool:
-        """Return whether a search has ended since the last call."""
+        """Whether a search has ended since the last call."""
         news, self._has_news = self._has_news, False
         return news
 
     def release(self, owner: Owner, number: int) -> bool:
-        """Release a lookup that is not settled. Return False if the owner has none."""
+        """Release an unsettled lookup. False: the owner has none."""
         search = self._searches.get(number)
         if search is None or search.owner != owner:
             return False
@@ -263,7 +263,7 @@ class Lookups:
             else:
                 present = yield from prefix.in_order_turns()
                 yield from self._pins.pin_turns(present)
-                self._pins.unpin(present)  # now young, so not evicted next
+                self._pins.unpin(present)  # they are young now, so not evicted next
         finally:
             self._pins.unpin(held)
 
@@ -288,7 +288,7 @@ class Lookups:
                 number, None, query, layout, prefix, num_keys=num_keys, sample=sample
             )
             has_begun = clears == self._ram.num_clears  # else pins may have been cleared
-        finally:  # the caller may leave
+        finally:  # the caller may have left
             if number in self._searches and not has_begun:
                 self._let_go(self._searches.take(number))
             self._pins.unpin(held)
@@ -423,7 +423,7 @@ class Lookups:
             return SLOWER
         if search is not None and gap is not None and search.idle and gap.key in search.places:
             return NOT_NEEDED
-        if search is not None:  # a chunk that RAM or a tier has is not the reason
+        if search is not None:  # a chunk in RAM or a tier is not the reason
             gap = search.would_have(self._ram.find).gap(extent) or gap
         if gap is None:
             return WHOLE
@@ -436,7 +436,7 @@ class Lookups:
         if search is not None and search.silent:
             return TIER_DOWN
         if self._has_tiers and search is None:
-            # the tiers are being cleared, else they would have been probed
+            # the tiers are being cleared, so they were not probed
             return CLEARED
         places = search.places if search is not None else ()
         partly = any(key in places or self._ram.find(key) is not None for key in gap.siblings)

@@ -1,4 +1,4 @@
-"""Decides how much of a prompt's KV is worth waiting for, and remembers why.
+"""Decides how much of a prompt's KV to wait for, and remembers why.
 
     planner.pays(cost, query, layout, here)    # before the probe
     planner.plan(number, cost, layout, found)  # after it
@@ -35,7 +35,7 @@ from kvhold.core.planning import (
 
 _REMEMBERED = 512
 _SHOWN = 20
-_SURELY = 1.05  # times the other option: a smaller difference changes no decision
+_SURELY = 1.05  # the factor below which a difference changes no decision
 _LATE = 1.5
 _TRY_S = 30.0  # between samples of a slow tier
 IN_RAM = -1
@@ -111,7 +111,7 @@ class Planner:
         return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
-        """Return whether a probe could pay, were all missing chunks in one tier."""
+        """Return whether a probe pays if one tier has all missing chunks."""
         if not cost.is_known or not all(speed.is_known for speed in self.speeds):
             return True
         options = self._options_here(cost, query, layout, here.num_tokens)
@@ -155,7 +155,7 @@ class Planner:
         return costs[0] if costs is not None else 0.0
 
     def plan(self, number: int, cost: ComputeCost, layout: Layout, found: ChunkPlaces) -> LoadPlan:
-        """Plan a load. It requests at most a few times the bytes that a tier delivered at once."""
+        """Plan a load of at most a few times the bytes that a tier has delivered at once."""
         options = self._options_here(cost, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),
@@ -224,7 +224,7 @@ class Planner:
             left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
         elif marks.plan is not None:
             goal = max(here, marks.plan.num_tokens)
-            # other reads may end while this search's hang
+            # other reads may end while those of this search hang
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
         then = LoadOptions(
             np.array([goal]),
@@ -291,7 +291,7 @@ class Planner:
                 return
 
     def explain(self, request: str) -> list[Decision]:
-        """Return the latest decisions, newest first. request: a name or a part; empty: all."""
+        """Return decisions, newest first. request: a name or a part of one; empty: all."""
         decisions = list(reversed(self._decisions.values()))
         exact = [decision for decision in decisions if decision.request == request]
         return (exact or [decision for decision in decisions if request in decision.request])[

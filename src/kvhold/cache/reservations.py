@@ -1,9 +1,9 @@
-"""Reservations: memory that is reserved for missing chunks, written, then made visible or freed.
+"""Memory reserved for missing chunks, written, then made visible or freed.
 
 No I/O; the state is the single writer. A writer abandons only after it has stopped writing.
 
-After `stalled_after_s`, a writer's chunks may be reserved again, in other memory. Its commit is
-then dropped. So memory never has two owners, and a key never two entries.
+After `stalled_after_s`, a writer's chunks may be reserved again in other memory. Then its commit is
+dropped. So memory never has two owners, nor a key two entries.
 """
 
 import time
@@ -40,7 +40,7 @@ _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 @dataclass(frozen=True)
 class Grant:
-    """The answer to a reserve. reservation: 0 if nothing was granted. offsets: `[group][chunk]`."""
+    """reservation: 0 if nothing was granted. offsets: `[group][chunk]`."""
 
     reservation: int
     offsets: list[list[int]]
@@ -160,7 +160,7 @@ class Reservations:
     ) -> Turns[None]:
         """Make chunks visible, the last one first.
 
-        Else eviction by age could take a prefix before its continuation.
+        So eviction by age never takes a prefix before its continuation.
 
         checksums: `checksums.BYTES` per chunk, granted group and layer; None: no readers
 
@@ -180,7 +180,7 @@ class Reservations:
                 part = [
                     reservation.take(number)
                     for number in numbers[begin : begin + _MOST_COMMITTED]
-                    if number in reservation.chunks  # another call may have taken it since
+                    if number in reservation.chunks  # another call may have taken it
                 ]
                 committed += part
                 entries = [entry for of_chunk in part for entry in of_chunk]
@@ -205,7 +205,7 @@ class Reservations:
         self._is_written(entries)
         stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
         count_entries(self._metrics, "stored", stored)
-        if len(stored) < len(entries):  # the others were cleared
+        if len(stored) < len(entries):
             count_entries(
                 self._metrics,
                 "abandoned",

@@ -1,6 +1,6 @@
-"""Compares idle chunks of memory with their checksums, to find damage before a reader does.
+"""Compares idle chunks in memory with their checksums, to find damage before readers do.
 
-A thread hashes; xxhash releases the GIL. It pins a few chunks for some milliseconds. `take`,
+A thread pins a few chunks for some milliseconds and hashes them; xxhash releases the GIL. `take`,
 `compare` and `give_back` do not wait, so the simulation runs them without the thread.
 """
 
@@ -25,16 +25,14 @@ class Scrubber:
     def __init__(
         self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float
     ) -> None:
-        """Make an idle scrubber.
-
-        post:       runs a call where the state lives
+        """post:       runs a call where the state lives
         interval_s: seconds per pass; 0: never
         """
         self._state = state
         self._post = post
         self._interval_s = interval_s
         self._parts: Iterator[list[Entry]] = iter(())
-        self._waiting: list[Entry] = []  # of the current part
+        self._waiting: list[Entry] = []  # from the current part
         self._taken: SimpleQueue[list[Entry] | None] = SimpleQueue()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -72,7 +70,7 @@ class Scrubber:
         return sum(entry.nbytes for entry in entries)
 
     def pause_s(self, nbytes: int | None) -> float:
-        """Return the pause after a step of `nbytes`, or before the first step (None)."""
+        """Return the pause after a step of `nbytes`; None: before the first step."""
         if nbytes is None:
             return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, self._interval_s / 100))
         return max(

@@ -1,9 +1,9 @@
-"""The state machine of the cache: calls and events in, answers and commands out; no I/O, no locks.
+"""The cache as a state machine: calls and events in, answers and commands out; no I/O, no locks.
 
     lookup -> a ticket with pins -> claim (own pins, one shard) -> release each
     reserve -> commit / abandon
 
-`lookup.py` and `leases.py` decide; `index/` finds what is in memory, `transfer/` moves it to and
+`lookup.py` and `leases.py` decide, `index/` finds chunks in memory, `transfer/` moves chunks to and
 from the tiers. `LocalCache` drives the state under a lock, the node from its loop. A call `x_turns`
 is the call `x` in steps.
 """
@@ -57,7 +57,7 @@ def new_state(config: Config, arena: Arena) -> "CacheState":
 
 
 class CacheState:
-    """The parts of the cache, and their calls: see `Lookups` and `Leases` for most of them."""
+    """The cache's parts and their calls, most from `Lookups` and `Leases`."""
 
     def __init__(
         self,
@@ -70,9 +70,7 @@ class CacheState:
         stalled_after_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make an empty cache.
-
-        write_behind_bytes: the most bytes that may wait for the tiers
+        """write_behind_bytes: the most bytes that may wait for the tiers
         stalled_after_s:    see `Reservations`
         """
         self.ram = ram
@@ -166,14 +164,14 @@ class CacheState:
         return layout
 
     def release(self, owner: Owner, number: int) -> None:
-        """Release a ticket, a lease or a re-encoding. Leases outlive their ticket."""
+        """Release a ticket, a lease or a re-encoding."""
         if self.reencodings.find(owner, number) is not None:
             self.reencodings.drop(number)
         elif not self._lookups.release(owner, number):
             self._leases.release(owner, number)
 
     def release_owner(self, owner: Owner) -> None:
-        """Release the holdings of an owner that no longer touches the arena."""
+        """Release an owner's holdings. It must no longer touch the arena."""
         self.reencodings.drop_all(owner)
         for ticket in self._leases.tickets_of(owner):
             self.release(owner, ticket)
@@ -202,7 +200,7 @@ class CacheState:
         return self.mark
 
     def clear(self, namespace: bytes | None) -> int:
-        """Forget all chunks, or one namespace. Return the number in RAM; lower tiers follow."""
+        """Forget all chunks, or one namespace. Return the number in RAM."""
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError("the namespace to clear has an impossible size")
         return self._clear(namespace or b"", learned=False)
@@ -241,7 +239,7 @@ class CacheState:
         return self._writes.mark
 
     def all_done(self, mark: int) -> bool:
-        """Return whether every write up to `mark`, and every clear, has ended."""
+        """Whether every write up to `mark` and every clear has ended."""
         return not self._clears and self._writes.all_done(mark)
 
     def status(self) -> StateStatus:

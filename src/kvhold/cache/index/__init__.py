@@ -1,1 +1,1 @@
-"""What is in memory: the hit of a query, and why a chunk is not there."""
+"""The chunks in memory: the hit of a query, and why a chunk is not there."""

@@ -1,4 +1,4 @@
-"""The changes of what is in memory, as events for other indexes and as reasons of later misses."""
+"""The changes in memory, as events for other indexes and as reasons of later misses."""
 
 from kvhold.cache.events import EventLog
 from kvhold.cache.index.eviction_history import EvictionHistory
@@ -10,7 +10,7 @@ from kvhold.tiers.ram import Entry
 
 class Changes:
     def __init__(self, metrics: Metrics, evictions: EvictionHistory, event_buffer: int) -> None:
-        """Note nothing yet. event_buffer: the most events to keep; 0: none."""
+        """event_buffer: the most events to keep; 0: none."""
         self._metrics = metrics
         self._evictions = evictions
         self._log = EventLog(event_buffer) if event_buffer else None
@@ -26,7 +26,7 @@ class Changes:
         return self._log
 
     def note(self, what: str, entry: Entry) -> None:
-        """Note one change, as `RamTier.watch` reports it."""
+        """Note a change that `RamTier.watch` reports."""
         if self._log is not None:
             self._log.add(what, entry)
         if what in REASONS:

@@ -1,4 +1,4 @@
-"""Why chunks are no longer here, for the latest 32768 to 65536 keys (7.4 MB at most)."""
+"""Why chunks were removed, for the latest 32768 to 65536 keys (7.4 MB at most)."""
 
 from kvhold.core.reasons import Reason
 

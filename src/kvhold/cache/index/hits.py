@@ -1,4 +1,4 @@
-"""The length of a hit: the longest prefix for which every group has its needed chunks.
+"""The length of a hit: the longest prefix with all chunks that each group needs.
 
 Full attention needs all chunks, sliding attention the last `window` tokens. A state needs the last
 chunk, which stands for all earlier tokens. Pure.
@@ -23,8 +23,8 @@ def longest_hit(
 ) -> tuple[int, int | None]:
     """Return `(whole chunks, tail)`; tail: an index or None.
 
-    reach:     number of whole chunks that all full-attention groups have
-    num_whole: number of whole chunks of the prompt
+    reach:     whole chunks that all full-attention groups have
+    num_whole: whole chunks of the prompt
     has_chunk: for other groups only
     """
     return finish(longest_hit_turns(layout, reach, num_whole, tail_lengths, has_chunk, has_tail))
@@ -68,7 +68,7 @@ def longest_hit_turns(
         gap = yield from first_gap(chunks * layout.tokens_per_chunk)
         if gap is None:
             break
-        chunks = gap  # every hit that ends after the gap and before here looks at it, too
+        chunks = gap  # every hit that ends between the gap and here needs it, too
     return chunks, None
 
 

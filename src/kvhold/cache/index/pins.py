@@ -27,7 +27,7 @@ class Pins:
         return self._ram.find if is_short(num_keys) else self._find_and_hold(held)
 
     def pin_turns(self, entries: list[Entry]) -> Turns[None]:
-        """Pin the last entry first, see `Reservations.commit_turns`."""
+        """Pin the last entry first (see `Reservations.commit_turns`)."""
         left = len(entries)
         try:
             while left:
@@ -41,7 +41,6 @@ class Pins:
                 self.unpin(entries[left:])
 
     def hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:
-        """Hold the entries of a hit, and return them."""
         entries = yield from prefix.in_order_turns()
         num_held = 0
         try:

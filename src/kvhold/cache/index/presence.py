@@ -2,7 +2,7 @@
 
     prefix = finish(Presence(query, layout, ram.find).take_turns())      # the longest hit
 
-A key that `find` has found must stay found, as pinned chunks do.
+A key that `find` has found must stay, as pinned chunks do.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class Extent:
 
 
 class Need(NamedTuple, Generic[Found]):
-    """One value of a hit. parent: the key of the preceding chunk."""
+    """One value of a hit. parent: the preceding chunk's key."""
 
     shard: int
     group: int
@@ -89,7 +89,7 @@ class Presence(Generic[Found]):
             [place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))
         ]
         self._runs: dict[tuple[int, int], list[Found]] = {}
-        # chunks outside runs; they stay, even if they expire
+        # chunks outside runs; kept even if they expire
         self._seen: dict[bytes, Found] = {}
 
     def extent_turns(self) -> Turns[Extent]:
@@ -108,7 +108,7 @@ class Presence(Generic[Found]):
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
     def take_turns(self) -> Turns[Prefix[Found]]:
-        """Return the longest hit and forget its entries, so that each is in one list."""
+        """Return the longest hit and forget its entries: each is in one list only."""
         extent = yield from self.extent_turns()
         rows: dict[tuple[int, int], list[Found | None]] = {}
         for group in range(len(self._layout.groups)):

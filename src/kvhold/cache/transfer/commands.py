@@ -1,4 +1,4 @@
-"""Commands of the state to the tier worker. The arrows name the state's methods for the answers."""
+"""Commands of the state to the tier worker. Arrows name the state's method for the answer."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,7 +19,7 @@ class ProbeCommand:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """One chunk to be read into its reserved entry. layout: None: an opaque frame"""
+    """A chunk to read into its reserved entry. layout: None: an opaque frame"""
 
     entry: Entry
     layout: Layout | None
@@ -42,7 +42,7 @@ class WriteCommand:
     """Write this held entry. -> `written(number)`
 
     layout: None: an opaque frame, written as it is
-    above:  only to tiers above this one, where the chunk came from
+    above:  only to tiers above this one, the chunk's source
     """
 
     number: int

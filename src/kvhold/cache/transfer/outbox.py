@@ -1,4 +1,4 @@
-"""One tier's writes, in order: waiting, and in progress. Runs in the tier worker's loop."""
+"""One tier's writes, in order. Runs in the tier worker's loop."""
 
 import asyncio
 from collections import deque
@@ -69,7 +69,7 @@ class Outbox:
             await self.ready.wait()
 
     def take(self, most_bytes: int) -> list[Write]:
-        """Take the oldest writes: at most `most_bytes`, or one. `finish` ends them."""
+        """Take the oldest writes, at most `most_bytes` or one. `finish` ends them."""
         batch = [self._queue.popleft()]
         left = most_bytes - batch[0].nbytes
         while self._queue and self._queue[0].nbytes <= left:

@@ -1,4 +1,4 @@
-"""Frames of the arena's chunks: made for a tier, or read from a tier into the arena.
+"""Make frames of the arena's chunks, and read frames into the arena.
 
     written = Writer(make_codec("lossless"), keyring).framed(entry, layout, view, options)
     buffer = ReadBuffer.of(ram, pending_read, keyring); buffer.accept(nbytes, check=True)
@@ -37,7 +37,7 @@ _RAW = Raw()
 
 
 class ReadBuffer:
-    """The buffers of one read: the arena itself for a raw, unencrypted payload."""
+    """A read's buffers: the arena itself for a raw, unencrypted payload."""
 
     def __init__(
         self, pending_read: PendingRead, chunk: memoryview, parts: Parts, keyring: Keyring | None
@@ -51,7 +51,7 @@ class ReadBuffer:
     def of(
         cls, ram: RamTier, pending_read: PendingRead, keyring: Keyring | None = None
     ) -> "ReadBuffer":
-        """Make the buffers. keyring: of an encrypted tier, where only a sealed value is a frame."""
+        """keyring: of an encrypted tier, where only a sealed value is a frame."""
         entry, layout = pending_read.entry, pending_read.layout
         chunk = ram.view(entry)
         if layout is None:
@@ -60,7 +60,7 @@ class ReadBuffer:
         if keyring is None and pending_read.place.nbytes == header_bytes + entry.nbytes:
             return cls(pending_read, chunk, (page_aligned(header_bytes), chunk), None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
-        # A larger value is a miss; an empty one is a frame that was cut short.
+        # a larger value is a miss; an empty one is a frame that was cut short
         return cls(
             pending_read,
             chunk,
@@ -69,7 +69,7 @@ class ReadBuffer:
         )
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a value of this size may be the entry's. An opaque frame has its size."""
+        """Whether the entry may have a value of this size; an opaque frame has exactly its size."""
         entry = self.pending_read.entry
         return self.pending_read.layout is not None or nbytes == entry.nbytes
 
@@ -125,8 +125,8 @@ class Writer:
     ) -> Written | None:
         """Return an entry's frame; None without its encryption key. Raises DamagedChunks.
 
-        A raw frame has the commit's checksums, so its reader finds damage. Other frames are
-        compared after encoding, so that damage is not sealed as correct.
+        A raw frame has the commit's checksums, so its reader finds damage. With other codecs, the
+        chunk is compared after encoding, so damage is not sealed as correct.
         """
         checksums = unpack(entry.checksums) or None
         written = self.encoded(
@@ -185,7 +185,7 @@ class Writer:
 def _decode(
     header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout
 ) -> list[int]:
-    """Decode, and take the checksums before others can write to the bytes."""
+    """Decode, and take the checksums before others can write there."""
     size = header.layer_bytes
     if header.codec == RAW:
         unframe_payload(header, payload, chunk, layout=layout)

@@ -1,7 +1,7 @@
-"""Re-encodes the chunks of a tier with another codec, online.
+"""Re-encodes a tier's chunks with another codec, online.
 
-It works on one re-encoding, one batch and one chunk at a time. A batch takes its turn at the tier
-after all other users. If the tier fails, the remaining frames are unchanged.
+It handles one re-encoding, one batch and one chunk at a time. A batch takes its turn at the tier
+after all other users. If the tier fails, the remaining frames stay unchanged.
 
 A chunk loses precision once: a lossy frame is only decoded to `raw` or `lossless`. A lossless frame
 does not say whether its chunk was lossy before.
@@ -130,7 +130,7 @@ class Reencoder:
             self._tell(command.number, tally.so_far(done=True, stopped=stopped))
 
     async def _reencode(self, command: ReencodeCommand, tally: _Tally) -> str:
-        """Return why the order ended early, or ""."""
+        """Return why it ended early, or ""."""
         guard, keyring = self._stack.guards[command.tier], self._keyrings[command.tier]
         codec = await self._in_thread(lambda: make_codec(command.codec))
         run = _Run(command, guard, keyring, codec, _most_bytes(command), tally)
@@ -159,7 +159,7 @@ class Reencoder:
         return ""
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
-        """Return the keys by one scan, because any scan may read the whole index."""
+        """Return the keys. One scan only, because it may read the whole index."""
         chosen = KeyList()
         if spaces:
             keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)

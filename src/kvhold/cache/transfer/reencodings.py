@@ -1,7 +1,7 @@
-"""Re-encodings in the cache's state: known namespaces, running re-encodings, their owners.
+"""Known namespaces, running re-encodings and their owners.
 
-No I/O: `reencoder.py` does the work. A digest does not reveal budget and tenant, so an engine must
-have named the namespace.
+No I/O: `reencoder.py` does the work. An engine must have named a namespace, because a digest does
+not reveal budget and tenant.
 """
 
 from collections import OrderedDict
@@ -57,7 +57,7 @@ class Reencodings:
     def __init__(self, give_command: Callable[[Command], None]) -> None:
         self.tiers: dict[str, ReencodableTier] = {}
         self._give_command = give_command
-        # with the strictest budget so far; the latest is last
+        # the latest is last; with the strictest budget so far
         self._known: OrderedDict[bytes, Space] = OrderedDict()
         self._shared: set[bytes] = set()  # named with several tenants
         self._running: dict[int, _Running] = {}

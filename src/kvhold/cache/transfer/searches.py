@@ -1,11 +1,11 @@
-"""Lookups below RAM: load a prompt's chunks from lower tiers, and pin them on arrival.
+"""Load a prompt's chunks from lower tiers, and pin them on arrival.
 
     searches.begin_turns(number, ...)         # requests a probe
     searches.probed(number, places)           # reserves memory; requests the reads
     searches.fetched(entry, ok)               # the last read ends the search
     search = searches.take(number)
 
-No I/O. A read serves all searches for its chunk, and goes to RAM even for a released search.
+No I/O. A read serves all searches for its chunk, and ends in RAM even for a released search.
 Between two steps, a search may be taken or cleared, and chunks may arrive.
 """
 
@@ -44,7 +44,7 @@ _MOST_PER_COMMAND = 250  # keys
 class Search:
     """One waiting lookup.
 
-    here:     `pinned`, as the presence of a hit
+    here:     the presence of `pinned`
     probing:  the tiers have not answered
     ordering: its next reads are being chosen
     settling: its hit is being made
@@ -96,13 +96,13 @@ class Search:
         return not (self.probing or self.requesting or self.awaited or self.more)
 
     def declines(self, key: bytes) -> bool:
-        """Return whether the search chose not to load a chunk."""
+        """Whether the search chose not to load a chunk."""
         if self.cost is None or key in self.faults:
             return False
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
     def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | TierPlace]":
-        """Return the presence in any place. Failed and awaited chunks are absent."""
+        """Return the presence in all places. Failed and awaited chunks are absent."""
 
         def anywhere(key: bytes) -> Entry | TierPlace | None:
             lost = key in self.faults or key in self.awaited
@@ -183,7 +183,7 @@ class Searches:
 
     @property
     def num_arriving(self) -> int:
-        """Chunks that are being read, or given up with memory in use."""
+        """Chunks being read, or given up with memory in use."""
         return len(self._coming) + len(self._given_up)
 
     def may_begin(self, query: Query) -> bool:
@@ -203,7 +203,7 @@ class Searches:
         have_tokens: int = 0,
         sample: bool = False,
     ) -> Turns[None]:
-        """Probe the tiers for missing chunks. Pin the others against eviction.
+        """Probe the tiers for missing chunks, and pin the others.
 
         prefix: held by the caller until the last step, then owned by the search
         """
@@ -324,7 +324,7 @@ class Searches:
         needs: Sequence[Need[Entry | TierPlace]],
         pending_reads: list[PendingRead],
     ) -> bool:
-        """Reserve memory. Return False if it runs out."""
+        """False: memory has run out."""
         for need in needs:
             if need.key in search.pinned:
                 continue
@@ -395,7 +395,7 @@ class Searches:
     def _finder_anywhere(
         self, search: Search, held: list[Entry]
     ) -> Callable[[bytes], Entry | TierPlace | None]:
-        """Return a function that holds the entries that it finds."""
+        """Return a function that finds and holds entries."""
 
         def find(key: bytes) -> Entry | TierPlace | None:
             entry = self._find_or_coming(key)
@@ -440,7 +440,7 @@ class Searches:
         )
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read. Its memory may be written to until `let_go`."""
+        """End a failed read, which may still write until `let_go`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
@@ -486,7 +486,7 @@ class Searches:
     def _reserve(
         self, search: Search, need: Need[Entry | TierPlace], place: TierPlace | None
     ) -> PendingRead | None:
-        # written by another owner, or held by a given-up read
+        # another owner is writing it, or a given-up read holds it
         if place is None or self._ram.holds(need.key):
             stuck = any(entry.key == need.key for entry in self._given_up)
             self._withdraw(search, need.key, DEADLINE if stuck else BEING_WRITTEN)
@@ -508,7 +508,7 @@ class Searches:
         search.faults[key] = why
 
     def _pin(self, search: Search, entries: Sequence[Entry]) -> None:
-        """Pin the last one first: eviction by age never takes a prefix before its continuation."""
+        """Pin the last one first (see `Reservations.commit_turns`)."""
         fresh = {entry.key: entry for entry in reversed(entries) if entry.key not in search.pinned}
         self._ram.pin_all(list(fresh.values()))
         for key, entry in fresh.items():

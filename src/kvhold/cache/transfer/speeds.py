@@ -1,7 +1,7 @@
 """The speed of a tier, learned from the reads of requests.
 
-It counts bytes in memory, so a codec's ratio and speed are included. All times come from one
-monotonic clock. Pure.
+Counts bytes in memory, which includes a codec's ratio and speed. One monotonic clock gives all
+times. Pure.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from kvhold.core.estimates import Estimate
 from kvhold.core.planning import Floats, Ints
 
 _PIECE_S = 1.0  # a piece is this long
-_TOGETHER_S = 0.001  # reads that end within this time ended in one call
+_TOGETHER_S = 0.001  # reads that end this close together ended in one call
 _GROWTH = 8  # times the largest measured piece may be ordered at once
 _LATE = 1.5  # times the estimate: then a read is late
 _ALIKE = 2  # up to this ratio, reads count as one size
-# an unknown tier takes its silence this many times more: at most an eighth of computing
+# factor on an unknown tier's silence: it takes at most an eighth of computing
 _DOUBT = 8
 _FEW = 3  # fewer reads do not separate costs per call and per byte
 _STALE_S = 30.0
-# times the last read, so that samples take at most a twentieth of the time
+# factor on the last read's time: samples take at most a twentieth of the time
 _STALE_READS = 20.0
 
 
@@ -59,7 +59,7 @@ class TierSpeed:
         return int(_GROWTH * self._estimate.most(1))
 
     def is_stale(self, now_s: float) -> bool:
-        """Return whether to sample the tier, so that no bad estimate stays for ever."""
+        """Whether to sample the tier, so that no bad estimate stays for ever."""
         idle = self.requested_bytes == self.ended_bytes
         return idle and now_s - self._last_s > max(_STALE_S, _STALE_READS * self._last_took_s)
 
@@ -97,9 +97,9 @@ class TierSpeed:
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
         """Return the seconds until `ended_bytes` reaches `until_bytes`, plus `more_bytes`.
 
-        A late read takes as long again as its silence. After few reads, or for far more bytes than
-        ever, it takes eight times its silence. The cap is `slowest_byte_s`, unless the read is late
-        by that, too.
+        A late read is expected to take as long again as its silence; after few reads, or for far
+        more bytes than ever, eight times as long. The cap is `slowest_byte_s`, unless the read is
+        late by that, too.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -133,8 +133,8 @@ class TierSpeed:
     def _byte_s(self, call_s: float, byte_s: float) -> float:
         """Return the seconds per outstanding byte.
 
-        For a new tier, a slow current piece counts. For a known tier it would mislead: of
-        concurrent calls the first ends late, the others right after.
+        A slow current piece counts for a new tier only. For a known tier it misleads: the first of
+        concurrent calls ends late, the others right after.
         """
         piece = self._piece
         if piece is None or not piece.nbytes or not self._is_new:

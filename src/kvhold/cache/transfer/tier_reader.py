@@ -1,4 +1,4 @@
-"""Reads chunks from the tiers into memory, checks them, and reports each one to its owner.
+"""Reads chunks from the tiers into memory, checks them, and reports each to its owner.
 
     reader = TierReader(owner, stack, ...)
     reader.fetch(command)    # starts one task for each batch
@@ -43,10 +43,10 @@ class ReadOwner(Protocol):
     def fetched(
         self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
     ) -> None:
-        """End one read. Nothing writes to its memory any more. expires_at: 0: never"""
+        """End a read, which writes no more. expires_at: 0: never"""
 
     def given_up(self, entry: Entry) -> None:
-        """End one read that failed. Its memory may be written to until `let_go`."""
+        """End a failed read, which may still write until `let_go`."""
 
     def let_go(self, entry: Entry) -> None: ...
 
@@ -66,9 +66,7 @@ class TierReader:
         checking: Executor | None = None,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Make an idle reader.
-
-        keyrings: for each tier; None: not encrypted; empty: none is
+        """keyrings: for each tier; None: not encrypted; empty: none is
         checking: the pool that checks and decodes; None: all entries are opaque frames
         post:     runs a call where the owner lives
         """
@@ -157,7 +155,7 @@ class TierReader:
             )
 
     async def _resized(self, guard: Guard, missed: list[PendingRead]) -> dict[int, PendingRead]:
-        """Return, by `id`, the missed arrivals that were re-encoded since the probe."""
+        """Return, by `id`, the missed chunks that were re-encoded since the probe."""
         sizes = (
             await guard.probe([pending_read.entry.key for pending_read in missed]) if missed else []
         )
@@ -229,8 +227,6 @@ class TierReader:
             await remove(guard, keys)
 
     def _tell_fetched(self, ended: Sequence[tuple[Entry, int | Reason]]) -> None:
-        """Report reads, each with its expiry (0: never) or its fault."""
-
         def tell() -> None:
             for entry, outcome in ended:
                 if isinstance(outcome, Reason):
@@ -243,7 +239,7 @@ class TierReader:
 
 
 async def remove(guard: Guard, keys: list[bytes]) -> None:
-    """Delete chunks from a tier, unless it is read-only."""
+    """Does nothing in a read-only tier."""
     if not guard.config.read_only:
         async with guard.gate.turn(Urgency.DELETE):
             await guard.delete(keys)

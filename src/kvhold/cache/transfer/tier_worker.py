@@ -67,13 +67,11 @@ class TierWorker:
         loop: asyncio.AbstractEventLoop | None = None,
         journal: ClearsJournal | None = None,
     ) -> None:
-        """Start working.
-
-        loop:    instead of its own thread; then await `end` instead of `close`
+        """loop:    instead of its own thread; then await `end` instead of `close`
         journal: keeps the pending clears of tiers
         """
         self._journal = journal
-        # prefixes cleared by another host, but not by the state yet
+        # prefixes that another host has cleared, but not yet the state
         self._barred: dict[bytes, int] = {}
         self._state = state
         self.ram = state.ram
@@ -84,7 +82,7 @@ class TierWorker:
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
-        # namespaces that came into memory
+        # namespaces that are new in memory
         self._new_spaces = deque[bytes]()
         if self._shared:
             self.ram.new_namespaces = self._new_spaces
@@ -97,7 +95,7 @@ class TierWorker:
             self, stack.guards, metrics, codings=self._codings, encoding=self._encoding
         )
         self._pending_clears: set[asyncio.Task[Any]] = set()
-        # Compile codecs early, because it takes a while.
+        # compiled early, because it takes a while
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
@@ -153,7 +151,7 @@ class TierWorker:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def end(self, drain_timeout_s: float) -> None:
-        """Do `close`, but leave the loop running."""
+        """Like `close`, but leave the loop running."""
         self._closed = True
         await self._write_behind.drain(drain_timeout_s)
         if self._pending_clears:  # the next node is to know of them
@@ -226,7 +224,7 @@ class TierWorker:
         self._post(lambda: self._state.probed(command.search, places, silent=bool(silent)))
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
-        """Learn of clears before a disk that may have older chunks is probed.
+        """Learn of clears before probing a disk that may have older chunks.
 
         If a shared tier is down, the disk is used as it is.
         """
@@ -251,7 +249,7 @@ class TierWorker:
         self._post(lambda: self._state.remove_damaged([entry], "writer"))
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
-        """Do nothing: a tier's clear stays pending until the writes from before it have ended."""
+        """A tier's clear stays pending until the writes from before it have ended."""
 
     def _tell_reencoded(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
@@ -273,11 +271,12 @@ class TierWorker:
         return self._holds(space) or len(self._shared) < len(self._stack.guards)
 
     def _holds(self, space: bytes) -> bool:
-        """Return whether memory has chunks of a namespace, reserved ones too."""
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:
-        """Have some namespaces of memory refreshed: those of stored chunks are never probed."""
+        """Have some of memory's namespaces refreshed: those with stored chunks only are never
+        probed.
+        """
         for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
             space = self._new_spaces.popleft()
             for guard in self._shared:
@@ -296,7 +295,7 @@ class TierWorker:
             await self._remember()
 
     async def _remember(self) -> None:
-        """Journal the known clears of other hosts, after the pending clears that they begin."""
+        """Journal other hosts' clears, after the pending clears that they begin."""
         if self._journal is None:
             return
         async with self._remembering:  # else an earlier call could write older numbers last
@@ -318,7 +317,7 @@ class TierWorker:
         return writing, pending_clears
 
     async def _clear(self, command: ClearCommand, beginning: "asyncio.Task[Any]") -> None:
-        """Clear the tiers, once the clear is in the journal: a node that ends keeps it."""
+        """Clear the tiers once the journal has the clear, so that it survives the node."""
         try:
             writing, pending_clears = await asyncio.shield(beginning)
             await self._write_behind.wait_for(writing)
@@ -338,7 +337,7 @@ def make_tier_worker(
     post: Callable[[Callable[[], None]], None],
     clears_file: Path | None = None,
 ) -> TierWorker | None:
-    """Make the tier worker; None without tiers. Raises ConfigError.
+    """Return None without tiers. Raises ConfigError.
 
     clears_file: the setting's default
     """

@@ -1,11 +1,11 @@
-"""Writes held entries to the tiers, in batches, while nobody waits.
+"""Writes held entries to the tiers in batches, in the background.
 
     write_behind = WriteBehind(owner, stack.guards, metrics)
     write_behind.start()                 # in the event loop
     write_behind.add(command)            # -> owner.written(number), when no tier uses its memory
     await write_behind.drain(timeout_s); await write_behind.end()
 
-Each tier has its own queue. `Writes` bounds them together.
+Each tier has a queue. `Writes` bounds them together.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class WriteOwner(Protocol):
         """An entry's bytes are not those that were stored."""
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
-        """Entries were removed before their write had ended. The tier may have them."""
+        """Entries were removed during their write. The tier may have them."""
 
 
 class WriteBehind:
@@ -57,7 +57,7 @@ class WriteBehind:
         codings: Sequence[FrameCoding] = (),
         encoding: Executor | None = None,
     ) -> None:
-        """codings: for each tier; empty: all entries are opaque frames. encoding: makes frames"""
+        """codings: for each tier; empty: all entries are opaque frames"""
         self._owner = owner
         self._ram = owner.ram
         self._metrics = metrics
@@ -88,12 +88,11 @@ class WriteBehind:
             self._owner.written(command.number)
 
     def drop(self, prefix: bytes) -> None:
-        """Drop the queued writes under `prefix`."""
         for outbox in self._outboxes:
             self._finish(outbox.drop(prefix))
 
     def spoil(self, prefix: bytes) -> None:
-        """Drop the queued writes under `prefix`, and those in progress that are no call yet."""
+        """Drop the writes under `prefix` that are no call yet."""
         self.drop(prefix)
         for outbox in self._outboxes:
             for write in outbox.writing(prefix):
@@ -110,7 +109,7 @@ class WriteBehind:
         ]
 
     def writing_tiers(self, keys: set[bytes]) -> set[str]:
-        """Return the names of tiers that any of these keys is being written to."""
+        """Return the tiers with a write of these keys in progress, by name."""
         return {outbox.guard.name for outbox in self._outboxes if outbox.is_writing_any(keys)}
 
     async def wait_for(self, writing: "Iterable[tuple[Outbox, set[Write]]]") -> None:
@@ -119,7 +118,7 @@ class WriteBehind:
                 await self._some_written()
 
     async def drain(self, timeout_s: float) -> None:
-        """Write the queues of the available tiers, for at most `timeout_s`."""
+        """Write the available tiers' queues, for at most `timeout_s`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while loop.time() < until and any(box for box in self._outboxes if box.guard.available):
@@ -148,7 +147,7 @@ class WriteBehind:
             except Exception:  # a fault loses one batch, not the tier
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
-            # The end cancels this. The tier may still use the memory, so it is not freed.
+            # cancelled at the end: the tier may still use the memory, so it is not freed
             outbox.finish(batch)
             self._dealt_with.set()
             if not pending:
@@ -164,7 +163,7 @@ class WriteBehind:
         batch: list[Write],
         pending: "list[asyncio.Task[Any]]",
     ) -> None:
-        """Write chunks. pending: gets the calls that use their memory after the deadline"""
+        """pending: gets the calls that use the chunks' memory after the deadline"""
         if not guard.available:
             guard.drop(len(batch), reason="unavailable")
             return
@@ -184,7 +183,7 @@ class WriteBehind:
                 for write in group
                 if (written := await self._frame(guard, coding, write))
             ]
-            # Looked at just before the put: so a put begins before a clear that it may outlast.
+            # checked just before the put, so a put begins before a clear that it may outlast
             items = [
                 (write.command.entry.key, written.parts)
                 for write, written in framed

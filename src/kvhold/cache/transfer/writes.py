@@ -1,6 +1,6 @@
 """The bounded queue of chunks for lower tiers. It drops chunks instead of blocking.
 
-No I/O: the tier worker writes. A dropped chunk stays in RAM until it is evicted.
+No I/O: the tier worker writes. A dropped chunk stays in RAM until its eviction.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Writes:
     ) -> None:
         """Hold an entry and request its write, unless the queue is full."""
         if self._ram.is_doomed(entry):
-            return  # cleared while it was written
+            return  # cleared during its write
         if self.queued_bytes + entry.nbytes > self._limit_bytes:
             self._drop()
             return
