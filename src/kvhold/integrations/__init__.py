@@ -1,1 +1,1 @@
-"""Where engines meet the cache: one package an engine. They see only the `Cache` protocol."""
+"""One package per engine. They see only the `Cache` protocol."""

@@ -1,4 +1,4 @@
-"""The engines' versions that kvhold is tested with, and a warning for any other."""
+"""The tested versions of engines, and a warning for any other."""
 
 import logging
 
@@ -17,7 +17,7 @@ def is_tested(engine: str, version: str) -> bool:
 
 
 def warn_if_untested(engine: str, version: str) -> None:
-    """Log once per engine and process that its version is not one of the tested ones."""
+    """Warn once per engine and process."""
     if is_tested(engine, version) or engine in _said:
         return
     _said.add(engine)

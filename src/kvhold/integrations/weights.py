@@ -1,8 +1,8 @@
 """Identify weights by their content, equally on every host.
 
 Every file counts, except `HARMLESS_FILES`. Files are hashed whole (xxh3, 128 bits, against
-accidents, not forgery). Digests are kept in the user's cache folder, by the file's path, size,
-times and inode. A kept digest counts only if it is this user's own and whole.
+accidents, not forgery). Digests are kept in the user's cache folder, by path, size, times and
+inode. They count only if whole and this user's own.
 """
 
 import logging
@@ -60,7 +60,7 @@ _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in
 def model_identity(model: str, revision: str | None, *, cache_dir: str | None = None) -> str:
     """Return "content:<digest>" or "hub:<name>@<commit>".
 
-    cache_dir: the hub cache of the weights, if it is another than that of the settings
+    cache_dir: the weights' hub cache; default: that of the settings
 
     Raises LayoutError if the weights cannot be identified.
     """
@@ -83,7 +83,7 @@ def adapter_identity(folder: str) -> str:
 
 
 def adapter_places(folder: str) -> list[Path]:
-    """Return the files whose change may change the adapter. Raises LayoutError."""
+    """Return the files that may change the adapter. Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return files_of(path, subfolders=False)
@@ -134,7 +134,7 @@ def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Return a file's digest. Raises OSError."""
+    """Raises OSError."""
     return _file_digest(path)
 
 
@@ -212,7 +212,7 @@ def _noted(note: Path, state: bytes) -> str | None:
 
 
 def _keep(note: Path, state: bytes, digest: str) -> None:
-    """Write a note whole or not at all."""
+    """The note is written whole or not at all."""
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(note.parent):

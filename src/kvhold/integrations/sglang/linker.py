@@ -7,9 +7,9 @@
     after it       -> finish_layer_wise_loading
     insert         -> offload
 
-SGLang aborts a request whose load fails. So with one rank, a load is accepted only with its pages
-pinned. Several ranks must decide alike and accept every load. SGLang's scheduler calls; copies run
-on two threads.
+SGLang aborts a request whose load fails. So one rank accepts a load only with its pages pinned.
+Several ranks must decide alike, and accept every load. SGLang's scheduler calls; copies run on two
+threads.
 """
 
 import logging
@@ -56,7 +56,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Load:
-    """A load into the pages `ids`. found is None if they were not pinned in time."""
+    """found: None if the pages were not pinned in time."""
 
     rid: str
     keys: tuple[str, ...]
@@ -65,7 +65,7 @@ class _Load:
 
 
 class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
-    """One rank's device pages. See SGLang's base class."""
+    """One rank's device pages."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         )
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Return the lengths, in pages, at which the prefix can be restored."""
+        """Return the restorable prefix lengths, in pages."""
         keys = _kv(transfers).keys or []
         check_keys(keys)
         self._forget(rid)
@@ -184,7 +184,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return queued is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Return the number to wait with; -1: nothing is queued."""
+        """Return the number for waiting; -1: nothing is queued."""
         if not self._queued:
             return -1
         loads, self._queued = list(self._queued.values()), {}
@@ -194,7 +194,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait until that batch writes no more. True: all arrived."""
+        """Wait until the batch writes no more. True: all arrived."""
         return bool(self.layer_done_counter.finish(counter_index))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
@@ -281,7 +281,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return self._pages.pieces_of(lease, load.ids)
 
     def _offload(self, keys: list[str], ids: Int64s, events: list[Any]) -> None:
-        """Store pages and report the end, after errors too."""
+        """Store pages. Report the end even after errors."""
         stored = False
         try:
             for event in events:

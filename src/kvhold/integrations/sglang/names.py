@@ -1,8 +1,8 @@
 """Name SGLang's pages: page hashes as chunk names, the engine's settings as a namespace.
 
-SGLang names a page by chained SHA-256 over all tokens up to its end, with the adapter's id and the
-cache salt. The namespace has the rest. Each rank looks up its own part; tensor parallel ranks with
-equal KV (MLA) share.
+SGLang names a page by chained SHA-256 over all tokens up to its end, the adapter's id and the cache
+salt. The namespace has the rest. Each rank looks up its own part; tensor parallel ranks with equal
+KV (MLA) share.
 
 A hash becomes 20 bytes by blake2b (RFC 7693), salted so that names tell nothing about another
 namespace.
@@ -60,10 +60,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class SGLangEngine:
-    """The facts that KV depends on.
-
-    kv_dtype: contents of a pool of bare bytes; empty: unknown
-    """
+    """kv_dtype: contents of a pool of bare bytes; empty: unknown"""
 
     model: str
     facts: Facts = NO_FACTS
@@ -181,9 +178,9 @@ def namespace_of(
 def names_of(
     namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[str] | None
 ) -> ChunkNames:
-    """Return the names of pages to be stored, in prompt order.
+    """Return pages' names in prompt order.
 
-    prefix_keys: hashes of the pages before them; None: unknown
+    prefix_keys: hashes of the preceding pages; None: unknown
     """
     before = [] if prefix_keys is None else list(prefix_keys)
     return ChunkNames(

@@ -1,7 +1,7 @@
 """Count, load and store the pages of one pool, by SGLang's hashes.
 
-A lookup ends at the first missing page, so pages behind a gap cost one lookup each. No error is
-raised: it is logged, and the page is a miss or is not stored. Any thread.
+A lookup ends at the first missing page, so pages behind a gap cost one lookup each. Errors are
+logged, never raised: the page is a miss or is not stored. Any thread.
 """
 
 import logging
@@ -64,11 +64,11 @@ class PageStore:
             self._cache.register(self.namespace)
 
     def count(self, keys: Sequence[str]) -> int:
-        """Count the pages present from the first on. Reads lower tiers into memory."""
+        """Count the pages present from the first on. Loads them into memory."""
         return self._find(keys, self._until()) or 0
 
     def find(self, keys: Sequence[str]) -> Hit | None:
-        """Pin the pages present from the first on; None: none."""
+        """Pin the pages present from the first on; None: there are none."""
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("lookup"):
@@ -88,7 +88,7 @@ class PageStore:
         return None
 
     def present(self, keys: Sequence[str], *, wait: bool = True) -> list[bool]:
-        """Return which pages are present. wait: also for lower tiers."""
+        """Return which pages are present. wait: for lower tiers too."""
         there = [False] * len(keys)
         for first, pages in self._walk(keys, self._until() if wait else 0.0):
             there[first : first + pages] = [True] * pages

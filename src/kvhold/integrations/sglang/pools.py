@@ -1,8 +1,8 @@
-"""Where a page lies in a pool of SGLang's, and how it becomes a chunk.
+"""Where a page lies in SGLang's pools, and how it becomes a chunk.
 
-Pages of plain KV (MHA, MLA) become canonical chunks, which servers with other layouts can use. K
-and V of different widths are two groups. Other pages are opaque bytes, if SGLang can flatten them
-completely. Classes must match exactly: a subclass may keep more than its parent.
+Plain KV (MHA, MLA) becomes canonical chunks, which servers with other layouts can use. K and V of
+different widths are two groups. Other pages are opaque bytes, if SGLang can flatten them
+completely. Classes must match exactly: a subclass may keep more.
 
 Any thread; two must not write the same pages.
 """

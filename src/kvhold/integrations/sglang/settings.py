@@ -2,7 +2,7 @@
 
     {"backend_name": "kvhold", ..., "interface_v1": 1, "kvhold": {"ram_bytes": "8GiB"}}
 
-A page is a chunk, so `tokens_per_chunk` has no effect. An unknown setting is a ConfigError.
+A page is a chunk, so `tokens_per_chunk` has no effect.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 class SGLangSettings:
     """The user's settings.
 
-    embedded: the cache is in this process, not in this host's node
-    kv_dtype: contents of SGLang's bare-byte pools; empty: as SGLang says
+    embedded: the cache is in this process
+    kv_dtype: contents of bare-byte pools; empty: as SGLang says
     """
 
     config: Config

@@ -1,8 +1,7 @@
 """Move pages between SGLang's host pools and the cache.
 
-SGLang calls from its prefetch and backup threads. Wrong arguments raise ValueError before anything
-is moved. A fault of the cache is a miss or an unstored page. `interface_v1: 1` saves one copy each
-way.
+SGLang calls from its prefetch and backup threads. Wrong arguments raise ValueError before any copy.
+A fault of the cache is a miss or an unstored page. `interface_v1: 1` saves a copy each way.
 """
 
 import logging
@@ -34,7 +33,7 @@ _SHARDED = frozenset({str(PoolName.MAMBA)})  # differ between ranks with equal K
 
 
 class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
-    """One rank's pages, all misses before `register_mem_pool_host`. See SGLang's base class."""
+    """One rank's pages, all misses before `register_mem_pool_host`."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None

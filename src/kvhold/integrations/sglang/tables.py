@@ -1,4 +1,4 @@
-"""Which of SGLang's settings name a namespace, and why the others do not.
+"""The settings of SGLang that name a namespace, and why the others do not.
 
 Each field of SGLang 0.5.23's ServerArgs is listed once. A later field splits the cache until it is
 listed.

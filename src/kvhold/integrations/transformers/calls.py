@@ -1,6 +1,6 @@
 """Decide which calls the cache serves.
 
-A served call leaves exactly the KV of the prompt's tokens at positions 0, 1, 2 ... in the cache.
+A served call fills its cache with exactly the KV of the prompt's tokens at positions 0, 1, 2 ...
 Any other call goes to the model unchanged.
 """
 
@@ -22,7 +22,7 @@ _SERVED_MODES = (
     GenerationMode.BEAM_SAMPLE,
 )
 
-# Other values change the cache, the prompt or the results.
+# other values change the cache, the prompt or the results
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, True),
     "cache_implementation": (None,),
@@ -33,7 +33,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "output_hidden_states": (None, False),
 }
 
-# Arguments that do not touch the prompt's KV.
+# these do not touch the prompt's KV
 _HARMLESS = frozenset(
     {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
 )
@@ -68,7 +68,6 @@ class GenerateCall:
 
 
 def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> GenerateCall | AsIs:
-    """Classify `model(input_ids, **options)`."""
     given = {name: value for name, value in options.items() if value is not None}
     refused = _unfit(model, input_ids, given.pop("attention_mask", None))
     if refused is not None:
@@ -93,7 +92,6 @@ def forward_call(model: Any, input_ids: Any, options: Mapping[str, Any]) -> Gene
 def generate_call(
     model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerateCall | AsIs:
-    """Classify `model.generate(inputs, config, **options)`."""
     given = {name: value for name, value in options.items() if value is not None}
     named = given.pop("input_ids", None)
     if inputs is not None and named is not None:
@@ -124,7 +122,7 @@ def generate_call(
 
 
 def _unfit(model: Any, input_ids: Any, mask: Any) -> str | None:
-    """Return why a prompt cannot be served; None: it can."""
+    """Return why a prompt cannot be served, or None."""
     if (
         not isinstance(input_ids, torch.Tensor)
         or input_ids.ndim != 2

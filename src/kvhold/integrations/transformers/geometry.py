@@ -1,7 +1,7 @@
-"""Find the shape of a model's KV in a cache that the model has filled.
+"""Find the shape of a model's KV in a cache that it has filled.
 
-Two prompts of two tokens begin with the same token, whose KV must be equal: this detects a model
-that looks ahead. A model is refused if its KV is not one K and V for each token and layer.
+Two prompts of two tokens begin with the same token. If its KV differs, the model looks ahead. A
+model is refused unless its KV is one K and V per token and layer.
 """
 
 import json
@@ -60,7 +60,7 @@ class CacheGeometry:
 def geometry_of(model: Any, *, tokens_per_chunk: int) -> CacheGeometry:
     """Run four tokens through the model and inspect its cache.
 
-    Raises LayoutError for a model that is not served.
+    Raises LayoutError for an unsupported model.
     """
     _refuse_unproven(model)
     config = model.config.get_text_config(decoder=True)

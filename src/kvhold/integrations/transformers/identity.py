@@ -1,7 +1,7 @@
 """Name the namespace of a model's KV: `Identity(model).namespace(layout)`.
 
-A value that is not plain is refused. It is computed for each call, because everything may change.
-One thread at a time.
+A value that is not plain is refused. Computed for each call, because everything may change. One
+thread at a time.
 """
 
 import sys
@@ -63,9 +63,7 @@ _VOLATILE_IN_ADAPTERS = frozenset(
 
 
 class Identity:
-    """One model object.
-
-    model_id: a name for weights and adapters, which are then not read
+    """model_id: a name for weights and adapters, which are then not read
     cache_salt: separates callers who must not share KV
     """
 
@@ -103,7 +101,7 @@ class Identity:
 
 
 def learnt_prefixes(model: Any) -> list[str]:
-    """Return PEFT's adapters that put their own KV before every prompt."""
+    """Return PEFT's adapters that prepend KV to every prompt."""
     return [
         name
         for name, config in getattr(model, "peft_config", {}).items()

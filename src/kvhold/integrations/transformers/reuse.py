@@ -1,10 +1,10 @@
 """Generate and forward with KV from the cache: `Reuse(model, cache)`.
 
-Nothing in the model is patched; it gets the filled cache as `past_key_values`. The last token of a
-prompt is always computed, because its logits are needed.
+The model is not patched: it gets the filled cache as `past_key_values`. A prompt's last token is
+always computed, for its logits.
 
 After the constructor, faults of the cache are logged, and the model computes. Nothing is pinned
-between calls. Use one `Reuse` per thread.
+between calls. One `Reuse` per thread.
 """
 
 import logging
@@ -93,7 +93,7 @@ class Reuse:
     ) -> None:
         """Inspect the model: four tokens go through it, and its weights are read once.
 
-        model: a decoder-only model of transformers 5 in eval mode, with or without PEFT adapters
+        model: decoder-only, of transformers 5, in eval mode, with or without PEFT adapters
         config: tokens_per_chunk, copy_threads, allow_unproven and rules apply
         model_id: a name for weights and adapters, which are then not read
         cache_salt: separates callers who must not share KV
@@ -139,7 +139,7 @@ class Reuse:
     def generate(
         self, inputs: Any = None, generation_config: GenerationConfig | None = None, **options: Any
     ) -> Any:
-        """Do `model.generate(inputs, ...)` with the cache. The prompt is [rows, tokens]."""
+        """Do `model.generate(inputs, ...)` with the cache. inputs: [rows, tokens]"""
         work = self._begin(generate_call(self.model, inputs, generation_config, options))
         if work is None:
             return self.model.generate(inputs, generation_config=generation_config, **options)
@@ -262,9 +262,9 @@ class Reuse:
     def _store(
         self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True
     ) -> int:
-        """Store a prompt's KV after its first `known` tokens, from `block`. Return the number."""
+        """Store a prompt's KV after its first `known` tokens, from `block`. Return the tokens."""
         length, layout = len(prompt.tokens), prompt.namespace.layout
-        # A tail of one token is never read.
+        # a tail of one token is never read
         names = prompt.chunks(
             known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1
         )
@@ -325,7 +325,7 @@ class Reuse:
                 self._refused = looks, str(error)
                 raise
             self._copies_on = device
-        self._looked_at = looks  # last: a refused device must not look like the one in use
+        self._looked_at = looks  # last: a refused device must not count as the one in use
         return geometry
 
     def _failed(self, work: _Work, what: str, error: Exception) -> None:

@@ -1,8 +1,8 @@
 """Identify a model's weights by their content: `Weights(model).digest()`.
 
 The first call reads all bytes. Later calls check each tensor's address, version counter and 16
-elements (10 microseconds a tensor), and read changed tensors again. They miss a change through
-`.data` that spares these elements: then make a new `Weights`. One thread at a time.
+elements (10 microseconds a tensor), and read changed tensors again. A change through `.data` that
+spares these elements needs a new `Weights`. One thread at a time.
 """
 
 import logging
@@ -39,9 +39,9 @@ class Weights:
     _digests: dict[str, bytes] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return 32 hexadecimal digits that name the present weights.
+        """Return 32 hexadecimal digits for the present weights.
 
-        Raises ConfigError for weights whose bytes cannot be read.
+        Raises ConfigError for unreadable weights.
         """
         try:
             return self._digest()

@@ -1,4 +1,4 @@
-"""The class that vLLM loads. It forwards each call to its side.
+"""The class that vLLM loads, which forwards calls to its side.
 
 No call may raise into the engine's step: a lost node is a miss, or failed blocks.
 """
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector. Settings: `kv_connector_extra_config`."""
+    """Settings: `kv_connector_extra_config`."""
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -241,8 +241,6 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()
-
-    # Both.
 
     def get_kv_connector_stats(self) -> Stats | None:
         return (self._scheduler or self.worker).tally.take()

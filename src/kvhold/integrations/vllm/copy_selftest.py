@@ -1,8 +1,8 @@
-"""Prove at registration that copies see the engine's blocks as the engine does.
+"""Prove at registration that copies see the blocks as the engine does.
 
 Random bytes are written through the engine's tensors, gathered, wiped, scattered back and compared.
-Neighbouring blocks must not change. A device's order of copies is checked too. The blocks are zero
-afterwards.
+Neighbouring blocks must not change. The order of a device's copies is checked, too. Afterwards the
+blocks are zero.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Measure this engine's cost of computing and of loading.
+"""Measure this engine's costs of computing and loading.
 
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
 in a step.
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
-_MOST_STEPS = 64  # if more are under way, some were never computed
+_MOST_STEPS = 64  # beyond it, some steps were never computed
 
 
 @dataclass(frozen=True)
 class Took:
-    """A request's times: its load (None: there was none), and computing the rest."""
+    """A request's times: loading (None: no load), and computing the rest."""
 
     request_id: str
     load_s: float | None
@@ -38,8 +38,8 @@ class _Step:
     """A planned step.
 
     quantities: (tokens, 1 step, pairs of a token with an earlier token); None: no part of a prompt.
-        Tokens first: a single step's time is assigned to them
-    done: requests whose prompts are computed after it
+                Tokens first: a single step's time is assigned to them
+    done:       requests whose prompts are computed after it
     """
 
     planned_s: float
@@ -106,7 +106,7 @@ class Costs:
             )
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request, unless a step still reports it."""
+        """Forget an ended request, unless a step will report it."""
         if not any(request_id in step.done for step in self._steps):
             self._requests.pop(request_id, None)
 
@@ -136,7 +136,7 @@ class Costs:
         step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
-        """End the oldest step. Return the requests with a first token."""
+        """End the oldest step. Return requests with a first token."""
         if not self._steps:
             return []
         step, now_s = self._steps.popleft(), self._clock()

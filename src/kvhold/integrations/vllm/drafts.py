@@ -1,9 +1,9 @@
 """Track the blocks that lack the drafter's KV, so that they are not stored.
 
-vLLM runs a pass without the drafter if one request comes near the drafter's longest text. vLLM's
+vLLM runs a pass without the drafter if one request comes near the drafter's longest text. Its
 prefix cache may give such blocks to other requests, so they are tracked until they are filled
-again. Blocks that are computed after them are tracked, too: a drafter of several layers has read
-the missing KV. Scheduler's thread only.
+again. Blocks computed after them are tracked, too: a drafter of several layers has read the missing
+KV. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class Undrafted:
         self._parts = parts
         self._limit = limit
         self._blocks: list[set[int]] = [set() for _ in parts]
-        self._lacking: set[str] = set()  # requests whose earlier blocks lack the drafter's KV
+        self._lacking: set[str] = set()  # requests with earlier blocks without its KV
 
     def planned(self, output: "SchedulerOutput") -> None:
         spans = list(_spans(output))

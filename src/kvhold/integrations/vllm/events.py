@@ -1,7 +1,7 @@
 """Publish the cache's contents as vLLM's KV cache events, for routers.
 
-A router matches by vLLM's block hashes, which are known only while a request exists. So each chunk
-that a request stores or finds is *described* as vLLM would publish it.
+A router matches by vLLM's block hashes, known only while a request exists. So each chunk that a
+request stores or finds is *described* as vLLM would publish it.
 
 A described chunk is *announced* while all its shards are in memory. A block in several chunks is
 announced with the first and removed with the last.
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EVENT_BUFFER = 100_000  # minutes of constant eviction
-_MOST_DESCRIBED = 4096  # chunks, some 10 KB each
-_PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failed one
-_NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; its group and shard follow
+_MOST_DESCRIBED = 4096  # chunks, about 10 KB each
+_PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
+_NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; group and shard follow
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
@@ -107,7 +107,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Describer:
-    """Describes chunks. A block hash covers `hashed_tokens` tokens."""
+    """A block hash covers `hashed_tokens` tokens."""
 
     layout: Layout
     shards: int
@@ -121,7 +121,7 @@ class Describer:
         for chunk, num_tokens in enumerate(names.num_tokens(self.layout).tolist()):
             end = first + num_tokens
             if end > len(request.block_hashes) * self.hashed_tokens:
-                return  # vLLM does not hash this request's blocks
+                return  # vLLM does not hash its blocks
             name = names.namespace + names.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
             if wanted(name):
                 token_ids = list(request.all_token_ids[first:end])
@@ -262,7 +262,7 @@ class Announced:
             self._blocks.update(keys)
             if known < len(keys):
                 yield _without_first(stored, known) if known else stored
-        # A chunk that was announced before is being stored again: its eviction has yet to be read.
+        # stored again, although announced: its eviction is not read yet
         total = sum(stored is not None for stored in described.stored)
         if not total or known_before < len(told) == total:
             del self._described[name]
@@ -316,7 +316,7 @@ class Announcer:
         self._thread.submit(self._announced.withdraw)
 
     def take(self) -> "list[KVCacheEvent]":
-        """Return the new events and call the node again if due. Never waits."""
+        """Return the new events. Calls the node if due, without waiting."""
         events: list[KVCacheEvent] = []
         if self._asked is not None and self._asked.done():
             events, self._asked = self._asked.result(), None

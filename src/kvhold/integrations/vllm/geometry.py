@@ -1,11 +1,11 @@
-"""Describe vLLM's KV: its groups, and each worker's shards.
+"""Describe vLLM's KV: groups, and each worker's shards.
 
-Blocks are moved as opaque bytes, because each backend arranges them differently. The packing's name
+Blocks are opaque bytes, because each backend arranges them differently. The packing's name
 identifies the arrangement.
 
-A shard is one worker's KV. With `head_shards` it is a part of the worker's heads, so that engines
-of other widths hold the same shards. Workers with equal KV (MLA, or fewer heads than workers) share
-a shard: one stores it, all load it.
+A shard is one worker's KV, or with `head_shards` a part of its heads, so that engines of other
+widths hold the same shards. Workers with equal KV (MLA, or fewer heads than workers) share a shard:
+one stores it, all load it.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 class Part:
     """One of vLLM's KV cache groups, with one block table.
 
-    table: its number in vLLM
+    table: number in vLLM
     group: one shard's share
-    engine_group: the same as the engine holds it; differs with `memory_codec`
+    engine_group: the same in the engine; differs with `memory_codec`
     """
 
     table: int
@@ -64,9 +64,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's KV, and its division among workers.
-
-    copies: neighbouring workers with the same KV
+    """copies: neighbouring workers with the same KV
     width: tensor parallel workers in a stage
     """
 
@@ -97,10 +95,8 @@ class Geometry:
 
 
 def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Geometry:
-    """Return the geometry of this engine's KV.
-
-    tokens_per_chunk is rounded up to whole blocks; with a state it is one block. Raises LayoutError
-    for a set-up whose KV is not proven to come back exactly.
+    """tokens_per_chunk is rounded up to whole blocks; with a state it is one block. Raises
+    LayoutError for a set-up whose KV is not proven to come back exactly.
     """
     _refuse_unproven(config, kv_cache, settings)
     parallel = config.parallel_config
@@ -147,7 +143,7 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
 
 
 def unproven_platform() -> str:
-    """Return the device whose copies are not shown to be exact."""
+    """Return the device whose copies are not proven exact."""
     return "" if current_platform.is_cpu() else str(current_platform.device_name)
 
 
@@ -164,7 +160,7 @@ def looks_ahead(config: "VllmConfig") -> bool:
 
 
 def preferred_layout(settings: Config) -> str | None:
-    """Return the KV arrangement to ask vLLM for; None: any.
+    """Return the KV arrangement to request; None: any.
 
     Heads outside tokens make a shard of a block contiguous.
     """
@@ -242,7 +238,7 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
 
 
 def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig") -> bool:
-    """Whether vLLM may keep the state after another token than a block's last one."""
+    """Whether vLLM may keep a state after another token than a block's last."""
     sizes = [
         spec.block_size
         for spec in (group.kv_cache_spec for group in kv_cache.kv_cache_groups)

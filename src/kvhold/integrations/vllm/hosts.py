@@ -1,7 +1,7 @@
 """Refuse an engine whose workers are on several hosts.
 
-A ticket means nothing to another host's node, so all hits would be lost silently. If the settings
-do not show the hosts (Ray), the workers report their node.
+Another host's node does not know a ticket, so all hits would be lost silently. If the settings do
+not show the hosts (Ray), the workers report their node.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class NodePlace(KVConnectorHandshakeMetadata):
-    """Where a process finds its node.
-
-    boot: id of the host's last start
+    """boot: id of the host's last start
     folder: device and inode of the socket's folder, to tell containers apart
     """
 

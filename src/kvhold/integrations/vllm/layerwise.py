@@ -4,9 +4,9 @@
     passing.wait(layer); passing.save(layer, pieces)   # before and after each layer's attention
     passing.saved(), passing.end()                     # after the pass
 
-vLLM computes a failed load again, but cannot undo everything. Its prefix cache has the blocks,
-asynchronous scheduling has planned the next pass, other workers would store wrong KV. So `refusal`
-refuses such engines.
+After a failed load, vLLM computes again but cannot undo everything: its prefix cache has the
+blocks, asynchronous scheduling has planned the next pass, other workers would store wrong KV. So
+`refusal` refuses such engines.
 """
 
 import logging
@@ -217,7 +217,7 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
 
 @contextmanager
 def _keeping(claims: ExitStack) -> Iterator[None]:
-    """After a DeviceError, end the claims so that they keep memory."""
+    """After a DeviceError, the claims keep their memory."""
     try:
         yield
     except DeviceError as error:

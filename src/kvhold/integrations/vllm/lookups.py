@@ -1,11 +1,11 @@
 """Look up prompts in the cache, in the scheduler's process.
 
-The lookup thread hashes a prompt on arrival, and looks it up when the scheduler asks. So a queued
+The lookup thread hashes a prompt on arrival, and looks it up when the scheduler asks: a queued
 request pins nothing.
 
 A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
-miss. If the node is lost, a lookup waits for the next one, but no longer than computing takes.
-Chunks from lower tiers are waited for at most `client.arrival_timeout_s`.
+miss. If the node is lost, a lookup waits for the next one, at most as long as computing takes.
+Chunks from lower tiers may take `client.arrival_timeout_s`.
 """
 
 import logging
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 _MOST_CAUSES = 100
 _START_S = 1.0  # a killed node is usually back within this time
-_PATIENCE_S = 0.003  # a pass waits so long; RAM answers faster
+_PATIENCE_S = 0.003  # RAM answers faster
 
 
 class RequestLookups:
     """The lookups of requests.
 
-    What calls the cache or hashes tokens runs on the lookup thread, all else on the scheduler's.
+    Calls of the cache and hashing run on the lookup thread, all else on the scheduler's.
 
     namespace: of the prompts that are hashed from now on
     costs:     estimates how long computing takes
@@ -77,8 +77,8 @@ class RequestLookups:
         self._cache = cache
         self._thread = thread
         self._may_load = loads
-        self._adapters = adapters  # used on the lookup thread
-        self._media = media  # used on the lookup thread
+        self._adapters = adapters  # on the lookup thread
+        self._media = media  # on the lookup thread
         self._announcer = announcer
         self._tally = tally
         self._not_named: set[str] = set()
@@ -88,12 +88,12 @@ class RequestLookups:
         self.patience_s = _PATIENCE_S
 
     def submit_name(self, request: "Request", rules: RequestRules) -> "Future[Prompt | None]":
-        """Hash the prompt on the lookup thread."""
+        """On the lookup thread."""
         self._media.announce(request)
         return self._thread.submit(self._name, request, rules)
 
     def note(self, request: "Request") -> None:
-        """Note the content of a request that is not cached. vLLM's own caches keep its KV."""
+        """Note the content of an uncached request: vLLM's own caches keep its KV."""
         if has_content(request):
             self.submit_name(request, RequestRules())
 
@@ -106,7 +106,7 @@ class RequestLookups:
         )
 
     def submit_timings(self) -> None:
-        """Report the timings of requests that have ended their prefill, on the lookup thread."""
+        """Report the timings of ended prefills, on the lookup thread."""
         for took in self.costs.over():
             self._thread.submit(self._tell, took)
             self._thread.submit(self.costs.prepare)
@@ -149,7 +149,7 @@ class RequestLookups:
         request_state.lookup = self._thread.submit(request_state.ask)
 
     def _name(self, request: "Request", rules: RequestRules) -> Prompt | None:
-        """Hash the prompt. Never raises, because the scheduler would raise it again."""
+        """Never raises, because the scheduler would raise it again."""
         try:
             prompt, cause = prompt_of(self.namespace, request, rules, self._adapters, self._media)
             if prompt is None:
@@ -329,7 +329,7 @@ class RequestLookups:
         return True
 
     def _waits(self, request_state: RequestState, now_s: float) -> bool:
-        """Whether a lookup waits for the next node: at most as long as computing takes."""
+        """Whether a lookup waits for the next node."""
         waited_s = now_s - request_state.asked_s
         request_state.arriving = None
         if self._cache.connected:
@@ -379,7 +379,7 @@ class RequestLookups:
 
 
 def has_content(request: "Request") -> bool:
-    """Whether vLLM's caches keep KV of a request under a name that its client has chosen."""
+    """Whether vLLM's caches name a request's KV by a client's choice."""
     return bool(request.mm_features) or request.lora_request is not None
 
 

@@ -1,9 +1,9 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
-vLLM's own caches go by an identifier that a client may choose. Under an identifier that has stood
-for two contents, vLLM may compute one with the other's KV or embeddings. So no request with such an
-identifier is named or stored any more. vLLM leaves out content that this process has had under the
-same identifier; then the earlier content counts.
+vLLM's own caches go by an identifier that a client may choose. If it has stood for two contents,
+vLLM may compute one with the other's KV or embeddings. So no further request with it is named or
+stored. vLLM leaves out content that this process has had under the same identifier; then the
+earlier content counts.
 """
 
 import threading
@@ -20,7 +20,7 @@ from kvhold.core.keys import Insert
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_REMEMBERED = 200_000  # identifiers; vLLM forgets their KV long before
+_REMEMBERED = 200_000  # identifiers; vLLM forgets their KV earlier
 _SEVERAL = b""
 _IN_SHARED_MEMORY = {"address", "signature"}
 
@@ -95,7 +95,7 @@ class Media:
                 )
             content = self._note(_key(feature), known)
         else:
-            content = _SEVERAL  # unless it can be told: vLLM caches its results in any case
+            content = _SEVERAL  # unless it is known: vLLM caches its results in any case
             try:
                 content = _content_of(feature)
             finally:
@@ -109,7 +109,7 @@ class Media:
         return state.digest()
 
     def _read(self, key: bytes) -> None:
-        """End the wait of one announced identifier."""
+        """End the wait for an announced identifier."""
         with self._lock:
             if self._announced[key] > 1:
                 self._announced[key] -= 1

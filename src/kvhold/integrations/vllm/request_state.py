@@ -1,4 +1,4 @@
-"""What the scheduler's side keeps about a request, from its arrival to its end."""
+"""The scheduler's state of a request, from arrival to end."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestState:
-    """A request from its arrival to its end.
+    """A request's state.
 
     naming: its result is None if the request is not cached
     arriving: the hit that `lookup` refreshes
     patience_s: the longest wait for an answer
     asked_s, since_s: the last and the first call to the cache for this hit
     tried: `num_preemptions` at the last lookup. Each start tries one load, so a failing load ends
-        in computing
+    in computing
     pending_steps: steps that the tracker does not know yet
     no_hit: the miss reason, if the cache gave none
     """

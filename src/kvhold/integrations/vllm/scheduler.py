@@ -1,7 +1,6 @@
 """Plan loads and stores, in the scheduler's process.
 
-`lookups.py` looks up the prompts. All methods run on the scheduler's thread. Only `reset` waits for
-the node there.
+All methods run on the scheduler's thread. Only `reset` waits for the node there.
 """
 
 import logging
@@ -60,7 +59,7 @@ class SchedulerSide:
     ) -> None:
         """Join the node and start the lookup thread.
 
-        loads: vLLM protects freed blocks from passes under way only for loads that it knows
+        loads: vLLM protects freed blocks from running passes only for loads that it knows
         stores_plain: whether KV without an adapter can be trusted
         """
         self._config = config
@@ -86,7 +85,7 @@ class SchedulerSide:
             if describer is not None
             else None
         )
-        self._adapters = Adapters(can_observe)  # used on the lookup thread
+        self._adapters = Adapters(can_observe)  # on the lookup thread
         self._request_states: dict[str, RequestState] = {}
         self.tally = Tally()
         self._loads: list[Load] = []
@@ -157,7 +156,7 @@ class SchedulerSide:
         if request_state is None:
             return 0, False
         if request_state.tried != request.num_preemptions:
-            if request.request_id in self._inside:  # loaded into blocks that it has lost
+            if request.request_id in self._inside:  # it has lost the blocks of its load
                 request_state.loading = False
                 self._inside.remove(request.request_id)
             self.lookups.let_go(request_state)
@@ -353,7 +352,7 @@ class SchedulerSide:
     def _catch_up(
         self, request_state: RequestState, patience_s: float, *, last: bool = False
     ) -> bool:
-        """Pass the steps to the tracker. False: the lookup has no answer yet."""
+        """Pass the steps to the tracker. False: no answer yet."""
         if request_state.lookup is not None:
             if not self.lookups.resolve(request_state, patience_s, last=last):
                 return False
@@ -374,7 +373,7 @@ class SchedulerSide:
         *,
         last: bool = False,
     ) -> Store | None:
-        """Build the store of these chunks; None if a block lacks the drafter's KV."""
+        """None: a block lacks the drafter's KV."""
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [
             _blocks(part, tables[part.table], names.first_token, end)

@@ -1,4 +1,4 @@
-"""Name this engine's KV: its configuration as a Namespace, a request as a Prompt."""
+"""Name this engine's KV: Namespace and Prompt."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ _NO_MEDIA = "its images, video or audio cannot be told"
 def namespace_of(
     config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry, settings: Config
 ) -> Namespace:
-    """Return the namespace: equal for exactly the engines whose KV is equal.
+    """Return the namespace: equal exactly for engines with equal KV.
 
     Raises LayoutError for weights, code or settings that cannot be identified.
     """
@@ -71,9 +71,9 @@ def layout_only(geometry: Geometry) -> Namespace:
 
 
 def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
-    """Join this host's node. Raises NodeError without a node.
+    """Raises NodeError without a node.
 
-    If it is lost right after, the engine starts without it.
+    If the node is lost right after, the engine starts without it.
     """
     client = connect(config, name=name)
     try:
@@ -84,10 +84,7 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
 
 
 def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRules:
-    """Return the request's permissions.
-
-    Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds.
-    """
+    """Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds."""
     rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
     most = rules.store_options.max_error
     if is_coded and most is not None and most < ERROR_BOUND:

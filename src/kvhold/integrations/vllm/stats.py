@@ -1,7 +1,7 @@
 """Count the connector's work, for vLLM's log and for Prometheus.
 
-Every looked-up token is counted once, as a hit or a miss. Every byte copied between blocks and the
-arena is counted once.
+Every looked-up token counts once, as a hit or a miss; every byte copied between blocks and the
+arena once.
 """
 
 import threading

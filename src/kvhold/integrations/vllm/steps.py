@@ -11,11 +11,11 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 @dataclass(frozen=True)
 class Load:
-    """Load a hit into blocks: beside the passes, or inside this step's pass.
+    """Load a hit into blocks, beside the passes or inside this step's pass.
 
     ticket: for each worker's claim
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
-    inside: the step's pass computes the rest, and waits for each layer
+    inside: the pass computes the rest, and waits for each layer
     patience_s: the longest wait for the claim; 0: any call's deadline
     adapter: None: the model itself
     """
@@ -47,7 +47,7 @@ class Store:
 
 @dataclass
 class Steps(KVConnectorMetadata):
-    """One step. If it computes nothing, the engine can wait for loads."""
+    """One step. The engine can wait for loads if it computes nothing."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)

@@ -7,7 +7,7 @@
 
 Only the prompt's tokens and those in `all_token_ids` are known; drafts and placeholders are not. A
 step stores the KV of the first min(computed, known) tokens. It is final after the step's pass,
-because each pass begins with the last sampled token. Rejected drafts therefore do no harm.
+because each pass begins with the last sampled token. So rejected drafts do no harm.
 
 After its end a request has no pass, so its last token has no KV.
 """
@@ -22,12 +22,12 @@ from kvhold.core.keys import ChunkNames, GrowingPrompt, Prompt
 class RequestTracker:
     """The progress of one request.
 
-    prompt: the part that may be stored. After a preemption, with save_decode, it includes generated
-        tokens
+    prompt: the part that may be stored. After a preemption, with save_decode, it includes
+            generated tokens
     store_tails: store the blocks after the last whole chunk
     skip_last_n_tokens: with save_decode, leave out the last known tokens
     start_tokens: computed at the start or resume
-    taken_back_tokens: scheduled, but not counted by the engine any more
+    taken_back_tokens: scheduled, but no longer counted by the engine
     next_chunk: the first chunk not known to be cached
     known_tail: end of the cached tail, in tokens; 0: none
     """

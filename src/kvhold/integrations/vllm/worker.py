@@ -1,8 +1,8 @@
 """Copy between the engine's blocks and the node's arena, in a worker's process.
 
-Loads run on their own thread, while their requests wait. Stores run on a second thread: it reserves
-memory during the pass and reads the blocks right after it. The next pass waits for these reads,
-because it may reuse the blocks.
+Loads run on their own thread while their requests wait. A second thread reserves memory for stores
+during the pass and reads the blocks right after. The next pass waits for these reads, because it
+may reuse the blocks.
 
 vLLM computes failed loads, and KV from the first damaged chunk on. A failed store is a later miss.
 """
@@ -70,7 +70,7 @@ class _Reserving:
         return [layer.result() for layer in self.layers if layer.exception() is None]
 
     def has_lost_copies(self) -> bool:
-        """Whether the device failed in a layer's copy, parts of which may still run."""
+        """Whether the device failed in a layer's copy, which may still run."""
         return any(isinstance(layer.exception(), DeviceError) for layer in self.layers)
 
 
@@ -140,7 +140,7 @@ class WorkerSide:
         self._reading: list[tuple[_Reserving, Future[_Reading]]] = []
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
-        self._loading = 0  # loads that `take_loaded` has not returned
+        self._loading = 0  # loads not yet returned by `take_loaded`
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
@@ -200,7 +200,7 @@ class WorkerSide:
         return tensor.unflatten(0, (self._num_blocks, -1))
 
     def _warm_pages(self, views: list[View]) -> None:
-        """Fault in arena and blocks: 0.7 ms a MiB in the first hit otherwise."""
+        """Fault in arena and blocks, else 0.7 ms a MiB in the first hit."""
         try:
             self._cache.arena_buffer.size  # noqa: B018 - the first access maps it
         except KVHoldError as error:
@@ -331,12 +331,12 @@ class WorkerSide:
         return reading
 
     def take_stored(self) -> set[str]:
-        """Return the ended requests whose blocks are free."""
+        """Return ended requests whose blocks are free."""
         stored, self._stored_last = self._stored_last, set()
         return stored
 
     def take_loaded(self, *, idle: bool = False) -> set[str]:
-        """Return the requests of newly ended loads.
+        """Return requests of newly ended loads.
 
         idle: the engine computes nothing; wait `_IDLE_WAIT_S` for a load
         """
@@ -442,7 +442,7 @@ class WorkerSide:
         )
 
     def _load(self, load: Load, mark: Mark | None) -> None:
-        """Claim a hit, copy it after `mark` and report the end, after errors too."""
+        """Claim a hit and copy it after `mark`. Report the end even after errors."""
         began_s = time.monotonic()
         failed, damaged = blocks_of(load), list[int]()
         leases: list[Lease] = []
@@ -555,7 +555,7 @@ def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
         return
     try:
         reading = read.result() if read is not None else _Reading(one.layer_copies())
-    except CancelledError:  # `end_reading` waits no longer
+    except CancelledError:  # `end_reading` has stopped waiting
         reading = _Reading(one.layer_copies())
     reading.is_lost = reading.is_lost or one.has_lost_copies()
     try:

@@ -1,12 +1,12 @@
 """Name a request's LoRA adapter by the content of its files.
 
 vLLM loads adapters without telling the connector. After a change of the files, a worker may have
-either content. vLLM's prefix cache goes by an adapter's name and path, and its embeddings of images
-by the name. So an adapter of a name and path that have had another content is not cached until the
-engine restarts, whatever its number is; nor are images with a name that has had another content.
+either content. vLLM's prefix cache goes by an adapter's name and path, its embeddings of images by
+the name. So once a name and path have had two contents, the adapter is not cached until the engine
+restarts, whatever its number is; the same holds for images and the name.
 
 Files older than the engine had one content in every load. For newer files, the workers compare the
-name with their loads (`loads.py`). One thread, except for `is_unchanged` and `use_of`.
+name with their loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
 """
 
 import logging
@@ -32,9 +32,7 @@ MARGIN_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class AdapterUse:
-    """The adapter of some KV.
-
-    identity: digest of the files; empty: unknown
+    """identity: digest of the files; empty: unknown
     is_newer: the files are newer than the engine
     """
 
@@ -122,7 +120,7 @@ class Adapters:
             if before not in (identity, _SEVERAL):
                 self._contents[key] = _SEVERAL
                 is_path = len(key) == 2
-                log.log(  # two folders under one name matter for images only
+                log.log(  # matters for images only
                     logging.WARNING if is_path else logging.INFO,
                     "kvhold: %s of adapter %s are not cached any more: the name has had other "
                     "content, whose results vLLM may use. Give each content a name of its own",

@@ -1,4 +1,4 @@
-"""Name the environment variables that shape KV: vLLM's and the libraries', less the harmless.
+"""Name the environment variables of vLLM and libraries, less the harmless.
 
 A VLLM_... variable that no table knows is named.
 """

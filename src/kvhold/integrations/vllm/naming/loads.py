@@ -1,7 +1,6 @@
-"""Record the files of each adapter that vLLM loads, in this worker's process.
+"""Record the files of each adapter that vLLM loads in this worker.
 
-vLLM does not tell a connector about its loads. So kvhold wraps the method that loads an adapter,
-and records the files' digest.
+kvhold wraps the method that loads an adapter, and records the files' digest.
 
 KV is loaded and stored only if all loads of the number had the named content, and the files are
 unchanged since the last load.
@@ -76,7 +75,7 @@ class AdapterLoads:
         return load_and_note
 
     def _content(self, path: str) -> tuple[Stamp, str | None]:
-        """Return stamp and digest. Never raises, because the engine would fail."""
+        """Never raises, because the engine would fail."""
         try:
             stamp = stamp_of(path)
             if (known := self._digests.get((path, stamp))) is not None:

@@ -1,4 +1,4 @@
-"""Weights that are not in the model's folder or hub cache: named, or refused."""
+"""Weights outside the model's folder or hub cache: named, or refused."""
 
 import os
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,7 @@
-"""Which fields of vLLM's configuration name a namespace, and why the others do not.
+"""The fields of vLLM's configuration that name a namespace, and why the others do not.
 
 Each field of vLLM 0.32 is listed once. A later field splits the cache until it is listed; a test
-asks for that. A field is harmless if it changes no byte of KV, or if its effect is a fact of its
-own.
+asks for that. A field is harmless if it changes no byte of KV, or if its effect is another fact.
 """
 
 from kvhold.core.naming import Table
