@@ -3,10 +3,10 @@
 Hosts use it as their tier `kvhold://host:port`. One event loop; values are not copied.
 
 Beyond the loopback interface a client needs the token, or a certificate of the configured
-authorities. No client can make it allocate: sizes are checked before memory is reserved.
+authorities. Sizes are checked before memory is reserved.
 
-A stranger (a client that has not logged in) costs little: its bytes, time and connections
-(`logins.py`) are limited. Its text is neither logged nor sent back.
+A stranger (a client before its login) costs little: its bytes, time and connections (`logins.py`)
+are limited, and its text is neither logged nor sent back.
 """
 
 import asyncio
@@ -151,7 +151,7 @@ class Central:
                 self.central_store.metrics.add("kvhold_connections", result="refused")
                 self.central_store.metrics.add("kvhold_protocol_errors", reason="crowded out")
                 crowded_out.cancel()
-            await asyncio.sleep(0)  # an accept that succeeds at once yields to no task
+            await asyncio.sleep(0)  # an accept that succeeds at once lets no task run
 
     def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
         self._conversations.discard(task)
@@ -159,7 +159,7 @@ class Central:
         sock.close()  # if cancelled before its first step
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
-        """Errors end only this conversation."""
+        """Errors end this conversation only."""
         stream = None
         try:
             async with asyncio.timeout(_GREET_WITHIN_S):
@@ -300,7 +300,7 @@ class Central:
         await stream.send([encode(c.Stored(faults))])
 
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
-        """Return why the value is not stored ("full", "busy"), or ""."""
+        """Return "full", "busy", or "": stored."""
         room = (
             self.central_store.reserve(key, nbytes, ttl_s)
             if nbytes <= self._config.max_value_bytes

@@ -1,11 +1,10 @@
 """The store of a central cache: opaque values in memory, and in tiers below.
 
-One event loop. A value is an opaque frame to `cache/transfer`, which moves it. A put is answered
-before lower tiers have its value. At most `write_behind_bytes` are queued; further values stay in
-memory only.
+One event loop. To `cache/transfer`, a value is an opaque frame. A put is answered before lower
+tiers have its value. At most `write_behind_bytes` are queued; further values stay in memory only.
 
-A cancelled caller only stops waiting. A read that was given up may still write, so its memory stays
-reserved until it ends.
+A cancelled caller only stops waiting. A given-up read may still write, so its memory stays reserved
+until it ends.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ class _Reading:
 
 class CentralStore:
     def __init__(self, config: Config) -> None:
-        """Raises CapacityError; ConfigError: tiers that cannot be used."""
+        """Raises CapacityError; ConfigError: unusable tiers."""
         metrics = Metrics()
         stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
         self._prepare(
@@ -82,7 +81,7 @@ class CentralStore:
         )
         self.scans = Scans(self.ram, self._stack.guards)
         self._bringing: dict[bytes, _Reading] = {}
-        self._deleting: Counter[bytes] = Counter()  # keys that tiers are deleting now
+        self._deleting: Counter[bytes] = Counter()  # keys that tiers are deleting
 
     async def start(self) -> None:
         self._toucher.start()
@@ -94,7 +93,7 @@ class CentralStore:
     ) -> list[int | None]:
         """Return the size of each value, in memory or below.
 
-        silent: gets the names of failing tiers, which may have what is missing
+        silent: gets the names of failing tiers, which may have the missing values
         """
         sizes = await self.ram.probe(keys)
         missing = [key for key, size in zip(keys, sizes, strict=True) if size is None]
@@ -105,7 +104,7 @@ class CentralStore:
         ]
 
     async def bring(self, keys: Sequence[bytes]) -> None:
-        """Load values into memory, if it has space. Also waits for other calls' loads."""
+        """Load values into memory, if there is space. Waits for other calls' loads, too."""
         if not len(self._stack):
             return
         missing = [key for key in dict.fromkeys(keys) if not self.ram.holds(key)]
@@ -140,7 +139,7 @@ class CentralStore:
                     self.ram.unpin(entry)
 
     def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> "Entry | str":
-        """Return reserved memory, or why there is none.
+        """Return reserved memory, or why there is none:
 
         "":     the key has a value already
         "busy": another call is writing it
@@ -232,12 +231,12 @@ class CentralStore:
         self._tasks.start(self._remove_again(guard, [entry.key for entry in entries]))
 
     async def _remove_again(self, guard: Guard, keys: list[bytes]) -> None:
-        """Delete values whose delete came before the end of their write."""
+        """Delete values whose write ended after their delete."""
         await remove(guard, keys)
         self._write_again(keys)
 
     def _write_again(self, keys: Sequence[bytes]) -> None:
-        """Write values that came during a delete of their keys: it may have removed them below."""
+        """Write values that came during a delete of their keys, which may have removed them below."""
         for key in keys:
             if len(self._stack) and (entry := self.ram.find(key)) is not None:
                 self._writes.add(entry, None)

@@ -1,7 +1,7 @@
 """The cache of this host's node, as one process sees it.
 
-Any thread may call. A call past its deadline is a miss; the connection stays in use. While the node
-owes an answer for `client.call_timeout_s`, calls raise NodeError at once. After its end, too; then
+Any thread may call. A call past its deadline is a miss; the connection stays in use. Calls raise
+NodeError at once while the node owes an answer for `client.call_timeout_s`, and after its end, when
 a thread joins the next node.
 
 A broken connection closes after its last lease or reservation, so the node never reuses memory
@@ -62,7 +62,7 @@ class NodeClient(WholePrompts):
         revive: Callable[[threading.Event], None] | None = None,
     ) -> None:
         """requires: packed requirements (`node/requirements.py`)
-        revive:   starts a node before each attempt to join again; returns when its argument is set
+        revive:   starts a node before each attempt to rejoin; returns when its argument is set
 
         Raises NodeError: no node; NodeRefused: unmet requirements.
         """
@@ -112,7 +112,7 @@ class NodeClient(WholePrompts):
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """See `Cache`. The node then takes memory back only after this process has ended."""
+        """See `Cache`. From now on the node takes memory back only after this process has ended."""
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(), m.Done, None, link)
@@ -124,7 +124,6 @@ class NodeClient(WholePrompts):
         self._call(m.UseDevice(nbytes), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
-        """Register a namespace with this and each later node."""
         request = m.Register(
             namespace.layout,
             namespace.digest,
@@ -133,7 +132,7 @@ class NodeClient(WholePrompts):
         )
         with self._lock:
             self._membership.register(request)
-        # often the first call to a new node: the longer time-out
+        # often the first call to a new node
         self._call(request, m.Done, self._config.connect_timeout_s)
 
     def lookup(
@@ -183,7 +182,7 @@ class NodeClient(WholePrompts):
     def names(
         self, prefix: str = "", *, deadline_s: float | None = None
     ) -> tuple[list[m.KnownSpace], int, int]:
-        """Return described namespaces, then number and bytes of the others."""
+        """Return described namespaces, and the others' number and bytes."""
         spaces: list[m.KnownSpace] = []
         while True:
             page = self._call(
@@ -205,7 +204,7 @@ class NodeClient(WholePrompts):
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Lease | None:
-        """See `Cache`. The ticket may come from another process."""
+        """See `Cache`. Tickets of other processes are valid."""
         link = self._current("claim")
         buffer = link.hold()
         leased: m.Answer | None = None
@@ -329,7 +328,7 @@ class NodeClient(WholePrompts):
         return EventBatch(part.events, part.next, part.lost)
 
     def status(self, *, deadline_s: float | None = None) -> NodeStatus:
-        """Return the status as the node sent it. `check_status` checks its fields."""
+        """Return the status, unchecked (see `check_status`)."""
         return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
@@ -344,7 +343,6 @@ class NodeClient(WholePrompts):
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.ClientInfo]:
-        """Return the ended clients as they were."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
@@ -354,7 +352,7 @@ class NodeClient(WholePrompts):
         self._call(m.Stop(), m.Done, None)
 
     def close(self) -> None:
-        """Leave the node, which takes this client's holdings back. Idempotent."""
+        """Leave the node, which takes the client's holdings back. Idempotent."""
         with self._lock:
             self._closed.set()
             self._wake.set()
@@ -409,7 +407,7 @@ class NodeClient(WholePrompts):
     def _ask(
         self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False
     ) -> m.Answer:
-        """keep: send it even if the node is silent or late, because it returns a grant
+        """keep: send it even to a silent or late node, because it returns a grant
 
         Raises NodeLost: the connection breaks; NodeError: the node refuses; DeadlineExceeded.
         """
@@ -473,7 +471,7 @@ class NodeClient(WholePrompts):
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
-            # first: others read it without the lock once they see the loss
+            # first: others read it without the lock
             if self._membership.link is link:
                 self._lost_at_s = time.monotonic()
             lost = self._membership.lose(link)

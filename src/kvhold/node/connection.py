@@ -1,7 +1,4 @@
-"""One client's connection to the node: bytes to messages, answers to bytes.
-
-Runs in the node's loop.
-"""
+"""One client's connection, in the node's loop."""
 
 import asyncio
 import logging
@@ -36,11 +33,10 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """One client's connection: bytes to messages, messages to the session, answers to bytes.
+    """Turns bytes into messages for the session, and answers into bytes.
 
-    A client that breaks the rules is disconnected. With a lease or a reservation it may
-    still be writing: then its requests are ignored, and its memory is taken back after it closes
-    its end.
+    A client that breaks the rules is disconnected. With a lease or a reservation it may still be
+    writing: then its requests are ignored, and its memory is taken back after it closes its end.
     """
 
     def __init__(self, node: "Node") -> None:
@@ -101,7 +97,7 @@ class ClientConnection(asyncio.BufferedProtocol):
                     self._answer(body)
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
-        # a bug ends one connection, not the node, and frees no used memory
+        # a bug ends one connection, and frees no used memory
         except Exception:
             log.exception("a request failed")
             self._refuse("the node failed; its log says why", "internal error")
@@ -244,7 +240,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._refuse("this client was ended by `kvhold kick`", "kicked")
 
     def drop_if_dead(self) -> None:
-        """Not if a device copies: a child may keep the device open, too."""
+        """Not if a device copies: a child may keep the device open."""
         if self._process_end is not None:
             return
         if (
@@ -354,7 +350,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._draining = True
             self._transport.resume_reading()
         elif self.session is not None and self._transport.get_write_buffer_size():
-            # `close` would wait until the client reads, with its hits pinned
+            # `close` would wait for the client, with its hits pinned
             self._transport.abort()
         else:
             self._transport.close()

@@ -1,10 +1,9 @@
-"""A client's side of one connection, as a state machine: no socket, thread, lock or clock.
+"""A client's side of one connection, as a state machine.
 
-A given-up call is dropped if no byte is sent. Else the conversation queues the return of its
-answer's grant.
+A given-up call is dropped if no byte is sent; else its answer's grant is returned.
 
-Threads hold one lock around each call, except `prepare`, which is always safe, and `read`, which is
-safe for one reader.
+Threads hold one lock around each call, except `prepare` (always safe) and `read` (safe for one
+reader).
 """
 
 from collections import deque
@@ -166,7 +165,7 @@ class Conversation:
 
 
 def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
-    """Return a copy without the traceback, whose frames would keep the arena mapped."""
+    """Return a copy without traceback, whose frames would keep the arena mapped."""
     return type(error)(*error.args)
 
 

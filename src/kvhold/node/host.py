@@ -1,7 +1,7 @@
-"""Free a detached node from process settings of the engine that started it.
+"""Free a detached node from the process settings of its engine.
 
 A child inherits the engine's cores, memory policy and priority, and would compete with its spinning
-threads. Nothing here raises: if the host refuses a change, the node is slower, not wrong.
+threads. Nothing here raises: a refused change makes the node slower, not wrong.
 """
 
 import logging
@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 
-# The variables that a node inherits. Not LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*),
-# devices and settings.
+# inherited variables; not LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*), devices, settings
 _KEPT = {
     r"PATH|HOME|USER|LOGNAME|SHELL": "who and where the user is",
     r"LANG|LANGUAGE|LC_\w+|TZ": "the language and time zone of messages and logs",
@@ -44,7 +43,7 @@ _KEPT_NAME = re.compile("|".join(f"(?:{names})" for names in _KEPT))
 
 
 def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Return `_KEPT`, `node.environment`, and variables that settings name for secrets."""
+    """Return `_KEPT`, `node.environment`, and the settings' variables of secrets."""
     named = set(config.node.environment) | referenced_variables(
         (*config.tiers, *config.encryption.keys)
     )
@@ -68,8 +67,8 @@ def spawn_attributes() -> dict[str, Any]:
 def belong_to_host(keep: Iterable[int] = ()) -> None:
     """Reset cores, memory policy, scheduling, descriptor limit and working folder.
 
-    Closes all descriptors except 0-2 and `keep`. Later threads inherit these settings, so call it
-    before there are threads and mapped memory.
+    Closes all descriptors except 0-2 and `keep`. Call it before there are threads, which inherit
+    these settings, and mapped memory.
     """
     first = 3
     for fd in sorted(keep):
@@ -93,7 +92,7 @@ def raise_descriptor_limit() -> int:
 
 
 def raise_priority(nice: int) -> None:
-    """Set the nice value of this process and of its autogroup, if the host allows."""
+    """Set the nice value of this process and its autogroup, if allowed."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError as error:

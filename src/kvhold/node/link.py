@@ -1,7 +1,7 @@
 """One connection to the node, and its arena.
 
-Any thread may call. One of the waiting callers reads for all. While none waits, the client's keeper
-calls `tend`.
+Any thread may call. One waiting caller reads for all. While none waits, the client's keeper calls
+`tend`.
 
 The node takes memory back when the socket closes. So a broken or retired link closes only when no
 thread uses the arena.
@@ -46,7 +46,7 @@ _greeting_decoder: Decoder[m.Welcome | m.Refused] = Decoder(m.Welcome | m.Refuse
 
 
 class _Mapping:
-    """Only first pages are faulted in: page tables take memory."""
+    """Faults in only the first pages, because page tables take memory."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -132,7 +132,7 @@ class Link:
     def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
         """keep: send it even after the deadline
 
-        Raises DeadlineExceeded: the link stays usable; ProtocolError: the request cannot be sent;
+        Raises DeadlineExceeded: the link stays usable; ProtocolError: an unsendable request;
         OSError or ProtocolError: the connection has failed (`is_broken`).
         """
         asked_s = time.monotonic()
@@ -158,7 +158,7 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until News, which only one of several callers may get."""
+        """Wait for `seconds`, or until News, which one of several callers may get."""
         try:
             self._enter()
         except ConnectionError:
@@ -171,7 +171,7 @@ class Link:
             self._leave()
 
     def watch(self, notifier: Notifier, seconds: float) -> None:
-        """Wait until the node closes its end, the notifier is set, or `seconds` have passed.
+        """Wait for the node's end, the notifier, or `seconds`.
 
         Raises OSError, ProtocolError.
         """
@@ -211,10 +211,9 @@ class Link:
             self._close_if_unused()
 
     def retire(self, *, at_once: bool = True) -> None:
-        """Accept no more calls, and close when the arena is not held.
+        """Accept no more calls. Close when the arena is not held.
 
-        Until then the socket stays open: a node that cannot write to the socket takes the memory
-        back.
+        Until then the socket stays open: else the node takes the memory back.
 
         at_once=False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s.
         """
@@ -231,7 +230,7 @@ class Link:
                 self.retire()
 
     def forget_in_child(self) -> None:
-        """Close a forked child's copy of the socket, which would keep the parent's holdings."""
+        """Close a child's copy of the socket, which would keep the parent's holdings."""
         self._count_lock, self._send_lock, self._lock = (
             threading.Lock(),
             threading.Lock(),
@@ -328,7 +327,7 @@ class Link:
     # Receiving.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Wait until `is_done()`, called under the lock. Returns False at the deadline.
+        """Wait until `is_done()`, called under the lock. False: the deadline came first.
 
         Raises the connection's error.
         """
@@ -353,8 +352,7 @@ class Link:
                     self._read(until)
                 except TimeoutError:
                     return False
-            # An interrupt may come anywhere: a single assignment makes this call the reader, or
-            # ends that.
+            # an interrupt may come anywhere, so one assignment makes or unmakes the reader
             finally:
                 if self._reader is me:
                     self._reader = None
@@ -423,7 +421,7 @@ os.register_at_fork(after_in_child=_forget_links)
 def _join(
     path: Path, name: str, timeout_s: float, requires: bytes
 ) -> tuple[socket.socket, m.Welcome, int]:
-    """Return socket, welcome and arena's descriptor. Raises NodeError."""
+    """Raises NodeError."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -495,7 +493,7 @@ def _join(
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
     """Raises OSError, also when no descriptor is free.
 
-    Not `socket.recv_fds`: children would inherit its descriptors and keep the arena alive.
+    Not `socket.recv_fds`: children would inherit its descriptors.
     """
     fds = array("i")
     data, ancillary, flags, _ = sock.recvmsg(

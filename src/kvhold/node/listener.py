@@ -1,7 +1,7 @@
 """The node's listening Unix socket.
 
 Without a free descriptor, asyncio's own server logs a traceback per client and leaves it waiting.
-This one keeps a spare descriptor to send the reason. The loop's thread runs it.
+This one keeps a spare descriptor to send the reason. In the loop's thread.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Listener:
         refusal: Callable[[], str | None],
     ) -> None:
         """sock:    bound; owned
-        refusal: returns why no client can be served; None: one can
+        refusal: returns why no client can be served, or None
         """
         self._socket = sock
         self._make_protocol = make_protocol

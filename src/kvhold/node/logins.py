@@ -1,8 +1,8 @@
-"""Connections that have not logged in yet, and the log lines about strangers.
+"""Connections before their login, and log lines about strangers.
 
-They have limits, in total and per network. At a limit the oldest one is closed: of the network at
-its limit, or else of the largest network. A login takes milliseconds, so silent connections only
-displace each other. One event loop.
+They are limited in total and per network. At a limit the oldest one is closed: of that network, or
+else of the largest. A login takes milliseconds, so silent connections only displace each other. One
+event loop.
 """
 
 import logging
@@ -52,7 +52,7 @@ class Logins(Generic[Connection]):
 
 
 class StrangersLog:
-    """Logs refused strangers, with a limit per minute, so that they cannot fill the disk."""
+    """Logs refused strangers, with a limit per minute."""
 
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log

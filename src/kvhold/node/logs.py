@@ -1,7 +1,7 @@
-"""The node's log file, with a limit on its size and on repeated lines.
+"""The node's log file, limited in size and in repeated lines.
 
-Standard output and error go to the current file, so the limit covers libraries, too. Call it before
-there are threads.
+Standard output and error go there too, so the limit covers libraries. Call it before there are
+threads.
 """
 
 import logging
@@ -21,7 +21,7 @@ _MOST_KINDS = 1000
 
 
 class RepeatFilter(logging.Filter):
-    """Passes 20 lines per minute and place in the code, and counts the others."""
+    """Passes 20 lines per minute and place in the code; counts the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def write_log(path: Path, *, max_bytes: int, files: int) -> None:
 
 
 class _LogFile(RotatingFileHandler):
-    """Readable by this user only; also receives standard output and error."""
+    """Readable by this user only."""
 
     def _open(self) -> TextIOWrapper:
         fd = open_beside(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

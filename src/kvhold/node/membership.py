@@ -1,4 +1,4 @@
-"""A node client's decisions, without I/O: which link is in use, silent or lost.
+"""Decides which link of a client is in use, silent or lost. No I/O.
 
 Threads hold a lock around each call, except `current`, `is_silent` and `return_within_s`.
 """
@@ -80,8 +80,8 @@ AnyLink = TypeVar("AnyLink", bound=UsedLink)
 class Departures:
     """A process's lost links to one socket that a device may still use.
 
-    The node keeps their memory when they close. This process then sends `Departed` on a later link.
-    Any thread may call.
+    The node keeps their memory when they close, until `Departed` comes on a later link. Any thread
+    may call.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Membership(Generic[AnyLink]):
         )
 
     def return_within_s(self, link: AnyLink, call_timeout_s: float) -> float | None:
-        """Return how long to wait for a grant's return; None: a closing link returns everything."""
+        """Return the wait for a grant's return; None: a closing link returns everything."""
         if link.retired:
             return None
         return _NO_TIME_S if self.is_silent(link, call_timeout_s) else call_timeout_s

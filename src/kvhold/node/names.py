@@ -1,6 +1,6 @@
-"""The namespaces that clients have registered with a node, for `kvhold names`.
+"""The namespaces that clients have registered, for `kvhold names`.
 
-Keeps the latest MAX_SPACES, and MAX_BYTES of packed descriptions. The node's thread.
+Keeps the latest MAX_SPACES, with MAX_BYTES of descriptions. The node's thread.
 """
 
 import time
@@ -34,7 +34,7 @@ class Names:
             self._bytes -= len(oldest.description)
 
     def page(self, after: bytes, prefix: str) -> tuple[list[KnownSpace], bool]:
-        """after:  the last digest of the page before
+        """after:  the previous page's last digest
         prefix: hexadecimal digits
         """
         found = sorted(

@@ -1,4 +1,4 @@
-"""An event that a thread can wait for together with sockets."""
+"""An event to wait for together with sockets."""
 
 import os
 import threading

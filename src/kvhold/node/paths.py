@@ -1,4 +1,4 @@
-"""The paths of this user's node, and the checks that make them safe."""
+"""The paths of this user's node, and their checks."""
 
 import hashlib
 import logging
@@ -21,8 +21,7 @@ _MAX_PATH = 107
 def default_socket() -> Path:
     """Return the node's socket, in this user's first usable folder.
 
-    Engines with the same environment get the same path: the folders' owners and modes do not
-    change.
+    Engines with the same environment get the same path.
     """
     places = list(_places())
     for number, folder in enumerate(places):
@@ -49,10 +48,10 @@ def lock_path(path: Path) -> Path:
 
 
 def clears_path(path: Path) -> Path:
-    """Return the file for the clears that tiers have not done yet.
+    """Return the file of pending clears.
 
-    It is in `$XDG_STATE_HOME/kvhold`, because a reboot usually removes the socket's folder. Hosts
-    may share a home, so its name has the host's name.
+    It is in `$XDG_STATE_HOME/kvhold`, because a reboot usually removes the socket's folder. It has
+    the host's name, because hosts may share a home.
     """
     beside = Path(f"{path}.clears")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))

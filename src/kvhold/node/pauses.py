@@ -1,8 +1,7 @@
-"""Keep Python's collector of reference cycles from stopping a node's loop.
+"""Keep Python's garbage collector from stopping a node's loop.
 
-A full collection of a million chunks takes half a second, that of a young list of a million chunks
-160 ms. Skipped young objects become old, which is safe: chunks, names and requests are in no
-cycles.
+With a million chunks, a full collection takes half a second, that of one young list 160 ms. Skipped
+young objects become old, which is safe: chunks, names and requests are in no cycles.
 """
 
 import gc
@@ -13,7 +12,7 @@ _is_ours = False
 
 
 def avoid_pauses() -> None:
-    """Only this module collects from now on. The switch interval falls from 5 ms to 0.5 ms."""
+    """Only this module collects from now on. Sets the switch interval to 0.5 ms."""
     global _is_ours
     gc.collect()
     gc.freeze()
@@ -23,9 +22,9 @@ def avoid_pauses() -> None:
 
 
 def collect_young(*, may_look: bool) -> None:
-    """Collect young objects, then count them as old. Called every second.
+    """Collect young objects, then count them as old. Call it every second.
 
-    may_look=False after a long call, which may have made a large object
+    may_look: False after a long call, which may have made a large object
     """
     if _is_ours:
         if may_look and gc.get_count()[0] < _MOST_YOUNG:
@@ -34,7 +33,7 @@ def collect_young(*, may_look: bool) -> None:
 
 
 def collect_all() -> None:
-    """Collect all objects, while no client is connected."""
+    """Call it while no client is connected."""
     if _is_ours:
         gc.unfreeze()
         gc.collect()

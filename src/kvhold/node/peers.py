@@ -3,8 +3,8 @@
 A forked child may keep a dead process's socket open, so the node also asks the kernel. It keeps no
 descriptor per process: the default limit is too low for 256 engines.
 
-A dying process's files are closed one by one. A device copies until its file is closed, so `watch`
-waits for the end of the whole process.
+A device copies until its file is closed, one by one in a dying process. So `watch` waits for the
+end of the whole process.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ class ProcessEnd:
 
 
 def _proc_is_ours() -> bool:
-    """Another PID namespace's /proc has other processes under the same numbers."""
+    """Another PID namespace's /proc has other processes under these numbers."""
     try:
         return Path("/proc/self").readlink() == Path(str(os.getpid()))
     except OSError:
@@ -113,7 +113,7 @@ def _proc_is_ours() -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return the start time of a process; None: not known."""
+    """None: not known."""
     try:
         fields = _stat(pid) if pid > 0 else None
     except OSError:
@@ -130,7 +130,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process whose first thread has ended has no other. Raises OSError."""
+    """Whether a process whose first thread has ended has no other one. Raises OSError."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The settings that an engine and a node compare when the engine joins."""
+"""The settings that an engine compares with a node's when it joins."""
 
 from hashlib import blake2b
 

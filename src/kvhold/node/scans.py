@@ -1,7 +1,7 @@
 """Scans of a central store: keys in memory, then keys that only lower tiers have.
 
-A scan continues from the last key of a page. Keys are unordered. Dropped scans start again, and
-keys may recur.
+A scan continues from a page's last key. Keys are unordered. Dropped scans start again, so keys may
+recur.
 """
 
 import asyncio

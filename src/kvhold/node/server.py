@@ -1,8 +1,8 @@
 """The daemon of one host: an arena, an index, and engines that are its clients.
 
-One loop in one thread serves the clients. Long work takes several turns, and the loop serves
-sockets between these. Other threads fault in the arena, scrub idle chunks, and use the lower tiers.
-Engines map the arena and copy.
+One loop in one thread serves the clients. Long work takes several turns, with sockets served
+between them. Other threads fault in the arena, scrub idle chunks, and use the lower tiers. Engines
+map the arena and copy.
 
 The Unix socket has mode 0600 and serves only the node's user.
 """
@@ -47,7 +47,7 @@ _WATCH_S = 1.0
 _WATCHED_AT_ONCE = 16
 _CLIENTS_A_PAGE = 32
 _LEAST_CLIENTS = 8
-# a new thread may take 200 ms to start, and clients wait for the node
+# a new thread may take 200 ms to start, while clients wait
 _CHORES_AFTER_S = 1.0
 _MOST_READ_BYTES = 256 << 10
 
@@ -99,7 +99,7 @@ class Node:
         self.run = randbits(60)  # tells client numbers of two nodes apart
         self._most_clients = _LEAST_CLIENTS
         self._listener: Listener | None = None
-        # once True, no client's memory is taken back: it may be in use
+        # then no client's memory is taken back: it may be in use
         self.is_ending = False
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))
         self._stopped = asyncio.Event()
@@ -144,7 +144,7 @@ class Node:
             self._lock.close()
 
     def _start_chores(self) -> None:
-        """Start the threads from another thread: `Thread.start` blocks until the new one runs."""
+        """From another thread: `Thread.start` blocks until the new one runs."""
         self._starting = threading.Event()
         _thread.start_new_thread(self._start_threads, (self._starting,))
 
@@ -284,8 +284,8 @@ class Node:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener = Listener(sock, lambda: ClientConnection(self), self._refusal)
         try:
-            # The file gets the socket's mode: other users can never connect. A umask would affect
-            # other threads.
+            # the file gets the socket's mode, so other users can never connect; a umask would
+            # affect other threads
             os.fchmod(sock.fileno(), 0o600)
             sock.bind(str(self.path))
             listener.start(loop)
@@ -306,7 +306,7 @@ class Node:
         )
 
     async def _watch_clients(self) -> None:
-        """Drop dead processes' connections: a forked child may keep the socket open."""
+        """Drop dead processes' connections (see `peers.py`)."""
         while True:
             await asyncio.sleep(_WATCH_S)
             collect_young(may_look=not self._was_busy and not self._busy)
@@ -340,7 +340,7 @@ class Node:
         return m.ClientList(ended)
 
     def departed(self, run: int, number: int, pid: int) -> None:
-        """Ignored for another process's client."""
+        """Ignores another process's client."""
         for connection in list(self.connections):
             if (
                 run == self.run

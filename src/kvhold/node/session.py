@@ -21,7 +21,7 @@ from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
-_CLEAR_STEPS = 400  # some 20,000 chunks
+_CLEAR_STEPS = 400  # about 20,000 chunks
 _MOST_PARTS = 32
 # bytes: 1.2 million tokens of 80 layers
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4
@@ -124,7 +124,7 @@ class Session:
         }
 
     def answer(self, request: m.Request) -> m.Answer | Running[m.Answer]:
-        """Answer a request, or return a running call if that takes several turns.
+        """Answer a request, or return a running call that takes several turns.
 
         Our own errors refuse the request. Raises ProtocolError for a request that breaks the rules.
         """
@@ -136,7 +136,7 @@ class Session:
             return m.Refused(str(error), fatal=False)
 
     def take_news(self) -> bool:
-        """Return whether a hit or a flush has ended or grown; each is reported once."""
+        """Whether a hit or a flush has ended or grown; each is reported once."""
         news = [
             ticket
             for ticket, told in self._arriving.items()

@@ -18,7 +18,7 @@ _LOCK_PAUSE_S = 0.002
 def _lock(fd: int) -> None:
     """Raises BlockingIOError: a node has the lock.
 
-    Tries for 0.2 s: a process that checks for a node (`start.py`) takes the lock for an instant.
+    Tries for 0.2 s: a check for a node (`start.py`) takes the lock for an instant.
     """
     for left in range(_LOCK_ATTEMPTS, 0, -1):
         try:
@@ -63,7 +63,7 @@ class SocketLock:
         os.write(self._fd, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """The file stays: else two owners could lock two files of one name."""
+        """The file stays, or two owners could lock two files of one name."""
         os.close(self._fd)
 
 

@@ -1,6 +1,6 @@
 """Join this host's node, or start it: `connect()`.
 
-The first engine starts the node as a process that outlives the engine and keeps the cache warm.
+The first engine starts the node as a process that outlives the engine.
 """
 
 import fcntl
@@ -33,8 +33,7 @@ _LOG_TAIL_BYTES = 2000
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
     """Return a client of this host's node; start the node if `node.autostart` allows.
 
-    The client replaces a lost node under the same rule. `node.on_mismatch` and
-    `node.require_encryption` apply to a running node.
+    The client replaces a lost node under the same rule.
 
     Raises NodeError; ConfigError: an invalid tier URL.
     """
@@ -111,15 +110,15 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 
 
 def _has_node(patience: _Patience) -> bool:
-    """Return whether a node listens, after any start or end under way."""
+    """Whether a node listens, after any start or end under way."""
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
         patience.pause(lambda: "another one has the place, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
-    """Checking a free lock takes it for an instant. So the node's lock is not checked while a
-    watcher lives: its next node needs the lock.
+    """A check takes a free lock for an instant. So the node's lock is not checked while a watcher
+    lives: its next node needs it.
     """
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
@@ -177,7 +176,7 @@ def _spawn(config: Config, patience: _Patience) -> None:
 
 
 def _at_home(config: Config) -> Config:
-    """Resolve `node.numa = engine`: the node cannot know this process's NUMA nodes."""
+    """Resolve `node.numa = engine` to this process's NUMA nodes."""
     if config.node.numa != "engine":
         return config
     nodes = format_list(engine_memory_nodes())
@@ -220,7 +219,7 @@ def _told(path: Path, start: int) -> str:
 
 
 def log_tail(path: Path, start: int) -> str:
-    """Return the end of what a log has from byte `start` on. Raises OSError."""
+    """Return the end of a log, not before byte `start`. Raises OSError."""
     with os.fdopen(open_beside(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         return file.read()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()

@@ -24,7 +24,7 @@ class RequestState:
     patience_s: the longest wait for an answer
     asked_s, since_s: the last and the first call to the cache for this hit
     tried: `num_preemptions` at the last lookup. Each start tries one load, so a failing load ends
-    in computing
+        in computing
     pending_steps: steps that the tracker does not know yet
     no_hit: the miss reason, if the cache gave none
     """
