@@ -236,7 +236,7 @@ class CentralStore:
         self._write_again(keys)
 
     def _write_again(self, keys: Sequence[bytes]) -> None:
-        """Write values that came during a delete of their keys, which may have removed them below."""
+        """Write again the values that came during a delete of their keys: it may have hit them."""
         for key in keys:
             if len(self._stack) and (entry := self.ram.find(key)) is not None:
                 self._writes.add(entry, None)

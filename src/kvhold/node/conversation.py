@@ -1,4 +1,4 @@
-"""A client's side of one connection, as a state machine.
+"""A client's side of one connection, as a state machine without I/O.
 
 A given-up call is dropped if no byte is sent; else its answer's grant is returned.
 

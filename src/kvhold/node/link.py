@@ -158,7 +158,7 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until News, which one of several callers may get."""
+        """Wait for `seconds`, or until News, which only one of several callers may get."""
         try:
             self._enter()
         except ConnectionError:
@@ -421,7 +421,7 @@ os.register_at_fork(after_in_child=_forget_links)
 def _join(
     path: Path, name: str, timeout_s: float, requires: bytes
 ) -> tuple[socket.socket, m.Welcome, int]:
-    """Raises NodeError."""
+    """Return socket, welcome and arena's descriptor. Raises NodeError."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -493,7 +493,7 @@ def _join(
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
     """Raises OSError, also when no descriptor is free.
 
-    Not `socket.recv_fds`: children would inherit its descriptors.
+    Not `socket.recv_fds`: children would inherit its descriptors and keep the arena alive.
     """
     fds = array("i")
     data, ancillary, flags, _ = sock.recvmsg(

@@ -21,7 +21,8 @@ _MAX_PATH = 107
 def default_socket() -> Path:
     """Return the node's socket, in this user's first usable folder.
 
-    Engines with the same environment get the same path.
+    Engines with the same environment get the same path: the folders' owners and modes do not
+    change.
     """
     places = list(_places())
     for number, folder in enumerate(places):

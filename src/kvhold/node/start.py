@@ -33,7 +33,8 @@ _LOG_TAIL_BYTES = 2000
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
     """Return a client of this host's node; start the node if `node.autostart` allows.
 
-    The client replaces a lost node under the same rule.
+    The client replaces a lost node under the same rule. `node.on_mismatch` and
+    `node.require_encryption` apply to a running node.
 
     Raises NodeError; ConfigError: an invalid tier URL.
     """
