@@ -8,8 +8,8 @@
         reservation.commit()                          # visible now; the rest is released
 
 The holder of a hit, a lease or a reservation owns it. It ends with its `with`, or with the holder's
-connection. A ticket is a number that may be sent to other processes (scheduler to workers). Each
-process claims a lease with it.
+connection. A ticket is a number that may be sent to other processes (scheduler to workers), and
+each process claims a lease by the ticket.
 
 A lookup brings chunks of lower tiers into memory. A hit that is *arriving* may grow. It is final
 once it is settled.
@@ -42,7 +42,7 @@ _REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encodin
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk of one group and one shard was admitted to a tier or removed from it.
+    """The admission of a chunk to a tier, or its removal: one group, one shard.
 
     Events of later chunks of a prompt may come before those of earlier chunks.
 
@@ -155,7 +155,7 @@ class Hit(Holding):
         return self._found.reason
 
     def refresh(self) -> None:
-        """Update the hit to its current length."""
+        """Update the hit's length."""
         self._update(settle=False)
 
     def settle(self) -> None:
@@ -294,9 +294,7 @@ class Cache(Protocol):
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
-        """Return the longest prefix for which every shard and group has the chunks it needs.
-
-        Pin it.
+        """Return the longest prefix with all chunks that each shard and group needs, and pin it.
 
         cost:        the caller's compute cost. The hit then has the length that gives the earliest
                      first token. A later `refresh` may settle it, if the rest would take longer to
@@ -398,8 +396,8 @@ class Cache(Protocol):
     ) -> Reencoding:
         """Re-encode the chunks of a tier with another codec, in the background, online.
 
-        A smaller codec compresses; `raw` or `lossless` decompresses. No request waits for it, and
-        every chunk stays readable. Several re-encodings run one after another.
+        A smaller codec compresses; `raw` or `lossless` decompresses. No request waits, and every
+        chunk stays readable. Several re-encodings run one after another.
 
         namespace: only chunks of this namespace (its digest). None: of every namespace that was
                    registered or stored to since the start
@@ -454,7 +452,7 @@ def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) 
 def leases_as_they_arrive(
     cache: Cache, hit: Hit, tokens_per_chunk: int, *, shard: int = 0, until_s: float
 ) -> Iterator[Lease]:
-    """Yield leases on one shard's part of a hit, in the order in which its chunks arrive.
+    """Yield leases on one shard's part of a hit, in the order of its chunks' arrival.
 
     Each lease is valid until the next is requested. So its chunks can be copied while the rest is
     read.

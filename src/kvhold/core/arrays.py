@@ -5,8 +5,8 @@
     found = cache.load(prompt)
     found.kv[0]                                  # the same, for the first found.num_tokens tokens
 
-For programs that use the cache directly; engines copy to and from their blocks themselves. numpy
-has no bfloat16 and no float8: their elements are uint16 and uint8, bit by bit.
+For programs that use the cache directly, unlike engines. numpy has no bfloat16 and no float8: their
+bits are in uint16 and uint8.
 """
 
 from collections.abc import Sequence
@@ -62,12 +62,11 @@ class WholePrompts:
         store_options: StoreOptions = DEFAULT_OPTIONS,
         deadline_s: float | None = None,
     ) -> int:
-        """Store the KV of a prompt. Chunks that the cache has are not written again.
+        """Store a prompt's missing KV.
 
-        kv: for each group of the layout [layers, planes, tokens, heads, head_dim], with the KV of
-            all tokens of the prompt
+        kv: for each group [layers, planes, tokens, heads, head_dim], with all tokens of the prompt
 
-        Returns the number of tokens written. Fewer than are missing: memory was full, or another
+        Returns the number of written tokens: fewer than are missing if memory is full or another
         writer has reserved them. Raises LayoutError for arrays that do not fit, and for layouts
         with several shards or an engine's packing.
         """
@@ -97,9 +96,9 @@ class WholePrompts:
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> LoadedKV:
-        """Return a copy of the KV of the longest prefix that the cache has.
+        """Return a copy of the KV of the longest cached prefix.
 
-        wait_s: as of `lookup`
+        wait_s: as in `lookup`
 
         Raises LayoutError for layouts with several shards, an engine's packing, or groups of which
         a hit needs only a part (sliding windows, states).
@@ -114,7 +113,7 @@ class WholePrompts:
         self.register(prompt.namespace)
         for _ in range(_ATTEMPTS):
             with (
-                suppress(DamagedChunks),  # the cache has removed them: the next hit is shorter
+                suppress(DamagedChunks),  # the cache has removed them
                 self.lookup(prompt.query(), wait_s=wait_s, deadline_s=deadline_s) as hit,
             ):
                 lease = self.claim(hit.ticket, deadline_s=deadline_s) if hit.ticket else None

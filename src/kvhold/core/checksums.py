@@ -1,4 +1,4 @@
-"""Checksums of chunks in memory, taken by the writer and checked by every reader.
+"""Checksums of chunks in memory, taken by the writer, checked by each reader.
 
 They are xxh3_64 per layer, as in a raw frame. They detect accidents, not forgery.
 """

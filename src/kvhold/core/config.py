@@ -3,8 +3,8 @@
     config = load_config({"ram_bytes": "8GiB"})  # or KVHOLD_RAM_BYTES=8GiB, or ram_bytes = "8GiB"
     config.node.socket                           # or KVHOLD_NODE_SOCKET, or [node] socket
 
-The file is TOML or YAML. Lists may be text with blanks between items. An item with options may be a
-table: `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`. Errors never contain `secret`
+The file is TOML or YAML. A list may be text with blanks between items. An item with options may be
+a table: `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`. Errors never contain `secret`
 values.
 """
 
@@ -22,7 +22,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
 
 _PREFIX = "KVHOLD_"
-_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # no settings: the file's name, and logging
+_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # the file's name, and logging
 _INSTALLER = "KVHOLD_SETUP_"  # variables of the installer
 _SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service named kvhold or kvhold-...
 _KUBERNETES = (  # their full names and values
@@ -140,8 +140,6 @@ class ClientConfig:
 
 @dataclass(frozen=True)
 class ListenConfig:
-    """Settings of `kvhold serve --listen`."""
-
     address: str = setting(
         "",
         "HOST:PORT to listen on; beyond the loopback interface only with a token or client "

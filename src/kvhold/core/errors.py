@@ -1,4 +1,4 @@
-"""The errors that kvhold raises, and their causes.
+"""kvhold's errors and their causes.
 
 KVHoldError
  ├─ ConfigError          a setting is invalid; names the nearest valid one

@@ -1,12 +1,12 @@
-"""Learn costs from times: seconds are a sum of costs, each times a quantity.
+"""Learn costs from times: seconds = the sum of cost * quantity.
 
     reading = Estimate(2)                          # a cost per call, and a cost per byte
     reading.measured((1, 8 << 20), 0.09)
     reading.costs                                  # (0.001, 1.06e-08)
 
-The fit minimises relative errors, not squares, so that one stall does not spoil it. If three
-measurements in a row are off by a factor of two to one side, older ones are forgotten. Of equal
-fits, the simplest wins. Any thread.
+The fit minimises relative errors, not squares, so one stall does not spoil it. After three
+measurements in a row that are off by a factor of two to one side, older ones are forgotten. Of
+equal fits, the simplest wins. Any thread.
 """
 
 import threading
@@ -40,7 +40,7 @@ class Estimate:
         self._measured: deque[tuple[Quantities, float]] = deque(maxlen=_MOST)
         self._costs: Quantities | None = None
         self._unseen = 0  # measurements since the last fit
-        self._off = 0  # measurements off to one side, in a row; negative: faster than predicted
+        self._off = 0  # consecutive measurements off to one side; negative: faster than predicted
         self._lock = threading.Lock()
 
     @property

@@ -1,4 +1,4 @@
-"""What a caller of the cache holds: the bytes of a lease or of a reservation.
+"""The holdings of a caller: the bytes of a lease or of a reservation.
 
 A holding ends with its `with`, or with the holder's connection.
 """
@@ -45,7 +45,7 @@ kept: list["Holding"] = []
 
 
 class Holding:
-    """A resource held in the cache until it is closed: a hit, a lease or a reservation.
+    """A hit, a lease or a reservation, held until it is closed.
 
     Closing it twice is harmless. If its `with` ends with DeviceError, it is kept.
     """
@@ -54,13 +54,12 @@ class Holding:
         self._give_back: Callable[[], None] | None = give_back
 
     def close(self) -> None:
-        """Give the resource back."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
 
     def keep(self) -> None:
-        """Hold it until the process ends: a device failed and may still use the memory."""
+        """Hold it until the process ends: a failed device may still use the memory."""
         kept.append(self)
 
     def __enter__(self) -> Self:
@@ -192,7 +191,7 @@ class Reservation(Holding):
 
     @property
     def granted(self) -> list[int]:
-        """The numbers (within the reservation) of chunks that got memory in at least one group."""
+        """The numbers (within the reservation) of chunks with memory in at least one group."""
         return [int(i) for i in np.flatnonzero((self._offsets != ABSENT).any(axis=0))]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
@@ -202,7 +201,7 @@ class Reservation(Holding):
     def commit(self, chunks: Sequence[int] | None = None) -> int:
         """Make chunks visible; all granted ones by default. Their bytes must be complete.
 
-        Checksums that no copy has taken are computed now, from the buffer.
+        Computes the checksums that no copy has taken, from the buffer.
 
         Returns a mark: `flush(mark)` waits until these chunks have been written to lower tiers.
         """

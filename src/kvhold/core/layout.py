@@ -37,7 +37,7 @@ Attention = Literal["full", "sliding", "state"]
 
 
 def packing_name(name: str) -> str:
-    """Cut a name that is too long; then it ends with its digest."""
+    """Cut a long name, which then ends with its digest."""
     return (
         name
         if len(name) <= MOST_PACKING

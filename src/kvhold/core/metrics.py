@@ -1,9 +1,9 @@
-"""The table of everything that kvhold counts, and the counters.
+"""The table of all metrics, and the counters.
 
     metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000)
 
-An unknown name or label raises KeyError. Each `Metrics` has one writer; a thread that holds the GIL
-during both dictionary steps may add.
+An unknown name or label raises KeyError. Each `Metrics` has one writer; a thread that keeps the GIL
+during both dictionary steps may add, too.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. A histogram counts observations up to each of `buckets`."""
+    """A histogram counts observations up to each of `buckets`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]

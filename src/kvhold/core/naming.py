@@ -1,10 +1,10 @@
-"""Facts: the named parts of a namespace, so that two namespaces can be compared.
+"""Facts: the named parts of a namespace, by which two can be compared.
 
     walk(vllm_config.cache_config, "vllm.cache_config", Rules(tables), found)
     facts = Facts.of(found)
 
-Every field of a configuration is a fact unless a table lists it as harmless. So an unknown field
-costs a miss, never wrong KV. Only equal values of one type have equal texts.
+Every field of a configuration is a fact unless a table lists it as harmless: an unknown field costs
+a miss, never wrong KV. Only equal values of one type have equal texts.
 """
 
 import dataclasses
@@ -42,14 +42,14 @@ _SECRET_INSIDE = re.compile(
 
 @dataclass(frozen=True)
 class Table:
-    """The fields of a class that may shape KV, and the harmless ones with the reason."""
+    """The fields of a class that may shape KV, and the harmless ones with reasons."""
 
     named: frozenset[str]
     harmless: Mapping[str, str]
 
     @classmethod
     def of(cls, named: str = "", harmless: Mapping[str, str] | None = None) -> "Table":
-        """Make a table. `harmless` maps a reason to names with blanks between."""
+        """harmless: reason -> names with blanks between"""
         reasons = {
             name: reason for reason, names in (harmless or {}).items() for name in names.split()
         }
@@ -245,7 +245,7 @@ def pack(title: str, facts: Mapping[str, str]) -> bytes:
 
 
 def unpack(packed: bytes) -> Description:
-    """Return a description. Raises ProtocolError for invalid bytes."""
+    """Raises ProtocolError for invalid bytes."""
     if not packed:
         return Description("")
     try:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-_ALIKE = 1.01  # within 1 %, the longer load wins: it leaves the engine to others
+_ALIKE = 1.01  # within 1 %, the longer load wins, which leaves the engine to others
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The points at which a load may end.
+    """Points at which a load may end.
 
     tokens: [n] present at that point
     nbytes: [n] to copy

@@ -1,10 +1,10 @@
-"""Why a hit ends where it ends, in words for `Hit.reason`, metrics and the wire."""
+"""Why a hit ends where it ends, for `Hit.reason`, metrics and the wire."""
 
 from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why a hit ends where it ends. `REASONS` has their meanings."""
+    """`REASONS` has the meanings."""
 
     WHOLE = "whole"
     NEVER_STORED = "never_stored"

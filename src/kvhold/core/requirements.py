@@ -1,10 +1,10 @@
-"""The requirements of an engine that the node does not meet, compared at each joining.
+"""Compare an engine's requirements with the node, at each joining.
 
     missing = compare(required, offered)
     missing.refused          # its KV would be stored in clear text
     missing.different        # see the setting node.on_mismatch
 
-They contain no secrets: URLs have no passwords, and keys are digests. Pure.
+No secrets: URLs have no passwords, and keys are digests. Pure.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,7 @@ class TierTerms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Requirements(msgspec.Struct, frozen=True, array_like=True):
-    """An engine's or a node's settings.
-
-    keys:      digest of encryption.keys
+    """keys:      digest of encryption.keys
     encrypted: every tier must be encrypted
     refuse:    do not join if anything differs
     """
@@ -65,7 +63,7 @@ def digest_of(lines: Sequence[str]) -> bytes:
 
 
 def _leaks(required: Requirements, offered: Requirements) -> list[str]:
-    """Name the node's unencrypted tiers that the engine does not also configure so."""
+    """Name the unencrypted tiers that only the node configures so."""
     if not required.encrypted and not any(tier.encrypt for tier in required.tiers):
         return []
     accepted = (

@@ -2,8 +2,8 @@
 
     request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())
 
-A request may ask for less than the settings allow. It cannot change a configured tenant. Requests
-are untrusted, so errors quote only the beginning of their values.
+A request may ask for less than the settings allow, and not change a configured tenant. Requests are
+untrusted, so errors quote only the beginning of values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ class RequestRules:
     """A request's rules.
 
     plan: load only where loading is faster than computing
-    tags: must match. They include the budget, so that a stricter request does not find looser KV
+    tags: must match, with the budget, so that a stricter request does not find looser KV
     """
 
     store: bool = True
@@ -35,7 +35,7 @@ class RequestRules:
 
 
 def request_rules(asked: Any, settings: RulesConfig) -> RequestRules:
-    """Return a request's rules. Raises ConfigError for an unknown rule or an invalid value."""
+    """Raises ConfigError for an unknown rule or an invalid value."""
     asked = {} if asked is None else asked
     if not isinstance(asked, Mapping):
         raise ConfigError(f"kvhold: must hold some of {', '.join(_NAMES)}, not {_quoted(asked)}")

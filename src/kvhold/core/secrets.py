@@ -1,4 +1,4 @@
-"""Secrets in settings: which names mean one, and references to secrets.
+"""Secrets in settings: their names, and references.
 
     resolve("${env:REDIS_PASSWORD}", where="redis://host")
     resolve("${file:/etc/kvhold/password}", where="...")
@@ -20,7 +20,7 @@ REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 
 log = logging.getLogger(__name__)
 
-_public: set[str] = set()  # files for which a warning was logged
+_public: set[str] = set()  # warned about
 _MOST_BYTES = 64 << 10  # of a file that holds a secret
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
 # paths, and tokens of text
@@ -28,7 +28,7 @@ _NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECAS
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether this setting may hold a secret. Misspelt names count."""
+    """Whether a setting may hold a secret. Misspelt names count."""
     return bool(_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
 
 
