@@ -4,7 +4,7 @@
     other = Arena.attach(fd, nbytes)                    # the fd came over a Unix socket
 
 The first write to a page is slow (1.4 GB/s, later 5 GB/s), so a thread of the owner (`Toucher`)
-faults pages in. The memory stays as long as any process maps it.
+faults pages in. The memory stays while any process maps it.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-# Takes 1 ms. Other calls that need the address space (malloc, mmap) wait so long.
+# takes 1 ms, for which other users of the address space (malloc, mmap) wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
 _KEEP_FREE = 256 << 20  # bytes that stay free
 
-# mmap.madvise holds the GIL while the kernel clears pages.
+# mmap.madvise holds the GIL while the kernel clears pages
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -67,7 +67,7 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, *, huge_pages: str = "auto") -> Self:
-        """Create an arena of at least `nbytes`. Raises CapacityError if the host lacks the memory.
+        """At least `nbytes`. Raises CapacityError if the host lacks the memory.
 
         huge_pages: "auto": if enough are free; "always": fail if not; "never"
         """
@@ -89,7 +89,7 @@ class Arena:
         )
         try:
             os.ftruncate(fd, nbytes)
-            # Receivers of the fd may not shrink the others' memory.
+            # receivers of the fd may not shrink it
             fcntl.fcntl(
                 fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             )
@@ -192,7 +192,7 @@ class Toucher:
                 step = min(_TOUCH_STEP, region.nbytes - offset)
                 advice = _MADV_POPULATE_WRITE if region.writable else _MADV_POPULATE_READ
                 if _madvise(region.address + offset, step, advice) != 0:
-                    # An old kernel, or no memory left: writes fault pages in.
+                    # an old kernel, or no memory: writes fault pages in
                     log.warning(
                         "pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno())
                     )
@@ -208,7 +208,7 @@ def default_arena_bytes() -> int:
 
 
 def has_room(nbytes: int, huge_pages: str) -> bool:
-    """Return whether an arena fits now, in huge pages if the host has enough, free or not."""
+    """Whether an arena fits now, in huge pages if the host has enough, free or not."""
     if huge_pages != "never" and all_huge_pages() * HUGE_PAGE_BYTES >= nbytes:
         return free_huge_pages() * HUGE_PAGE_BYTES >= nbytes
     return nbytes + _KEEP_FREE <= available_bytes()

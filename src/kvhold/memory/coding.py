@@ -1,8 +1,8 @@
 """Chunks with 8 bits per element in memory: `memory_codec = "int8"`.
 
 Each `run` of consecutive elements of a block shares a scale. The packing's name contains the codec,
-so an engine finds only chunks that were stored in the same way. Zeros and the largest magnitudes of
-runs are exact. States, and KV with 8 bits, are not coded.
+so an engine finds only chunks of the same codec. Zeros and the largest magnitudes of runs are
+exact. States, and KV with 8 bits, are not coded.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from kvhold.memory.copy import PlannedCopy
 
 ERROR_BOUND = 1 / 127  # |decoded - original| over the largest magnitude of a run
 _DTYPES = ("bfloat16", "float16", "float32")
-# With shorter runs, scales would take more than a quarter of the codes.
+# shorter runs: scales take more than a quarter of the codes
 _MOST_RUN, _LEAST_RUN = (
     128,
     16,
@@ -25,7 +25,7 @@ _MOST_RUN, _LEAST_RUN = (
 
 
 def coded_group(group: Group, codec: str) -> Group:
-    """Return the group as in chunks. Raises LayoutError if its blocks cannot be coded."""
+    """Return the group as in chunks. Raises LayoutError for blocks that cannot be coded."""
     coding = _coding(group, codec)
     if coding is None:
         return group
@@ -62,7 +62,7 @@ def coded_block(view: View, plain: bytes) -> tuple[bytes, bytes]:
 
 
 def infinite_chunks(planned: PlannedCopy) -> set[int]:
-    """Return the numbers of chunks with an infinity or a NaN, which cannot be decoded.
+    """Return the chunks with an infinity or a NaN, which cannot be decoded.
 
     The gathered bytes must have arrived.
     """

@@ -7,7 +7,7 @@
 
 On a device, the caller keeps three rules:
 
-- Give each copy the mark of the work that computed, or last used, its blocks.
+- Give each copy the mark of the work that computed or last used its blocks.
 - Write the blocks again only after a `fence`. It delays the device, not the thread.
 - Commit a reservation, and close a lease, after `wait`. After a DeviceError keep both until the
   process ends: the device may still use the arena.
@@ -87,7 +87,7 @@ class Copier(Protocol):
     """Copies of one device."""
 
     def stages(self) -> Iterator[Stage]:
-        """Yield once per path of a copy; until the next item all copies take it.
+        """Yield once per path of a copy, which all copies take until the next item.
 
         Yields nothing if copies end in their call.
         """
@@ -134,7 +134,7 @@ class Ended:
 
 
 def wait_for(transfers: Sequence[Transfer]) -> None:
-    """Wait for all transfers. Raise a DeviceError if there was one, else the first fault."""
+    """Wait for all. Raise a DeviceError if there was one, else the first fault."""
     faults: list[Exception] = []
     for transfer in transfers:
         try:
@@ -146,7 +146,7 @@ def wait_for(transfers: Sequence[Transfer]) -> None:
 
 
 class HostCopier:
-    """Copies blocks in host memory, in the calling thread. Raises ValueError for others."""
+    """Copies blocks in host memory, in the calling thread. Raises ValueError for other blocks."""
 
     stores_block = True
 

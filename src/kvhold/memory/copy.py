@@ -1,10 +1,10 @@
-"""Copies for integrations: from an engine's blocks into a reservation, from a lease into blocks.
+"""Copies for integrations: an engine's blocks into a reservation, a lease into blocks.
 
     planned = plan_copy(view, block_ids, lease.buffer, lease.chunks())
     planned.scatter(range(0, 1), threads=2)                             # layer by layer
 
-Ids and slots are those of all chunks, end to end. Negative ones are skipped, and ABSENT chunks with
-their ids. Any thread.
+Ids and slots are of all chunks, end to end. Negative ones are skipped, and ABSENT chunks with their
+ids. Any thread.
 
 A gather on the host writes checksums to `places.sums`; on a device `Reservation.commit` takes them.
 A scatter compares whole chunks, and raises DamagedChunks after all is copied: only the blocks of
@@ -104,9 +104,7 @@ def plan_copy(
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """A plan of the chunks that are present.
-
-    numbers: [planned chunks], among `places`
+    """numbers: [planned chunks], among `places`
     moved:   planned chunks with rows to copy
     """
 
@@ -141,7 +139,7 @@ class PlannedCopy:
         self._compare(layers, found)
 
     def verify(self, layers: range, chunks: Int64s) -> DamagedChunks | None:
-        """Compare checksums after a device has read the chunks. Return the damaged ones."""
+        """Compare checksums after a device's read. Return the damaged chunks."""
         if self.sums is None:
             return None
         found = self._empty()

@@ -1,6 +1,6 @@
 """Where threads run and where memory lies: cores and NUMA nodes.
 
-An engine may bind threads to single cores and memory to one NUMA node (vLLM on CPUs does). kvhold's
+An engine (vLLM on CPUs) may bind threads to single cores and memory to one NUMA node. kvhold's
 threads inherit both, and would compete with the engine's spinning threads. Linux only. Any thread.
 """
 
@@ -35,7 +35,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def parse_list(text: str) -> list[int]:
-    """Return the numbers, below 65536, in a list such as "0-3,8". Raises ValueError."""
+    """Return the numbers below 65536 in a list such as "0-3,8". Raises ValueError."""
     numbers: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.strip().partition("-")
@@ -57,7 +57,7 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def take_all_cores(thread: int = 0) -> set[int]:
-    """Let a thread run on all cores of its control group. Return these cores.
+    """Let a thread run on all cores of its control group. Return them.
 
     thread: 0: the calling thread
     """
@@ -80,7 +80,7 @@ def memory_nodes() -> list[int]:
 
 
 def engine_memory_nodes() -> list[int]:
-    """Return the NUMA nodes to which the thread's memory is bound, or those of its cores."""
+    """Return the NUMA nodes of the thread's memory policy, or of its cores."""
     mode, mask = ctypes.c_int(), _mask_of([])
     if (
         system_call(
@@ -145,7 +145,7 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 
 
 def place_own_threads(cores: str = "") -> None:
-    """Move kvhold's threads off the engine's cores, but keep them near its memory.
+    """Move kvhold's threads off the engine's cores, but near its memory.
 
     If the engine binds no thread, nothing changes. Later threads need another call.
 
@@ -183,7 +183,7 @@ def _place(native_id: int, cores: str, spun: set[int]) -> None:
 
 
 def _free_cores(allowed: set[int], spun: set[int]) -> set[int]:
-    """Prefers cores near the spinning threads. Returns all allowed cores if none is free."""
+    """Prefers cores near the spinning threads. If none is free, returns all allowed ones."""
     free = allowed - spun
     near = {core for core in free if _nodes_of([core]) & _nodes_of(spun)}
     return near or free or allowed

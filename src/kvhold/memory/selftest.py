@@ -1,7 +1,7 @@
-"""Check at start that copies run in order with the engine's own work.
+"""Check at start that copies are ordered with the engine's own work.
 
 A wrong order is rare and silent, so the check delays a stream. A copy that waits for the delayed
-work must be right. The same copy without the wait must be wrong, or the check tries a longer delay.
+work must be right. Without the wait it must be wrong, or the check tries a longer delay.
 """
 
 from collections.abc import Callable

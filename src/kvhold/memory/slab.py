@@ -1,12 +1,12 @@
-"""Divide a range of bytes among objects of few sizes.
+"""Divide a range of bytes among objects.
 
     slabs = SlabAllocator(arena.nbytes)
     offset = slabs.allocate(nbytes)               # None: no room
     slabs.free(offset)
 
 A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
-*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first:
-its pages are faulted in. Not thread-safe.
+*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first,
+because its pages are faulted in. Not thread-safe.
 """
 
 from bisect import bisect_left, insort
@@ -52,7 +52,7 @@ class SlabAllocator:
         return offset
 
     def allocate_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """Return an offset for each size. None: one does not fit, and nothing is allocated."""
+        """Return an offset per size. None: one does not fit, and nothing is allocated."""
         offsets: list[int] = []
         for nbytes in sizes:
             offset = self.allocate(nbytes)
@@ -64,7 +64,7 @@ class SlabAllocator:
         return offsets
 
     def free(self, offset: int) -> None:
-        """Free an object. Asserts that it is allocated."""
+        """Asserts that the object is allocated."""
         if offset in self._large:
             size = self._large.pop(offset)
             self._runs.give(offset, size)

@@ -1,4 +1,4 @@
-"""Views: how an engine arranges a group's KV on its device, checked against the layout.
+"""An engine's arrangement of a group's KV, checked against the layout.
 
     # vLLM NHD; HND: "... head token dim"
     view = per_layer(group, kv_caches, axes="plane block token head dim")
@@ -6,8 +6,8 @@
     view = separate_pools(group, [k_pools, v_pools], axes="slot head dim", tokens_per_block=1)
 
 Axes may have any order and strides, but `dim` must be contiguous. `slot` is blocks and tokens in
-one axis. An axis with one entry may be missing: an MLA tensor is "block token dim". If a tensor
-disagrees with the group, a LayoutError names the field. Elements have the group's dtype, or are
+one axis. An axis with one entry may be missing: an MLA tensor is "block token dim". A LayoutError
+names the field in which a tensor disagrees with the group. Elements have the group's dtype, or are
 unsigned integers of that width.
 """
 
@@ -32,7 +32,7 @@ def per_layer(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """Make a view of one tensor per layer.
+    """One tensor per layer.
 
     tokens_per_block: required with a `slot` axis
     """
@@ -51,7 +51,7 @@ def per_layer(
 def cross_layer(
     group: Group, tensor: Tensor, *, axes: str | Sequence[str], tokens_per_block: int | None = None
 ) -> View:
-    """Make a view of one tensor for all layers, such as "block layer plane token head dim"."""
+    """One tensor for all layers, such as "block layer plane token head dim"."""
     whole = _Strided.of(tensor, _axes(axes), "the cross-layer tensor")
     layers = _split(group, whole, "layer", group.layers)
     return _paged(
@@ -68,7 +68,7 @@ def separate_pools(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """Make a view of one tensor for each layer and plane.
+    """One tensor per layer and plane.
 
     planes: `group.planes` sequences of `group.layers` tensors
     axes:   "slot head dim" (SGLang; tokens_per_block is its page size), or "block head token dim"
@@ -93,7 +93,7 @@ def separate_pools(
 
 
 def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -> View:
-    """Make a view of one tensor per layer, with contiguous blocks of `group.block_bytes`."""
+    """One tensor per layer, with contiguous blocks of `group.block_bytes`."""
     if group.packing == CANONICAL:
         raise LayoutError(
             "group.packing is canonical; opaque blocks need the name of the engine's packing"

@@ -32,10 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
-    """Make the copier for views of a device.
-
-    Raises LayoutError for a device without streams, and DeviceError.
-    """
+    """Raises LayoutError for a device without streams, and DeviceError."""
     if device == "cpu":
         return HostCopier(threads)
     driver = _driver_for(device)

@@ -3,11 +3,11 @@
     store:  blocks --kernel--> ring --copy engine--> arena     # directly if the ring is full
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
-A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. Stores of
-any size use it: the engine may write the blocks again when the kernel has ended.
+A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. All
+stores use the ring: the engine may write the blocks again when the kernel has ended.
 
-`Transfer.wait` compares a load's checksums after the copy, so damage before it is found. A fault of
-the device is permanent; earlier copies are still waited for.
+`Transfer.wait` compares a load's checksums after the copy, so earlier damage is found. A device's
+fault is permanent; earlier copies are still waited for.
 """
 
 import logging
@@ -62,7 +62,7 @@ class DeviceCopier:
         self._arenas = arenas
         self._settings = settings or Settings()
         self._mappings = mappings
-        # A load may wait long for its ring.
+        # a load may wait long for its ring
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
         self._fault: DeviceError | None = None
@@ -84,7 +84,7 @@ class DeviceCopier:
         return self._arenas.refusal is not None
 
     def measure(self, device: str) -> None:
-        """Measure from which size on pieces are loaded directly."""
+        """Measure the size above which pieces are loaded directly."""
         self._settings = replace(self._settings, direct_bytes=direct_bytes(self, device))
 
     @property
@@ -124,7 +124,7 @@ class DeviceCopier:
         self._pin_arenas_of([])
 
     def close(self) -> None:
-        """Unpin the arenas. All transfers must have ended."""
+        """Unpin the arenas, after the end of all transfers."""
         self._arenas.close()
 
     def _submit(
@@ -137,7 +137,7 @@ class DeviceCopier:
     ) -> "DeviceTransfer":
         self._pin_arenas_of(pieces)
         marks = [] if after is None else [cast(DeviceEvent, after)]
-        # Half a ring, so that kernels and copies of two batches overlap.
+        # half a ring, so that two batches overlap
         most_bytes = min(self._settings.batch_bytes, self._ring_bytes(lane) // 2)
         transfer = DeviceTransfer(pieces, self._arenas, lambda: self._noting_faults(before=False))
         try:
@@ -246,7 +246,7 @@ class DeviceCopier:
     def _ring(self, lane: Lane) -> Ring:
         if lane not in self._rings:
             self._rings[lane] = Ring(self._driver.new_ring(self._ring_bytes(lane)))
-            self._driver.drain()  # the memory's previous owner may still have kernels
+            self._driver.drain()  # the previous owner may still run kernels
         return self._rings[lane]
 
     def _ring_bytes(self, lane: Lane) -> int:
@@ -271,7 +271,7 @@ class DeviceCopier:
 
 
 class DeviceTransfer:
-    """Copies that were submitted together. One thread waits, once."""
+    """Copies submitted together. One thread waits, once."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class DeviceTransfer:
             return all(event.fired() for event in self._ends)
 
     def wait(self) -> list[DamagedChunks | None]:
-        """Raises DeviceError. The arena then stays pinned, because the device may still use it."""
+        """Raises DeviceError. Then the arena stays pinned: the device may still use it."""
         faults: list[DeviceError] = []
         for event, batch in self._checks:
             if self._ends_well(event, faults):

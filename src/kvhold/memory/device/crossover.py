@@ -1,6 +1,6 @@
 """Measure the size above which pieces are loaded directly.
 
-A direct load costs time per piece, a load through the ring per chunk. Timing both takes 0.1 s.
+A direct load costs time per piece, a load through the ring per chunk. Takes 0.1 s.
 """
 
 import logging
@@ -31,7 +31,7 @@ def direct_bytes(
     *,
     seconds_of: Callable[[Callable[[], object]], float] | None = None,
 ) -> int:
-    """Return the size from which on direct loads are never slower than the ring, or NEVER."""
+    """Return the least size at which direct loads are never slower than the ring, or NEVER."""
     seconds_of = seconds_of or _median_seconds
     found = NEVER
     for nbytes in reversed(SIZES):

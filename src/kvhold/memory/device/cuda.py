@@ -1,8 +1,7 @@
 """A `DeviceDriver` for NVIDIA GPUs. Needs cuda-bindings.
 
 Streams and events are torch's, shared with the engine. Copies and registrations call the CUDA
-driver: one call copies many pieces, and a failed registration leaves no error for the engine's next
-call.
+driver: one call copies many pieces, and a failed registration leaves no error behind.
 """
 
 from collections.abc import Sequence
@@ -92,7 +91,7 @@ class CudaDriver(TorchDriver):
             )
 
     def _enter(self) -> None:
-        """Make the device's context current, which torch does not always do."""
+        """Make the device's context current: torch does not always."""
         _checked(cuda.cuCtxSetCurrent(self._context))
 
     def _current(self) -> Any:

@@ -1,4 +1,4 @@
-"""The contract of a device for `DeviceCopier`: streams by purpose, events, kernels and copies.
+"""The contract of a device for `DeviceCopier`.
 
 Operations of one lane run in order; only events order lanes. Every fault of the device is a
 DeviceError, and permanent.
@@ -26,7 +26,7 @@ class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def fired(self) -> bool:
-        """Return whether the stream is there."""
+        """Whether the stream is there."""
 
     def wait(self) -> None:
         """Wait until the stream is there."""
@@ -61,7 +61,7 @@ class DeviceDriver(Stage, Protocol):
     def launch(
         self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
     ) -> DeviceEvent:
-        """Call `work` on the lane's stream, behind `after`. Return an event behind its kernels."""
+        """Call `work` on the lane's stream, behind `after`. Return an event behind it."""
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> DeviceEvent:
         """Copy to the host on `Lane.STORE`, else to the device."""

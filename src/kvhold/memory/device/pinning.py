@@ -6,9 +6,9 @@
     arenas.release(held)                        # after the transfer
 
 Pinning takes about 0.1 s per GiB, and one call for a large arena fails, so a thread pins slice
-after slice. It pauses between them, because the driver's other calls wait during a pin. The thread
-keeps the mappings until it has unpinned them. Otherwise the device would mistake new memory at the
-same address for the old one.
+after slice. It pauses between them, because the driver's other calls wait during a pin. It keeps
+the mappings until it has unpinned them: else the device would mistake new memory at the same
+address for the old one.
 """
 
 import logging
@@ -28,7 +28,7 @@ from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import DeviceDriver
 
 SLICE_BYTES = 256 << 20  # 25 ms a call
-_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held meanwhile, and the engine waits for it
+_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held, and the engine waits
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -56,7 +56,7 @@ class PinnedArena:
     is_pinning:      a slice is being pinned, or will be next
     is_settled:      no more slices will be pinned
     users:           running transfers
-    is_leaving:      it is being unpinned, or was
+    is_leaving:      it is being unpinned, or was unpinned
     is_left:         it is unpinned
     thread:          None for scratch memory
     """
@@ -124,7 +124,7 @@ class PinnedArenas:
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
-        """Later arenas are not pinned."""
+        """Pin no later arena."""
         self._refusal = reason
 
     def add(self, read_only: Buffer, writable: Buffer) -> None:
@@ -172,11 +172,11 @@ class PinnedArenas:
     ) -> Iterator[Reach]:
         """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
-        Waits for a slice that is being pinned. If the bytes are not pinned, no slice is pinned in
-        the block: the device would refuse the copy.
+        Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block: the
+        device would refuse the copy.
 
         Raises DeviceError if nothing may be copied. Raises CapacityError if only a part is pinned,
-        for good or for longer than the engine should wait, or if the arena is being unpinned.
+        for good or for too long, or if the arena is being unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)

@@ -1,4 +1,4 @@
-"""Staging memory on a device. Slices are taken, and freed, in order.
+"""Staging memory on a device. Slices are taken and freed in order.
 
     with ring.take_when_free(nbytes) as part:
         part.until(event)               # free when `event` has fired; without a call, at once
@@ -65,7 +65,7 @@ class Ring:
         return self._taken[-1]
 
     def take_when_free(self, nbytes: int) -> Slice:
-        """Take a slice, when earlier ones have left space."""
+        """Wait until earlier slices leave space."""
         assert self.fits(nbytes), "no such slice can ever be had"
         while (found := self.take(nbytes)) is None:
             self._taken[0].wait()

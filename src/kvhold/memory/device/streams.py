@@ -1,6 +1,6 @@
-"""A `DeviceDriver` for every device that has streams in torch.
+"""A `DeviceDriver` for every device with streams in torch.
 
-It is slow: host memory is not pinned, and a call blocks until its copy has ended.
+Slow: host memory is not pinned, and calls block until their copies have ended.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class TorchDriver:
         return self.new_stream(is_urgent=False)
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Make the device current. Else leaving a stream creates a context on the first device."""
+        """Make the device current: else leaving a stream creates a context on the first device."""
         return (
             self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
         )
