@@ -5,7 +5,7 @@
     scatter(plan, layers=range(4, 5), threads=2)    # one layer, two threads
 
 Three workers give the same bytes: numba for host memory, Triton for a GPU that can address the
-arena, and the reference. On a device a copy follows the current stream and may end after the call.
+arena, and the reference. On a device a copy follows the current stream, and may end after the call.
 Any thread; concurrent calls must not write the same bytes.
 """
 
@@ -40,7 +40,7 @@ Worker: TypeAlias = Literal["numba", "triton", "reference"]
 Sums: TypeAlias = npt.NDArray[np.uint64]  # [chunks, layers]
 Copy: TypeAlias = Callable[[Plan, range, bool, int], None]  # plan, layers, to_arena, threads
 
-# Bytes of a layer. The xxhash library hashes shorter ones.
+# bytes of a layer; the xxhash library hashes shorter ones
 _SHORT_LAYER = 240
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def scatter(
 
 
 def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
-    """Load or compile the code for a device and views. It takes up to seconds."""
+    """Load or compile the code, which takes up to seconds."""
     worker = _chosen(device.partition(":")[0], True)
     _load(worker)
     if worker == "numba":

@@ -1,9 +1,8 @@
 """Quantise numbers to few bins and back, compiled.
 
-Works on one plane of a layer, [tokens, width], finite. A bin is the nearest integer to number /
-step, within -127..127, with a step per channel. A deviation is a bin minus the bin of the channel's
-mean. A symbol is a deviation as one byte, or ESCAPE if it is too large; then the bin is an
-exception.
+For one plane of a layer, [tokens, width], finite. A bin is the nearest integer to number / step,
+within -127..127, with a step per channel. A deviation is a bin minus the bin of the channel's mean.
+A symbol is a deviation as one byte, or ESCAPE if it is too large; then the bin is an exception.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -36,7 +35,7 @@ Deviations: TypeAlias = npt.NDArray[np.int16]
 MOST = 127
 ESCAPE = 0x80
 REACH = 63
-# A magnitude gets a frequency (two bytes) if it or larger ones occur this often.
+# a magnitude gets a frequency (two bytes) if it or larger ones occur this often
 WORTH_IT = 3
 SHIFTS = 8  # a token's shift is -SHIFTS..SHIFTS - 1
 
@@ -110,7 +109,7 @@ def spread_kinds(
 
 
 def count(deviations: Deviations, kinds: Bytes, num_kinds: int) -> Counts:
-    """Count the magnitudes, int64 [num_kinds, REACH + 2]; the last column counts larger ones."""
+    """Return int64 [num_kinds, REACH + 2]; the last column counts larger magnitudes."""
     assert deviations.size == kinds.size and int(kinds.max(initial=0)) < num_kinds
     counts = np.zeros((num_kinds, REACH + 2), np.int64)
     _count(deviations, kinds, counts)
@@ -269,7 +268,7 @@ def _spread_kinds(classes: Any, shifts: Any, bounds: Any, num_kinds: int, kinds:
 @compiled(types.void(_i16r, _u8r, types.int64[:, ::1]))
 def _count(deviations: Any, kinds: Any, counts: Any) -> None:
     piece = 1024
-    # Two tables, as in numba_rans.
+    # two tables, as in numba_rans
     parts = np.zeros((2, counts.shape[0] * 128), np.uint32)
     places = np.empty(piece, np.uint32)
     for begin in range(0, deviations.size, piece):

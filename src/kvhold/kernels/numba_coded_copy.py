@@ -1,4 +1,4 @@
-"""The copy in host memory of a view with a `Coding`: one pass, to the bytes of codec int8."""
+"""The copy in host memory of a view with a `Coding`, to the bytes of codec int8."""
 
 from typing import Any
 

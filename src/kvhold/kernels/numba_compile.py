@@ -1,4 +1,4 @@
-"""Compile the arithmetic of codecs: for fixed types, at import, without the GIL. Any thread."""
+"""Compile the codecs' arithmetic for fixed types, at import, without the GIL. Any thread."""
 
 from typing import Any
 

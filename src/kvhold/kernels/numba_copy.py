@@ -1,7 +1,7 @@
 """The copy in host memory: compiled loops over raw addresses, without the GIL.
 
 Threads take tiles (a run of a plane) from one atomic counter, so a delayed thread costs only its
-share. The threads are our own: numba's pool and torch's OpenMP starve each other.
+share. numba's pool and torch's OpenMP starve each other, so the threads are our own.
 
 Streaming stores do not read the lines that they overwrite: 10-25% faster than memcpy for copies
 larger than the cache, slower for small ones.
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from kvhold.kernels.plan import Plan
 
 STREAM_BYTES = 4 << 20  # larger calls use streaming stores
-# Bytes that a thread takes at a time; a second thread needs two.
+# bytes that a thread takes at a time; a second thread needs two
 SLICE_BYTES = 1 << 20
 LINE = 64
 LEAD_BYTES = 4 << 10
@@ -69,7 +69,7 @@ def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
 
 
 def _on_lines(plan: Plan, to_arena: bool) -> bool:
-    """Return whether written pieces are whole cache lines, for streaming stores."""
+    """Whether written pieces are whole cache lines, as streaming stores need."""
     view = plan.view
     bits = view.row_bytes if view.rows_are_whole else view.head_bytes
     if to_arena:
@@ -168,7 +168,7 @@ def _take(_: Any, counter: Any, count: Any) -> Any:
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Order streaming stores before later ones, such as a commit."""
+    """Order streaming stores before later ones."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")

@@ -1,7 +1,7 @@
-"""Floats as their bits, for compiled code: shared by the quantising codecs.
+"""Floats as bits, for the compiled code of quantising codecs.
 
-numba's cache does not notice changes in inlined functions: after a change here, delete the
-`__pycache__` beside this file.
+numba's cache does not notice changes in inlined functions: after a change, delete the `__pycache__`
+beside this file.
 """
 
 from typing import Any, TypeAlias

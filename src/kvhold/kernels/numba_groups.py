@@ -1,4 +1,4 @@
-"""Quantise numbers to 4 or 2 bits and back, compiled, between the least and largest of a group.
+"""Quantise numbers to 4 or 2 bits and back, between the least and largest of a group, compiled.
 
 A group is 32 tokens of a channel (columns), or 32 channels of a head in one token (rows). Elements
 are finite; ends are exact. Rounding is to nearest, ties to even. A token's codes are [packed_width]
@@ -95,8 +95,8 @@ def _check_rows(elements: Elements, head_dim: int, bits: int, ends: Elements, co
 
 _UINTS = (types.uint16, types.uint32)
 _HALF = np.float32(0.5)
-# The least half range. The inverse of a smaller one may overflow: all elements of such a group
-# become its least.
+# the least half range; a smaller one's inverse may overflow, so all elements of its group become
+# the least
 _LEAST = np.float32(2.0**-120)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _BELOW = np.int32(0x7FFF_FFFF)

@@ -1,4 +1,4 @@
-"""Rotate vectors so that their numbers become alike, and code them in 4 bits, compiled.
+"""Rotate vectors and code them in 4 bits, compiled.
 
 A vector is a run of 128 channels of a head, padded with zeros to a power of two. Random signs and a
 Hadamard matrix make its numbers resemble normal numbers. Each becomes the nearest of 16 levels
@@ -97,7 +97,7 @@ def _stage(source: Any, into: Any, half: int) -> None:
 
 @njit(inline="always")
 def _turn(row: Any, spare: Any, size: int) -> Any:
-    """Apply the Hadamard transform to `row[:size]`. All stages are the same loop over vectors."""
+    """Apply the Hadamard transform to `row[:size]`."""
     stages = 0
     while 1 << stages < size:
         stages += 1
@@ -238,7 +238,7 @@ def _encode(
             for i in range(size - half, half):
                 into[i] = code[i]
             _restore(into, scale, signs, levels, size, row, spare)
-            # As bits, infinity is above all numbers, and NaN above infinity.
+            # as bits, infinity is above all numbers, and NaN above infinity
             worst = np.uint32(0)
             for i in range(count):
                 worst = max(worst, np.uint32(as_bits(np.float32(row[i] - values[i])) & MAGNITUDE))

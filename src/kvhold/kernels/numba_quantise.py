@@ -115,7 +115,7 @@ _ONE = np.float32(1)
 def _to_e4m3(value: Any) -> Any:
     bits = as_bits(value)
     magnitude = np.uint32(bits & MAGNITUDE)
-    # From 2**-6 on: drop 20 bits of mantissa; the exponent's bias goes from 127 to 7.
+    # from 2**-6 on: drop 20 bits of mantissa; the exponent's bias goes from 127 to 7
     normal = np.uint32(
         np.uint32(
             magnitude
@@ -125,7 +125,7 @@ def _to_e4m3(value: Any) -> Any:
         )
         >> np.uint32(20)
     )
-    # Below: adding 2**14, where float32 has steps of 2**-9, rounds.
+    # below: adding 2**14, where float32 has steps of 2**-9, rounds
     below = np.uint32(
         as_bits(np.float32(as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23)
     )

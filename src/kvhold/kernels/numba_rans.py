@@ -1,4 +1,4 @@
-"""Split elements into byte planes, and code planes with interleaved rANS (Duda 2013, Giesen 2014).
+"""Split elements into byte planes, and code these with interleaved rANS (Duda 2013, Giesen 2014).
 
 An element is rotated left by one bit and cut into bytes, most significant first.
 
@@ -232,7 +232,7 @@ def _merge(planes: Any, bias: Any, out: Any) -> None:
 
 @compiled(types.void(_bytes, types.int64[::1]))
 def _histogram(plane: Any, counts: Any) -> None:
-    # Four tables: equal neighbours do not wait for each other's store.
+    # four tables, so that equal neighbours do not wait for each other's store
     parts = np.zeros((4, 256), np.uint32)
     whole = plane.size // 4 * 4
     for i in range(0, whole, 4):
@@ -292,7 +292,7 @@ def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
             symbol = plane[i]
             x = states[lane]
             f = freqs[symbol]
-            # Written in any case: a branch would be unpredictable.
+            # written in any case: a branch would be unpredictable
             full = x >= f << _u20
             row[at - 1] = np.uint16(x & _WORD_MASK)
             at -= int(full)

@@ -1,4 +1,4 @@
-"""rANS as in numba_rans.py, with frequencies for each of several kinds of symbols.
+"""rANS as in numba_rans.py, with frequencies per kind of symbols.
 
 A segment is as many whole rows of `width` symbols as fit into SEGMENT, at least one. A symbol's
 lane is its column modulo LANES. A kind with one symbol costs nothing.

@@ -1,8 +1,7 @@
-"""The copy in host memory that also takes each layer's checksum: bytes cross memory once.
+"""The copy in host memory with each layer's checksum: bytes cross memory once.
 
 Each piece is hashed in the core's cache. A scatter hashes the arena's bytes after the copy, so
-damage before the copy is always found. A gather hashes the arena's bytes, or the engine's bytes if
-it streams.
+earlier damage is always found. A gather hashes the arena's bytes, or the engine's if it streams.
 """
 
 from typing import Any

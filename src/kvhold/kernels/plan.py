@@ -1,7 +1,7 @@
-"""Plan a copy: pair slots of a view with places in the arena, as runs that serve all layers.
+"""Plan a copy: pair a view's slots with places in the arena, as runs for all layers.
 
-A *run* is a stretch of rows that are in order both in the view and in one chunk. All bounds are
-checked here. A plan can be reused, by one thread at a time.
+A *run* is a stretch of rows in order both in the view and in one chunk. All bounds are checked
+here. One thread at a time may use a plan.
 """
 
 from dataclasses import dataclass, field, replace
@@ -164,7 +164,7 @@ def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan
 
 
 def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
-    """Fill each chunk from whole blocks. A chunk's last block may be used in part.
+    """Pair whole blocks with each chunk. A chunk's last block may be used in part.
 
     block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; else as the slots of `plan_slots`
 

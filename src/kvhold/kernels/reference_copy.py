@@ -1,4 +1,4 @@
-"""The reference copy: tests compare the fast copies with it, and it runs where they cannot.
+"""The reference for the fast copies, also used where they cannot run.
 
 If the device cannot address the arena, each piece goes through a temporary.
 """

@@ -1,7 +1,7 @@
 """The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
 
 - A thread moves 16 bytes at a time if every address, stride and size allows it.
-- A program keeps its multiprocessor while it waits for the bus, so many would keep the engine's
+- A program keeps its multiprocessor while it waits for the bus: many would keep the engine's
   kernels out.
 - Numbers of runs and tiles are not specialised, so no copy compiles after `prepare`.
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from kvhold.kernels.plan import Plan
 from kvhold.kernels.view import Int64s, View
 
-# A program's turn: 128 threads, eight times 16 bytes.
+# a program's turn: 128 threads, eight times 16 bytes
 TILE_WORDS = 2048
 PROGRAMS = 16  # 256 KiB in flight: a bus of 64 GB/s holds 130 KB in 2 us
 VECTOR_BYTES = 16
@@ -136,7 +136,7 @@ def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
         ]
         parts += [run, within, view.table.reshape(-1)]
         tables = torch.from_numpy(np.concatenate(parts))
-        # Pinned, so that the upload does not wait for the stream.
+        # pinned, so that the upload does not wait for the stream
         plan.memo[key] = (
             (tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)),
             run.size,

@@ -1,4 +1,4 @@
-"""Floats as their bits, for Triton kernels, with the same results as numba_floats.py.
+"""Floats as bits, for Triton kernels, with the results of numba_floats.py.
 
 Launch with EXACT: a fused product and sum would give other codes.
 """

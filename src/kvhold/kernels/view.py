@@ -1,10 +1,10 @@
-"""The engine's KV as the copies see it: addresses and strides, in bytes.
+"""The engine's KV as addresses and strides, in bytes.
 
 A *row* is the memory of one slot: one token of one plane (canonical packing), or one whole block
 (opaque packing). It lies at `table[layer, plane] + (slot // rows_per_block) * block_stride + (slot
 % rows_per_block) * row_stride`.
 
-A view keeps the engine's tensors alive, and is invalid once the engine moves them.
+A view keeps the engine's tensors alive. It is invalid once the engine moves them.
 """
 
 from dataclasses import dataclass
