@@ -1,4 +1,4 @@
-"""The contract of a codec, which encodes and decodes one layer of a chunk.
+"""The contract of a codec.
 
 `frame_chunk` and `unframe_chunk` are the only callers, and check every size. Plugins use the entry
 point group "kvhold.codecs"; `kvhold.testing.CodecContract` tests them.

@@ -1,4 +1,4 @@
-"""Choose the codec of a chunk: the tier's codec, or one within the request's options.
+"""Choose a chunk's codec: the tier's, or one within the request's options.
 
 If a codec's error bound exceeds `max_error`, the frame's error is measured. `lossless` writes
 chunks that no other codec can.

@@ -2,8 +2,8 @@
 
 After CacheGen (Liu et al., SIGCOMM 2024). Bins are finer for keys and early layers. Differences:
 
-- A channel has one step (width of a bin) for all tokens. It follows the channel's spread, so an
-  outlier costs bits, not precision.
+- A channel has one step (width of a bin) for all tokens, by its spread: an outlier costs bits, not
+  precision.
 - A channel's mean, in whole steps, is subtracted.
 - Channels of similar spread share up to 16 distributions: more would cost more than they save in
   256 tokens.
@@ -26,7 +26,7 @@ from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
 RUN = 128
-SHARED = 32  # elements behind the choice of a class and a step
+SHARED = 32  # elements behind a choice of class and step
 CLASSES = 16
 OCTAVES = 8  # 2**0 to 2**7 times the plane's base
 
@@ -35,9 +35,9 @@ _NEUTRAL = 2
 _HEAD = Struct("<fBBB")
 _COUNT = Struct("<I")
 
-# Spreads, over the median, at which the step is an octave wider.
+# spreads, over the median, at which the step is an octave wider
 _WIDER = 2.0 ** np.arange(-6.0, 22.0, 4.0)
-# Mean deviations, in steps, at which classes 2, 3 ... begin.
+# mean deviations, in steps, at which classes 2, 3 ... begin
 _CLASS_FROM = 2.0 ** ((np.arange(2, CLASSES) - 8.5) / 2)
 _SHIFT_FROM = 2.0 ** ((np.arange(1 - bins.SHIFTS, bins.SHIFTS) - 0.5) / 2)
 
@@ -154,7 +154,7 @@ class _Steps:
         fineness: float,
         widest: float,
     ) -> "_Steps":
-        """Only comparisons and products decide, so every machine chooses the same."""
+        """Only comparisons and products decide: every machine chooses the same."""
         share = max(0, (-(-SHARED // place.tokens) - 1).bit_length())
         groups = _groups(place.heads, place.head_dim, share)
         sizes = np.bincount(groups) * place.tokens
@@ -244,7 +244,7 @@ def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Byt
 
 @dataclass(frozen=True)
 class _Coding:
-    """The distributions of a plane. A kind is the number of one.
+    """The distributions of a plane. A kind is a distribution's number.
 
     classes:     [groups], the kind before the shift
     shifts:      [tokens, runs], or empty
@@ -271,7 +271,7 @@ class _Coding:
             )
             - bins.SHIFTS
         )
-        # Numbers sqrt(2) times as large or small cost 1/7 bit each, twice as large four times that.
+        # numbers sqrt(2) times as large or small cost 1/7 bit each, twice as large four times that
         if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
             shifts = np.zeros((0, 0))
         else:

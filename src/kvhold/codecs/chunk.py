@@ -1,10 +1,10 @@
-"""Encode a whole chunk to a frame, and decode it, with any codec.
+"""Encode a whole chunk to a frame, and decode frames.
 
     frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
     unframe_layer(header, 3, arrived, into[a:b], layout=layout)       # layers in any order
 
-A codec that does not accept an engine's packing gets the canonical one, if kvhold can convert it.
-Any thread, but not on an engine's path. The GIL is released.
+A codec that does not accept an engine's packing gets the canonical one, if kvhold can convert. Any
+thread, but not on an engine's path. The GIL is released.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Frame:
 
 
 def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
-    """Return the layout in which `codec` gets a group. None: it does not accept the group."""
+    """Return the layout that `codec` gets for a group. None: it does not accept the group."""
     for candidate in (layout, canonical_twin(layout, group)):
         if candidate is not None and codec.accepts(candidate, group):
             return candidate
@@ -85,7 +85,7 @@ def frame_chunk(
         change it
     checksums: [layers], if known, for a raw frame
     out:   at least `max_frame_bytes`; without it raw copies nothing
-    align: the payload begins at a multiple of it, a multiple of 8; direct I/O needs 4096
+    align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
 
     Raises LayoutError if layout or codec do not accept the chunk, ValueError if `out` is too small.
     """
@@ -229,7 +229,7 @@ def _target(
         return None
     most = max_frame_bytes(codec, layout, group, num_tokens, align=align)
     if out is None:
-        # Page-aligned for direct I/O.
+        # page-aligned for direct I/O
         return memoryview(mmap(-1, most))
     if len(target := memoryview(out).cast("B")) < most:
         raise ValueError(f"out has {len(target)} bytes, the frame may need {most}")

@@ -1,4 +1,4 @@
-"""A layer's bytes as aligned elements for compiled code. A frame's payload is not aligned."""
+"""A layer's bytes as aligned elements for compiled code: payloads are not aligned."""
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def written_elements(out: memoryview, kind: str) -> Iterator[Elements]:
 
 
 def is_quantisable(layout: Layout, group: int, dtypes: Container[str]) -> bool:
-    """Never a state: later tokens are computed from it."""
+    """Never a state, from which later tokens are computed."""
     place = layout.groups[group]
     return place.packing == CANONICAL and place.attention != "state" and place.dtype in dtypes
 

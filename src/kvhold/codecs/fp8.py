@@ -13,7 +13,7 @@ from kvhold.kernels import numba_quantise as quantise
 from kvhold.kernels.numba_floats import LEAST_NORMAL
 
 BY_CHANNEL, BY_HEAD = 1, 2
-# With fewer tokens, scales by channel add more than 1/8 byte per element.
+# with fewer tokens, scales by channel add more than 1/8 byte per element
 TOKENS_FOR_CHANNELS = 32
 
 

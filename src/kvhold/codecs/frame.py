@@ -4,8 +4,8 @@
     check_identity(header, key=key, layout=layout, num_tokens=256)
     verify(header, payload)                                             # verify_layer: one layer
 
-Readers check all fields before they copy bytes. Checksums find accidents, not forgeries. Any
-thread; xxhash releases the GIL.
+Readers check all fields before copying. Checksums find accidents, not forgeries. Any thread; xxhash
+releases the GIL.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from kvhold.core.layout import CANONICAL, DTYPE_BYTES, MOST_CHUNK_BYTES, Layout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# A transfer that rewrites line ends or strips the eighth bit breaks it.
+# a transfer that rewrites line ends or strips the eighth bit breaks it
 MAGIC = b"\x89kvhold\n"
 VERSION = 1
 RAW = "raw"
@@ -48,7 +48,7 @@ _INT64, _UINT32, _UINT64 = 1 << 63, 1 << 32, 1 << 64
 
 @dataclass(frozen=True)
 class FrameSize:
-    """From a frame's first PREFIX_BYTES: within bounds, not verified."""
+    """Within bounds, not verified."""
 
     header_bytes: int
     payload_bytes: int
@@ -56,7 +56,7 @@ class FrameSize:
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """The description of a chunk in its frame.
+    """A frame's description of its chunk.
 
     layout:       16 bytes, its fingerprint
     first_token:  its position in the prompt; K is rotated for it
@@ -134,7 +134,7 @@ def checksum(data: Buffer) -> int:
 
 
 def encode_header(header: FrameHeader) -> bytes:
-    """Encode a header. Raises ValueError if no reader would accept it."""
+    """Raises ValueError if no reader would accept the header."""
     if fault := _fault(header):
         raise ValueError(f"not a frame's header: {fault[1]}")
     table = [0] * (3 * len(header.lengths))
@@ -184,7 +184,7 @@ def read_size(prefix: Buffer) -> FrameSize:
 
 
 def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
-    """Check and parse a header. Raises FrameError.
+    """Raises FrameError.
 
     buffer:      the whole header; later bytes are ignored
     frame_bytes: if known; finds a cut or padded frame

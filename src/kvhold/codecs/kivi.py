@@ -1,4 +1,4 @@
-"""KIVI: 4 or 2 bits per element, between the least and the largest value of its group.
+"""KIVI: 4 or 2 bits per element, between the least and the largest of its group.
 
 After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). Some
 channels of keys are many times larger than the others, so a group of keys is tokens of one channel.
@@ -124,7 +124,7 @@ def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elemen
 
 
 def is_too_small(largest: float, place: LayerShape) -> bool:
-    """Return whether a layer's largest magnitude is a denormal or below 2**-100.
+    """Whether a layer's largest magnitude is a denormal or below 2**-100.
 
     Such layers are stored unchanged, to keep the error bound.
     """

@@ -1,4 +1,4 @@
-"""lossless: elements are split into byte planes, and the planes that compress are coded by rANS.
+"""lossless: byte planes of the elements; planes that compress are coded by rANS.
 
 If it saves bytes, each channel's mean exponent is subtracted.
 """
@@ -17,7 +17,7 @@ from kvhold.kernels.numba_rans import Bytes
 
 PLAIN, CONSTANT, CODED_PLANE, BIASED_PLANE = range(4)
 
-# The exponent's step in the first byte of a rotated element.
+# the exponent's step in the first byte of a rotated element
 _EXPONENT_STEP = {
     "float64": 1,
     "float32": 1,

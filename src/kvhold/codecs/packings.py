@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Group, Layout
 
-# vLLM's attention on x86: for each head K as [head_dim][token], then V as [token][head_dim].
+# vLLM's attention on x86: per head K as [head_dim][token], then V as [token][head_dim]
 _HEADS_WITH_K_TRANSPOSED = frozenset({"vllm-0.32-cpu_attn-vec", "vllm-0.32-cpu_attn-vec16"})
 
 

@@ -1,4 +1,4 @@
-"""Codecs by name: kvhold's, and those of plugins (entry points in the group "kvhold.codecs")."""
+"""Codecs by name: kvhold's and plugins' (entry points in the group "kvhold.codecs")."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ENTRY_POINTS = "kvhold.codecs"
 
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
-# An import of any codec but raw compiles it.
+# an import of any codec but raw compiles
 _OURS: dict[str, EntryPoint] = {
     name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
     for name, place in {
@@ -41,7 +41,7 @@ def codec_names() -> tuple[str, ...]:
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec, one per process. The first use on a machine may compile for half a minute.
+    """One object per process. The first use on a machine may compile for half a minute.
 
     Raises ConfigError if it is unknown or cannot be loaded.
     """

@@ -1,11 +1,11 @@
-"""Encrypted frames: AES-256-GCM over a whole frame, so a tier cannot read, swap or alter chunks.
+"""Encrypted frames (AES-256-GCM): a tier cannot read, swap or alter chunks.
 
     parts = keyring.seal((header, payload), key=key, tenant="acme")
     frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
 
 HKDF-SHA256 derives a frame's key from the tenant's key and name, 32 random bytes, and the chunk's
-key. So a tenant's key may seal any number of frames, and no frame can be unsealed as another chunk
-or for another tenant.
+key. So a tenant's key may seal any number of frames, and no frame is unsealed as another chunk or
+for another tenant.
 
 A tenant's first key seals; all its keys unseal. Any thread; the GIL is released.
 """
@@ -170,7 +170,7 @@ def _read_key(kind: str, place: str, environ: Mapping[str, str]) -> bytes:
                 raw = file.read(1024)
         except OSError as error:
             raise ConfigError(f"{where}: {error.strerror}") from None
-    # 32 ASCII characters are a weak key, or cut short.
+    # 32 ASCII characters are a weak key, or a cut one
     as_is = None if raw.isascii() else raw
     for found in (as_is, _hex(raw.strip()), _base64(raw.strip())):
         if found is not None and len(found) == KEY_BYTES:

@@ -1,4 +1,4 @@
-"""turboquant4: 4 bits per channel of a vector that is rotated at random, to make channels equal.
+"""turboquant4: 4 bits per channel of a randomly rotated vector, which makes channels equal.
 
 After Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate"
 (2025). The rotation is a Hadamard matrix with random signs.
