@@ -1,4 +1,4 @@
-"""Conformance suites: one pytest class for tiers, codecs, policies and caches each.
+"""Conformance suites for tiers, codecs, policies and caches: one pytest class each.
 
     from kvhold.testing import TierContract
 
@@ -7,7 +7,7 @@ Needs pytest, pytest-asyncio and hypothesis.
 
 import pytest
 
-# Shows values in failed asserts, also for plugins. Must come before the imports.
+# before the imports: shows values in failed asserts, also for plugins
 pytest.register_assert_rewrite(
     "kvhold.testing.cache",
     "kvhold.testing.cache_contract",

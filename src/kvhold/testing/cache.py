@@ -105,7 +105,7 @@ def store(
     tail: bool = True,
     groups: npt.ArrayLike | None = None,
 ) -> list[int]:
-    """Reserve, fill and commit chunks from `first` on. Returns the granted ones."""
+    """Reserve, fill and commit chunks from `first` on. Return the granted ones."""
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
     with cache.reserve(layout, names, shard, groups=groups) as reservation:
         fill(reservation, layout, names, shard)
@@ -139,7 +139,7 @@ def check(lease: Lease, prompt: Prompt, num_tokens: int, shard: int = 0) -> None
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
-    """Look up a prompt, and check every byte. Returns the number of tokens found."""
+    """Look up a prompt, and check every byte. Return the found tokens."""
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
             lease = cache.claim(hit.ticket, shard)
@@ -160,7 +160,7 @@ def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
 
 
 class CacheFixtures:
-    """What the parts of `CacheContract` share."""
+    """Fixtures for all parts of `CacheContract`."""
 
     lower_tiers = False
     """Whether evicted chunks come back from a lower tier.

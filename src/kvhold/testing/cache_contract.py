@@ -40,9 +40,7 @@ from kvhold.testing.cache_stores import CacheStores
 
 
 class CacheContract(CacheLookups, CacheStores):
-    """The suite. Needs a fixture `make_cache`; in one test, all its caches are the same."""
-
-    # A full arena
+    """Needs a fixture `make_cache`; in one test, all its caches are the same."""
 
     def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(
         self, cache: Cache, space: Namespace
@@ -130,8 +128,6 @@ class CacheContract(CacheLookups, CacheStores):
         assert cache.status()["used_bytes"] == 0
         assert read(cache, prompt) == 0
 
-    # Tickets and endings
-
     def test_a_shard_may_be_claimed_by_several_and_is_pinned_until_the_last_lets_go(
         self, cache: Cache, space: Namespace
     ) -> None:
@@ -139,7 +135,7 @@ class CacheContract(CacheLookups, CacheStores):
         store(cache, prompt)
 
         def pinned() -> int:
-            # a chunk is pinned while it is being written below, too
+            # a chunk is pinned during its write below, too
             assert cache.flush(deadline_s=PATIENT_S)
             return cache.status()["pinned_chunks"]
 
@@ -236,8 +232,6 @@ class CacheContract(CacheLookups, CacheStores):
             holding.close()
         cache.close()
 
-    # Layouts and invalid requests
-
     def test_reencoding_a_tier_that_is_not_there_is_an_error_that_says_so_and_ends_nothing(
         self, cache: Cache, space: Namespace
     ) -> None:
@@ -316,8 +310,6 @@ class CacheContract(CacheLookups, CacheStores):
         with pytest.raises(KVHoldError):
             calls[nonsense]()
         assert cache.status()["used_bytes"] == 0
-
-    # Concurrency
 
     def test_threads_that_store_and_read_at_once_see_only_what_the_keys_demand(
         self, cache: Cache, hybrid: Namespace

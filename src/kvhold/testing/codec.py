@@ -132,7 +132,7 @@ def _values(content: str, count: int) -> Floats:
 
 
 class CodecContract:
-    """The suite. Override the fixture `codec`."""
+    """Override the fixture `codec`."""
 
     @pytest.fixture
     def codec(self) -> Codec:
@@ -319,7 +319,7 @@ def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> byt
 
 
 def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
-    """Decode a layer. Check that the codec wrote all its output and nothing else."""
+    """Decode a layer. Check that the codec wrote its whole output and nothing else."""
     results = []
     for fill in (0x55, 0xAA):
         room, out = _guarded(case.layer_bytes, fill=fill)

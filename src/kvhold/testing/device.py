@@ -1,4 +1,4 @@
-"""A device whose streams run late, in a seeded order: a missing event or wait gives wrong bytes.
+"""A device whose streams run late, in a seeded order, so a missing event or wait gives wrong bytes.
 
     device = FakeDevice(seed=7)
     device.compute(lambda: tensor.fill_(1))             # on the engine's stream
@@ -34,7 +34,7 @@ class FakeEvent:
         return self.has_fired
 
     def wait(self) -> None:
-        """Run the device until it has fired. Other threads may add work before."""
+        """Run the device until it has fired."""
         self._device.hesitate()
         self._device.wait(self)
 
@@ -207,7 +207,7 @@ class FakeDriver:
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
         """Real devices take ranges within one registration, or outside all."""
-        pinned_now = self.pinned.copy()  # another thread may pin meanwhile
+        pinned_now = self.pinned.copy()  # another thread may pin now
         touched = [
             start
             for start, size in pinned_now.items()

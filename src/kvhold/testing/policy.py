@@ -49,7 +49,7 @@ _A, _B = _KEYS[0][:NAMESPACE_BYTES], make_chunk(0, "b")[:NAMESPACE_BYTES]
 
 
 class PolicyContract:
-    """The suite. Override `make_policy`."""
+    """Override `make_policy`."""
 
     def make_policy(self) -> Policy:
         """Return a policy without keys."""
@@ -329,7 +329,7 @@ def unpinned(key: bytes) -> bool:
     return False
 
 
-# Chunk i continues chunk _BEFORE[i], in each of two namespaces.
+# chunk i continues chunk _BEFORE[i], in each of two namespaces
 _BEFORE = (None, 0, 1, 2, 1, 4, 0, None, 7, 8)
 _PARENTS = {
     make_chunk(number, space): None if before is None else make_chunk(before, space)

@@ -50,7 +50,7 @@ SIZES = (
     3_000_001,
 )
 
-# In names these mean something to shells, URLs, patterns or protocols; in keys they are bytes.
+# in names these have meanings for shells, URLs, patterns or protocols; in keys they are bytes
 AWKWARD = (
     b"\x00",
     b"\xff",
@@ -75,7 +75,7 @@ AWKWARD = (
 
 
 class TierContract(TierReplaces):
-    """The suite. Override the fixture `tier`."""
+    """Override the fixture `tier`."""
 
     pytestmark = pytest.mark.asyncio
 
