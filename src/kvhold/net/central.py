@@ -1,4 +1,4 @@
-"""The records between a central cache and its hosts, as msgpack (`wire.py`).
+"""The records between a central cache and its hosts.
 
 A client sends Hello. The answer is Welcome, or Refused and a closed connection. Then requests are
 answered in order. Bytes of values follow their Put in the order of its keys, or the answer to a
@@ -70,7 +70,7 @@ class Get(CentralMessage, frozen=True):
 class ValueSizes(CentralMessage, frozen=True):
     """Size of each value; None: missing, larger than `room`, or a bad range.
 
-    whole: of a Probe: no tier failed; otherwise, a failed tier may have the missing values
+    whole: of a Probe: no tier failed; else a failed tier may have the missing values
     """
 
     sizes: list[int | None]
@@ -80,8 +80,8 @@ class ValueSizes(CentralMessage, frozen=True):
 class Put(CentralMessage, frozen=True):
     """Store values. Their bytes follow the record. -> Stored
 
-    ttl_s: infinity, and more than MAX_TTL_S: never expires, in lower tiers either; None: as their
-           settings say
+    ttl_s: infinity, or above MAX_TTL_S: never expires, nor in lower tiers; None: as their settings
+           say
     """
 
     keys: bytes
@@ -111,7 +111,7 @@ class Removed(CentralMessage, frozen=True):
 class Scan(CentralMessage, frozen=True):
     """Ask for the next keys with a prefix, unordered. -> Keys
 
-    after: the last key of the page before; empty: begin
+    after: the previous page's last key; empty: begin
     """
 
     prefix: bytes
@@ -127,7 +127,7 @@ class CentralKeys(CentralMessage, frozen=True):
 
 
 class CentralDone(CentralMessage, frozen=True):
-    """The cache answers."""
+    """Answer to Check."""
 
 
 Greeting = Union[CentralWelcome, CentralRefused]  # noqa: UP007 - msgspec reads the union

@@ -1,11 +1,11 @@
-"""The records of the node's protocol, as msgpack (`wire.py`).
+"""The records of the node's protocol.
 
 A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has its
 request's number. `->` names the answer, which is Done if not named. Number 0 marks News and fatal
 refusals.
 
-After a fatal Refused the node closes the connection. While the client has a lease or a reservation,
-only the client closes it, once it no longer uses that memory.
+After a fatal Refused the node closes the connection. A client with a lease or a reservation closes
+it itself, once it no longer uses that memory.
 """
 
 from typing import Annotated, Any, Union
@@ -96,7 +96,7 @@ class LookupAnswer(Message, frozen=True):
 
 
 class Refresh(Message, frozen=True):
-    """Ask for the length of an arriving hit. -> LookupAnswer
+    """Ask for an arriving hit's length. -> LookupAnswer
 
     settle: make the hit final now
     growth: send News already when the hit grows
@@ -238,7 +238,9 @@ class Clear(Message, frozen=True):
 
 
 class Flushed(Message, frozen=True):
-    """Ask whether all up to `mark` is written or given up, and no clear runs. -> Done; 1: yes"""
+    """Ask whether all commits up to `mark` are written or given up, and no clear runs. -> Done; 1:
+    yes
+    """
 
     mark: int
 
@@ -306,7 +308,7 @@ class Clients(Message, frozen=True):
 class UseDevice(Message, frozen=True):
     """Report that a device copies for this client.
 
-    Its memory is then taken back only after its process has ended or sent `Departed`.
+    Then its memory is taken back only after its process has ended or sent `Departed`.
     """
 
     pinned_bytes: int = 0

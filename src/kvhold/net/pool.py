@@ -1,7 +1,7 @@
-"""Connections to one server, each lent to one task at a time, and pipelined commands.
+"""Connections to one server, each lent to one task at a time.
 
-A connection is reused only between two replies, so no reply reaches the wrong command. If the
-server has closed an idle one, its commands are sent again on a new one. One event loop.
+A connection is reused only between two replies, so no reply reaches the wrong command. Commands on
+a stale connection are sent again on a new one. One event loop.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Pool:
 
     @asynccontextmanager
     async def lend(self, *, fresh: bool = False) -> AsyncIterator[Stream]:
-        """Lend a connection between two replies. The caller leaves it so, or closes it."""
+        """Lend a connection between two replies. The caller leaves it so or closes it."""
         async with self._room:
             stream = await self._take(fresh)
             if self._closed:
@@ -68,7 +68,7 @@ class Pool:
                 self._idle.append(stream)
 
     def close(self) -> None:
-        """Close all connections, also those in use. A task that waits gets an OSError."""
+        """Close all connections, also those in use. Waiting tasks get an OSError."""
         self._closed = True
         for stream in (*self._idle, *self._lent):
             stream.close()
@@ -148,7 +148,7 @@ async def _lane(
 
 
 async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchange]) -> None:
-    """Send from the queue and take replies, until done or an exchange closes the stream.
+    """Send from the queue and take replies, until the end or a closed stream.
 
     Sends more when half of the commands are done: large ones never wait for each other.
     """

@@ -1,4 +1,4 @@
-"""A connection as a stream of bytes, between the socket and the caller's buffers.
+"""A connection as a stream of bytes, to and from the caller's buffers.
 
 No thread: a cancelled call no longer uses its buffers. It may leave half a message, so the caller
 closes the connection (`Pool` does). The caller sets timeouts. One task at a time.
@@ -46,7 +46,7 @@ class Address:
 class Stream:
     """A connected socket, owned.
 
-    Calls raise OSError: the connection is lost; EOFError: the other side ended it.
+    Calls raise OSError: the connection is lost; EOFError: the other side has ended it.
     """
 
     def __init__(self, sock: socket.socket) -> None:

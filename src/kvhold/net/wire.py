@@ -1,7 +1,7 @@
 """Records on a stream: 4 bytes of length (little-endian), then msgpack.
 
-After the greeting, 8 bytes (little-endian) before the msgpack number the record. Too long a record
-raises ProtocolError before memory is allocated.
+After the greeting, 8 bytes (little-endian) before the msgpack number the record. A record that is
+too long raises ProtocolError before memory is allocated.
 """
 
 from collections.abc import Iterator
