@@ -88,7 +88,7 @@ def _lab_command(name: str) -> click.Command:
 
 
 class LabMissing(KVHoldError):
-    """kvhold-lab, or a part of it, is not installed."""
+    """A missing command of kvhold-lab."""
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

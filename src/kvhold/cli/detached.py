@@ -1,10 +1,10 @@
-"""`kvhold serve --detach`: the node goes on in the background, and the terminal is left alone.
+"""`kvhold serve --detach`: the node continues in the background.
 
     config, say = go_on_detached(config, log_file, restart=True)  # in the child process
     say("kvhold node ready ...")                                  # the caller prints it, and ends
 
-The node reads nothing from the terminal and writes to its log only. If it cannot start, the
-caller's process prints the end of the log and ends with the node's exit status.
+The node writes to its log only. If it cannot start, the caller's process prints the end of the log
+and ends with the node's exit status.
 """
 
 import logging
@@ -50,8 +50,8 @@ def go_on_detached(
 ) -> tuple[Config, Callable[[str], None]]:
     """Continue in a child process that belongs to the host (`node/host.py`).
 
-    It has no parent: some engines kill all their descendants. Returns settings, and a function that
-    sends a line to the caller's process, which prints it and ends.
+    It has no parent, because some engines kill all their descendants. Returns settings, and a
+    function that sends a line to the caller's process, which prints the line and ends.
 
     Raises NodeError.
     """
@@ -92,13 +92,13 @@ def go_on_detached(
 
 
 def _wait(child: int, ready: int, log_file: Path, start: int) -> None:
-    """Print what the child says, and end this process."""
+    """Print the child's line, and end this process."""
     if text := os.read(ready, 2 * _MOST_BYTES).decode(errors="replace"):
         sys.stdout.write(f"{text}its log is {log_file}\n")
         sys.stdout.flush()
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    with suppress(OSError):  # the log could not be written, which the child has said
+    with suppress(OSError):  # the log is unwritable, as the child has said
         if tail := log_tail(log_file, start):
             sys.stderr.write(f"{tail}\n")
             sys.stderr.flush()

@@ -1,7 +1,7 @@
 """`kvhold doctor`: check the node and the tiers.
 
-In each tier a probe chunk is put, probed, read whole and in part, checked and deleted. This
-bypasses the breaker and keeps the tier's deadlines.
+In each tier a probe chunk is put, probed, read whole and in part, checked and deleted, within the
+tier's deadlines but without its breaker.
 """
 
 import asyncio

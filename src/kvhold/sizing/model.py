@@ -1,7 +1,7 @@
 """Compute the KV size of a model from its `config.json`, without the model.
 
-Nothing is guessed: a missing or unknown field raises. States (Mamba, linear attention, short
-convolutions) are not counted in bytes: engines choose their shape and type.
+A missing or unknown field raises. States (Mamba, linear attention, short convolutions) are not
+counted in bytes: engines choose their shape and type.
 """
 
 from collections.abc import Mapping, Sequence
