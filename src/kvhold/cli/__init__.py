@@ -88,7 +88,7 @@ def _lab_command(name: str) -> click.Command:
 
 
 class LabMissing(KVHoldError):
-    """A missing command of kvhold-lab."""
+    """kvhold-lab is not installed, or only in part."""
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,4 +1,4 @@
-"""One injective encoding of plain values, for all that is hashed into names.
+"""One injective encoding of plain values, for everything that is hashed into a name.
 
 Only equal values of equal types give the same bytes. Encodings are never stored.
 """

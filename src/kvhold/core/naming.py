@@ -1,4 +1,4 @@
-"""Facts: the named parts of a namespace, by which two can be compared.
+"""Facts: the named parts of a namespace, for comparisons.
 
     walk(vllm_config.cache_config, "vllm.cache_config", Rules(tables), found)
     facts = Facts.of(found)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-# takes 1 ms, for which other users of the address space (malloc, mmap) wait
+# takes 1 ms, during which other users of the address space (malloc, mmap) wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
 _KEEP_FREE = 256 << 20  # bytes that stay free
 

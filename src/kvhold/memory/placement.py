@@ -80,7 +80,7 @@ def memory_nodes() -> list[int]:
 
 
 def engine_memory_nodes() -> list[int]:
-    """Return the NUMA nodes of the thread's memory policy, or of its cores."""
+    """Return the NUMA nodes of the thread's memory binding, or of its cores."""
     mode, mask = ctypes.c_int(), _mask_of([])
     if (
         system_call(

@@ -238,9 +238,7 @@ class Clear(Message, frozen=True):
 
 
 class Flushed(Message, frozen=True):
-    """Ask whether all commits up to `mark` are written or given up, and no clear runs. -> Done; 1:
-    yes
-    """
+    """Ask whether all commits up to `mark` have ended, and no clear runs. -> Done; 1: yes"""
 
     mark: int
 

@@ -355,7 +355,7 @@ class Guard:
 
     async def refresh(self) -> None:
         if isinstance(self._tier, GenerationTier) and self.available:
-            # no request waits for it, so its slowness does not open the breaker
+            # no request waits here, so slowness does not open the breaker
             deadline_s = max(_REFRESH_TIMEOUT_S, self.config.probe_timeout_s)
             call = TierCall[None]("check", 0, deadline_s, is_vital=False)
             await self.run(call, self._tier.refresh)

@@ -267,7 +267,7 @@ class ClearsJournal:
             return ""
         with os.fdopen(file, "rb") as opened:
             text = opened.read(_MOST_BYTES + 1).decode(errors="replace")
-        return text if len(text) <= _MOST_BYTES else "\tcut"  # a part of it would forget clears
+        return text if len(text) <= _MOST_BYTES else "\tcut"  # a cut file would lose clears
 
     def _write(self) -> None:
         folder = open_folder(self._path.parent, any_owner=self._any_owner)

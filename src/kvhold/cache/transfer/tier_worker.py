@@ -200,7 +200,7 @@ class TierWorker:
                     self._queue(command)
                 case ClearCommand(prefix=prefix):
                     if not command.learned:
-                        self._write_behind.drop(prefix)  # now: what comes later stays
+                        self._write_behind.drop(prefix)  # now, because later writes stay
                     writing = self._write_behind.writing(prefix)
                     beginning = self._loop.create_task(self._begin_clear(command, writing))
                     self._pending_clears.add(beginning)

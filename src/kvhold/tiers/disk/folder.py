@@ -1,7 +1,7 @@
 """One folder of values on a local disk. Blocking.
 
     kvhold.lock               held by flock(2) while a process owns the folder; has its pid
-    kvhold.identity           a random name, by which the folder is known wherever it is mounted
+    kvhold.identity           a random name, which the folder keeps wherever it is mounted
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
