@@ -32,7 +32,6 @@ class Chores:
         self._work.append(work)
 
     def run(self, turns: Turns[None], num_keys: int) -> None:
-        """Finish a short work now, and a long one in the background."""
         if is_short(num_keys):
             finish(turns)
         else:
@@ -107,5 +106,4 @@ class Running(Generic[Result]):
         return False
 
     def close(self) -> None:
-        """End the call, and release its holdings."""
         self._turns.close()

@@ -206,7 +206,7 @@ class Leases:
         )
 
     def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
-        """found_by: reader, writer or scrubber."""
+        """found_by: reader, writer or scrubber"""
         for entry in entries:
             if self._ram.find(entry.key) is not entry:
                 continue

@@ -30,7 +30,7 @@ from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 
 
 def open_cache(**settings: Any) -> "LocalCache":
-    """Open a cache in this process, with settings as in `Config`."""
+    """Settings as in `Config`."""
     return LocalCache(load_config(settings))
 
 

@@ -366,7 +366,7 @@ class Lookups:
             return answer
         finally:
             search.settling = False
-            if not is_settled:  # the caller has left
+            if not is_settled:
                 search.forget_what_is_here()
 
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:

@@ -1,6 +1,6 @@
 """cachegen: coarse bins, coded with probabilities by channel and token; 1/7 of a bfloat16.
 
-After CacheGen (Liu et al., SIGCOMM 2024). Bins are finer for keys and early layers. Differences:
+After CacheGen (Liu et al., SIGCOMM 2024). Differences:
 
 - A channel has one step (width of a bin) for all tokens, by its spread: an outlier costs bits, not
   precision.

@@ -20,9 +20,8 @@ TOKENS_FOR_CHANNELS = 32
 class FP8(Quantised):
     """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448.
 
-    |decoded - original| is at most 1/16 of |original|, or 2**-10 / 448 of the channel's largest
-    magnitude if that is more, and at most 1/28 of the latter. Add half a unit in the last place of
-    the dtype. Zeros stay zeros. A layer is stored unchanged if its largest magnitude is a denormal.
+    docs/codecs.md has the error bounds. Zeros stay zeros. A layer is stored unchanged if its
+    largest magnitude is a denormal.
     """
 
     name: ClassVar[str] = "fp8"

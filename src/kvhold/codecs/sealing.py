@@ -3,9 +3,8 @@
     parts = keyring.seal((header, payload), key=key, tenant="acme")
     frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
 
-HKDF-SHA256 derives a frame's key from the tenant's key and name, 32 random bytes, and the chunk's
-key. So a tenant's key may seal any number of frames, and no frame is unsealed as another chunk or
-for another tenant.
+Each frame has its own key (HKDF-SHA256; see docs/format.md). So a tenant's key may seal any number
+of frames, and no frame is unsealed as another chunk or for another tenant.
 
 A tenant's first key seals; all its keys unseal. Any thread; the GIL is released.
 """

@@ -4,9 +4,9 @@
     reading.measured((1, 8 << 20), 0.09)
     reading.costs                                  # (0.001, 1.06e-08)
 
-The fit minimises relative errors, not squares, so one stall does not spoil it. After three
-measurements in a row that are off by a factor of two to one side, older ones are forgotten. Of
-equal fits, the simplest wins. Any thread.
+The fit minimises relative errors, not squares, so one stall does not spoil it. Of equal fits, the
+simplest wins. Three measurements in a row that are far off to one side replace older ones. Any
+thread.
 """
 
 import threading

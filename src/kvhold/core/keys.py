@@ -3,9 +3,8 @@
     Namespace(model="llama", layout=layout).prompt(tokens).chunk_key(0)    # 40 bytes
 
 A key is the namespace's digest, a chained hash of all tokens up to the chunk's end, group and
-shard. The hash is blake2b (RFC 7693): h[i] = H(h[i-1], number of tokens, int32 little-endian
-tokens, extra, inserts), with the namespace as salt, so text does not reveal another namespace's
-keys. 160 bits rule out constructed collisions.
+shard. The hash is blake2b (RFC 7693; docs/format.md), with the namespace as salt, so text does not
+reveal another namespace's keys. 160 bits rule out constructed collisions.
 
 Any thread.
 """

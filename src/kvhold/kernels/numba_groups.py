@@ -1,8 +1,7 @@
 """Quantise numbers to 4 or 2 bits and back, between the least and largest of a group, compiled.
 
-A group is 32 tokens of a channel (columns), or 32 channels of a head in one token (rows). Elements
-are finite; ends are exact. Rounding is to nearest, ties to even. A token's codes are [packed_width]
-bytes: element i is in byte i mod that, at bit `bits` * (i // that).
+docs/format.md (kivi4) defines the bytes. A group is 32 tokens of a channel (columns), or 32
+channels of a head in one token (rows). Elements are finite; ends are exact.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 A vector is a run of 128 channels of a head, padded with zeros to a power of two. Random signs and a
 Hadamard matrix make its numbers resemble normal numbers. Each becomes the nearest of 16 levels
-(Lloyd and Max). The encoder decodes in the same way, so it knows each error.
+(Lloyd and Max).
 """
 
 from hashlib import blake2b

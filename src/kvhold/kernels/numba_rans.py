@@ -1,10 +1,7 @@
 """Split elements into byte planes, and code these with interleaved rANS (Duda 2013, Giesen 2014).
 
-An element is rotated left by one bit and cut into bytes, most significant first.
-
-Each segment of SEGMENT symbols is coded on its own. Symbol i belongs to lane i % LANES: a 32-bit
-state in [2**16, 2**32). Frequencies sum to 2**12, so a symbol costs at most one 16-bit word. A
-segment is the states, as pairs of words, low half first, then words in the order of symbols.
+docs/format.md defines the bytes. Symbol i of a segment belongs to lane i % LANES: a 32-bit state in
+[2**16, 2**32). Frequencies sum to 2**12, so a symbol costs at most one 16-bit word.
 
 `words` is not trusted: every read is checked.
 """

@@ -1,7 +1,7 @@
 """Free a detached node from the process settings of its engine.
 
-A child inherits the engine's cores, memory policy and priority, and would compete with its spinning
-threads. Nothing here raises: a refused change makes the node slower, not wrong.
+A child inherits the engine's cores, memory policy and priority (docs/node.md). Nothing here raises:
+a refused change makes the node slower, not wrong.
 """
 
 import logging

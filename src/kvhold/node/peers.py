@@ -1,7 +1,7 @@
 """The process at the other end of a Unix socket.
 
-A forked child may keep a dead process's socket open, so the node also asks the kernel. It keeps no
-descriptor per process: the default limit is too low for 256 engines.
+A forked child may keep a dead process's socket open, so the node also asks the kernel. A descriptor
+per process would be too many for 256 engines.
 
 A device copies until its file is closed, one by one in a dying process. So `watch` waits for the
 end of the whole process.

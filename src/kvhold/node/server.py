@@ -4,7 +4,7 @@ One loop in one thread serves the clients. Long work takes several turns, with s
 between them. Other threads fault in the arena, scrub idle chunks, and use the lower tiers. Engines
 map the arena and copy.
 
-The Unix socket has mode 0600 and serves only the node's user.
+The Unix socket has mode 0600.
 """
 
 import _thread

@@ -1,7 +1,6 @@
 """Restart a killed node at once, from a waiting process: the watcher.
 
-The watcher has done the imports, which take seconds on busy cores. It does not restart a node that
-ended by itself, or that lived less than 5 seconds after a restart. Its lock beside the socket keeps
+The watcher has done the imports, which take seconds on busy cores. Its lock beside the socket keeps
 engines from starting a node. It holds no socket, tier file or arena.
 """
 

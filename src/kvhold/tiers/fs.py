@@ -329,7 +329,6 @@ def _raise_if_any(answers: Sequence[object], operation: str) -> None:
 
 
 def _raise_if_all(answers: Sequence[object]) -> None:
-    """If every item failed, the whole place is at fault."""
     for answer in answers:
         if not isinstance(answer, TierError):
             return

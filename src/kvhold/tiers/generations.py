@@ -7,8 +7,7 @@
 hash of namespace and generation, so no host asks for older values. The number of clears of
 everything follows in plain, so a host can remove older names of unknown namespaces.
 
-**Marker** n: generation n has begun. A probe asks for the next marker in the same round trip. There
-is no clock and no lock.
+**Marker** n: generation n has begun. A probe asks for the next marker in the same round trip.
 
 **Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
 repeats: 13 is reached by 8 and 12. Hosts restore evicted markers.

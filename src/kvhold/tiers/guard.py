@@ -279,19 +279,15 @@ class Guard:
         return await self.end_clear(await self.begin_clear(prefix))
 
     async def begin_clear(self, prefix: bytes) -> PendingClear:
-        """See `Clears.begin`."""
         return await self.clears.begin(prefix)
 
     async def end_clear(self, pending_clear: PendingClear) -> int:
-        """See `Clears.end`."""
         return await self.clears.end(pending_clear)
 
     def hide(self, prefix: bytes) -> None:
-        """See `Clears.hide`."""
         self.clears.hide(prefix)
 
     async def remember(self) -> None:
-        """See `Clears.remember`."""
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:

@@ -7,19 +7,19 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 - a clear: the tier's place, the keys' prefix in hex
 - a generation: the tier's place, the namespace in hex, the number
 - a place of the last start: "=" and the place
+- a folder: "@" and its identity (`disk/folder.py`), the tier's place
+- a clear that ended without a folder: the folder's line, the prefix in hex
 
-A clear may end while a folder of its tier is away, as a disk that is not mounted: then the folder
-below its mount point is cleared. Each folder has an identity (`disk/folder.py`), which is kept in a
-line: "@", the identity, a tab, the tier's place. Each clear that ended without this folder has such
-a line too, with a tab and the prefix at its end. It is pending again when the folder is back.
+A clear may end while a folder of its tier is away, as an unmounted disk: then the folder below the
+mount point is cleared. The clear is pending again when the folder is back.
 
-One store may have several places, since its URL can be written in several ways (`place_of`). So a
-place that the last start did not have may be any store, and gets the pending clears of all places
-that have gone. That costs misses only.
+A store may have several places, since its URL can be written in several ways (`place_of`). So a new
+place may be any store, and gets the pending clears of all places that have gone. That costs misses
+only.
 
-The file is bounded. A tier of one host with too many pending clears gets one of everything
-(`guard.py`). Clears of a shared tier beyond the bound are not written, and that is logged. If the
-file is invalid, `begin` gives every tier a pending clear of everything.
+The file is bounded. A private tier with too many pending clears gets one of everything
+(`clears.py`). Clears of a shared tier beyond the bound are logged and not written. If the file is
+invalid, `begin` gives every tier a pending clear of everything.
 """
 
 import asyncio

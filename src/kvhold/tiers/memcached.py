@@ -4,8 +4,7 @@
 
 Speaks the meta protocol, pipelined.
 
-- **Large values:** a value beyond the server's item size (1 MiB by default) is TierFull. Set
-  `memcached -I` to the largest frame.
+- **Large values:** a value beyond the server's item size (1 MiB by default) is TierFull.
 - **Replace:** `cas`, because a failed `ms` removes the old value.
 - **Ranges:** the tier receives the whole value and drops the rest.
 """

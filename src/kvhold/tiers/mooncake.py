@@ -2,9 +2,8 @@
 
     # mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB
 
-The client is `pip install mooncake-transfer-engine-non-cuda`, or the CUDA build; it needs
-libibverbs1. Its blocking calls run in threads. It copies nothing, so a cancelled call waits for its
-thread.
+The client is mooncake-transfer-engine-non-cuda, or the CUDA build. Its blocking calls run in
+threads. It copies nothing, so a cancelled call waits for its thread.
 
 **The client listens on all interfaces**, without authentication, and no option changes that
 (0.3.13). So the tier requires `allow_all_interfaces=true`. Use a network of its own.

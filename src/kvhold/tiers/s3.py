@@ -2,7 +2,7 @@
 
     # s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
 
-The client is obstore, with threads of its own.
+The client, obstore, has threads of its own.
 
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. With
   `put_if_absent=false`, and from `multipart_bytes` on, a HEAD comes first; the last of two

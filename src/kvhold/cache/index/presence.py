@@ -119,7 +119,6 @@ class Presence(Generic[Found]):
         return Prefix(extent, rows)
 
     def remember(self, prefix: Prefix[Found]) -> None:
-        """Take over another presence's rows."""
         whole = prefix.extent.whole
         for (group, shard), row in prefix.rows.items():
             if self._layout.groups[group].attention == "full":

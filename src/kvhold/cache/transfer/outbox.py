@@ -84,7 +84,6 @@ class Outbox:
         self._tell()
 
     def drop(self, prefix: bytes) -> list[Write]:
-        """Remove and return the queued writes under `prefix`."""
         dropped: list[Write] = []
         kept = deque[Write]()
         for write in self._queue:
@@ -95,7 +94,6 @@ class Outbox:
         return dropped
 
     def writing(self, prefix: bytes) -> set[Write]:
-        """Return the writes in progress under `prefix`."""
         return {write for write in self._writing if write.command.entry.key.startswith(prefix)}
 
     def is_writing_any(self, keys: set[bytes]) -> bool:

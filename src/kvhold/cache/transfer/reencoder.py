@@ -1,7 +1,7 @@
 """Re-encodes a tier's chunks with another codec, online.
 
 It handles one re-encoding, one batch and one chunk at a time. A batch takes its turn at the tier
-after all other users. If the tier fails, the remaining frames stay unchanged.
+after all other users.
 
 A chunk loses precision once: a lossy frame is only decoded to `raw` or `lossless`. A lossless frame
 does not say whether its chunk was lossy before.

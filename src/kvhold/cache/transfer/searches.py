@@ -92,11 +92,9 @@ class Search:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will arrive."""
         return not (self.probing or self.requesting or self.awaited or self.more)
 
     def declines(self, key: bytes) -> bool:
-        """Whether the search chose not to load a chunk."""
         if self.cost is None or key in self.faults:
             return False
         return self.hurried if self.probing or key in self.awaited else key in self.places
@@ -298,7 +296,7 @@ class Searches:
                     pending_reads = []
                 if not has_room:
                     search.forgo_more()
-                    break  # later chunks are useless
+                    break
                 yield 16 * len(needs)
             yield from prefix.empty_turns()
         finally:

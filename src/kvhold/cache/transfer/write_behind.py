@@ -101,7 +101,7 @@ class WriteBehind:
     def writing(
         self, prefix: bytes, guard: Guard | None = None
     ) -> "list[tuple[Outbox, set[Write]]]":
-        """Return the writes in progress under `prefix`. guard: of this tier only"""
+        """guard: of this tier only"""
         return [
             (outbox, outbox.writing(prefix))
             for outbox in self._outboxes
@@ -196,7 +196,6 @@ class WriteBehind:
                 pending.append(outcome.pending)
 
     def _ttl_s(self, expires_at: int) -> float | None:
-        """Return the `ttl_s` of `Tier.put`."""
         if expires_at == NEVER:
             return inf
         return expires_at - self._ram.now() if expires_at else None

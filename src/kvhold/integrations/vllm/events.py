@@ -6,7 +6,7 @@ request stores or finds is *described* as vLLM would publish it.
 A described chunk is *announced* while all its shards are in memory. A block in several chunks is
 announced with the first and removed with the last.
 
-If the node loses events, its snapshot gives the difference. Without a node, all chunks are removed.
+After lost events, a snapshot gives the difference. Without a node, all chunks are removed.
 `AllBlocksCleared` is never sent: routers would forget the GPU's blocks too.
 
 `take` runs on the scheduler's thread and never waits. The rest runs on the lookup thread.

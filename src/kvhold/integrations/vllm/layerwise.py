@@ -4,9 +4,8 @@
     passing.wait(layer); passing.save(layer, pieces)   # before and after each layer's attention
     passing.saved(), passing.end()                     # after the pass
 
-After a failed load, vLLM computes again but cannot undo everything: its prefix cache has the
-blocks, asynchronous scheduling has planned the next pass, other workers would store wrong KV. So
-`refusal` refuses such engines.
+vLLM cannot always undo a failed load inside a pass (docs/decisions/0016). `refusal` refuses such
+engines.
 """
 
 import logging

@@ -4,7 +4,7 @@
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
 A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. All
-stores use the ring: the engine may write the blocks again when the kernel has ended.
+stores use it: the engine may write the blocks again after the kernel.
 
 `Transfer.wait` compares a load's checksums after the copy, so earlier damage is found. A device's
 fault is permanent; earlier copies are still waited for.

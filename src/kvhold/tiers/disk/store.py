@@ -46,7 +46,7 @@ _DAY_NS = 86_400 * 10**9
 
 _FOUND = 16
 _MOST_KEYS = 500
-_SCANS = 3  # repeated if a failed removal shows a value
+_SCANS = 3  # a failed removal that shows a value repeats the scan
 
 
 class _Opened:

@@ -6,7 +6,7 @@
 - `redis-cluster://host:port,host:port`, with some of the nodes
 - `redis-sentinel://host:port,host:port[/db]?service=name`, with the sentinels
 
-`valkey` instead of `redis` means the same.
+`valkey` means the same as `redis`.
 """
 
 from dataclasses import dataclass, replace

@@ -1,9 +1,9 @@
 """Name a request's LoRA adapter by the content of its files.
 
-vLLM loads adapters without telling the connector. After a change of the files, a worker may have
-either content. vLLM's prefix cache goes by an adapter's name and path, its embeddings of images by
-the name. So once a name and path have had two contents, the adapter is not cached until the engine
-restarts, whatever its number is; the same holds for images and the name.
+vLLM loads adapters without telling the connector (docs/decisions/0022). Its prefix cache goes by an
+adapter's name and path, its embeddings of images by the name. So once a name and path have had two
+contents, the adapter is not cached until the engine restarts, whatever its number is; the same
+holds for images and the name.
 
 Files older than the engine had one content in every load. For newer files, the workers compare the
 name with their loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
