@@ -366,7 +366,7 @@ class Lookups:
             return answer
         finally:
             search.settling = False
-            if not is_settled:
+            if not is_settled:  # the caller has left
                 search.forget_what_is_here()
 
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:

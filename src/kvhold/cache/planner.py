@@ -111,7 +111,7 @@ class Planner:
         return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
-        """Return whether a probe pays if one tier has all missing chunks."""
+        """Whether a probe pays if one tier has all missing chunks."""
         if not cost.is_known or not all(speed.is_known for speed in self.speeds):
             return True
         options = self._options_here(cost, query, layout, here.num_tokens)

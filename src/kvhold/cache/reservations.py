@@ -205,7 +205,7 @@ class Reservations:
         self._is_written(entries)
         stored = [entry for entry in entries if not self._ram.is_doomed(entry)]
         count_entries(self._metrics, "stored", stored)
-        if len(stored) < len(entries):
+        if len(stored) < len(entries):  # the others were cleared
             count_entries(
                 self._metrics,
                 "abandoned",

@@ -23,7 +23,7 @@ class Codec(Protocol):
     error_bound: ClassVar[float]
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """Return whether this group can be encoded. If not, `lossless` writes it."""
+        """Whether this group can be encoded. If not, `lossless` writes it."""
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
         """Return the most bytes of an encoded layer."""

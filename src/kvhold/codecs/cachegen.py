@@ -5,8 +5,7 @@ After CacheGen (Liu et al., SIGCOMM 2024). Differences:
 - A channel has one step (width of a bin) for all tokens, by its spread: an outlier costs bits, not
   precision.
 - A channel's mean, in whole steps, is subtracted.
-- Channels of similar spread share up to 16 distributions: more would cost more than they save in
-  256 tokens.
+- Channels of similar spread share up to 16 distributions.
 """
 
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ class CacheGen(Quantised):
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         found = elements.reshape(place.planes, -1)
         measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in found]
-        # NaN if any element is NaN.
+        # NaN if any element is NaN
         largest = float(np.max([channels.largest.max() for channels in measured]))
         if not np.isfinite(largest) or 0 < largest < max(_LEAST, LEAST_NORMAL[place.dtype]):
             return None
@@ -168,7 +167,7 @@ class _Steps:
         ).astype(np.float64)
         wide = np.sort(spreads[spreads > 0])
         middling = float(wide[wide.size // 2]) if wide.size else largest / 16
-        # Normal numbers are 0.8 standard deviations from their mean.
+        # normal numbers are 0.8 standard deviations from their mean
         base = np.float32(
             max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126))
         )

@@ -81,8 +81,7 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; the payload of a raw frame, so do not
-        change it
+    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame's payload, so do not change it
     checksums: [layers], if known, for a raw frame
     out:   at least `max_frame_bytes`; without it raw copies nothing
     align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
@@ -151,7 +150,7 @@ def unframe_chunk(
     first_token: int | None = None,
     find: FindCodec = find_codec,
 ) -> FrameHeader:
-    """Check and decode one whole frame.
+    """Check and decode a whole frame.
 
     into: `layout.chunk_bytes(group, num_tokens)` bytes; undefined after a FrameError
 

@@ -108,7 +108,7 @@ class Quantised(ABC):
 
     @abstractmethod
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
-        """Write a form, and then the codes. Return the bytes, at most `place.nbytes`.
+        """Write form and codes. Return the bytes, at most `place.nbytes`.
 
         None: store the layer unchanged.
         """

@@ -45,7 +45,7 @@ class Keyring:
     """Keys by tenant. The keys of "" are for tenants without their own."""
 
     def __init__(self, keys: Mapping[str, Sequence[bytes]]) -> None:
-        """Raises ConfigError. keys: KEY_BYTES each; a tenant's first one seals."""
+        """Raises ConfigError. keys: KEY_BYTES each."""
         try:
             import cryptography  # noqa: F401 - fail now, not at the first frame
         except ImportError as error:
@@ -79,7 +79,7 @@ class Keyring:
         return bool(self._of(tenant))
 
     def seal(self, parts: Parts, *, key: bytes, tenant: str) -> Parts:
-        """Seal a frame. Raises KeyError if the tenant has no key."""
+        """Raises KeyError if the tenant has no key."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         keys = self._of(tenant)
@@ -100,7 +100,7 @@ class Keyring:
         return (sealed[: end + _TAG_BYTES],)
 
     def unseal(self, sealed: memoryview, *, key: bytes, tenant: str) -> memoryview:
-        """Return the frame. Raises FrameError."""
+        """Raises FrameError."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

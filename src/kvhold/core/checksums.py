@@ -39,9 +39,7 @@ class Checksums:
     def expected(
         cls, packed: bytes, present: npt.NDArray[np.bool_], report: Callable[[Numbers], None]
     ) -> "Checksums":
-        """Return the checksums of a claim.
-
-        packed:  BYTES for each layer of each present chunk, little-endian
+        """packed:  BYTES for each layer of each present chunk, little-endian
         present: [chunks]
 
         Raises ProtocolError for a wrong length.

@@ -22,7 +22,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
 
 _PREFIX = "KVHOLD_"
-_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")  # the file's name, and logging
+_NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")
 _INSTALLER = "KVHOLD_SETUP_"  # variables of the installer
 _SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service named kvhold or kvhold-...
 _KUBERNETES = (  # their full names and values

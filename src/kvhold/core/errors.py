@@ -91,7 +91,7 @@ class FrameError(KVHoldError):
 
 
 class DamagedChunks(KVHoldError):
-    """Chunks in memory are damaged. chunks: their numbers among those that were read."""
+    """chunks: the numbers of damaged chunks among the read ones."""
 
     def __init__(self, chunks: Sequence[int]) -> None:
         super().__init__(

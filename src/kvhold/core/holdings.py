@@ -34,7 +34,6 @@ class ChunkBytes:
     sums: Checksums | None = None
 
     def first(self, chunks: int) -> "ChunkBytes":
-        """Return the first `chunks` chunks."""
         return ChunkBytes(
             self.offsets[:chunks], self.num_tokens[:chunks], self.sums and self.sums.first(chunks)
         )
@@ -135,8 +134,8 @@ class Lease(Holding):
     def verify(self, layout: Layout) -> None:
         """Compare every chunk that no copy has compared yet.
 
-        Raises DamagedChunks for the first group that has any, and ProtocolError where the number of
-        layers is wrong.
+        Raises DamagedChunks for the first group that has any, and ProtocolError for a wrong number
+        of layers.
         """
         for group, sums in enumerate(self._sums or ()):
             places = self.chunks(group)
@@ -203,7 +202,7 @@ class Reservation(Holding):
 
         Computes the checksums that no copy has taken, from the buffer.
 
-        Returns a mark: `flush(mark)` waits until these chunks have been written to lower tiers.
+        Returns a mark, for `flush(mark)`.
         """
         wanted = [
             chunk

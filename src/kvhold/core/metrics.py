@@ -27,7 +27,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Sample:
-    """One value. counts: of a histogram, cumulative by bucket; `value` is their sum."""
+    """counts: of a histogram, cumulative by bucket; `value` is their sum."""
 
     metric: Metric
     labels: tuple[str, ...]

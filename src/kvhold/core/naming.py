@@ -1,6 +1,6 @@
 """Facts: the named parts of a namespace, for comparisons.
 
-    walk(vllm_config.cache_config, "vllm.cache_config", Rules(tables), found)
+    walk(vllm_config.cache_config, "vllm.cache_config", NamingRules(tables), found)
     facts = Facts.of(found)
 
 Every field of a configuration is a fact unless a table lists it as harmless: an unknown field costs

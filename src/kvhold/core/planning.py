@@ -1,6 +1,6 @@
 """Predict a request's time to first token for each possible end of the load.
 
-    options = Options(tokens=np.array([0, 512, 4000]), nbytes=..., wait_s=...)
+    options = LoadOptions(tokens=np.array([0, 512, 4000]), nbytes=..., wait_s=...)
     options.tokens[choose(cost, options)]
 
 An unknown cost counts as 0, so that it is tried and measured. Pure.

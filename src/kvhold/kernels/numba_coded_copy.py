@@ -16,7 +16,6 @@ from kvhold.kernels.plan import Plan
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Copy the plan's rows. Returns when done."""
     view, coding = plan.view, plan.view.coding
     assert coding is not None and view.planes == 1
     view_offsets, arena_offsets, strides = plan.of_rows()

@@ -27,7 +27,6 @@ LEAD_BYTES = 4 << 10
 
 
 def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
-    """Copy the plan's rows. Returns when done."""
     view = plan.view
     tiles = len(layers) * view.planes * plan.num_runs
     nbytes = plan.nbytes(len(layers))

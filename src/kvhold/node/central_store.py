@@ -163,7 +163,7 @@ class CentralStore:
             self._writes.add(entry, None)
 
     async def delete(self, keys: Sequence[bytes], silent: set[str]) -> list[bool]:
-        """Return whether each value was removed, in memory or below.
+        """Whether each value was removed, in memory or below.
 
         silent: gets the names of tiers that failed, or that a write of a key has not left
         """

@@ -124,6 +124,7 @@ class NodeClient(WholePrompts):
         self._call(m.UseDevice(nbytes), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
+        """Register a namespace with this and each later node."""
         request = m.Register(
             namespace.layout,
             namespace.digest,
@@ -343,6 +344,7 @@ class NodeClient(WholePrompts):
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.ClientInfo]:
+        """Return the ended clients as they were."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:

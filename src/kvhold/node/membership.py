@@ -162,7 +162,7 @@ class Membership(Generic[AnyLink]):
         return _NO_TIME_S if self.is_silent(link, call_timeout_s) else call_timeout_s
 
     def lose(self, link: AnyLink) -> bool:
-        """Return whether the link was in use."""
+        """Whether the link was in use."""
         self.departures.add(link)
         if self.link is not link:
             return False

@@ -47,7 +47,7 @@ class Peer:
         return cls(pid, uid, _start_of(pid) if _proc_is_ours() else None)
 
     def has_ended(self) -> bool:
-        """Return whether all threads have ended; False: not known."""
+        """Whether all threads have ended; False: not known."""
         if self.pid <= 0 or self.start is None:
             return False
         try:

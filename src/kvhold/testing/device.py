@@ -29,7 +29,7 @@ class FakeEvent:
         self._device = device
 
     def fired(self) -> bool:
-        """Return whether it has fired. Sometimes runs the device first."""
+        """Whether it has fired. Sometimes runs the device first."""
         self._device.run_seldom()
         return self.has_fired
 

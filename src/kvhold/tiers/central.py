@@ -167,7 +167,7 @@ class CentralTier:
         return answer.removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. If the server has forgotten the scan, keys come twice."""
+        """If the server has forgotten the scan, keys come twice."""
         after, more = b"", True
         while more:
             page = await self._ask("scan", c.Scan(prefix, after), c.CentralKeys)
@@ -337,7 +337,7 @@ def _batched(items: list[Item]) -> list[list[Item]]:
 
 
 def _raise_if_all(batches: Sequence[Exchange]) -> None:
-    """Tier contract. Keys come twice if the server has forgotten the scan."""
+    """If every batch failed, the whole place is at fault."""
     faults = [batch.fault for batch in batches]
     if faults and None not in faults:
         raise next(fault for fault in faults if fault is not None)

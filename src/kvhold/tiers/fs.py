@@ -92,7 +92,7 @@ class SharedFilesTier:
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:
-        """Tier contract. A read-only folder passes."""
+        """A read-only folder passes."""
         async with self._opener.use() as tree:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:
@@ -144,7 +144,7 @@ class SharedFilesTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. Keeps the mtime, since a cleaner may remove files by age."""
+        """Keeps the mtime, since a cleaner may remove files by age."""
         first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [
@@ -159,7 +159,7 @@ class SharedFilesTier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. Raises TierIncomplete if a file could not be removed."""
+        """Raises TierIncomplete if a file could not be removed."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(
@@ -181,7 +181,7 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Lists all folders first, so the keys must fit in memory.
+        """Lists all folders first, so the keys must fit in memory.
 
         Raises TierIncomplete after the keys of the other folders if one cannot be listed.
         """

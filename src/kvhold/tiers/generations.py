@@ -118,7 +118,7 @@ class GenerationTier:
         await self._noticed(self._tier.check())
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
-        """Tier contract. Raises a marker's fault: another host may have cleared."""
+        """Raises a marker's fault: another host may have cleared."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
@@ -178,7 +178,7 @@ class GenerationTier:
         return await self._noticed(self._tier.delete(self._names(keys)))
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. A scan of all namespaces learns their clears."""
+        """A scan of all namespaces learns their clears."""
         if len(prefix) >= NAMESPACE_BYTES:
             spaces = _spaces_of([prefix])
             await self._meet_forgotten(spaces)
@@ -501,7 +501,7 @@ class GenerationTier:
         return [fault for fault in faults if fault is not None]
 
     async def _mark_as_first(self, space: bytes, number: int) -> bool:
-        """Return whether this host's marker is certainly the first."""
+        """Whether this host's marker is certainly the first."""
         mine = bytearray(_MARK)
         mine[-_TOKEN_BYTES:] = os.urandom(_TOKEN_BYTES)
         key, there = marker_key(space, number), bytearray(len(mine))
@@ -561,7 +561,7 @@ def is_marker(name: bytes) -> bool:
 
 
 def _is_older(name: bytes, every: int) -> bool:
-    """Return whether a name is older than the clear of everything with this number."""
+    """Whether a name is older than the clear of everything with this number."""
     number = int.from_bytes(name[NAMESPACE_BYTES - _EVERY_BYTES : NAMESPACE_BYTES], "little")
     return (number - every) % _EVERY_WRAP >= _MOST_LATER
 

@@ -525,7 +525,7 @@ class Guard:
                 await self.check()
 
     def has_late_writes(self, from_before_s: float = inf) -> bool:
-        """Return whether a write that began before that time runs past its deadline."""
+        """Whether a write that began before that time runs past its deadline."""
         return any(
             call.operation in _WRITES and call.began_s <= from_before_s
             for call in self._stuck.values()

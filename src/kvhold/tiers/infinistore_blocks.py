@@ -169,7 +169,7 @@ class BlockTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. Removes heads first, so that no reader finds a partial value."""
+        """Removes heads first, so that no reader finds a partial value."""
         unique = list(dict.fromkeys(keys))
         heads = await _all([self._whole("delete", partial(self._head, key)) for key in unique])
         removed = set()

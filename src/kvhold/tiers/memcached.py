@@ -177,7 +177,7 @@ class MemcachedTier:
         return [call.answer is True for call in calls]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Uses `hash`, because the server's lists by age may omit items."""
+        """Uses `hash`, because the server's lists by age may omit items."""
         seen: set[bytes] = set()
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)

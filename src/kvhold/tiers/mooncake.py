@@ -143,7 +143,7 @@ class MooncakeTier:
         return [faults[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. Raises TierError if a lease does not end in time."""
+        """Raises TierError if a lease does not end in time."""
         unique = list(dict.fromkeys(keys))
         removed: set[bytes] = set()
         until = time.monotonic() + self._config.delete_wait_s
@@ -159,7 +159,7 @@ class MooncakeTier:
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Tier contract. Raises TierCannotList without `admin`."""
+        """Raises TierCannotList without `admin`."""
         if not self._config.admin:
             raise TierCannotList(
                 self.traits.name,

@@ -224,7 +224,7 @@ def _load_module(home: _Home, shown: str) -> ModuleType:
     except ImportError as error:
         how = f": pip install 'kvhold[{home.extra}]'" if home.extra else ""
         raise ConfigError(f"tiers: {shown}: {error}{how}") from error
-    except Exception as error:
+    except Exception as error:  # a plugin may raise anything
         raise ConfigError(f"tiers: {shown}: {type(error).__name__}: {error}") from error
 
 

@@ -76,7 +76,7 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """Tier contract. Lists an empty page: tests bucket, credentials and the right to list."""
+        """Lists an empty page: tests bucket, credentials and the right to list."""
         try:
             await obstore.list(
                 self._client(), self._root or None, offset=f"{self._root}{_LAST}"
@@ -85,7 +85,7 @@ class S3Tier:
             raise self._fault(error, "check") from None
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Tier contract. A missing bucket gives misses; `check` and `put` report it."""
+        """A missing bucket gives misses; `check` and `put` report it."""
         return [_raised(found) for found in await _all([self._size(key, "probe") for key in keys])]
 
     async def get(
@@ -117,7 +117,7 @@ class S3Tier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. A HEAD comes first: S3 does not report the removed objects."""
+        """A HEAD comes first: S3 does not report the removed objects."""
         unique = list(dict.fromkeys(keys))
         sizes = [
             _raised(found) for found in await _all([self._size(key, "delete") for key in unique])

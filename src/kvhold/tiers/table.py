@@ -112,7 +112,7 @@ class KeyList:
         return self.num
 
     def append(self, key: bytes) -> bool:
-        """Return whether the key began a new part: then let other tasks run."""
+        """Whether the key began a new part: then let other tasks run."""
         begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
         if begins:
             self.parts.append([])

@@ -296,7 +296,7 @@ class Searches:
                     pending_reads = []
                 if not has_room:
                     search.forgo_more()
-                    break
+                    break  # later chunks are useless
                 yield 16 * len(needs)
             yield from prefix.empty_turns()
         finally:

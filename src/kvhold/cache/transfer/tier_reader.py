@@ -227,6 +227,8 @@ class TierReader:
             await remove(guard, keys)
 
     def _tell_fetched(self, ended: Sequence[tuple[Entry, int | Reason]]) -> None:
+        """Report reads, each with its expiry (0: never) or its fault."""
+
         def tell() -> None:
             for entry, outcome in ended:
                 if isinstance(outcome, Reason):

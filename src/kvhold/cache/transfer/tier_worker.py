@@ -271,6 +271,7 @@ class TierWorker:
         return self._holds(space) or len(self._shared) < len(self._stack.guards)
 
     def _holds(self, space: bytes) -> bool:
+        """Whether memory has chunks of a namespace, reserved ones too."""
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:

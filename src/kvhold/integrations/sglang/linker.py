@@ -217,7 +217,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return self._offloaded.qsize()
 
     def pop_completed_offload(self) -> bool:
-        """Consume the oldest offload. True: all is cached."""
+        """Consume the oldest offload. True: all cached."""
         return self._offloaded.get_nowait()
 
     def reset(self) -> None:

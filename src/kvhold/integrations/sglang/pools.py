@@ -246,7 +246,7 @@ def _plain(
 
 @dataclass(frozen=True)
 class PlainPages:
-    """Pages of plain KV, one view a group.
+    """Plain KV, one view a group.
 
     slots: more than a page's tokens if ranks share them
     identity: distinguishes KV of the same shape

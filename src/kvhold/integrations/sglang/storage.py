@@ -64,7 +64,6 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Count the pages present from the first on."""
         check_keys(keys)
         known = self._pools.get(_KV)
         return known[0].count(keys) if known else 0

@@ -63,7 +63,7 @@ _VOLATILE_IN_ADAPTERS = frozenset(
 
 
 class Identity:
-    """model_id: a name for weights and adapters, which are then not read
+    """model_id:   a name for weights and adapters, which are then not read
     cache_salt: separates callers who must not share KV
     """
 

@@ -242,6 +242,8 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()
 
+    # Both.
+
     def get_kv_connector_stats(self) -> Stats | None:
         return (self._scheduler or self.worker).tally.take()
 

@@ -24,7 +24,7 @@ from kvhold.memory.views import View
 def prove(
     part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
 ) -> None:
-    """Raise LayoutError if a copy is not exact.
+    """Raises LayoutError if a copy is not exact.
 
     tensors: of the part's layers, `[blocks, ...]`, unused so far
     views: of its shards, each a slice of the tensors' second axis

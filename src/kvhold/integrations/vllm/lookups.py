@@ -88,7 +88,6 @@ class RequestLookups:
         self.patience_s = _PATIENCE_S
 
     def submit_name(self, request: "Request", rules: RequestRules) -> "Future[Prompt | None]":
-        """On the lookup thread."""
         self._media.announce(request)
         return self._thread.submit(self._name, request, rules)
 
@@ -112,9 +111,9 @@ class RequestLookups:
             self._thread.submit(self.costs.prepare)
 
     def would_load(self, request_state: RequestState, computed_tokens: int) -> bool:
-        """Whether a load is allowed and useful.
+        """Whether a load is allowed, and faster than computing.
 
-        A load takes longer than computing one missing block.
+        One missing block is computed faster.
         """
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
         return self._loads_for(request_state) and (

@@ -1,9 +1,9 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
 vLLM's own caches go by an identifier that a client may choose. If it has stood for two contents,
-vLLM may compute one with the other's KV or embeddings. So no further request with it is named or
-stored. vLLM leaves out content that this process has had under the same identifier; then the
-earlier content counts.
+vLLM may compute one with the other's KV or embeddings. So no later request with this identifier is
+named or stored. vLLM leaves out content that this process has had under the same identifier; then
+the earlier content counts.
 """
 
 import threading
@@ -42,7 +42,7 @@ class Media:
         self._may_be_missing = embeddings_may_be_missing
 
     def announce(self, request: "Request") -> None:
-        """Note the identifiers of a request whose content has not been read yet."""
+        """Note the identifiers of a request whose content is not read yet."""
         if request.mm_features:
             with self._lock:
                 self._announced.update(_key(feature) for feature in request.mm_features)
@@ -59,7 +59,7 @@ class Media:
             )
 
     def inserts_of(self, request: "Request") -> list[Insert]:
-        """Return one insert for each content.
+        """Return one insert per content.
 
         Raises MediaError if one cannot be identified, TypeError for unknown types.
         """
@@ -133,7 +133,7 @@ def _key(feature: Any) -> bytes:
 
 
 def _content_of(feature: Any) -> bytes:
-    """Hash a content. Raises MediaError, TypeError."""
+    """Raises MediaError, TypeError."""
     if _IN_SHARED_MEMORY <= feature.data.keys():
         raise MediaError(
             "images, video and audio come through shared memory, which only vLLM can read "

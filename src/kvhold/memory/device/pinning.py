@@ -84,7 +84,7 @@ class PinnedArena:
         return _address(buffer) in (_address(self.read_only), self.base)
 
     def is_steady(self, begin: int, end: int) -> bool:
-        """Return whether these bytes are pinned, or cannot become pinned during a copy."""
+        """Whether these bytes are pinned, or cannot become pinned during a copy."""
         if self.fault is not None or end <= self.pinned_bytes or self.is_settled:
             return True
         return not self.is_pinning and begin >= self.pinned_bytes

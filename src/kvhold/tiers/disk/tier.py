@@ -120,7 +120,7 @@ class DiskTier:
             store.met = met
 
     async def check(self) -> None:
-        """Tier contract. Passes if one disk works."""
+        """Passes if one disk works."""
         faults = await _all(self._fault_of(store.check()) for store in self._stores)
         for fault in faults:
             if fault is not None and all(faults):
@@ -157,14 +157,14 @@ class DiskTier:
         )
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. After a crash, the newer of two files counts."""
+        """After a crash, the newer of two files counts."""
         keys = [key for key, _ in items]
         return await self._spread(
             keys, lambda store, chosen: store.replace(_pick(items, chosen)), lambda fault: fault
         )
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. Raises TierIncomplete if the disk of a key failed."""
+        """Raises TierIncomplete if the disk of a key failed."""
         faults: list[TierError] = []
 
         def lost(fault: TierError) -> bool:
@@ -179,7 +179,7 @@ class DiskTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncGenerator[bytes, None]:
-        """Tier contract. Raises TierIncomplete after the keys of the other disks."""
+        """Raises TierIncomplete after the keys of the other disks."""
         opened = await _all(self._fault_of(store.probe([])) for store in self._stores)
         faults = [fault for fault in opened if fault is not None]
         if len(faults) == len(self._stores):

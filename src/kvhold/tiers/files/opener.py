@@ -91,7 +91,7 @@ class Opener(Generic[Place]):
         try:
             self._held = _Held(await self._open())
         finally:
-            self._opening = None
+            self._opening = None  # in the task, so that a visible task can be awaited
 
     def _close_if_unused(self, held: _Held[Place]) -> None:
         if held.is_retired and not held.users and not held.closed.is_set():

@@ -95,7 +95,7 @@ class LargeValues:
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Return whether there was a value, or the fault."""
+        """Whether there was a value, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:

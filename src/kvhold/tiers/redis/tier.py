@@ -61,7 +61,7 @@ class RedisTier:
         await self._router.run("check", [RedisCall(name, "STRLEN", name)], bulk=False)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
-        """Tier contract. A fault where the server of a cluster does not answer."""
+        """A fault where the server of a cluster does not answer."""
         sizes: list[int | TierError | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         for _ in range(_PROBE_ROUNDS):
@@ -140,7 +140,7 @@ class RedisTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Tier contract. One by one: each takes two round trips alone on a connection."""
+        """One by one: each takes two round trips alone on a connection."""
         answers: dict[bytes, bool | TierError] = {}
         for key, parts in items:
             if key not in answers:
@@ -148,7 +148,7 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Tier contract. Values in parts one by one: each takes two round trips."""
+        """Values in parts one by one: each takes two round trips."""
         removed, faults = [False] * len(keys), list[TierError]()
         calls: dict[int, RemoveString] = {}
         heads: dict[int, bytes] = {}
@@ -298,7 +298,7 @@ class RedisTier:
         return broken
 
     async def _mended(self, name: bytes) -> bool:
-        """Return whether there was a head without parts."""
+        """Whether there was a head without parts."""
         if await self._large.sizes([name]) != [None]:
             return False
         look = peek(name)
