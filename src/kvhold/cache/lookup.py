@@ -5,7 +5,7 @@
     settled  -> the hit has a ticket (`leases.py`), or there is none
 
 A lookup that needs no tier is settled at once. `Searches` handles the first two states. Between two
-steps, a lookup may be released or cleared, and chunks may arrive. No I/O.
+steps, a lookup may be released or cleared. No I/O.
 """
 
 from collections.abc import Callable, Iterator

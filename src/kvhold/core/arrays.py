@@ -5,8 +5,7 @@
     found = cache.load(prompt)
     found.kv[0]                                  # the same, for the first found.num_tokens tokens
 
-For programs that use the cache directly, unlike engines. numpy has no bfloat16 and no float8: their
-bits are in uint16 and uint8.
+numpy has no bfloat16 and no float8: their bits are in uint16 and uint8.
 """
 
 from collections.abc import Sequence

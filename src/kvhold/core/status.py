@@ -3,8 +3,7 @@
     status = cache.status(); status["used_bytes"]      # CacheStatus
     client.status()["pid"]                             # NodeStatus, as in `kvhold status --json`
 
-The values are dicts, because they cross the node's socket and are printed as JSON. docs/node.md has
-these fields as a table.
+The values are dicts, as they are printed as JSON. docs/node.md has a table of these fields.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """The central cache of many hosts: `kvhold serve --listen HOST:PORT`.
 
-Hosts use it as their tier `kvhold://host:port`. One event loop; values are not copied.
+One event loop; values are not copied.
 
 Beyond the loopback interface a client needs the token, or a certificate of the configured
 authorities. Sizes are checked before memory is reserved.

@@ -3,7 +3,7 @@
 Any thread may call. One waiting caller reads for all. While none waits, the client's keeper calls
 `tend`.
 
-The node takes memory back when the socket closes. So a broken or retired link closes only when no
+The node takes memory back when the socket closes, so a broken or retired link closes only when no
 thread uses the arena.
 """
 

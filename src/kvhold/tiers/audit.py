@@ -4,7 +4,7 @@
     tier.checked, tier.mismatches  # whole values compared; those that differ from the put
 
 It keeps the `max_keys` digests used last (xxh3-128, against faults, not forgers). A whole value
-with another digest is a TierError, counted and logged. Ranges are not checked.
+with another digest is a TierError. Ranges are not checked.
 
 **Only certain values are checked.** A put probes first, which costs a round trip, and keeps a
 digest only if the key was absent. A key with overlapping calls is not checked. Changes by other

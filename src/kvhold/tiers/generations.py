@@ -5,15 +5,15 @@
 
 **Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
 hash of namespace and generation, so no host asks for older values. The number of clears of
-everything follows in plain, so a host can remove older names of unknown namespaces.
+everything follows (docs/format.md), so a host can remove older names of unknown namespaces.
 
-**Marker** n: generation n has begun. A probe asks for the next marker in the same round trip.
+**Marker** n: generation n has begun. A probe asks for the next marker, too.
 
 **Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
 repeats: 13 is reached by 8 and 12. Hosts restore evicted markers.
 
-**Namespaces are forgotten**, except the `_MOST_USED` used last and those with chunks in memory:
-only these are refreshed. The next use of another one searches it again.
+**Namespaces are forgotten**, except the `_MOST_USED` used last and those with chunks in memory. The
+next use of a forgotten one searches it again.
 
 **Chunks on this host** have a generation too, in a journal. `learned` is called before any key gets
 a newer name, so a running write uses an old name or is stopped.

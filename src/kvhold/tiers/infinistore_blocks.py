@@ -2,8 +2,8 @@
 
 The store knows no sizes, overwrites blocks, answers one code for a whole batch, and evicts single
 blocks. So a value has blocks of equal size, under names that only this put uses. Its head, a small
-block under the key's own name, has the size and the put's name, and is written last. A reader gets
-the blocks of one put, or misses.
+block under the key's own name, has the size and the put's name, and is written last. A reader
+gets the blocks of one put, or misses.
 
 Bytes pass through slots: memory registered once. A slot belongs to its operation until the end, so
 a cancelled call ends at once. If the operation does not end within seconds, the connection and its

@@ -1,6 +1,6 @@
 """The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory.
 
-Engines read unencoded chunks from the arena. In this tier below, a codec lets memory hold more.
+Below the arena, where engines read unencoded chunks: a codec lets memory hold more.
 """
 
 from collections.abc import AsyncIterator, Sequence

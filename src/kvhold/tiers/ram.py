@@ -7,8 +7,8 @@
 A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned.
 Entries that are pinned, written or continued here are not evicted.
 
-A *doomed* entry was removed or cleared while pinned or written. It is not found; the last pin or
-the writer frees it.
+A *doomed* entry was removed or cleared while pinned or written: it is not found, and freed by its
+last user.
 
 Single-threaded: a cache's lock or a node's loop protects it.
 """

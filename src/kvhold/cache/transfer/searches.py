@@ -6,7 +6,7 @@
     search = searches.take(number)
 
 No I/O. A read serves all searches for its chunk, and ends in RAM even for a released search.
-Between two steps, a search may be taken or cleared, and chunks may arrive.
+Between two steps, a search may be taken or cleared.
 """
 
 from collections.abc import Callable, Hashable, Sequence

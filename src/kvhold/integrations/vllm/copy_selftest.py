@@ -1,8 +1,8 @@
 """Prove at registration that copies see the blocks as the engine does.
 
-Random bytes are written through the engine's tensors, gathered, wiped, scattered back and compared.
-Neighbouring blocks must not change. The order of a device's copies is checked, too. Afterwards the
-blocks are zero.
+Random bytes are written through the engine's tensors, gathered, wiped, scattered back and compared,
+with their neighbours. The order of a device's copies is checked, too. Afterwards the blocks are
+zero.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
 in a step.
 
-`cost`, `compute_s` and `prepare` are for any thread, the others for the scheduler's.
+Any thread may call `cost`, `compute_s` and `prepare`; the scheduler's calls the others.
 """
 
 import time

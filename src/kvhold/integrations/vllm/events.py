@@ -3,8 +3,8 @@
 A router matches by vLLM's block hashes, known only while a request exists. So each chunk that a
 request stores or finds is *described* as vLLM would publish it.
 
-A described chunk is *announced* while all its shards are in memory. A block in several chunks is
-announced with the first and removed with the last.
+It is *announced* while all its shards are in memory. A block in several chunks is announced with
+the first and removed with the last.
 
 After lost events, a snapshot gives the difference. Without a node, all chunks are removed.
 `AllBlocksCleared` is never sent: routers would forget the GPU's blocks too.

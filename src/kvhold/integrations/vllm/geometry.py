@@ -4,8 +4,8 @@ Blocks are opaque bytes, because each backend arranges them differently. The pac
 identifies the arrangement.
 
 A shard is one worker's KV, or with `head_shards` a part of its heads, so that engines of other
-widths hold the same shards. Workers with equal KV (MLA, or fewer heads than workers) share a shard:
-one stores it, all load it.
+widths hold the same shards. Workers with equal KV (MLA, or fewer heads than workers) share a shard,
+which one of them stores.
 """
 
 from collections.abc import Sequence

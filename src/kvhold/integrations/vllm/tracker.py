@@ -9,7 +9,7 @@ Only the prompt's tokens and those in `all_token_ids` are known; drafts and plac
 step stores the KV of the first min(computed, known) tokens. It is final after the step's pass,
 because each pass begins with the last sampled token. So rejected drafts do no harm.
 
-After its end a request has no pass, so its last token has no KV.
+An ended request's last token has no KV.
 """
 
 from collections.abc import Sequence

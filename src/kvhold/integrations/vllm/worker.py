@@ -4,7 +4,7 @@ Loads run on their own thread while their requests wait. A second thread reserve
 during the pass and reads the blocks right after. The next pass waits for these reads, because it
 may reuse the blocks.
 
-vLLM computes failed loads, and KV from the first damaged chunk on. A failed store is a later miss.
+vLLM computes failed loads, and all from the first damaged chunk on. A failed store is a later miss.
 """
 
 import logging

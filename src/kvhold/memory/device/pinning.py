@@ -6,9 +6,8 @@
     arenas.release(held)                        # after the transfer
 
 Pinning takes about 0.1 s per GiB, and one call for a large arena fails, so a thread pins slice
-after slice. It pauses between them, because the driver's other calls wait during a pin. It keeps
-the mappings until it has unpinned them: else the device would mistake new memory at the same
-address for the old one.
+after slice. It pauses between them for the driver's other calls. It keeps the mappings until it has
+unpinned them: else the device would mistake new memory at the same address for the old one.
 """
 
 import logging

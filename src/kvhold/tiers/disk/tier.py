@@ -7,7 +7,7 @@ One process per folder, one folder per disk. Rendezvous hashing of key and path 
 dead disk loses only its own keys.
 
 **Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Else the
-frame's checksums and key detect a file that a power cut has changed.
+frame's checksums detect a file that a power cut has changed.
 
 **Files, not segments.** With 8 MiB values and O_DIRECT, both are read at 2.4 GB/s. A segment is
 written at 4.8 GB/s, a new file at 2.5, a new file after an eviction at 1.6, and a victim's file is

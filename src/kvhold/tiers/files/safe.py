@@ -7,8 +7,8 @@ A safe folder belongs to this user or root, and others can neither write there n
 folder above is writable by all users, unless sticky (as `/tmp`), and no symbolic link on the way
 belongs to another user. A safe file is a regular file of this user, with one name and no link.
 
-The checked descriptor is used, so nothing can be exchanged in between. `Unsafe` says how to repair
-the fault.
+The checked descriptor is used, so nothing can be exchanged in between. `Unsafe` says how to
+repair the fault.
 """
 
 import errno

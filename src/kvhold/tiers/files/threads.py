@@ -3,8 +3,8 @@
     await threads.run([job.run for job in jobs])  # job.run(stop): the result stays with the job
 
 A cancelled call ends only when no thread works on its jobs. Each job runs exactly once: after a
-cancellation with `stop` set, only to clean up. A thread leaves a call after 5 ms for the end of the
-queue, so a large batch does not delay a small one.
+cancellation with `stop` set, only to clean up. After 5 ms a call goes to the end of the queue, so a
+large batch does not delay a small one.
 """
 
 import asyncio

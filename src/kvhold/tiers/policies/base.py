@@ -4,8 +4,8 @@
     for key in policy.victims(nbytes, pinned):        # keys to evict, in order, for `nbytes` bytes
         policy.remove(key, evicted=True)
 
-**No policy evicts a prefix before its continuation**, because KV is useful only with the KV of all
-text before it. A pinned continuation protects its whole prefix, as far as the links reach.
+**No policy evicts a prefix before its continuation**, because a continuation alone is useless. A
+pinned continuation protects its whole prefix, as far as the links reach.
 
 Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 """

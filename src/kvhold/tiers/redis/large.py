@@ -5,13 +5,12 @@ A put without a time to live has three steps:
 2. Write the head, which makes the value visible and expires after one hour.
 3. Remove the expiry of the head and the parts, in one transaction, if the head is still there.
 
-So the remains of an interrupted put expire, and a head never outlives its parts, unless the server
-evicts one. Then the value is a miss, and its reader removes the head. With a time to live, the
-parts expire two hours after the head.
+So the remains of an interrupted put expire. A head without all parts (the server may evict one) is
+a miss, and its reader removes it. With a time to live, the parts expire two hours after the head.
 
 A delete removes the head that it saw and its parts in one transaction. A smaller string is removed
-without one, for speed. If a value in parts replaces it at that moment, its parts are removed next:
-only a delete interrupted just then leaves them behind.
+without one, for speed. If a value in parts replaces it at that moment, its parts are removed next,
+unless the delete is interrupted just then.
 """
 
 from collections.abc import Callable, Sequence
