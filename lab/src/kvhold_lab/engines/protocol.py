@@ -94,7 +94,7 @@ def ask(
     try:
         reply: Reply | Refusal = msgspec.json.decode(line, type=expected)
     except msgspec.DecodeError as error:
-        raise process.failure(doing, f"answered with what is no reply to it: {error}") from error
+        raise process.failure(doing, f"sent a reply of another kind: {error}") from error
     if isinstance(reply, Refusal):
         raise EngineRefused(reply, process.log_tail(_SEARCHED_BYTES), process.log_tail())
     return reply

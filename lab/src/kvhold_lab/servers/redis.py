@@ -136,7 +136,7 @@ class RedisCluster:
         for first, last, (_, port, *_), *_ in self.nodes[0].call("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == port)
-        raise LookupError(f"nobody serves slot {slot}")
+        raise LookupError(f"no node of the cluster serves slot {slot}")
 
     def assign(self, slot: int, to: RedisServer) -> None:
         """Move a slot without its keys."""

@@ -322,7 +322,7 @@ def judged(
     if reference.unsteady:
         notes.append(
             f"vLLM without kvhold answers {len(reference.unsteady)} of "
-            f"{len(reference.token_ids)} questions now so, now so"
+            f"{len(reference.token_ids)} questions differently from one time to the next"
         )
     if tied:
         notes.append(
