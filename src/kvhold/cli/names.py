@@ -14,10 +14,6 @@ from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
 _SHOWN = 16
-_HINT = (
-    "If you know that a difference changes no KV, add its name to the setting `share` of both "
-    "engines, and they share."
-)
 
 
 @click.command()

@@ -138,10 +138,6 @@ class Keyring:
         return self._keys.get(tenant) or self._keys.get("", [])
 
 
-def is_sealed(value: memoryview) -> bool:
-    return bytes(value[: len(MAGIC)]) == MAGIC
-
-
 def _derived(of: _Key, head: bytes, key: bytes, tenant: str) -> tuple[bytes, bytes]:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF

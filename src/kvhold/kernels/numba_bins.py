@@ -147,21 +147,6 @@ def to_symbols(
     return symbols, exceptions[:used]
 
 
-def dequantise(
-    symbols: Bytes, offsets: Codes, steps: Floats, exceptions: Codes, dtype: str, elements: Elements
-) -> bool:
-    """Return False, with `elements` undefined, if exceptions and ESCAPEs differ in number.
-
-    steps: finite, not negative
-    """
-    assert (
-        symbols.size == elements.size
-        and steps.size == offsets.size
-        and symbols.size % steps.size == 0
-    )
-    return bool(_dequantise(symbols, offsets, steps, exceptions, KINDS[dtype], elements))
-
-
 def _check_bounds(bounds: Counts, width: int) -> None:
     assert (
         bounds.size >= 2

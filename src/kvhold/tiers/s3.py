@@ -49,7 +49,6 @@ _ABORT_S = 5.0
 # for the return of obstore's threads: one that waits for the GIL at exit aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
-_NAME_CHARS = 2 * KEY_BYTES + 1
 
 
 class S3Tier:

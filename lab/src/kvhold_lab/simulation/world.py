@@ -294,9 +294,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
                 f"{self.name}: {context.get('message')}: {type(error).__name__}: {error}"
             )
 
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        self.call_exception_handler(context)
-
     def get_debug(self) -> bool:
         return False
 
