@@ -30,7 +30,7 @@ from kvhold.net.addresses import is_loopback, network_of
 from kvhold.net.stream import Stream, accept_stream
 from kvhold.net.tls import server_context
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
-from kvhold.node.central_store import CentralStore
+from kvhold.node.central_store import CentralStore, NotReserved
 from kvhold.node.logins import Logins, StrangersLog
 from kvhold.tiers.ram import Entry
 
@@ -300,15 +300,15 @@ class Central:
         await stream.send([encode(c.Stored(faults))])
 
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
-        """Return "full", "busy", or "": stored."""
-        room = (
+        """Return the value's entry of `Stored`."""
+        room: Entry | NotReserved = (
             self.central_store.reserve(key, nbytes, ttl_s)
             if nbytes <= self._config.max_value_bytes
             else "full"
         )
         if not isinstance(room, Entry):
             await stream.skip(nbytes)
-            return room
+            return "" if room == "stored" else room
         try:
             await stream.read_into([self.central_store.ram.view(room)], nbytes)
         except BaseException:

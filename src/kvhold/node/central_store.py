@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import Literal
 
 from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, WriteCommand
 from kvhold.cache.transfer.tasks import Tasks
@@ -30,6 +31,9 @@ from kvhold.tiers.guard import Guard
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import NEVER, Entry, RamTier, Wanted
 from kvhold.tiers.stack import Stack, make_stack
+
+NotReserved = Literal["stored", "busy", "full"]
+"""stored: the key has a value already; busy: another call is writing it; full: there is no space"""
 
 
 @dataclass(frozen=True)
@@ -138,15 +142,10 @@ class CentralStore:
                 if entry is not None:
                     self.ram.unpin(entry)
 
-    def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> "Entry | str":
-        """Return reserved memory, or why there is none:
-
-        "":     the key has a value already
-        "busy": another call is writing it
-        "full": there is no space
-        """
+    def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> Entry | NotReserved:
+        """Return reserved memory, or why there is none."""
         if self.ram.holds(key):
-            return "" if self.ram.find(key) else "busy"
+            return "stored" if self.ram.find(key) else "busy"
         if ttl_s is None:
             expires_at = 0
         else:
