@@ -64,7 +64,7 @@ answers = st.one_of(
     st.builds(m.Leased, number, rows, st.lists(number)),
     st.builds(m.Granted, number, rows),
     st.builds(m.Report, st.dictionaries(st.text(), st.integers(0, 9) | st.text())),
-    st.builds(m.Done, number),
+    st.builds(m.Done, number, st.none() | number),
     st.builds(m.Refused, st.text(), st.booleans()),
     st.just(m.NotFound()),
 )

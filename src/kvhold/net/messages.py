@@ -20,7 +20,7 @@ from kvhold.core.planning import MOST_NAME, ComputeCost, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -364,10 +364,10 @@ class News(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """mark: stands for all commits so far"""
+    """mark: stands for all commits so far; only in the answers to Commit and Flushed"""
 
     count: int = 0
-    mark: int = 0
+    mark: int | None = None
 
 
 class Refused(Message, frozen=True):

@@ -278,7 +278,7 @@ class NodeClient(WholePrompts):
         )
         link = self._current("flush")
         if mark is None:
-            mark = self._call(m.Flushed(0), m.Done, None, link).mark
+            mark = self._mark(m.Flushed(0), link)
         while not self._call(m.Flushed(mark), m.Done, None, link).count:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -445,11 +445,15 @@ class NodeClient(WholePrompts):
         self._give_back(link, m.Release(ticket) if ticket else None)
 
     def _commit(self, link: Link, reservation: int, chunks: Sequence[int], checksums: bytes) -> int:
-        return (
-            self._call(m.Commit(reservation, list(chunks), checksums), m.Done, None, link).mark
-            if reservation and chunks
-            else 0
-        )
+        if not reservation or not chunks:
+            return 0
+        return self._mark(m.Commit(reservation, list(chunks), checksums), link)
+
+    def _mark(self, request: m.Commit | m.Flushed, link: Link) -> int:
+        done = self._call(request, m.Done, None, link)
+        if done.mark is None:
+            raise self._misunderstood(done, link)
+        return done.mark
 
     def _report_damage(self, link: Link, lease: int, offsets: list[int]) -> None:
         """Never raises: the next read finds the damage again."""

@@ -520,6 +520,7 @@ class SimClient:
         link = await self.link()
         if mark is None:
             mark = (await self.call(link, m.Flushed(0), m.Done)).mark
+            assert mark is not None
         for _ in range(20):
             if (await self.call(link, m.Flushed(mark), m.Done)).count:
                 return
