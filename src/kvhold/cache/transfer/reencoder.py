@@ -62,9 +62,9 @@ class _Tally:
     bytes_before: int = 0
     bytes_after: int = 0
 
-    def so_far(self, *, done: bool = False, stopped: str = "") -> ReencodeProgress:
+    def so_far(self, *, done: bool = False, stopped: str | None = None) -> ReencodeProgress:
         return ReencodeProgress(
-            done, stopped, **{each.name: getattr(self, each.name) for each in fields(self)}
+            done, stopped or "", **{each.name: getattr(self, each.name) for each in fields(self)}
         )
 
 
@@ -120,7 +120,8 @@ class Reencoder:
         self._turn = asyncio.Lock()
 
     async def run(self, command: ReencodeCommand) -> None:
-        tally, stopped = _Tally(), "stopped"
+        tally = _Tally()
+        stopped: str | None = "stopped"
         try:
             async with self._turn:
                 stopped = await self._reencode(command, tally)
@@ -129,8 +130,8 @@ class Reencoder:
         finally:
             self._tell(command.number, tally.so_far(done=True, stopped=stopped))
 
-    async def _reencode(self, command: ReencodeCommand, tally: _Tally) -> str:
-        """Return why it ended early, or ""."""
+    async def _reencode(self, command: ReencodeCommand, tally: _Tally) -> str | None:
+        """Return why the re-encoding ended early; None: it did not."""
         guard, keyring = self._stack.guards[command.tier], self._keyrings[command.tier]
         codec = await self._in_thread(lambda: make_codec(command.codec))
         run = _Run(command, guard, keyring, codec, _most_bytes(command), tally)
@@ -156,7 +157,7 @@ class Reencoder:
         log.info(
             "tier %s: %d of %d chunks were replaced", guard.name, progress.replaced, progress.seen
         )
-        return ""
+        return None
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
         """Return the keys. One scan only, because it may read the whole index."""

@@ -29,14 +29,14 @@ LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
 class ReencodableTier:
     """A tier.
 
-    refusal: why its chunks cannot be re-encoded, or empty
+    refusal: why its chunks cannot be re-encoded
     above:   a lower tier that may hold lossy frames; its chunks here do not show the loss
     """
 
     number: int
     encrypted: bool = False
-    refusal: str = ""
-    above: str = ""
+    refusal: str | None = None
+    above: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Reencodings:
         """Begin a re-encoding. Raises ConfigError."""
         tier = self._tier(request.tier)
         check_codec(request.codec)
-        if tier.above and request.codec not in LOSES_NOTHING:
+        if tier.above is not None and request.codec not in LOSES_NOTHING:
             raise ConfigError(
                 f"tier {request.tier}: some of what it holds may have come up from tier "
                 f"{tier.above}, whose codec may have lost something;"
@@ -152,7 +152,7 @@ class Reencodings:
                 f"tier {name!r} is unknown; known are "
                 f"{', '.join(self.tiers) or 'none: this cache has memory alone'}{hint}"
             )
-        if tier.refusal:
+        if tier.refusal is not None:
             raise ConfigError(f"tier {name}: {tier.refusal}")
         return tier
 

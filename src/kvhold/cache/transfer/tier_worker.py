@@ -378,7 +378,7 @@ def _check_coding(guard: Guard, config: Config) -> None:
 
 def _reencodable(stack: Stack) -> dict[str, ReencodableTier]:
     tiers: dict[str, ReencodableTier] = {}
-    lossy = ""
+    lossy: str | None = None
     for number, guard in reversed(list(enumerate(stack.guards))):
         tiers[guard.name] = ReencodableTier(
             number, guard.config.encrypt, _why_not_reencoded(guard), lossy
@@ -387,12 +387,12 @@ def _reencodable(stack: Stack) -> dict[str, ReencodableTier]:
     return dict(reversed(tiers.items()))
 
 
-def _why_not_reencoded(guard: Guard) -> str:
+def _why_not_reencoded(guard: Guard) -> str | None:
     if guard.config.read_only:
         return "it is read_only; set that to false to have it re-encoded"
-    return (
-        ""
-        if guard.traits.replaces
-        else f"{guard.traits.name} cannot put a value in the place of another in one step; "
-        "clear it instead"
-    )
+    if not guard.traits.replaces:
+        return (
+            f"{guard.traits.name} cannot put a value in the place of another in one step; "
+            "clear it instead"
+        )
+    return None
