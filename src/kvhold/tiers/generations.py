@@ -54,18 +54,19 @@ _MOST_NUMBERS = 20_000  # the journal's limit, too
 _LOOKS = 4  # numbers to check for forgetting, at each new one
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
+_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # in place of the number of a contact
 
 
 class _Use:
     """A namespace in use.
 
-    contact: with the tier, at the latest search; 0: none since the first use; -1: to search again
+    contact: with the tier, at the latest search; _NOT_SEARCHED: not since the first use
     """
 
     __slots__ = ("contact", "num_refreshes")
 
     def __init__(self) -> None:
-        self.contact = 0
+        self.contact = _NOT_SEARCHED
         self.num_refreshes = 0
 
 
@@ -322,7 +323,7 @@ class GenerationTier:
             forgotten = [
                 space
                 for space in _spaces_of(keys)
-                if (use := self._used.get(space)) is None or not use.contact
+                if (use := self._used.get(space)) is None or use.contact == _NOT_SEARCHED
             ]
             if not forgotten:
                 return
@@ -540,8 +541,8 @@ class GenerationTier:
     def _search_again(self, spaces: Iterable[bytes]) -> None:
         for space in spaces:
             use = self._used.get(space)
-            if use is not None and use.contact:
-                use.contact = -1
+            if use is not None and use.contact != _NOT_SEARCHED:
+                use.contact = _SEARCH_AGAIN
 
 
 def _spaces_of(keys: Iterable[bytes]) -> list[bytes]:

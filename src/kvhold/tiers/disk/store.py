@@ -141,7 +141,7 @@ class DiskStore:
             await self._all_listed(opened, "scan")
             # a write without a waiting caller may show its value later
             await self._written(opened, [key for key in opened.writing if key.startswith(prefix)])
-            num_restored = -1
+            num_restored: int | None = None
             for _ in range(_SCANS):
                 if num_restored == opened.num_restored:
                     break
