@@ -142,9 +142,9 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     )
 
 
-def unproven_platform() -> str:
-    """Return the device whose copies are not proven exact."""
-    return "" if current_platform.is_cpu() else str(current_platform.device_name)
+def unproven_platform() -> str | None:
+    """Return the device whose copies are not shown to be exact, if it is such a device."""
+    return None if current_platform.is_cpu() else str(current_platform.device_name)
 
 
 def drafts(config: "VllmConfig") -> bool:

@@ -150,12 +150,12 @@ class RequestLookups:
     def _name(self, request: "Request", rules: RequestRules) -> Prompt | None:
         """Never raises, because the scheduler would raise it again."""
         try:
-            prompt, cause = prompt_of(self.namespace, request, rules, self._adapters, self._media)
-            if prompt is None:
-                self._say_once(request, cause)
-            else:
-                prompt = prompt.until(max(0, prompt.num_tokens - self._config.skip_last_n_tokens))
-                prompt.query()
+            prompt = prompt_of(self.namespace, request, rules, self._adapters, self._media)
+            if isinstance(prompt, str):
+                self._say_once(request, cause=prompt)
+                return None
+            prompt = prompt.until(max(0, prompt.num_tokens - self._config.skip_last_n_tokens))
+            prompt.query()
         except KVHoldError as error:
             log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
         except Exception:

@@ -23,8 +23,8 @@ class RequestState:
     arriving: the hit that `lookup` refreshes
     patience_s: the longest wait for an answer
     asked_s, since_s: the last and the first call to the cache for this hit
-    tried: `num_preemptions` at the last lookup. Each start tries one load, so a failing load ends
-        in computing
+    tried: `num_preemptions` at the last lookup; None: look up. Each start tries one load, so a
+        failing load ends in computing
     pending_steps: steps that the tracker does not know yet
     no_hit: the miss reason, if the cache gave none
     """
@@ -41,7 +41,7 @@ class RequestState:
     hit: Hit | None = None
     first_token: int = 0
     loading: bool = False
-    tried: int = -1
+    tried: int | None = None
     pending_steps: "list[Scheduled]" = field(default_factory=list)
     ask: "Callable[[], Hit | None] | None" = None
     is_lost: bool = False

@@ -293,7 +293,7 @@ class SchedulerSide:
             self.lookups.let_go(request_state)
             request_state.naming = request_state.tracker = None
             request_state.pending_steps.clear()
-            request_state.tried = -1
+            request_state.tried = None
         if self._announcer is not None:
             self._announcer.reset()
         try:

@@ -97,12 +97,12 @@ def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRu
 
 def prompt_of(
     namespace: Namespace, request: "Request", rules: RequestRules, adapters: Adapters, media: Media
-) -> tuple[Prompt | None, str]:
-    """Return the named prompt and an empty text; or None, and why its KV cannot be named.
+) -> Prompt | str:
+    """Return the named prompt, or why its KV cannot be named.
 
     Call it for every request, in the order of arrival: vLLM's own caches keep the KV of all.
     """
-    inserts, no_media = _inserts_of(request, media)
+    inserts = _inserts_of(request, media)
     lora = ""
     if request.lora_request is not None:
         lora = (
@@ -113,34 +113,31 @@ def prompt_of(
         or request.prompt_embeds is not None
         or request.prompt_is_token_ids is not None
     ):
-        return None, "embeddings stand in its prompt"
+        return "embeddings stand in its prompt"
     if request.pooling_params:
-        return None, "it is a pooling request"
+        return "it is a pooling request"
     if lora == _UNKNOWN:
         return (
-            None,
-            (
-                f"adapter {request.lora_request.lora_name} cannot be told, has changed, or "
-                "is newer than the engine"
-            ),
+            f"adapter {request.lora_request.lora_name} cannot be told, has changed, or "
+            "is newer than the engine"
         )
-    if no_media:
-        return None, no_media
+    if isinstance(inserts, str):
+        return inserts
     tokens = np.array(request.prompt_token_ids, dtype=np.int32)
     space = namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "", tags=rules.tags)
     try:
-        return space.prompt(tokens, inserts=inserts), ""
+        return space.prompt(tokens, inserts=inserts)
     except ValueError as error:  # overlapping contents
         log.debug("kvhold: %s", error)
-        return None, _NO_MEDIA
+        return _NO_MEDIA
 
 
-def _inserts_of(request: "Request", media: Media) -> tuple[list[Insert], str]:
+def _inserts_of(request: "Request", media: Media) -> list[Insert] | str:
     """Return the contents, or why they cannot be told."""
     try:
-        return media.inserts_of(request), ""
+        return media.inserts_of(request)
     except MediaError as error:
-        return [], str(error)
+        return str(error)
     except TypeError as error:
         log.debug("kvhold: %s", error)
-        return [], _NO_MEDIA
+        return _NO_MEDIA

@@ -15,8 +15,8 @@ class Load:
 
     ticket: for each worker's claim
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
-    inside: the pass computes the rest, and waits for each layer
-    patience_s: the longest wait for the claim; 0: any call's deadline
+    inside: the step's pass computes the rest, and waits for each layer
+    patience_s: the longest wait for the claim; None: any call's deadline
     adapter: None: the model itself
     """
 
@@ -25,7 +25,7 @@ class Load:
     first_chunk: int
     block_ids: list[list[int]]
     inside: bool = False
-    patience_s: float = 0.0
+    patience_s: float | None = None
     adapter: AdapterUse | None = None
 
 

@@ -428,7 +428,7 @@ class WorkerSide:
         pieces: list[Piece] = []
         for shard in self._held:
             lease = self._cache.claim(
-                load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s or None
+                load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s
             )
             if lease is None:
                 raise KVHoldError("the hit is gone")
@@ -453,7 +453,7 @@ class WorkerSide:
                     load.ticket,
                     shard,
                     first_chunk=load.first_chunk,
-                    deadline_s=load.patience_s or None,
+                    deadline_s=load.patience_s,
                 )
                 if lease is None:
                     break
