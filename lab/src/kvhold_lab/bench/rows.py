@@ -5,6 +5,8 @@ row = time_row("lookup", seconds["kvhold"], seconds["dict"], unit="us")
 """
 
 import json
+import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +33,12 @@ def needing_pictures(path: Path | None) -> None:
     if path is not None:
         with needing("'kvhold[lab]'"):
             import matplotlib  # noqa: F401
+
+
+def machine_and_load() -> str:
+    return (
+        f"{platform.machine()}, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
+    )
 
 
 def write_rows(path: Path | None, rows: Sequence[Any]) -> None:

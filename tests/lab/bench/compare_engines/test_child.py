@@ -17,7 +17,6 @@ import pytest
 from click.testing import CliRunner
 
 from kvhold.cli import cli
-from kvhold_lab.bench.compare_engines import command as command_module
 from kvhold_lab.bench.compare_engines import lmcache_env
 from kvhold_lab.bench.compare_engines.child import (
     POOL_NAME,
@@ -196,7 +195,7 @@ def test_an_environment_that_cannot_be_made_is_the_peers_error(
     def refuse(folder: Path) -> Path:
         raise NoLMCache("pip install lmcache\nno network")
 
-    monkeypatch.setattr(command_module, "lmcache_python", refuse)
+    monkeypatch.setattr(lmcache_env, "lmcache_python", refuse)
     rows = tmp_path / "rows.json"
     done = CliRunner().invoke(
         cli, ["bench", "compare-engines", *TINY, "--system", SERVER, "--json", str(rows)]

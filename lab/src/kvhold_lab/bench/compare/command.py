@@ -1,7 +1,6 @@
 """`kvhold bench compare`, and its preset `kvhold bench vllm`."""
 
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,15 +19,10 @@ from kvhold_lab.bench.compare.rows import SystemRow, failed, make_rows
 from kvhold_lab.bench.compare.run import CompareMeasurement, measure
 from kvhold_lab.bench.compare.systems import Sizes, started
 from kvhold_lab.bench.compare.visits import VISITING, WORKLOADS, Plan, VisitTexts, visiting
-from kvhold_lab.bench.compare_engines.lmcache_env import (
-    LMCACHE,
-    NoLMCache,
-    environment_folder,
-    lmcache_python,
-)
+from kvhold_lab.bench.compare_engines.lmcache_env import find_lmcache
 from kvhold_lab.bench.engines import PEER_SPEC
 from kvhold_lab.bench.ratios import Goal, render_goals
-from kvhold_lab.bench.rows import needing_pictures, write_rows
+from kvhold_lab.bench.rows import machine_and_load, needing_pictures, write_rows
 from kvhold_lab.engines.engine import is_vllm_available
 from kvhold_lab.engines.models import ModelInfo, make_model
 from kvhold_lab.options import (
@@ -92,11 +86,7 @@ def command(
     host = _Host.of(model_size, threads, peer)
     provide([VERBS, *(["redis-server"] if "redis" in tiers else [])], click.echo)
     tokens = tokens or _fitting_tokens(host, plan)
-    click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
-    try:
-        lmcache: Path | str = lmcache_python(lmcache_env or environment_folder())
-    except NoLMCache as error:
-        lmcache = str(error)
+    lmcache = find_lmcache(lmcache_env, click.echo)
     found = _compare(plan, host, tokens, lmcache=lmcache, folder=folder)
     _report(found, visiting_goals, json_file)
     _end(plan, found)
@@ -184,10 +174,7 @@ class _Host:
             threads or len(os.sched_getaffinity(0)),
             peer or (PEER_SPEC if PEER_SPEC.is_file() else None),
         )
-        click.echo(
-            f"{platform.machine()}, Python {platform.python_version()}, load "
-            f"{os.getloadavg()[0]:.1f}; {host.shape}"
-        )
+        click.echo(f"{machine_and_load()}; {host.shape}")
         return host
 
     @property

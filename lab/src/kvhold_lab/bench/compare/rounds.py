@@ -8,29 +8,16 @@ engine, because processes differ.
 
 from collections.abc import Sequence
 
-from kvhold_lab.bench.compare.names import (
-    AGAIN,
-    BESIDE,
-    KVHOLD,
-    LAYERWISE,
-    LEFT_AGAIN,
-    LEFT_ALONE,
-    LIMIT,
-    OFFLOADING,
-    PLAIN,
-    RECOMPUTE,
-    UNCHECKED,
-    key,
-)
+from kvhold_lab.bench.compare import names
 from kvhold_lab.bench.compare.visits import BURST, WITHIN, Plan, Stage, Visit
 
 SHARES = (0, 25, 50, 75, 100)
 HELD_PROMPTS = 48  # a round makes 32, and 40 with `unchecked`
 
 _WORKLOAD = "working set of a round"
-_KVHOLD = key(KVHOLD, "ram")
-_EVERYONE = (RECOMPUTE, LIMIT, OFFLOADING, _KVHOLD)
-_FEW = (PLAIN, AGAIN, _KVHOLD)
+_KVHOLD = names.key(names.KVHOLD, "ram")
+_EVERYONE = (names.RECOMPUTE, names.LIMIT, names.OFFLOADING, _KVHOLD)
+_FEW = (names.PLAIN, names.AGAIN, _KVHOLD)
 _UNCHECKED_CELLS = 8
 _ANSWER_TOKENS = 8
 
@@ -68,11 +55,11 @@ def repeating(
                 documents += size
             stages.append(Stage(_WORKLOAD, f"{what}, {share} % reuse", tuple(visits)))
     systems = (
-        *(RECOMPUTE, PLAIN, AGAIN, LIMIT),
-        *((OFFLOADING,) if offloading else ()),
-        *(KVHOLD, LEFT_ALONE, LEFT_AGAIN),
-        *((LAYERWISE, BESIDE) if layerwise else ()),
-        *((UNCHECKED,) if unchecked else ()),
+        *(names.RECOMPUTE, names.PLAIN, names.AGAIN, names.LIMIT),
+        *((names.OFFLOADING,) if offloading else ()),
+        *(names.KVHOLD, names.LEFT_ALONE, names.LEFT_AGAIN),
+        *((names.LAYERWISE, names.BESIDE) if layerwise else ()),
+        *((names.UNCHECKED,) if unchecked else ()),
     )
     return Plan(
         "vllm",
@@ -95,14 +82,14 @@ def _cells(reuse: int, *, layerwise: bool, unchecked: bool) -> list[_Cell]:
         ]
     elif reuse == 100:
         cells = [
-            ((PLAIN, *_EVERYONE), False),
+            ((names.PLAIN, *_EVERYONE), False),
             (_EVERYONE, True),
-            *[((LIMIT, _KVHOLD), False)] * 3,
+            *[((names.LIMIT, _KVHOLD), False)] * 3,
         ]
     else:
         cells = [(_EVERYONE, False), (_EVERYONE, True)]
     if layerwise:
-        cells += [((BESIDE, LAYERWISE), False)] * 2
+        cells += [((names.BESIDE, names.LAYERWISE), False)] * 2
     if unchecked and reuse == 100:
-        cells += [((_KVHOLD, UNCHECKED), False)] * _UNCHECKED_CELLS
+        cells += [((_KVHOLD, names.UNCHECKED), False)] * _UNCHECKED_CELLS
     return cells

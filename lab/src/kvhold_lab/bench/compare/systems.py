@@ -14,24 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvhold.node import NodeClient, end_node
+from kvhold_lab.bench.compare import names
 from kvhold_lab.bench.compare.lmcache import LMCacheServer, environment
-from kvhold_lab.bench.compare.names import (
-    AGAIN,
-    ALONE,
-    BESIDE,
-    COPIES,
-    KVHOLD,
-    LAYERWISE,
-    LIMIT,
-    LMCACHE,
-    OFFLOADING,
-    PLAIN,
-    RECOMPUTE,
-    UNCHECKED,
-    WITH_TIERS,
-    is_ours,
-    key,
-)
 from kvhold_lab.bench.compare.visits import OWN_PROMPTS, TOKENS_PER_BLOCK, Plan
 from kvhold_lab.bench.engines import (
     PATIENT,
@@ -57,11 +41,11 @@ _REST_S = 3.0
 _NO_PREFIX_CACHE: dict[str, Any] = {"prefix_caching": False}
 # options of an engine, and settings of its connector
 _KVHOLD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    KVHOLD: ({}, {}),
-    ALONE: (_NO_PREFIX_CACHE, {}),
-    LAYERWISE: (_NO_PREFIX_CACHE, {"layerwise": True}),
-    BESIDE: (_NO_PREFIX_CACHE, {}),
-    UNCHECKED: ({}, {"client": {"check_memory": False}}),
+    names.KVHOLD: ({}, {}),
+    names.ALONE: (_NO_PREFIX_CACHE, {}),
+    names.LAYERWISE: (_NO_PREFIX_CACHE, {"layerwise": True}),
+    names.BESIDE: (_NO_PREFIX_CACHE, {}),
+    names.UNCHECKED: ({}, {"client": {"check_memory": False}}),
 }
 
 
@@ -108,7 +92,7 @@ class RunningSystem:
 
     def drop(self, name: str, why: str) -> None:
         self.errors[name] = why
-        of_kvhold = COPIES if name == key(KVHOLD, "ram") else ()
+        of_kvhold = names.COPIES if name == names.key(names.KVHOLD, "ram") else ()
         for gone in (name, *of_kvhold):
             self.systems.pop(gone, None)
 
@@ -159,24 +143,26 @@ def started(
     ):
         start = _Start(sizes, num_threads, Path(own), stack, RunningSystem(), plan.strict)
         plain = {
-            RECOMPUTE: _NO_PREFIX_CACHE,
-            PLAIN: {},
-            AGAIN: {},
-            LIMIT: {"kv_cache_bytes": sizes.memory_bytes("ram")},
+            names.RECOMPUTE: _NO_PREFIX_CACHE,
+            names.PLAIN: {},
+            names.AGAIN: {},
+            names.LIMIT: {"kv_cache_bytes": sizes.memory_bytes("ram")},
         }
         for name in plan.systems:
-            for tier in plan.tiers if name in WITH_TIERS else ("ram",):
+            for tier in plan.tiers if name in names.WITH_TIERS else ("ram",):
                 if name in plain:
                     start.engine(name, **plain[name])
                 elif name in _KVHOLD:
                     start.kvhold(name, tier)
-                elif name == OFFLOADING:
+                elif name == names.OFFLOADING:
                     start.offloading(peer)
-                elif name == LMCACHE:
+                elif name == names.LMCACHE:
                     start.lmcache(tier, lmcache)
-        if of_kvhold := start.running.systems.get(key(KVHOLD, "ram")):
+        if of_kvhold := start.running.systems.get(names.key(names.KVHOLD, "ram")):
             rules = {"store": False, "load": False}
-            start.running.systems |= {name: replace(of_kvhold, rules=rules) for name in COPIES}
+            start.running.systems |= {
+                name: replace(of_kvhold, rules=rules) for name in names.COPIES
+            }
         yield start.running
 
 
@@ -212,7 +198,7 @@ class _Start:
         try:
             self.stack.enter_context(engine)
         except EngineFailed as error:
-            if self.strict or is_ours(name) or name in (RECOMPUTE, PLAIN):
+            if self.strict or names.is_ours(name) or name in (names.RECOMPUTE, names.PLAIN):
                 raise
             self.running.errors[name] = str(error)
         else:
@@ -220,18 +206,18 @@ class _Start:
 
     def offloading(self, peer: Path | None) -> None:
         if peer is None:
-            self.running.errors[OFFLOADING] = (
+            self.running.errors[names.OFFLOADING] = (
                 "its host-memory spec is in a checkout's benchmarks folder; name it with --peer"
             )
             return
         self.engine(
-            OFFLOADING,
+            names.OFFLOADING,
             environment={"PYTHONPATH": python_path(peer)},
             kv_transfer_config=offloading_connector(peer, self.sizes.memory_bytes("ram")),
         )
 
     def kvhold(self, name: str, tier: str) -> None:
-        named = key(name, tier)
+        named = names.key(name, tier)
         options, settings = _KVHOLD[name]
         if tier != "ram":
             try:
@@ -252,7 +238,7 @@ class _Start:
         self.running.systems[named] = replace(system, pids=(*system.pids, node_pid(socket)))
 
     def lmcache(self, tier: str, python: Path | str) -> None:
-        named = key(LMCACHE, tier)
+        named = names.key(names.LMCACHE, tier)
         if isinstance(python, str):
             self.running.errors[named] = python
             return

@@ -11,26 +11,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvhold_lab.bench.compare.names import (
-    AGAIN,
-    ALONE,
-    KVHOLD,
-    LEFT_AGAIN,
-    LEFT_ALONE,
-    LMCACHE,
-    OFFLOADING,
-    PLAIN,
-    RECOMPUTE,
-    key,
-)
+from kvhold_lab.bench.compare import names
 from kvhold_lab.engines.prompts import make_prompt
 
 OWN_PROMPTS = 2
 REUSE_PERCENT = (100, 75, 50, 25, 0)
 BURST = 2
 TOKENS_PER_BLOCK = 128
-WITHIN = (key(KVHOLD, "ram"), LEFT_ALONE, LEFT_AGAIN)
-VISITING = (RECOMPUTE, PLAIN, AGAIN, OFFLOADING, KVHOLD, ALONE, LMCACHE, LEFT_ALONE, LEFT_AGAIN)
+WITHIN = (names.key(names.KVHOLD, "ram"), names.LEFT_ALONE, names.LEFT_AGAIN)
+VISITING = (
+    names.RECOMPUTE,
+    names.PLAIN,
+    names.AGAIN,
+    names.OFFLOADING,
+    names.KVHOLD,
+    names.ALONE,
+    names.LMCACHE,
+    names.LEFT_ALONE,
+    names.LEFT_AGAIN,
+)
 
 _FIRST_DOCUMENT = 1_000_000
 _ALL_ASKED = 12  # about as many engines as get a prompt by default

@@ -1,24 +1,17 @@
 """`kvhold bench compare-engines`."""
 
-import os
-import platform
 import sys
 from functools import partial
 from pathlib import Path
 
 import click
 
-from kvhold_lab.bench.compare_engines.lmcache_env import (
-    LMCACHE,
-    NoLMCache,
-    environment_folder,
-    lmcache_python,
-)
+from kvhold_lab.bench.compare_engines.lmcache_env import find_lmcache
 from kvhold_lab.bench.compare_engines.rows import NO_TIER, REDIS, Measured, goals, make_rows, render
 from kvhold_lab.bench.compare_engines.run import TIERS, Work, measure, measure_imports
 from kvhold_lab.bench.compare_engines.systems import KVHOLD, OURS, SERVER, SYSTEMS, cores, launch
 from kvhold_lab.bench.ratios import render_goals
-from kvhold_lab.bench.rows import write_rows
+from kvhold_lab.bench.rows import machine_and_load, write_rows
 from kvhold_lab.options import (
     default_option,
     folder_option,
@@ -99,21 +92,13 @@ def command(
         f"{tokens:,} tokens, {prompt_bytes / 1e6:.0f} MB of KV, chunks of "
         f"{work.tokens_per_chunk}, {work.threads} threads"
     )
-    click.echo(
-        f"{platform.machine()}, Python {platform.python_version()}, load "
-        f"{os.getloadavg()[0]:.1f}; {shape}"
-    )
-    python, without = None, ""
+    click.echo(f"{machine_and_load()}; {shape}")
     peers = set(systems) - set(OURS)
     provide(
         [*([VERBS] if peers else []), *(["redis-server"] if REDIS in tiers else [])], click.echo
     )
-    if peers:
-        click.echo(f"LMCache {LMCACHE} in {lmcache_env or environment_folder()} ...")
-        try:
-            python = lmcache_python(lmcache_env or environment_folder())
-        except NoLMCache as error:
-            without = str(error)
+    lmcache = find_lmcache(lmcache_env, click.echo) if peers else None
+    python = lmcache if isinstance(lmcache, Path) else None
     able = [name for name in SYSTEMS if name in systems and (name in OURS or python is not None)]
     starting = partial(launch, python=python, threads=work.threads)
     measured = (
@@ -121,7 +106,7 @@ def command(
     )
     if "ram" in tiers:
         measure_imports(measured, work, [name for name in (KVHOLD, SERVER) if name in able], python)
-    measured.errors |= {(NO_TIER, name): without for name in systems if name not in able}
+    measured.errors |= {(NO_TIER, name): str(lmcache) for name in systems if name not in able}
     rows = make_rows(measured)
     click.echo(f"\n{render(rows)}\n\n{render_goals(goals(rows), noise=False)}")
     write_rows(json_file, rows)

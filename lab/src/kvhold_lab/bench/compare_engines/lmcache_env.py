@@ -6,6 +6,7 @@ The exact version of torch's CPU build is requested, so that no CUDA build is do
 import os
 import subprocess
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 from kvhold.core.errors import KVHoldError
@@ -24,6 +25,16 @@ def environment_folder() -> Path:
     """Return `kvhold/lmcache-VERSION` in `$XDG_CACHE_HOME` (~/.cache)."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "kvhold" / f"lmcache-{LMCACHE}"
+
+
+def find_lmcache(folder: Path | None, say: Callable[[str], None]) -> Path | str:
+    """Return LMCache's Python, or why there is none. folder: None: the default one"""
+    folder = folder or environment_folder()
+    say(f"LMCache {LMCACHE} in {folder} ...")
+    try:
+        return lmcache_python(folder)
+    except NoLMCache as error:
+        return str(error)
 
 
 def lmcache_python(folder: Path) -> Path:
