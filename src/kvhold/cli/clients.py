@@ -5,22 +5,20 @@ import json
 import click
 import msgspec
 
-from kvhold.core.config import load_config
+from kvhold.cli.connect import connect
+from kvhold.cli.options import socket_option
 from kvhold.core.sizes import format_size
 from kvhold.net.messages import ClientInfo
-from kvhold.node import NodeClient
-from kvhold.node.paths import socket_path
 
 _OWN_NAME = "kvhold clients"
 
 
 @click.command()
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@socket_option
 @click.option("--json", "as_json", is_flag=True, help="A JSON list.")
 def command(socket: str | None, as_json: bool) -> None:
     """List the node's clients and what each holds. Exits with 1 when there is no node."""
-    config = load_config({"node": {"socket": socket}} if socket else {})
-    with NodeClient(socket_path(config.node.socket), config.client, name=_OWN_NAME) as client:
+    with connect(socket, _OWN_NAME) as client:
         clients = [one for one in client.clients() if one.name != _OWN_NAME]
     if as_json:
         click.echo(json.dumps([as_row(one) for one in clients], indent=2))

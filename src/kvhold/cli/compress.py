@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import click
 from msgspec.structs import asdict
 
+from kvhold.cli.connect import connect
+from kvhold.cli.options import json_option, socket_option
 from kvhold.core.api import ReencodeProgress
-from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.sizes import format_size
-from kvhold.node import NodeClient
-from kvhold.node.paths import socket_path
 
 _RESULTS = {
     "same": "were so already",
@@ -44,8 +43,8 @@ class CompressOptions:
     "--namespace",
     help="Of this namespace alone: its digest in hex. [default: all that the node knows]",
 )
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@socket_option
+@json_option
 def command(
     tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool
 ) -> None:
@@ -61,12 +60,9 @@ def command(
 
 def reencode(codec: str, options: CompressOptions) -> None:
     """Exits with 1 if the re-encoding ended early."""
-    config = load_config({"node": {"socket": options.socket}} if options.socket else {})
     namespace = _digest(options.namespace)
     with (
-        NodeClient(
-            socket_path(config.node.socket), config.client, name="kvhold compress"
-        ) as client,
+        connect(options.socket, "kvhold compress") as client,
         client.reencode(options.tier, codec, namespace=namespace) as reencoding,
     ):
         progress = reencoding.wait()

@@ -3,6 +3,7 @@
 import click
 
 from kvhold.cli.compress import CompressOptions, reencode
+from kvhold.cli.options import json_option, socket_option
 
 
 @click.command()
@@ -18,8 +19,8 @@ from kvhold.cli.compress import CompressOptions, reencode
     "--namespace",
     help="Of this namespace alone: its digest in hex. [default: all that the node knows]",
 )
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@socket_option
+@json_option
 def command(
     tier: str, codec: str, namespace: str | None, socket: str | None, as_json: bool
 ) -> None:

@@ -7,10 +7,9 @@ import time
 import click
 from msgspec import to_builtins
 
-from kvhold.core.config import load_config
+from kvhold.cli.connect import connect
+from kvhold.cli.options import socket_option
 from kvhold.core.planning import MOST_NAME, Decision
-from kvhold.node import NodeClient
-from kvhold.node.paths import socket_path
 
 _NAMES = {
     "compute": "compute all",
@@ -21,7 +20,7 @@ _NAMES = {
 
 @click.command()
 @click.argument("request_id", metavar="[REQUEST]", default="")
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@socket_option
 @click.option(
     "--json", "as_json", is_flag=True, help="A JSON array of decisions, the last one first."
 )
@@ -32,10 +31,7 @@ def command(request_id: str, socket: str | None, as_json: bool) -> None:
     REQUEST is its id, or a part of its id that no other request has. The node remembers the last
     512 decisions. Exits with 1 if none matches.
     """
-    config = load_config({"node": {"socket": socket}} if socket else {})
-    with NodeClient(
-        socket_path(config.node.socket), config.client, name="kvhold explain"
-    ) as client:
+    with connect(socket, "kvhold explain") as client:
         decisions = client.explain(request_id[:MOST_NAME])
     if as_json:
         click.echo(json.dumps(to_builtins(decisions, str_keys=True), indent=2))

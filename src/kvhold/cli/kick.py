@@ -5,17 +5,16 @@ import re
 import click
 
 from kvhold.cli.clients import name_of
-from kvhold.core.config import load_config
+from kvhold.cli.connect import connect
+from kvhold.cli.options import socket_option
 from kvhold.core.errors import NodeError
 from kvhold.core.sizes import format_size
 from kvhold.net.messages import ClientInfo
-from kvhold.node import NodeClient
-from kvhold.node.paths import socket_path
 
 
 @click.command()
 @click.argument("client", metavar="ID|PID")
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@socket_option
 def command(client: str, socket: str | None) -> None:
     """End a client by its ID from `kvhold clients` (such as c12), or all clients of the process
     PID.
@@ -30,8 +29,7 @@ def command(client: str, socket: str | None) -> None:
             param_hint="ID|PID",
         )
     number = int(match[2])
-    config = load_config({"node": {"socket": socket}} if socket else {})
-    with NodeClient(socket_path(config.node.socket), config.client, name="kvhold kick") as node:
+    with connect(socket, "kvhold kick") as node:
         ended = node.kick(number=number) if match[1] else node.kick(pid=number)
     if not ended:
         raise NodeError(f"the node has no client {client}; `kvhold clients` lists them")

@@ -6,12 +6,12 @@ import time
 
 import click
 
-from kvhold.core.config import load_config
+from kvhold.cli.connect import connect
+from kvhold.cli.options import json_option, socket_option
 from kvhold.core.naming import unpack
 from kvhold.core.sizes import format_size
 from kvhold.net.messages import KnownSpace
 from kvhold.node import NodeClient
-from kvhold.node.paths import socket_path
 
 _SHOWN = 16
 
@@ -19,8 +19,8 @@ _SHOWN = 16
 @click.command()
 @click.argument("one", metavar="[A]", default="")
 @click.argument("two", metavar="[B]", default="")
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@socket_option
+@json_option
 def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
     """List the namespaces that the node knows; show the facts of A; or compare the facts of A and
     B.
@@ -28,8 +28,7 @@ def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
     Engines share KV if they have one namespace. A and B are digests, or their first digits, as many
     as make them unique. Exits with 1 for an unknown namespace.
     """
-    config = load_config({"node": {"socket": socket}} if socket else {})
-    with NodeClient(socket_path(config.node.socket), config.client, name="kvhold names") as client:
+    with connect(socket, "kvhold names") as client:
         if not one:
             spaces, others, other_bytes = client.names()
             click.echo(

@@ -1,4 +1,4 @@
-"""Option types."""
+"""Option types, and the options that several commands share."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     _Parameter = click.ParamType[int]
 else:
     _Parameter = click.ParamType
+
+
+socket_option = click.option(
+    "--socket", help="Path of the node's Unix socket. [default: this user's]"
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
 
 class Size(_Parameter):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvhold.cli.options import Size
+from kvhold.cli.options import Size, json_option
 from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
 from kvhold.core.layout import Group
@@ -57,7 +57,7 @@ from kvhold.tiers.url import parse_url
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="The memory and tiers of a settings file.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def command(
     model: str,
     dtype: str,

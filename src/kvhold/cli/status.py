@@ -4,20 +4,18 @@ import json
 
 import click
 
-from kvhold.core.config import load_config
+from kvhold.cli.connect import connect
+from kvhold.cli.options import json_option, socket_option
 from kvhold.core.sizes import format_size
 from kvhold.core.status import CacheTierStatus, NodeStatus, check_status
-from kvhold.node import NodeClient
-from kvhold.node.paths import socket_path
 
 
 @click.command()
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@socket_option
+@json_option
 def command(socket: str | None, as_json: bool) -> None:
     """Show what the node holds and counts. Exits with 1 when there is no node."""
-    config = load_config({"node": {"socket": socket}} if socket else {})
-    with NodeClient(socket_path(config.node.socket), config.client, name="kvhold status") as client:
+    with connect(socket, "kvhold status") as client:
         status = client.status()
     click.echo(json.dumps(status, indent=2) if as_json else _describe(check_status(status)))
 

@@ -2,13 +2,14 @@
 
 import click
 
+from kvhold.cli.options import socket_option
 from kvhold.core.config import load_config
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 
 
 @click.command()
-@click.option("--socket", help="Path of the node's Unix socket. [default: this user's]")
+@socket_option
 def command(socket: str | None) -> None:
     """End this host's node; its memory cache is lost.
 
