@@ -23,7 +23,7 @@ from kvhold.core.errors import TierError, TierFull, TierIncomplete, TierUnavaila
 from kvhold.core.sizes import format_size
 from kvhold.tiers.base import FolderMet, Parts, size_of
 from kvhold.tiers.disk.folder import Folder, FoundValue
-from kvhold.tiers.disk.index import DiskEntry, Index
+from kvhold.tiers.disk.index import DiskEntry, Index, PlannedFile
 from kvhold.tiers.disk.jobs import (
     FileCheck,
     FileWrite,
@@ -423,18 +423,7 @@ class DiskStore:
                         f"{self._path}: no room for {nbytes} bytes within {limit}; raise max_bytes",
                     )
                     continue
-                opened.begin_write(planned.entry)
-                victims = self._leave(opened, planned.victims)
-                # with `sync`, a power cut could leave new bytes under the old name
-                may_reuse = not self._settings.sync
-                jobs[i] = FileWrite(
-                    opened.folder,
-                    planned.entry,
-                    pieces,
-                    stamp_ns=stamp_ns,
-                    victims=victims,
-                    may_reuse=may_reuse,
-                )
+                jobs[i] = self._begin_write(opened, planned, pieces, stamp_ns)
         return jobs, waiting
 
     def _plan_over(
@@ -457,19 +446,22 @@ class DiskStore:
                     f"{self._path}: no room for {nbytes} bytes beside the old value within {limit}",
                 )
                 continue
-            opened.begin_write(planned.entry)
-            victims = self._leave(opened, planned.victims)
-            may_reuse = not self._settings.sync
-            job = FileWrite(
-                opened.folder,
-                planned.entry,
-                as_pieces(parts),
-                stamp_ns=stamp_ns,
-                victims=victims,
-                may_reuse=may_reuse,
-            )
-            jobs.append((old, job))
+            jobs.append((old, self._begin_write(opened, planned, as_pieces(parts), stamp_ns)))
         return jobs
+
+    def _begin_write(
+        self, opened: _Opened, planned: PlannedFile, pieces: list[memoryview], stamp_ns: int
+    ) -> FileWrite:
+        opened.begin_write(planned.entry)
+        return FileWrite(
+            opened.folder,
+            planned.entry,
+            pieces,
+            stamp_ns=stamp_ns,
+            victims=self._leave(opened, planned.victims),
+            # Not with `sync`: a power cut could leave new bytes under the old name.
+            may_reuse=not self._settings.sync,
+        )
 
     def _settle_over(
         self,
