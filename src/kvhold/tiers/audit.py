@@ -58,7 +58,9 @@ class AuditConfig:
 class AuditTier:
     option_names: ClassVar[frozenset[str]] = frozenset({"audit_max_keys", "audit_exclude"})
 
-    def __init__(self, inner: Tier, config: AuditConfig | None = None, *, shown: str = "") -> None:
+    def __init__(
+        self, inner: Tier, config: AuditConfig | None = None, *, shown: str | None = None
+    ) -> None:
         config = config or AuditConfig()
         self.traits: TierTraits = inner.traits
         self.checked = 0

@@ -95,14 +95,20 @@ class Guard:
     """A tier behind its breaker, deadlines and counters."""
 
     def __init__(
-        self, tier: Tier, config: GuardConfig, *, name: str, metrics: Metrics, place: str = ""
+        self,
+        tier: Tier,
+        config: GuardConfig,
+        *,
+        name: str,
+        metrics: Metrics,
+        place: str | None = None,
     ) -> None:
-        """place: the tier's name in the journal of clears; empty: the name.
+        """place: under which the journal of clears keeps its pending clears; None: the name.
 
         New settings may give a name to another tier, but never a place.
         """
         self.name = name
-        self.place = place or name
+        self.place = name if place is None else place
         self.config = config
         self.gate = Gate(config.concurrent_calls)
         self.traits = tier.traits

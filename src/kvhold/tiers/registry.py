@@ -33,7 +33,7 @@ _GUARD_OPTIONS = {f.name: f for f in fields(GuardConfig)}
 class _Home:
     module: str
     name: str
-    extra: str = ""
+    extra: str | None = None
 
 
 _DISK, _FS = _Home("kvhold.tiers.disk", "DiskTier"), _Home("kvhold.tiers.fs", "SharedFilesTier")
@@ -222,7 +222,7 @@ def _load_module(home: _Home, shown: str) -> ModuleType:
     try:
         return import_module(home.module)
     except ImportError as error:
-        how = f": pip install 'kvhold[{home.extra}]'" if home.extra else ""
+        how = f": pip install 'kvhold[{home.extra}]'" if home.extra is not None else ""
         raise ConfigError(f"tiers: {shown}: {error}{how}") from error
     except Exception as error:  # a plugin may raise anything
         raise ConfigError(f"tiers: {shown}: {type(error).__name__}: {error}") from error

@@ -69,7 +69,7 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
 
 
 def open_own_file(
-    name: str, flags: int, *, dir_fd: int, shown: str = "", any_owner: bool = False
+    name: str, flags: int, *, dir_fd: int, shown: str | None = None, any_owner: bool = False
 ) -> int:
     """Return the file's descriptor.
 
