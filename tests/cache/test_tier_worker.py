@@ -4,13 +4,16 @@ lost, nothing comes back.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvhold.cache import LocalCache
+from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.read_buffer import ReadBuffer
+from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
+from kvhold.core.config import Config
 from kvhold.core.errors import TierFull, TierUnavailable
 from kvhold.core.keys import make_key
 from kvhold.core.store_options import StoreOptions
@@ -520,6 +523,22 @@ def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(
             LateThread.begins.set()
         assert cache.flush()
         assert place.values.keys() == set(keys_of(64))
+
+
+def test_the_worker_s_thread_may_report_before_the_cache_knows_the_worker(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_and_report(
+        config: Config, state: CacheState, happen: Callable[[Callable[[], None]], None]
+    ) -> TierWorker | None:
+        worker = make_tier_worker(config, state, happen)
+        happen(lambda: None)
+        return worker
+
+    monkeypatch.setattr("kvhold.cache.local.make_tier_worker", make_and_report)
+    with a_cache_over(place.url()) as cache:
+        put_below(cache, 96)
+        assert read(cache, a_prompt(SPACE, 96)) == 96
 
 
 class TestClears:

@@ -49,14 +49,15 @@ class LocalCache(WholePrompts):
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._read_only = np.frombuffer(self._arena.buffer.toreadonly(), dtype=np.uint8)
+        self.tier_worker: TierWorker | None = None  # its thread calls `_happen` at once
         try:
-            self.tier_worker: TierWorker | None = make_tier_worker(
-                config, self._state, self._happen
-            )
+            self.tier_worker = make_tier_worker(config, self._state, self._happen)
         except BaseException:
             self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
             self._arena.close()
             raise
+        with self._lock:
+            self._move()
         self._toucher = Toucher(self._arena.regions).start()
         self._scrubber = Scrubber(self._state, self._happen, config.scrub_interval_s).start()
 
