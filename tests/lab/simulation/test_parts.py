@@ -3,14 +3,18 @@ full.
 """
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from kvhold.net import messages as m
 from kvhold.node import listener
 from kvhold.node.listener import Listener
 from kvhold_lab.simulation.descriptors import Descriptors
 from kvhold_lab.simulation.interruption import Interruption
+from kvhold_lab.simulation.link import SimLink
 from kvhold_lab.simulation.listening import ListeningLoop, ListeningSocket, SimOs
 from kvhold_lab.simulation.wire import End, connect
 from kvhold_lab.simulation.world import World
@@ -151,3 +155,21 @@ def test_descriptors_are_counted() -> None:
         descriptors.take()
     descriptors.put_back()
     assert not descriptors.are_short
+
+
+@pytest.mark.parametrize(("fits", "garbled"), [(8, {7}), (1000, set[int]())])
+def test_garbage_inside_a_message_may_be_taken_for_checksums(fits: int, garbled: set[int]) -> None:
+    """Of a commit that fits only in part, garbage completes the rest."""
+    world = World(1)
+    checker = SimpleNamespace(garbled=set[int]())
+    node: Any = SimpleNamespace(number=7, checker=checker, listening=Mock())
+    process: Any = SimpleNamespace(world=world, name="client", loop=world.new_loop("client"))
+    link = SimLink(process, node)
+    link.end.most_bytes = fits
+    asked: Any = link.call(m.Commit(1, [0], bytes(64)), 5.0)
+    task = process.loop.create_task(asked)
+    world.run(lambda: world.now > 0.5, most_s=1.0)
+    link.send_garbage()
+    assert checker.garbled == garbled
+    task.cancel()
+    world.run(task.done, most_s=1.0)

@@ -58,6 +58,7 @@ class Checker:
         self._asked_s: dict[int, float] = {}
         self._granted: dict[int, int] = {}
         self.flipped: set[tuple[int, int]] = set()  # (node, offset)
+        self.garbled: set[int] = set()  # nodes that got garbage inside a message
         self.kicked: set[str] = set()
         self.scrubbing: Callable[[], list[Entry]] = list  # entries pinned by the scrubber
 
@@ -89,6 +90,9 @@ class Checker:
         self._lookups.clear()
         self._granted.clear()
         self.promise.node_died(clears_done=clears_done)
+
+    def may_be_damaged(self, node: int, offset: int) -> bool:
+        return (node, offset) in self.flipped or node in self.garbled
 
     def place_of(self, part: memoryview) -> MemoryPlace:
         memory = self._memory

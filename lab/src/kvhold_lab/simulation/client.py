@@ -499,7 +499,7 @@ class SimClient:
         self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes
     ) -> bool:
         """data: None when a checksum does not fit."""
-        if data is None and (link.node.number, offset) not in self.checker.flipped:
+        if data is None and not self.checker.may_be_damaged(link.node.number, offset):
             self.world.find(
                 f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, and nobody "
                 "damaged it on purpose"

@@ -58,6 +58,7 @@ class SimLink:
         self.world = process.world
         self.conversation = Conversation(self.world.now)
         self.breaks_the_rules = False
+        self._is_half_sent = False  # a message
         self.welcome = m.Welcome(0, "", 0, 0, False)
         self.uses_device = False
         self._lifetime = Lifetime()
@@ -182,6 +183,8 @@ class SimLink:
 
     def send_garbage(self) -> None:
         self.breaks_the_rules = True
+        if self._is_half_sent:  # it may become a commit's checksums
+            self.node.checker.garbled.add(self.node.number)
         self.end.send(b"\xff" * 16)
 
     def _leave(self) -> None:
@@ -197,7 +200,9 @@ class SimLink:
         while (data := self.conversation.to_send()) is not None:
             self._check()
             try:
-                self.conversation.sent(self.end.push(data))
+                num_sent = self.end.push(data)
+                self.conversation.sent(num_sent)
+                self._is_half_sent = num_sent < len(data)
             except BlockingIOError:
                 if self.world.now >= until:
                     raise TimeoutError from None

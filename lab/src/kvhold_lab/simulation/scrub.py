@@ -65,7 +65,7 @@ class SimScrubber:
             if is_whole is None:
                 return True
             if not is_whole:
-                if (self._number, entry.offset) not in self._checker.flipped:
+                if not self._checker.may_be_damaged(self._number, entry.offset):
                     self._world.find(
                         f"the scrubber finds damage in {entry.key.hex()[-16:]}, and nobody "
                         "damaged it on purpose"
