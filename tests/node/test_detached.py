@@ -6,16 +6,16 @@ from pathlib import Path
 import psutil
 
 from kvhold.node import connect
+from kvhold.node.start import end_node
 from tests.node.nodes import PATIENT_S
 
 
 def test_a_node_started_by_an_engine_is_not_its_child(tmp_path: Path) -> None:
     patient = {"connect_timeout_s": PATIENT_S, "call_timeout_s": PATIENT_S}
-    with connect(
-        ram_bytes="4MiB", node={"socket": str(tmp_path / "node.sock")}, client=patient
-    ) as client:
+    path = tmp_path / "node.sock"
+    with connect(ram_bytes="4MiB", node={"socket": str(path)}, client=patient) as client:
         node = psutil.Process(client.status()["pid"])
         assert node.pid not in {child.pid for child in psutil.Process().children(recursive=True)}
         assert os.getsid(node.pid) != os.getsid(0)
-        client.stop_node()
-        node.wait(timeout=PATIENT_S)
+    end_node(path)  # a client that lives would start another node
+    node.wait(timeout=PATIENT_S)
