@@ -499,7 +499,7 @@ class Life(RuleBasedStateMachine):
         return 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "learned"])
 def test_owners_that_come_and_go_in_any_order_get_what_is_theirs_and_leave_nothing(
     policy: str,
 ) -> None:

@@ -210,7 +210,11 @@ class TestBadValues:
             ("skip_last_n_tokens", -1, "must be at least 0"),
             ("skip_last_n_tokens", 1.5, "must be a whole number"),
             ("skip_last_n_tokens", True, "must be a number"),
-            ("policy", "lur", "must be one of lru, lfu, fifo, mru, s3fifo; did you mean 'lru'?"),
+            (
+                "policy",
+                "lur",
+                "must be one of lru, lfu, fifo, mru, s3fifo, learned; did you mean 'lru'?",
+            ),
             ("policy", "s3fif", "did you mean 's3fifo'?"),
             ("policy", "", "must be one of lru, lfu"),
             ("policy", 1, "must be text"),

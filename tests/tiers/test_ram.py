@@ -37,7 +37,7 @@ CHUNK = 128 << 10
 class TestRamTierByCopying(TierContract):
     too_large_bytes = 32 * MIB + 1
 
-    @pytest.fixture(params=["lru", "s3fifo"])
+    @pytest.fixture(params=["lru", "s3fifo", "learned"])
     async def tier(self, request: pytest.FixtureRequest) -> AsyncIterator[RamTier]:
         with Arena.create(32 * MIB, huge_pages="never") as arena:
             tier = RamTier(arena, make_policy(request.param), Metrics())
@@ -369,7 +369,7 @@ class Lending(RuleBasedStateMachine):
     writing: Bundle[tuple[Entry, int]] = Bundle("writing")
     reading: Bundle[tuple[Entry, int]] = Bundle("reading")
 
-    @initialize(policy=st.sampled_from(["lru", "s3fifo"]))
+    @initialize(policy=st.sampled_from(["lru", "s3fifo", "learned"]))
     def begin(self, policy: str) -> None:
         self.arena = Arena.create(ARENA_BYTES, huge_pages="never")
         self.stamps = np.frombuffer(self.arena.buffer, np.int64)[:: ALIGNMENT // 8]

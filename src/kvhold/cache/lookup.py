@@ -15,7 +15,7 @@ from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_s
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
-from kvhold.cache.index.presence import Extent, Prefix, Presence
+from kvhold.cache.index.presence import Extent, FirstKeys, Prefix, Presence
 from kvhold.cache.leases import ClaimAnswer, Leases, Owner
 from kvhold.cache.planner import Planner
 from kvhold.cache.reservations import MAX_SHARDS
@@ -41,6 +41,7 @@ from kvhold.core.reasons import (
 from kvhold.tiers.ram import Entry, RamTier
 
 _MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
+_MOST_NOTED = 250  # chunks of a lookup per step
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
 
 
@@ -177,6 +178,8 @@ class Lookups:
             try:
                 presence = Presence(query, layout, self._pins.finder(num_keys, held))
                 prefix = yield from presence.take_turns()
+                if self._ram.policy.learns:
+                    yield from self._note_use_turns(query, prefix)
                 extent, number, declined = prefix.extent, next(self._numbers), False
                 if self._is_worth_a_search(query, presence, extent):
                     declined = cost is not None and not self._planner.pays(
@@ -217,6 +220,19 @@ class Lookups:
             finally:
                 self._pins.unpin(held)
         return Found(0, 0, reason=CLEARED)
+
+    def _note_use_turns(self, query: Query, prefix: Prefix[Entry]) -> Turns[None]:
+        """Tell the policy which prompt was looked up."""
+        policy, keys = self._ram.policy, FirstKeys(query)
+        prompt = policy.looked_up(keys, prefix.extent.whole)
+        for row in prefix.rows.values():
+            here = [entry.key for entry in row if entry is not None]
+            for first in range(0, len(here), _MOST_NOTED):
+                policy.used(here[first : first + _MOST_NOTED], prompt)
+                yield _MOST_NOTED
+        for first in range(prefix.extent.whole, len(keys), _MOST_NOTED):
+            policy.missed(keys[first : first + _MOST_NOTED], prompt)
+            yield _MOST_NOTED
 
     def _forget_search(self, number: int, owner: Owner) -> None:
         self._leases.withdraw(owner, number)

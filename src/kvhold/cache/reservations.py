@@ -138,7 +138,11 @@ class Reservations:
                 wanted = [Wanted(keys[g], sizes[g], parents[g]) for g in missing]
                 self._ram.hold_all(there)  # new entries must not evict them
                 entries = self._ram.reserve_all(
-                    wanted, num_tokens=num_tokens, first_token=first_token, expires_at=expires_at
+                    wanted,
+                    num_tokens=num_tokens,
+                    first_token=first_token,
+                    expires_at=expires_at,
+                    if_worth=True,
                 )
                 self._ram.unpin_all(there)
                 if entries is None:  # later chunks are useless

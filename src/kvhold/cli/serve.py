@@ -26,7 +26,9 @@ from kvhold.node.server import Node
     "--ram-bytes",
     help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]",
 )
-@click.option("--policy", help="Which chunk is evicted first: lru, lfu, fifo, mru or s3fifo.")
+@click.option(
+    "--policy", help="Which chunk is evicted first: lru, lfu, fifo, mru, s3fifo or learned."
+)
 @click.option(
     "--tier",
     "tiers",

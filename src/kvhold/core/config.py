@@ -266,7 +266,9 @@ class Config:
         0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB"
     )
     policy: str = setting(
-        "lru", "which chunk is evicted first", choices=("lru", "lfu", "fifo", "mru", "s3fifo")
+        "lru",
+        "which chunk is evicted first",
+        choices=("lru", "lfu", "fifo", "mru", "s3fifo", "learned"),
     )
     namespace_quota_bytes: int = size(
         0, "the most memory that the chunks of one namespace may have; 0: no limit"

@@ -22,13 +22,14 @@ from kvhold.cache.transfer.tier_reader import TierReader, remove
 from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.cache.transfer.writes import Writes
 from kvhold.core.config import Config
+from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import TIER_DOWN, Reason
 from kvhold.core.status import CentralStatus
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.node.scans import Scans
 from kvhold.tiers.guard import Guard
-from kvhold.tiers.policies import make_policy
+from kvhold.tiers.policies import TIER_POLICIES, make_policy
 from kvhold.tiers.ram import NEVER, Entry, RamTier, Wanted
 from kvhold.tiers.stack import Stack, make_stack
 
@@ -44,7 +45,7 @@ class _Reading:
 
 class CentralStore:
     def __init__(self, config: Config) -> None:
-        """Raises CapacityError; ConfigError: unusable tiers."""
+        """Raises CapacityError; ConfigError: unusable tiers or policy."""
         metrics = Metrics()
         stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
         self._prepare(
@@ -67,7 +68,7 @@ class CentralStore:
         self._stack = stack
         self.ram = RamTier(
             arena,
-            make_policy(config.policy),
+            make_policy(_policy(config)),
             metrics,
             quota_bytes=config.namespace_quota_bytes,
             clock=clock,
@@ -253,3 +254,12 @@ class CentralStore:
 
 def _call(work: Callable[[], None]) -> None:
     work()
+
+
+def _policy(config: Config) -> str:
+    if config.policy not in TIER_POLICIES:
+        raise ConfigError(
+            f"policy = {config.policy!r}: a central cache is told of no lookups; use one of "
+            f"{', '.join(TIER_POLICIES)}"
+        )
+    return config.policy

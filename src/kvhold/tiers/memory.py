@@ -12,7 +12,7 @@ from kvhold.core.errors import CapacityError, ConfigError, TierError, TierUnavai
 from kvhold.core.metrics import Metrics
 from kvhold.memory.arena import Arena
 from kvhold.tiers.base import Parts, TierTraits
-from kvhold.tiers.policies import POLICIES, make_policy
+from kvhold.tiers.policies import TIER_POLICIES, make_policy
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.url import TierUrl
 
@@ -20,7 +20,7 @@ from kvhold.tiers.url import TierUrl
 @dataclass(frozen=True)
 class MemoryConfig:
     max_bytes: int = size(0, "how much memory; there is no default")
-    policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
+    policy: str = setting("lru", "which value is evicted first", choices=TIER_POLICIES)
 
 
 class MemoryTier:

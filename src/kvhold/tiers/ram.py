@@ -164,6 +164,10 @@ class RamTier:
     def num_clearing(self) -> int:
         return len(self._entries) - self._num_live
 
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
     def now(self) -> float:
         return self._clock()
 
@@ -199,19 +203,27 @@ class RamTier:
         return entry
 
     def reserve_all(
-        self, wanted: Sequence[Wanted], *, num_tokens: int, first_token: int, expires_at: int = 0
+        self,
+        wanted: Sequence[Wanted],
+        *,
+        num_tokens: int,
+        first_token: int,
+        expires_at: int = 0,
+        if_worth: bool = False,
     ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
         Without room, returns None and reserves nothing. Replaces visible entries. No key may be
         being written.
+
+        if_worth: the policy may refuse, if the chunks to evict are worth more
         """
         namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
         for one in wanted:
             sizes.append(size_class(one.nbytes))
             if one.parent is not None:
                 self._to_be_continued[one.parent] = self._to_be_continued.get(one.parent, 0) + 1
-        offsets = self._allocate(namespace, sizes)
+        offsets = self._allocate(namespace, sizes, wanted[0].key if if_worth else None)
         if offsets is None:
             for one in wanted:
                 self._is_continued(one.parent)
@@ -455,21 +467,25 @@ class RamTier:
             at += part.nbytes
         self.commit(entry)
 
-    def _allocate(self, namespace: bytes, sizes: list[int]) -> list[int] | None:
+    def _allocate(
+        self, namespace: bytes, sizes: list[int], wanted: bytes | None
+    ) -> list[int] | None:
         needed = sum(sizes)
-        if needed > self._slabs.capacity or not self._make_quota(namespace, needed):
+        if needed > self._slabs.capacity or not self._make_quota(namespace, needed, wanted):
             return None
         while (offsets := self._slabs.allocate_all(sizes)) is None:
             # evict only the missing bytes, then one by one until one slab has them
-            if not self._evict(max(1, needed - (self._slabs.capacity - self._slabs.used_bytes))):
+            if not self._evict(
+                max(1, needed - (self._slabs.capacity - self._slabs.used_bytes)), wanted=wanted
+            ):
                 return None
         return offsets
 
-    def _make_quota(self, namespace: bytes, needed: int) -> bool:
+    def _make_quota(self, namespace: bytes, needed: int, wanted: bytes | None) -> bool:
         if not self._quota_bytes:
             return True
         over = self._used_by.get(namespace, 0) + needed - self._quota_bytes
-        return over <= 0 or (needed <= self._quota_bytes and self._evict(over, namespace))
+        return over <= 0 or (needed <= self._quota_bytes and self._evict(over, namespace, wanted))
 
     def _is_continued(self, parent: bytes | None) -> None:
         if parent is None:
@@ -505,8 +521,10 @@ class RamTier:
         else:
             del self._used_by[namespace]
 
-    def _evict(self, nbytes: int, namespace: bytes | None = None) -> bool:
-        victims = self._policy.victims(nbytes, self._is_kept, namespace)
+    def _evict(
+        self, nbytes: int, namespace: bytes | None = None, wanted: bytes | None = None
+    ) -> bool:
+        victims = self._policy.victims(nbytes, self._is_kept, namespace, wanted)
         for key in victims:
             entry = self._entries[key]
             if self.is_doomed(entry):

@@ -21,7 +21,7 @@ MODELLED = [name for name in POLICIES if name in MODELS]
 
 
 def test_all_policies_that_ship_are_replayed() -> None:
-    assert set(POLICIES) == set(SHIPPED)
+    assert set(POLICIES) == set(SHIPPED) - {"learned"}  # it depends on the time, too
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -36,7 +36,9 @@ def test_the_class_finds_exactly_what_a_real_cache_does(policy: str) -> None:
 def test_the_class_and_its_model_find_and_evict_exactly_the_same(policy: str, lower: int) -> None:
     sizes = {"capacity": RAM, "lower_capacity": lower, "num_victims": CUT.chunks.size}
     model = replay(CUT.chunks, CUT.starts, CUT.parents, policy=policy, **sizes)
-    own = replay_class(CUT.chunks, CUT.starts, CUT.parents, make=SHIPPED[policy], **sizes)
+    own = replay_class(
+        CUT.chunks, CUT.starts, CUT.parents, make=SHIPPED[policy], times_s=None, **sizes
+    )
     assert np.array_equal(model.found, own.found)
     assert np.array_equal(model.victims, own.victims) and model.victims.size > RAM
     assert model.evicted_below == own.evicted_below and bool(lower) == bool(own.evicted_below)

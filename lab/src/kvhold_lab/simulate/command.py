@@ -19,6 +19,7 @@ from kvhold_lab.simulate.requests import BLOCK_TOKENS
 from kvhold_lab.simulate.trace import read_trace
 
 _POLICIES = (*POLICIES, "arc", "belady")
+_FAST = tuple(name for name in _POLICIES if name != "learned")
 _HALVINGS = 6  # from a 64th of all different chunks to all
 _MOST_APART = 0.02
 
@@ -44,7 +45,8 @@ def _check_policies(
     "policies",
     multiple=True,
     callback=_check_policies,
-    help=f"Only these: {', '.join(_POLICIES)}, or a class as module:Class. [default: all]",
+    help=f"Only these: {', '.join(_POLICIES)}, or a class as module:Class. [default: all but "
+    "learned]",
 )
 @click.option(
     "--capacity",
@@ -149,7 +151,7 @@ def command(
         )
         sweep = capacities or tuple(all_bytes >> step for step in range(_HALVINGS, -1, -1))
         for policy, (codec, ratio), disk, capacity in product(
-            policies or _POLICIES, ratios.items(), disks or (0,), sweep
+            policies or _FAST, ratios.items(), disks or (0,), sweep
         ):
             setup = Setup(policy, capacity, token_bytes, disk, codec, ratio)
             rows.append(simulate(cut, num_tokens, setup))

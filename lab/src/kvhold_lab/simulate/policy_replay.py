@@ -11,6 +11,7 @@ others are stored. Transfers take no time. All chunks have one size and one name
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,8 +19,8 @@ import numpy.typing as npt
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
-from kvhold.tiers.policies import POLICIES, Policy
-from kvhold_lab.simulate.trace import Ids, Starts
+from kvhold.tiers.policies import POLICIES, LearnedPolicy, Policy
+from kvhold_lab.simulate.trace import Ids, Starts, Times
 
 _NAMESPACE = bytes(NAMESPACE_BYTES)
 
@@ -63,14 +64,25 @@ def replay_class(
     capacity: int,
     lower_capacity: int = 0,
     num_victims: int = 0,
+    times_s: Times | None = None,
 ) -> Replayed:
     """Serve the requests in order.
 
     chunks:   [events] int32, of all requests, end to end
     starts:   [requests + 1] int64, where requests begin, and the end
     parents:  [ids] int32, the chunk before each in its prompt; -1: none
-    make:     returns a new policy, one for each tier
+    make:     returns a new policy, one for each tier; `learned` needs `times_s`
+    times_s:  [requests], arrivals
+
+    Raises ConfigError.
     """
+    arrivals = Arrivals(times_s)
+    if make is LearnedPolicy:
+        if times_s is None:
+            raise ConfigError(
+                "policy learned needs the requests' times; give each line of the trace a timestamp"
+            )
+        make = partial(LearnedPolicy, arrivals)
     keys = [_key(number) for number in range(parents.size)]
     above = [keys[parent] if parent >= 0 else None for parent in parents.tolist()]
     memory = _Tier(make(), capacity, dict(zip(keys, above, strict=True)))
@@ -79,9 +91,14 @@ def replay_class(
     stored = promoted = written = 0
 
     for request, (start, end) in enumerate(pairwise(starts.tolist())):
+        arrivals.reach(request)
         prompt = [keys[chunk] for chunk in chunks[start:end].tolist()]
 
         here = memory.num_found(prompt)
+        if memory.policy.learns:
+            number = memory.policy.looked_up(prompt, here)
+            memory.policy.used(prompt[:here], number)
+            memory.policy.missed(prompt[here:], number)
         memory.policy.touch_all(reversed(prompt[:here]))
         missing = prompt[here:]
 
@@ -112,6 +129,21 @@ def replay_class(
 
 def _key(number: int) -> bytes:
     return _NAMESPACE + number.to_bytes(KEY_BYTES - NAMESPACE_BYTES, "little")
+
+
+class Arrivals:
+    """The clock of a replay, in seconds."""
+
+    def __init__(self, times_s: Times | None) -> None:
+        self._times_s = None if times_s is None else times_s.tolist()
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def reach(self, request: int) -> None:
+        if self._times_s is not None:
+            self._now_s = self._times_s[request]
 
 
 class _Tier:
@@ -164,7 +196,7 @@ class _Tier:
         if parent is not None:
             self._continued.add(parent)
         if len(self._here) + self._num_reserved >= self._capacity:
-            victims = self.policy.victims(1, self._continued.__contains__)
+            victims = self.policy.victims(1, self._continued.__contains__, wanted=key)
             if not victims:
                 if parent is not None:
                     self._continued.discard(parent)

@@ -14,10 +14,10 @@ from kvhold.core.config import load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.tiers.policies import POLICIES as SHIPPED
+from kvhold.tiers.policies import TIER_POLICIES
 from kvhold_lab.simulate.trace import Cut
 
-POLICIES = tuple(SHIPPED)
+POLICIES = TIER_POLICIES  # the learned one depends on the time, too
 
 _CHUNK_BYTES = 4096
 _FRAME_BYTES = 2 * _CHUNK_BYTES  # with a header page

@@ -25,10 +25,14 @@ _HashId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The short last block may be left out."""
+    """The short last block may be left out.
+
+    timestamp: in milliseconds
+    """
 
     input_length: _Length
     hash_ids: list[_HashId]
+    timestamp: float | None = None
 
     def fault(self, block_tokens: int) -> str:
         most = ceil(self.input_length / block_tokens)

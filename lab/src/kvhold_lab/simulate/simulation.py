@@ -69,7 +69,11 @@ def replay_policy(cut: Cut, policy: str, *, capacity: int, lower_capacity: int =
     if policy in MODELS:
         return replay(*trace, policy=policy, capacity=capacity, lower_capacity=lower_capacity)
     return replay_class(
-        *trace, make=find_policy(policy), capacity=capacity, lower_capacity=lower_capacity
+        *trace,
+        make=find_policy(policy),
+        capacity=capacity,
+        lower_capacity=lower_capacity,
+        times_s=cut.times_s,
     )
 
 

@@ -7,7 +7,7 @@ bytes per block of each request, and about 120 per new block.
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ MOST_BLOCKS = 50_000_000
 
 Ids = npt.NDArray[np.int32]
 Starts = npt.NDArray[np.int64]
+Times = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class Cut:
     chunks:  [events] int32, of all requests; equal numbers mean equal prefixes
     starts:  [requests + 1] int64, where each request begins, and the end
     parents: [ids] int32, the preceding chunk; -1: none
+    times_s: [requests], arrivals; None: not in the trace
     """
 
     tokens_per_chunk: int
     chunks: Ids
     starts: Starts
     parents: Ids
+    times_s: Times | None = None
 
     @property
     def num_ids(self) -> int:
@@ -53,6 +56,7 @@ class Trace:
     blocks: Ids
     starts: Starts
     parents: Ids
+    times_s: Times | None = None
 
     @property
     def num_requests(self) -> int:
@@ -83,6 +87,7 @@ class Trace:
             chunks.astype(np.int32),
             _starts(self.num_tokens // size),
             parents.astype(np.int32),
+            self.times_s,
         )
 
     def _divided(self, count: int) -> Cut:
@@ -98,7 +103,8 @@ class Trace:
         blocks = self.blocks[np.repeat(self.starts[:-1], np.diff(starts)) + places // count]
         parents = np.arange(-1, self.parents.size * count - 1, dtype=np.int32)
         parents[::count] = np.where(self.parents >= 0, self.parents * count + count - 1, -1)
-        return Cut(size, (blocks * count + places % count).astype(np.int32), starts, parents)
+        chunks = (blocks * count + places % count).astype(np.int32)
+        return Cut(size, chunks, starts, parents, self.times_s)
 
 
 def read_trace(
@@ -106,7 +112,7 @@ def read_trace(
 ) -> Trace:
     """Read `num_requests` lines, or all. Raises ConfigError."""
     requests = read_requests(path, TraceRequest, block_tokens=block_tokens)
-    return _trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
+    return trace_of(requests, name=str(path), block_tokens=block_tokens, num_requests=num_requests)
 
 
 def parse_trace(
@@ -117,14 +123,20 @@ def parse_trace(
     num_requests: int | None = None,
 ) -> Trace:
     requests = parse_requests(lines, TraceRequest, name=name, block_tokens=block_tokens)
-    return _trace_of(requests, name=name, block_tokens=block_tokens, num_requests=num_requests)
+    return trace_of(requests, name=name, block_tokens=block_tokens, num_requests=num_requests)
 
 
-def _trace_of(
-    requests: Iterable[TraceRequest], *, name: str, block_tokens: int, num_requests: int | None
+def trace_of(
+    requests: Iterable[TraceRequest],
+    *,
+    name: str = "trace",
+    block_tokens: int = BLOCK_TOKENS,
+    num_requests: int | None = None,
 ) -> Trace:
+    """Raises ConfigError."""
     known: dict[tuple[int, int], int] = {}  # (the block before, id) -> block
     num_tokens, starts, blocks, parents = array("q"), array("q", [0]), array("i"), array("i")
+    times_s: list[float | None] = []
     for request in islice(requests, num_requests):
         if len(blocks) + len(request.hash_ids) > MOST_BLOCKS:
             raise ConfigError(
@@ -138,6 +150,7 @@ def _trace_of(
                 parents.append(before)
             blocks.append(block)
         num_tokens.append(request.input_length)
+        times_s.append(None if request.timestamp is None else request.timestamp / 1000.0)
         starts.append(len(blocks))
     if not len(num_tokens):
         raise ConfigError(f"{name}: it has no requests")
@@ -147,7 +160,15 @@ def _trace_of(
         np.array(blocks, np.int32),
         np.array(starts, np.int64),
         np.array(parents, np.int32),
+        _as_times(times_s),
     )
+
+
+def _as_times(times_s: list[float | None]) -> Times | None:
+    known = [time_s for time_s in times_s if time_s is not None]
+    if len(known) < len(times_s) or any(b < a for a, b in pairwise(known)):
+        return None
+    return np.array(known, np.float64)
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> Starts:

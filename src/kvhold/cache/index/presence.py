@@ -5,10 +5,10 @@
 A key that `find` has found must stay, as pinned chunks do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, overload
 
 from kvhold.cache.chores import Turns, emptied, finish
 from kvhold.cache.index.hits import longest_hit_turns, needed_chunks
@@ -33,6 +33,30 @@ class Extent:
     @property
     def chunks(self) -> int:
         return self.whole + (self.tail is not None)
+
+
+class FirstKeys(Sequence[bytes]):
+    """The keys of a query's whole chunks, of the first group and shard."""
+
+    def __init__(self, query: Query) -> None:
+        self._namespace = query.namespace
+        self._hashes = query.hashes
+        self._suffix = place_suffix(0, 0)
+
+    def __len__(self) -> int:
+        return len(self._hashes) // HASH_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        chain_hash = self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+        return self._namespace + chain_hash + self._suffix
 
 
 class Need(NamedTuple, Generic[Found]):

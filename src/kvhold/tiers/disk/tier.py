@@ -27,7 +27,7 @@ from kvhold.core.errors import ConfigError, TierError, TierIncomplete
 from kvhold.tiers.base import FolderMet, Parts, TierTraits, check_lengths
 from kvhold.tiers.disk.jobs import StoreSettings
 from kvhold.tiers.disk.store import DiskStore
-from kvhold.tiers.policies import POLICIES
+from kvhold.tiers.policies import TIER_POLICIES
 from kvhold.tiers.url import TierUrl
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class DiskConfig:
         "free, less reserve_bytes",
     )
     reserve_bytes: int = size(4 << 30, "what max_bytes=0 leaves free on each file system")
-    policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
+    policy: str = setting("lru", "which value is evicted first", choices=TIER_POLICIES)
     direct: str = setting(
         "auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always")
     )
@@ -75,9 +75,9 @@ class DiskTier:
                 f"disk: path = {config.path!r}: write absolute paths, each once, such as "
                 "disk:///var/cache/kvhold"
             )
-        if config.policy not in POLICIES:
+        if config.policy not in TIER_POLICIES:
             raise ConfigError(
-                f"disk: policy = {config.policy!r}: must be one of {', '.join(POLICIES)}"
+                f"disk: policy = {config.policy!r}: must be one of {', '.join(TIER_POLICIES)}"
             )
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
             raise ConfigError("disk: max_bytes and io_threads must leave something for each path")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from kvhold.tiers.policies.base import Policy
 from kvhold.tiers.policies.fifo import FifoPolicy
+from kvhold.tiers.policies.learned import LearnedPolicy
 from kvhold.tiers.policies.lfu import LfuPolicy
 from kvhold.tiers.policies.lru import LruPolicy
 from kvhold.tiers.policies.mru import MruPolicy
@@ -15,11 +16,16 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fifo": FifoPolicy,
     "mru": MruPolicy,
     "s3fifo": S3FifoPolicy,
+    "learned": LearnedPolicy,
 }
+# that need no lookups, which tiers below memory are not told of
+TIER_POLICIES = tuple(name for name in POLICIES if name != "learned")
 
 __all__ = [
     "POLICIES",
+    "TIER_POLICIES",
     "FifoPolicy",
+    "LearnedPolicy",
     "LfuPolicy",
     "LruPolicy",
     "MruPolicy",

@@ -10,12 +10,17 @@ pinned continuation protects its whole prefix, as far as the links reach.
 Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 
 class Policy(Protocol):
-    """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share."""
+    """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
+
+    learns: whether the policy wants to be told of lookups
+    """
+
+    learns: bool
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """Add a chunk. For a known key, only an unknown parent is set.
@@ -30,6 +35,21 @@ class Policy(Protocol):
     def touch_all(self, keys: Iterable[bytes]) -> None:
         """Count chunks as used, in this order."""
 
+    def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
+        """Note a lookup. Return a number for `used` and `missed`.
+
+        Called only if `learns`.
+
+        keys:     of a prompt's whole chunks, of the first group and shard, in order
+        num_here: the hit's chunks, the first ones
+        """
+
+    def used(self, keys: Iterable[bytes], prompt: int) -> None:
+        """Note the chunks of a hit, of all groups and shards."""
+
+    def missed(self, keys: Iterable[bytes], prompt: int) -> None:
+        """Note the chunks that the hit lacks, of the first group and shard."""
+
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
         """Ignores unknown keys.
 
@@ -37,7 +57,11 @@ class Policy(Protocol):
         """
 
     def victims(
-        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None
+        self,
+        nbytes: int,
+        pinned: Callable[[bytes], bool],
+        namespace: bytes | None = None,
+        wanted: bytes | None = None,
     ) -> list[bytes]:
         """Return keys to evict, in order: just enough to free `nbytes`; empty if impossible.
 
@@ -45,6 +69,7 @@ class Policy(Protocol):
         known keys only.
 
         namespace: choose only among its keys, for a quota
+        wanted:    the chunk that needs the bytes; empty if it is worth less than a victim
         """
 
     def nbytes(self, namespace: bytes | None = None) -> int:

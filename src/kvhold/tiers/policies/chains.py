@@ -4,18 +4,19 @@
         def _inserted(self, chunk: Chunk) -> None:
             self._rank(chunk, self._now())            # the lowest rank is evicted first
 
-The *leaves*, chunks without a continuation here, are in queues by rank: one per namespace and one
-for all. Insert, touch and remove cost at most O(log leaves). `victims` costs O((victims + pinned
-leaves before them) log leaves).
+The *leaves*, chunks without a continuation here, are in queues by rank, of each namespace and of
+all together. Insert, touch and remove cost O(log leaves) at most. `victims` costs O((victims +
+pinned leaves before them) log leaves).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from types import TracebackType
-from typing import ClassVar, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.tiers.policies.reuse_times import Use
 from kvhold.tiers.table import KeyTable
 
 _BUCKET_BITS = 8
@@ -28,13 +29,14 @@ class Chunk:
 
     rank:  unique; the lowest is evicted first
     uses:  a counter for the policy
+    use:   the last use, for `LearnedPolicy`
     place: its entry in the heaps; None if it is no leaf
-    space: the queues of its namespace
+    space: its namespace
     """
 
-    __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "uses")
+    __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "use", "uses")
 
-    def __init__(self, key: bytes, nbytes: int, space: "list[Queue]") -> None:
+    def __init__(self, key: bytes, nbytes: int, space: "Space") -> None:
         self.key = key
         self.nbytes = nbytes
         self.space = space
@@ -42,6 +44,7 @@ class Chunk:
         self.rank = (0, 0)
         self.queue = 0
         self.uses = 0
+        self.use: Use | None = None
         self.place: Place | None = None
 
 
@@ -49,17 +52,15 @@ Place: TypeAlias = tuple[int, int, Chunk]  # compared by the unique rank
 
 
 class Queue:
-    """The ranked chunks of one namespace, or of all.
+    """Leaves of one namespace, or of all, that are ranked together.
 
     Places are in heaps, one for 256 neighbouring ranks. A new place makes the chunk's old one
     stale. Each call sweeps some stale places, so no call takes long.
     """
 
-    __slots__ = ("_buckets", "_credit", "_order", "_to_sweep", "nbytes", "num_chunks")
+    __slots__ = ("_buckets", "_credit", "_order", "_to_sweep")
 
     def __init__(self) -> None:
-        self.num_chunks = 0
-        self.nbytes = 0
         self._buckets: dict[tuple[int, int], list[Place]] = {}
         self._order: list[tuple[int, int]] = []  # some are obsolete
         self._to_sweep: list[tuple[int, int]] = []
@@ -85,6 +86,17 @@ class Queue:
                 place = heappop(bucket)
                 if place[2].place is place:
                     return place
+            self._buckets.pop(heappop(self._order), None)
+        return None
+
+    def peek(self) -> Place | None:
+        """Return the place that `pop` would return, and leave it."""
+        while self._order:
+            bucket = self._buckets.get(self._order[0], [])
+            while bucket:
+                if bucket[0][2].place is bucket[0]:
+                    return bucket[0]
+                heappop(bucket)
             self._buckets.pop(heappop(self._order), None)
         return None
 
@@ -122,17 +134,39 @@ class Queue:
         return len(bucket)
 
 
+class Space:
+    """The chunks of one namespace, or all.
+
+    queues:      by number
+    small_bytes: of the small queue, for S3-FIFO
+    """
+
+    __slots__ = ("nbytes", "num_chunks", "queues", "small_bytes")
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+        self.nbytes = 0
+        self.small_bytes = 0
+        self.queues: dict[int, Queue] = {}
+
+    def queue(self, number: int) -> Queue:
+        queue = self.queues.get(number)
+        if queue is None:
+            queue = self.queues[number] = Queue()
+        return queue
+
+
 class ChainPolicy:
     """Subclasses override `_inserted`, and other hooks if needed."""
 
-    num_queues: ClassVar[int] = 1
+    learns = False
 
     def __init__(self) -> None:
         self._chunks: KeyTable[Chunk] = KeyTable()
         # key, known or not -> number of its known continuations
         self._continued: KeyTable[int] = KeyTable()
-        self._all = [Queue() for _ in range(self.num_queues)]
-        self._spaces: dict[bytes, list[Queue]] = {}
+        self._all = self._new_space()
+        self._spaces: dict[bytes, Space] = {}
         # freed one per call
         self._dropped: list[list[Place]] = []
         self._now: Callable[[], int] = count(1).__next__
@@ -161,6 +195,15 @@ class ChainPolicy:
         find = self._chunks.get
         self._touched([chunk for key in keys if (chunk := find(key)) is not None])
 
+    def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
+        return 0
+
+    def used(self, keys: Iterable[bytes], prompt: int) -> None:
+        pass
+
+    def missed(self, keys: Iterable[bytes], prompt: int) -> None:
+        pass
+
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
         self._tidy()
         chunk = self._chunks.get(key)
@@ -170,21 +213,24 @@ class ChainPolicy:
         chunk.place = None
         self._count(chunk, -1)
         self._unlink(chunk)
-        for queue in (self._all[chunk.queue], chunk.space[chunk.queue]):
-            queue.tidy()
-        if not chunk.space[chunk.queue].num_chunks and not any(
-            queue.num_chunks for queue in chunk.space
-        ):
-            for queue in self._spaces.pop(key[:NAMESPACE_BYTES]):
+        for space in (self._all, chunk.space):
+            space.queue(chunk.queue).tidy()
+        if not chunk.space.num_chunks:
+            for queue in self._spaces.pop(key[:NAMESPACE_BYTES]).queues.values():
                 self._dropped += queue.take_buckets()
         self._removed(chunk, evicted=evicted)
 
     def victims(
-        self, nbytes: int, pinned: Callable[[bytes], bool], namespace: bytes | None = None
+        self,
+        nbytes: int,
+        pinned: Callable[[bytes], bool],
+        namespace: bytes | None = None,
+        wanted: bytes | None = None,
     ) -> list[bytes]:
         if not 0 < nbytes <= self.nbytes(namespace):
             return []
-        with self._walk(self._queues(namespace), pinned) as walk:
+        space = self._all if namespace is None else self._spaces[namespace]
+        with self._walk(space, pinned, wanted) as walk:
             while walk.freed_bytes < nbytes:
                 chunk = walk.choose()
                 if chunk is None:
@@ -194,7 +240,10 @@ class ChainPolicy:
         return walk.taken
 
     def nbytes(self, namespace: bytes | None = None) -> int:
-        return sum(queue.nbytes for queue in self._queues(namespace))
+        if namespace is None:
+            return self._all.nbytes
+        space = self._spaces.get(namespace)
+        return 0 if space is None else space.nbytes
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -208,20 +257,17 @@ class ChainPolicy:
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
         pass
 
-    def _walk(self, queues: list[Queue], pinned: Callable[[bytes], bool]) -> "Walk":
-        return Walk(self, queues, pinned)
+    def _new_space(self) -> Space:
+        return Space()
+
+    def _walk(self, space: Space, pinned: Callable[[bytes], bool], wanted: bytes | None) -> "Walk":
+        return Walk(self, space, pinned)
 
     def _rank(self, chunk: Chunk, minor: int, major: int = 0) -> None:
         """`minor` must be unique."""
         chunk.rank = (major, minor)
         if chunk.place is not None:
             self._place(chunk)
-
-    def _move(self, chunk: Chunk, queue: int) -> None:
-        self._count(chunk, -1)
-        chunk.queue = queue
-        self._count(chunk, 1)
-        self._rank(chunk, self._now())
 
     def _above(self, chunk: Chunk) -> Iterator[Chunk]:
         while chunk.parent is not None and (above := self._chunks.get(chunk.parent)) is not None:
@@ -232,22 +278,19 @@ class ChainPolicy:
         if self._dropped:
             self._dropped.pop()
 
-    def _queues(self, namespace: bytes | None) -> list[Queue]:
-        return self._all if namespace is None else self._spaces.get(namespace, [])
-
-    def _begin_space(self, namespace: bytes) -> list[Queue]:
-        space = self._spaces[namespace] = [Queue() for _ in range(self.num_queues)]
+    def _begin_space(self, namespace: bytes) -> Space:
+        space = self._spaces[namespace] = self._new_space()
         return space
 
     def _count(self, chunk: Chunk, sign: int) -> None:
-        for queue in (self._all[chunk.queue], chunk.space[chunk.queue]):
-            queue.num_chunks += sign
-            queue.nbytes += sign * chunk.nbytes
+        for space in (self._all, chunk.space):
+            space.num_chunks += sign
+            space.nbytes += sign * chunk.nbytes
 
     def _place(self, chunk: Chunk) -> None:
         chunk.place = place = (*chunk.rank, chunk)
-        self._all[chunk.queue].push(place)
-        chunk.space[chunk.queue].push(place)
+        self._all.queue(chunk.queue).push(place)
+        chunk.space.queue(chunk.queue).push(place)
 
     def _link(self, chunk: Chunk, parent: bytes) -> None:
         above = self._chunks.get(parent)
@@ -280,10 +323,8 @@ class ChainPolicy:
 class Walk:
     """One search for victims. Its exit restores the policy."""
 
-    def __init__(
-        self, policy: ChainPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]
-    ) -> None:
-        self.queues = queues
+    def __init__(self, policy: ChainPolicy, space: Space, pinned: Callable[[bytes], bool]) -> None:
+        self.space = space
         self.taken: list[bytes] = []
         self.freed_bytes = 0
         self._policy = policy
@@ -305,11 +346,11 @@ class Walk:
             chunk.place = None
         for place in self._seen:
             if place[2].place is place:
-                self.queues[place[2].queue].push(place)
+                self._push(place)
 
     def next(self, queue: int) -> Chunk | None:
         """Return the next unpinned leaf of a queue, each once; None at the end."""
-        while (place := self.queues[queue].pop()) is not None:
+        while (place := self.space.queue(queue).pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):
                 return place[2]
@@ -326,10 +367,13 @@ class Walk:
         if above is not None and fewer == self._policy._continued[chunk.parent]:
             above.place = place = (*above.rank, above)
             self._opened.append(above)
-            self.queues[above.queue].push(place)
+            self._push(place)
 
     def choose(self) -> Chunk | None:
         return self.next(0)
+
+    def _push(self, place: Place) -> None:
+        self.space.queue(place[2].queue).push(place)
 
     def settle(self) -> None:
         """Accept the victims. A policy may now move the chunks that it passed over."""

@@ -10,9 +10,8 @@ A cleared key gets no ghost.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
-from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Queue, Walk
+from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Space, Walk
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
@@ -20,8 +19,6 @@ _MOST_FREQUENT = 3  # the paper counts uses in two bits
 
 
 class S3FifoPolicy(ChainPolicy):
-    num_queues: ClassVar[int] = 2
-
     def __init__(self) -> None:
         super().__init__()
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
@@ -31,41 +28,48 @@ class S3FifoPolicy(ChainPolicy):
             del self._ghosts[chunk.key]
             chunk.queue = _MAIN
         self._rank(chunk, self._now())
+        self._count_small(chunk, 1)
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             chunk.uses = min(_MOST_FREQUENT, chunk.uses + 1)
 
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
+        self._count_small(chunk, -1)
         if evicted and chunk.queue == _SMALL:
             self._ghosts[chunk.key] = None
         while len(self._ghosts) > max(1, len(self)):
             self._ghosts.popitem(last=False)
 
-    def _walk(self, queues: list[Queue], pinned: Callable[[bytes], bool]) -> Walk:
-        return _S3FifoWalk(self, queues, pinned)
+    def _walk(self, space: Space, pinned: Callable[[bytes], bool], wanted: bytes | None) -> Walk:
+        return _S3FifoWalk(self, space, pinned)
 
     def _move_on(self, chunk: Chunk) -> None:
         if chunk.queue == _MAIN:
             chunk.uses -= 1
-            self._move(chunk, _MAIN)
+            self._rank(chunk, self._now())
             return
         for each in (chunk, *self._above(chunk)):
             if each.queue == _MAIN:
                 break
             each.uses = 0
-            self._move(each, _MAIN)
+            self._count_small(each, -1)
+            each.queue = _MAIN
+            self._rank(each, self._now())
+
+    def _count_small(self, chunk: Chunk, sign: int) -> None:
+        if chunk.queue == _SMALL:
+            self._all.small_bytes += sign * chunk.nbytes
+            chunk.space.small_bytes += sign * chunk.nbytes
 
 
 class _S3FifoWalk(Walk):
-    def __init__(
-        self, policy: S3FifoPolicy, queues: list[Queue], pinned: Callable[[bytes], bool]
-    ) -> None:
-        super().__init__(policy, queues, pinned)
+    def __init__(self, policy: S3FifoPolicy, space: Space, pinned: Callable[[bytes], bool]) -> None:
+        super().__init__(policy, space, pinned)
         self._moving = policy
         self._passed: tuple[dict[Chunk, None], ...] = ({}, {})
-        self._small_bytes = queues[_SMALL].nbytes
-        self._all_bytes = queues[_SMALL].nbytes + queues[_MAIN].nbytes
+        self._small_bytes = space.small_bytes
+        self._all_bytes = space.nbytes
 
     def choose(self) -> Chunk | None:
         first = (

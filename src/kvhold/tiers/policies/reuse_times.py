@@ -1,0 +1,305 @@
+"""After how long chunks are used again, learnt by kind of chunk.
+
+    times = ReuseTimes((7, 5, 8))
+    times.advance(now_s)
+    used = times.use(kind, num_chunks)       # used now
+    times.end(used, num_chunks)              # used again now
+    times.worth(used)                        # of keeping such a chunk from now on
+
+An *interval* begins with each use of a chunk and ends with its next use, wherever the chunk is by
+then. Chunks last used at about the same time are one *cohort*. For each kind and bucket of age, the
+table counts the intervals that reached the bucket and those that ended there. An interval that is
+still open counts for the ages that it has reached, and for no others (a period life table).
+
+Both counts fade with a half-life. Kinds with few uses are estimated from kinds like them: a kind is
+described by several numbers, and takes what it lacks from all kinds with the same first numbers.
+
+A chunk is kept for a time h at most: until it is used again, or h has passed. The worth is the
+largest, over all h, of
+
+    P(used again within h) - price * E[seconds until then, or h]
+
+The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
+of evicted chunks, so that chunks that are far from paying are worth 0 and go by age.
+
+All results follow from the calls alone. Pure.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+import numpy as np
+import numpy.typing as npt
+
+_SHORTEST_S = 0.5
+_BUCKETS_AN_OCTAVE = 2
+_NUM_BUCKETS = 44  # the last one begins after 12 days
+_COHORTS_A_BUCKET = 4
+_COHORTS_A_TIME = 10  # more than can begin in the precision of a time of `use_at`
+_TICK_S = 0.25
+_HALF_LIFE_S = 2 * 3600.0
+_KINDS_A_TICK = 8
+
+# Before anything is known: the same hazard in each bucket of the first hour, so that worth falls
+# with age.
+_PRIOR_HAZARD = 0.04
+_PRIOR_S = 3600.0
+_PRIOR_USES = 1.0
+# uses after which a kind's own counts weigh as much as those of kinds like it: as a whole, and for
+# each bucket
+_SCALE_USES = 25.0
+_SHAPE_USES = 125.0
+_PRICE = 0.5  # of the mean yield of evicted chunks
+_PRICE_SHARE = 0.2  # that a round of updates moves the price
+
+_EDGES_S = [
+    0.0,
+    *(_SHORTEST_S * 2 ** (i / _BUCKETS_AN_OCTAVE) for i in range(_NUM_BUCKETS - 1)),
+]
+_PRIOR = np.array([_PRIOR_HAZARD * (edge_s < _PRIOR_S) for edge_s in _EDGES_S])
+_WIDTHS_S = np.diff(_EDGES_S, append=2 * _EDGES_S[-1])
+
+Floats = npt.NDArray[np.float64]
+
+
+class Cohort:
+    """Chunks last used between two moments, by kind."""
+
+    __slots__ = ("begun_s", "bucket", "ended_s", "uses")
+
+    def __init__(self, now_s: float) -> None:
+        self.begun_s = now_s
+        self.ended_s = now_s
+        self.bucket = 0
+        self.uses: dict[int, Use] = {}
+
+
+class Use:
+    """The last use of some chunks of one kind, in one cohort.
+
+    num:  chunks that were not used again so far
+    into: the use that it was merged into
+    """
+
+    __slots__ = ("cohort", "into", "kind", "num")
+
+    def __init__(self, kind: int, cohort: Cohort) -> None:
+        self.kind = kind
+        self.cohort = cohort
+        self.num = 0
+        self.into: Use | None = None
+
+
+class ReuseTimes:
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: the number of values of each number that describes a kind."""
+        self.num_kinds = prod(sizes)
+        self._groups = list(accumulate(sizes, mul))  # of kinds, by their first numbers
+        self._reached = np.zeros((self.num_kinds, _NUM_BUCKETS))
+        self._ended = np.zeros((self.num_kinds, _NUM_BUCKETS))
+        self._num_chunks = self._num_uses = 0.0
+        self._cohorts = [Cohort(0.0)]  # the oldest first
+        self._to_update = 0
+        self._round_hazards = np.zeros((self.num_kinds, _NUM_BUCKETS))
+        self._price = 0.0
+        self._sold = [0.0, 0.0]  # the sum of yields of evicted chunks, and their number
+        yields, worths = _evaluate(_PRIOR[None], 0.0)
+        self._yields: list[list[float]] = yields.tolist() * self.num_kinds
+        self._worths: list[list[float]] = worths.tolist() * self.num_kinds
+        self.now_s = 0.0
+        self.num_ticks = 0
+
+    @property
+    def num_cohorts(self) -> int:
+        return len(self._cohorts)
+
+    def num_open(self, use: Use) -> int:
+        """Return how many chunks of a use, and of those merged with it, are open."""
+        return _merged(use).num
+
+    def advance(self, now_s: float) -> None:
+        """Say what time it is. Values of `worth` change when `num_ticks` does."""
+        if now_s < self.now_s + _TICK_S:
+            return
+        self._count_youngest()
+        fade = 0.5 ** ((now_s - self.now_s) / _HALF_LIFE_S)
+        self._reached *= fade
+        self._ended *= fade
+        self._num_chunks *= fade
+        self._num_uses *= fade
+        self.now_s = now_s
+        self.num_ticks += 1
+        self._age()
+        self._merge()
+        self._cohorts.append(Cohort(now_s))
+        self._update()
+
+    def use(self, kind: int, num_chunks: int = 1) -> Use:
+        """Chunks of one kind are used now. The same object for each use in one tick."""
+        cohort = self._cohorts[-1]
+        use = cohort.uses.get(kind)
+        if use is None:
+            use = cohort.uses[kind] = Use(kind, cohort)
+        use.num += num_chunks
+        return use
+
+    def end(self, use: Use, num_chunks: int = 1) -> None:
+        """Chunks of a use are used again."""
+        use = _merged(use)
+        use.num -= num_chunks
+        cohort = use.cohort
+        if cohort is not self._cohorts[-1]:
+            self._ended[use.kind, cohort.bucket] += num_chunks
+
+    def forget(self, use: Use, num_chunks: int = 1) -> None:
+        """Chunks of a use are no longer watched."""
+        _merged(use).num -= num_chunks
+
+    def use_at(self, kind: int, at_s: float) -> Use:
+        """Return the last use of a kind at a time in the past or before, to end or forget it."""
+        cohorts = self._cohorts
+        place = bisect_right(cohorts, at_s, key=_begun_s) - 1
+        for cohort in reversed(cohorts[max(0, place - _COHORTS_A_TIME) : place + 1]):
+            if (use := cohort.uses.get(kind)) is not None:
+                return use
+        return Use(kind, cohorts[max(0, place)])
+
+    def last_s(self, use: Use) -> float:
+        """Return when the chunks were used, or a little before."""
+        return _merged(use).cohort.begun_s
+
+    def worth(self, use: Use) -> float:
+        if use.into is not None:
+            use = _merged(use)
+        return self._worths[use.kind][use.cohort.bucket]
+
+    def worth_of_new(self, kind: int) -> float:
+        return self._worths[kind][0]
+
+    def evicted(self, use: Use) -> None:
+        """Note the price of a chunk."""
+        use = _merged(use)
+        self._sell(self._yields[use.kind][use.cohort.bucket])
+
+    def declined(self, kind: int) -> None:
+        """Note the price of a chunk that was not admitted."""
+        self._sell(self._yields[kind][0])
+
+    def _sell(self, price: float) -> None:
+        self._sold[0] += price
+        self._sold[1] += 1.0
+
+    def _count_youngest(self) -> None:
+        uses = self._cohorts[-1].uses.values()
+        for use in uses:
+            self._reached[use.kind, 0] += use.num
+            self._num_chunks += use.num
+        self._num_uses += len(uses)
+
+    def _age(self) -> None:
+        last = _NUM_BUCKETS - 1
+        for cohort in self._cohorts:
+            age_s, bucket = self.now_s - cohort.begun_s, cohort.bucket
+            if bucket == last or age_s < _EDGES_S[bucket + 1]:
+                continue
+            kinds = list(cohort.uses)
+            nums = [max(0, use.num) for use in cohort.uses.values()]
+            while bucket < last and age_s >= _EDGES_S[bucket + 1]:
+                bucket += 1
+                self._reached[kinds, bucket] += nums
+            cohort.bucket = bucket
+
+    def _merge(self) -> None:
+        kept: list[Cohort] = []
+        for cohort in self._cohorts:
+            if not cohort.uses:
+                continue
+            if kept and _are_alike(kept[-1], cohort):
+                _pour(cohort, kept[-1])
+            else:
+                kept.append(cohort)
+        self._cohorts = kept
+
+    def _update(self) -> None:
+        """Compute the worth of some kinds again."""
+        first = self._to_update
+        last = min(first + _KINDS_A_TICK, self.num_kinds)
+        self._to_update = last % self.num_kinds
+        if not first:
+            self._begin_round()
+        yields, worths = _evaluate(self._round_hazards[first:last], self._price)
+        self._yields[first:last] = yields.tolist()
+        self._worths[first:last] = worths.tolist()
+
+    def _begin_round(self) -> None:
+        self._round_hazards = self._hazards()
+        if self._sold[1]:
+            mean = self._sold[0] / self._sold[1]
+            self._price += _PRICE_SHARE * (_PRICE * mean - self._price)
+            self._sold = [0.0, 0.0]
+
+    def _hazards(self) -> Floats:
+        """Return [kinds, buckets], the chance that an interval that reaches a bucket ends there."""
+        chunks_a_use = max(1.0, self._num_chunks / max(1.0, self._num_uses))
+        ended, reached = self._ended.sum(0), self._reached.sum(0)
+        prior = _PRIOR_USES * chunks_a_use
+        hazards: Floats = ((ended + prior * _PRIOR) / (reached + prior))[None]
+        scale, shape = _SCALE_USES * chunks_a_use, _SHAPE_USES * chunks_a_use
+        for num_groups in self._groups:
+            ended = self._ended.reshape(num_groups, -1, _NUM_BUCKETS).sum(1)
+            reached = self._reached.reshape(num_groups, -1, _NUM_BUCKETS).sum(1)
+            like = np.repeat(hazards, num_groups // len(hazards), axis=0)
+            ratio = (ended.sum(1) + scale) / ((reached * like).sum(1) + scale)
+            like = np.minimum(like * ratio[:, None], 1.0)
+            hazards = (ended + shape * like) / (reached + shape)
+        return hazards
+
+
+def _merged(use: Use) -> Use:
+    while use.into is not None:
+        if use.into.into is not None:
+            use.into = use.into.into
+        use = use.into
+    return use
+
+
+def _pour(younger: Cohort, older: Cohort) -> None:
+    older.ended_s = younger.ended_s
+    for kind, use in younger.uses.items():
+        into = older.uses.get(kind)
+        if into is None:
+            older.uses[kind] = use
+            use.cohort = older
+        else:
+            into.num += use.num
+            use.into = into
+
+
+def _begun_s(cohort: Cohort) -> float:
+    return cohort.begun_s
+
+
+def _are_alike(older: Cohort, younger: Cohort) -> bool:
+    return (
+        older.bucket == younger.bucket
+        and younger.ended_s - older.begun_s <= _WIDTHS_S[older.bucket] / _COHORTS_A_BUCKET
+    )
+
+
+def _evaluate(hazards: Floats, price: float) -> tuple[Floats, Floats]:
+    """Return yields and worths, [kinds, buckets], of chunks in the middle of each bucket."""
+    hazards = np.clip(hazards, 0.0, 0.999)
+    zero = np.zeros((len(hazards), 1))
+    left = np.concatenate([zero + 1.0, np.cumprod(1.0 - hazards, axis=1)], axis=1)
+    spent_s = left[:, :-1] * _WIDTHS_S * (1.0 - 0.5 * hazards)
+    until_s = np.concatenate([zero, np.cumsum(spent_s, axis=1)], axis=1)
+    # [kinds, from, to]
+    hits = left[:, :-1, None] - left[:, None, 1:]
+    seconds = until_s[:, None, 1:] - until_s[:, :-1, None] - 0.5 * spent_s[:, :, None]
+    later = np.tri(_NUM_BUCKETS, dtype=bool).T
+    yields = np.where(later, hits / np.where(later, seconds, 1.0), 0.0).max(axis=2)
+    worths = np.where(later, hits - price * seconds, 0.0).max(axis=2) / left[:, :-1]
+    return yields, worths
