@@ -32,7 +32,8 @@ from kvhold.core.naming import NO_FACTS, Facts, pack
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
-KEY_BYTES = NAMESPACE_BYTES + HASH_BYTES + 4
+NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; group and shard follow
+KEY_BYTES = NAME_BYTES + 4
 
 _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
@@ -535,8 +536,9 @@ def split_key(key: bytes) -> KeyParts:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     place = int.from_bytes(key[-4:], "little")
-    middle = NAMESPACE_BYTES + HASH_BYTES
-    return KeyParts(key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:middle], place & 0xFFFF, place >> 16)
+    return KeyParts(
+        key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:NAME_BYTES], place & 0xFFFF, place >> 16
+    )
 
 
 def extra_bytes(value: Any) -> bytes:

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvhold.core.api import Cache, Event
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, ChunkNames, Prompt, place_suffix
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, ChunkNames, Prompt, place_suffix
 from kvhold.core.layout import Layout
 from kvhold.integrations.vllm.geometry import Geometry
 
@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 _EVENT_BUFFER = 100_000  # minutes of constant eviction
 _MOST_DESCRIBED = 4096  # chunks, about 10 KB each
 _PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
-_NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; group and shard follow
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
@@ -196,7 +195,7 @@ class Announced:
 
     def happened(self, events: Iterable[Event]) -> None:
         for event in events:
-            name, place = event.key[:_NAME_BYTES], event.key[_NAME_BYTES:]
+            name, place = event.key[:NAME_BYTES], event.key[NAME_BYTES:]
             self._touched.add(name)
             if event.kind == "admitted":
                 self._present.setdefault(name, set()).add(place)

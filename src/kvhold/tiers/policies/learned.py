@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES
+from kvhold.core.keys import NAME_BYTES
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Place, Space, Walk
 from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, Ghosts
 from kvhold.tiers.policies.reuse_times import ReuseTimes, Use
@@ -27,7 +27,6 @@ _USES, _PAUSES, _NEW = 7, 5, 8  # numbers of values
 _PAUSES_S = (30.0, 120.0, 480.0)
 _PROMPTS = _PAUSES * _NEW
 _UNKNOWN = 0
-_NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
 
@@ -86,7 +85,7 @@ class LearnedPolicy(ChainPolicy):
             if (chunk := self._chunks.get(key)) is not None:
                 self._use_again([chunk], chunk.uses + 1, prompt)
                 continue
-            name = key[:_NAME_BYTES]
+            name = key[:NAME_BYTES]
             ghost = self.ghosts.take(name, now_s)
             uses = 1
             if ghost is not None:
@@ -135,11 +134,11 @@ class LearnedPolicy(ChainPolicy):
         return 1 + sum(pause_s >= most for most in _PAUSES_S)
 
     def _ghost(self, key: bytes) -> Ghost | None:
-        return self.ghosts.find(key[:_NAME_BYTES], self.times.now_s)
+        return self.ghosts.find(key[:NAME_BYTES], self.times.now_s)
 
     def _inserted(self, chunk: Chunk) -> None:
         self._advance()
-        name = chunk.key[:_NAME_BYTES]
+        name = chunk.key[:NAME_BYTES]
         ghost = self.ghosts.take(name, self.times.now_s)
         if ghost is not None:
             self.times.forget(self.times.use_at(ghost.kind, ghost.at_s))
@@ -178,7 +177,7 @@ class LearnedPolicy(ChainPolicy):
             return
         self.times.evicted(chunk.use)
         ghost = Ghost(self.times.last_s(chunk.use), chunk.queue, min(chunk.uses, MOST_USES))
-        self._remember(chunk.key[:_NAME_BYTES], ghost)
+        self._remember(chunk.key[:NAME_BYTES], ghost)
 
     def _new_space(self) -> LearnedSpace:
         return LearnedSpace()
