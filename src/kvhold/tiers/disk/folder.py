@@ -22,6 +22,7 @@ from kvhold.core.errors import TierUnavailable
 from kvhold.core.keys import KEY_BYTES
 from kvhold.tiers.files.faults import as_tier_error
 from kvhold.tiers.files.names import shard_of, writer_of
+from kvhold.tiers.files.pauses import with_pauses
 from kvhold.tiers.files.tree import NEW, FileTree
 
 _LOCK = "kvhold.lock"
@@ -163,7 +164,7 @@ class Folder:
                 self._removals[shard] = self._removals.get(shard, 0) + 1
 
     def _whole_values(self, shard: str) -> Iterator[FoundValue]:
-        for base in self._tree.names(shard):
+        for base in with_pauses(self._tree.names(shard)):
             match, name = _VALUE.fullmatch(base), f"{shard}/{base}"
             if match is None or shard_of(key := bytes.fromhex(match[1])) != shard:
                 continue

@@ -15,6 +15,7 @@ from kvhold.core.errors import TierError
 from kvhold.tiers.disk.folder import FileLeft, Folder, FoundValue
 from kvhold.tiers.disk.index import DiskEntry, Index
 from kvhold.tiers.files.faults import as_tier_error
+from kvhold.tiers.files.pauses import with_pauses
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ class Open:
             folder.batches(),
         )
         for found in rest:
-            for older in index.add_found(found):
-                folder.remove(older)
+            for value in with_pauses(found):
+                for older in index.add_found([value]):
+                    folder.remove(older)
             self.last_ns = max([self.last_ns, *(value.used_ns for value in found)])
             if len(index) >= SERVES_FROM:
                 self.rest = rest

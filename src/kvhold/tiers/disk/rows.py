@@ -14,7 +14,7 @@ from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 
 NONE, _REMOVED = -1, -2
 _BLOCK = 512  # as `st_blocks` counts
-_TABLES = 256
+_TABLES = 1024
 _SMALLEST = 16
 _MOST_KEYS = 500
 _MOST_TIMES = 50_000

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from kvhold.tiers.files.names import temporary_name
+from kvhold.tiers.files.pauses import with_pauses
 from kvhold.tiers.files.safe import FOLDER, open_folder, open_own_file
 from kvhold.tiers.files.transfer import fill_file, fill_parts, preallocate, set_direct
 
@@ -68,7 +69,8 @@ class FileTree:
         except (FileNotFoundError, NotADirectoryError):
             return []
         try:
-            return os.listdir(fd)  # noqa: PTH208 - a pathlib.Path has no descriptor
+            with os.scandir(fd) as entries:
+                return [entry.name for entry in with_pauses(entries)]
         finally:
             os.close(fd)
 
