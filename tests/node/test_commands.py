@@ -48,7 +48,7 @@ def test_status_shows_people_the_node_its_arena_its_clients_and_what_it_counted(
     shown = run(status, "--socket", str(shared_node.path))
     assert f"pid {shared_node.pid}" in shown
     assert "of 16.0 MiB used" in shown
-    assert "chunks    4, of which 4 are being read" in shown
+    assert "chunks    4, 4 of them pinned" in shown
     assert "held      1 hits, 0 leases, 0 reservations" in shown
     assert f"client    engine (pid {os.getpid()})" in shown
     assert "kvhold_stored_chunks 4" in shown

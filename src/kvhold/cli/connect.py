@@ -6,6 +6,6 @@ from kvhold.node.paths import socket_path
 
 
 def connect(socket: str | None, name: str) -> NodeClient:
-    """name: of the client, in the node's list. Raises NodeError if there is no node."""
+    """Join the node as client `name`. Raises NodeError if there is no node."""
     config = load_config({"node": {"socket": socket}} if socket else {})
     return NodeClient(socket_path(config.node.socket), config.client, name=name)

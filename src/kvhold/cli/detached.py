@@ -28,11 +28,13 @@ from kvhold.node.watcher import restart_when_killed, wait_for_room
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES = 4096  # of the line that says that it is ready
+_MOST_BYTES = 4096  # of the ready line
 
 
 def default_log(config: Config) -> Path:
-    """Return the log file beside the node's socket; of a central cache: in that folder.
+    """Return the default log file, in the folder of the node's socket.
+
+    A central cache has no socket; its log is in the folder of the default socket.
 
     Raises NodeError for a folder that cannot be used.
     """
@@ -66,7 +68,7 @@ def go_on_detached(
     raise_priority(config.node.nice)
     killed = False
     if restart:
-        # a restarted node is no smaller
+        # a restarted node gets as much memory, even if less is free
         config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())
         try:
             killed = restart_when_killed(Path(config.node.socket))

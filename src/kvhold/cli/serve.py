@@ -48,12 +48,12 @@ from kvhold.node.server import Node
 @click.option(
     "--tls-cert",
     type=click.Path(path_type=Path),
-    help="With --listen: PEM file of the certificate (and key) to talk TLS with.",
+    help="With --listen: PEM file with the certificate and key of the server, for TLS.",
 )
 @click.option(
     "--tls-client-ca",
     type=click.Path(path_type=Path),
-    help="With --listen: PEM file of who must have signed clients' certificates.",
+    help="With --listen: PEM file of the CA that signs clients' certificates.",
 )
 @click.option(
     "--insecure",
@@ -64,7 +64,7 @@ from kvhold.node.server import Node
     "--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]"
 )
 @click.option(
-    "--detach", is_flag=True, help="Go on in the background once it is ready, and belong to nobody."
+    "--detach", is_flag=True, help="Continue in the background once it is ready, without a parent."
 )
 @click.option(
     "--log-file",
@@ -113,7 +113,7 @@ def command(
         arguments["listen"] = listening | ({"insecure": True} if insecure else {})
     config = load_config(arguments, file=config_file)
     if not config.listen.address:
-        here = socket_path(config.node.socket)  # before a detached node changes its folder
+        here = socket_path(config.node.socket)  # a detached node changes its folder
         config = replace(config, node=replace(config.node, socket=str(here)))
     say: Callable[[str], None] = click.echo
     if detach:

@@ -32,7 +32,7 @@ def _describe(status: NodeStatus) -> str:
             f"arena     {used} of {format_size(status['arena_bytes'])} used, {pages} pages, "
             f"{ready} ready"
         ),
-        f"chunks    {status['chunks']}, of which {status['pinned_chunks']} are being read",
+        f"chunks    {status['chunks']}, {status['pinned_chunks']} of them pinned",
         (
             f"held      {held['tickets']} hits, {held['leases']} leases, "
             f"{held['reservations']} reservations"

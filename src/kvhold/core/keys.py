@@ -2,9 +2,9 @@
 
     Namespace(model="llama", layout=layout).prompt(tokens).chunk_key(0)    # 40 bytes
 
-A key is the namespace's digest, a chained hash of all tokens up to the chunk's end, group and
-shard. The hash is blake2b (RFC 7693; docs/format.md), with the namespace as salt, so text does not
-reveal another namespace's keys. 160 bits rule out constructed collisions.
+A key has four parts: the namespace's digest, a chained hash of all tokens up to the chunk's end,
+the group and the shard. The hash is blake2b with 160 bits, too many to construct a collision (RFC
+7693; docs/format.md). The namespace is its salt, so a text has other hashes in each namespace.
 
 Any thread.
 """
@@ -336,7 +336,7 @@ class _Text(ABC):
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
         """Return the whole chunks `first` to before `last` (default: all), and the longest tail."""
-        assert 0 <= first <= self.num_whole, "what begins after the last whole chunk is its tail"
+        assert 0 <= first <= self.num_whole, "`first` is beyond the last whole chunk"
         hashes = self._hashes(first, self.num_whole if last is None else last)
         first_token = first * self.namespace.layout.tokens_per_chunk
         parent = self.hash_at(first - 1) if first else b""

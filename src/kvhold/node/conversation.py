@@ -1,6 +1,6 @@
 """A client's side of one connection, as a state machine without I/O.
 
-A given-up call is dropped if no byte is sent; else its answer's grant is returned.
+A given-up call is dropped if none of it was sent. Otherwise the grant in its answer is given back.
 
 Threads hold one lock around each call, except `prepare` (always safe) and `read` (safe for one
 reader).

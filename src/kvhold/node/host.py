@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 
-# inherited variables; not LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*), devices, settings
+# Variables that a node inherits. Left out: LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*),
+# devices and settings.
 _KEPT = {
     r"PATH|HOME|USER|LOGNAME|SHELL": "who and where the user is",
     r"LANG|LANGUAGE|LC_\w+|TZ": "the language and time zone of messages and logs",
@@ -67,8 +68,8 @@ def spawn_attributes() -> dict[str, Any]:
 def belong_to_host(keep: Iterable[int] = ()) -> None:
     """Reset cores, memory policy, scheduling, descriptor limit and working folder.
 
-    Closes all descriptors except 0-2 and `keep`. Call it before there are threads, which inherit
-    these settings, and mapped memory.
+    Closes all descriptors except 0-2 and `keep`. Call it before any thread starts
+    (threads inherit these settings) and before memory is mapped.
     """
     first = 3
     for fd in sorted(keep):

@@ -16,9 +16,9 @@ _LOCK_PAUSE_S = 0.002
 
 
 def _lock(fd: int) -> None:
-    """Raises BlockingIOError: a node has the lock.
+    """Lock the file. Raises BlockingIOError if a node has the lock.
 
-    Tries for 0.2 s: a check for a node (`start.py`) takes the lock for an instant.
+    Tries for 0.2 s, because a check for a node (`start.py`) takes the lock for a moment.
     """
     for left in range(_LOCK_ATTEMPTS, 0, -1):
         try:
@@ -63,12 +63,12 @@ class SocketLock:
         os.write(self._fd, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """The file stays, or two owners could lock two files of one name."""
+        """Unlock. The file is kept: otherwise two owners could lock two files of the same name."""
         os.close(self._fd)
 
 
 def remove_stale(path: Path) -> None:
-    """Raises NodeError: no socket. The caller holds the lock."""
+    """Remove an old socket. Raises NodeError for another file. The caller holds the lock."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise NodeError(

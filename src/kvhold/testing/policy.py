@@ -4,7 +4,7 @@
         def make_policy(self) -> Policy:
             return MyPolicy()
 
-With `rank`, the order is checked against a slow model.
+Override `rank` too, and the order of eviction is compared with a slow model.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -29,7 +29,7 @@ from kvhold.tiers.policies.base import Policy
 
 @dataclass
 class Known:
-    """One chunk in the model. Times are step numbers; an insert is a step, but no use."""
+    """One chunk in the model. Times are step numbers. An insert is a step, but not a use."""
 
     key: bytes
     nbytes: int
@@ -53,10 +53,10 @@ class PolicyContract:
 
     def make_policy(self) -> Policy:
         """Return a policy without keys."""
-        raise NotImplementedError("say how your policy is made")
+        raise NotImplementedError("override make_policy")
 
     def rank(self, known: Known) -> Any:
-        """Return the order of eviction, the lowest first and none equal. None: not checked."""
+        """Return a unique rank; the lowest is evicted first. None: the order is not checked."""
         return None
 
     def test_a_new_policy_knows_nothing_and_has_no_victims(self) -> None:

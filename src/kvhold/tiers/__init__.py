@@ -1,1 +1,1 @@
-"""Where chunks live. The contract is in `base.py`, eviction in `policies/`."""
+"""Tiers: the places of chunks. The contract is in `base.py`, eviction in `policies/`."""

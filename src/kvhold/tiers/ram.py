@@ -5,7 +5,7 @@
     entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
 
 A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned.
-Entries that are pinned, written or continued here are not evicted.
+Not evicted: entries that are pinned or being written, and the parents of those being written.
 
 A *doomed* entry was removed or cleared while pinned or written: it is not found, and freed by its
 last user.

@@ -5,11 +5,11 @@
 The client, obstore, has threads of its own.
 
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. With
-  `put_if_absent=false`, and from `multipart_bytes` on, a HEAD comes first; the last of two
-  concurrent writers wins.
-- **Replace.** A PUT with `If-Match`, not with `put_if_absent=false`: such a store may ignore it.
-- **Miss.** Without the right to list the bucket, S3 answers 403 for a missing object.
-- **Expiry.** Set lifecycle rules, also for the incomplete multipart uploads of killed processes.
+  `put_if_absent=false`, and for values of `multipart_bytes` or more, a HEAD comes first. Then the
+  last of two concurrent writers wins.
+- **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore that.
+- **Miss.** Needs the right to list the bucket: otherwise S3 answers 403, which is a fault.
+- **Expiry.** Set lifecycle rules for values, and for the multipart uploads of killed processes.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
 _ABORT_S = 5.0
-# for the return of obstore's threads: one that waits for the GIL at exit aborts the process
+# lets obstore's threads return: one that waits for the GIL at exit aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
 
@@ -116,7 +116,7 @@ class S3Tier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """A HEAD comes first: S3 does not report the removed objects."""
+        """Look up the objects first, because S3 does not report which ones it removed."""
         unique = list(dict.fromkeys(keys))
         sizes = [
             _raised(found) for found in await _all([self._size(key, "delete") for key in unique])
@@ -361,7 +361,7 @@ def _fill(parts: Parts, data: memoryview) -> None:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Returns when all have ended, also when cancelled."""
+    """Run all calls. Returns after all have ended, even if it is cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

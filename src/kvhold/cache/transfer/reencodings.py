@@ -1,7 +1,7 @@
 """Known namespaces, running re-encodings and their owners.
 
-No I/O: `reencoder.py` does the work. An engine must have named a namespace, because a digest does
-not reveal budget and tenant.
+No I/O: `reencoder.py` does the work. A namespace is known once an engine has registered it: its
+digest does not show its budget and tenant.
 """
 
 from collections import OrderedDict
@@ -30,7 +30,7 @@ class ReencodableTier:
     """A tier.
 
     refusal: why its chunks cannot be re-encoded
-    above:   a lower tier that may hold lossy frames; its chunks here do not show the loss
+    above:   a lower tier with lossy frames. Chunks that came from there do not show the loss here
     """
 
     number: int
@@ -57,9 +57,9 @@ class Reencodings:
     def __init__(self, give_command: Callable[[Command], None]) -> None:
         self.tiers: dict[str, ReencodableTier] = {}
         self._give_command = give_command
-        # the latest is last; with the strictest budget so far
+        # the latest is last. Each value has the strictest budget registered so far
         self._known: OrderedDict[bytes, Space] = OrderedDict()
-        self._shared: set[bytes] = set()  # named with several tenants
+        self._shared: set[bytes] = set()  # registered with several tenants
         self._running: dict[int, _Running] = {}
 
     def __len__(self) -> int:

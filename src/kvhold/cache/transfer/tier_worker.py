@@ -67,11 +67,11 @@ class TierWorker:
         loop: asyncio.AbstractEventLoop | None = None,
         journal: ClearsJournal | None = None,
     ) -> None:
-        """loop:    instead of its own thread; then await `end` instead of `close`
+        """loop:    run here, without a thread; then await `end`, and do not call `close`
         journal: keeps the pending clears of tiers
         """
         self._journal = journal
-        # prefixes that another host has cleared, but not yet the state
+        # prefixes that another host has cleared, until this host has cleared them too
         self._barred: dict[bytes, int] = {}
         self._state = state
         self.ram = state.ram
@@ -113,7 +113,7 @@ class TierWorker:
             checking=self._checking,
             post=post,
         )
-        # runs before any order
+        # runs before any command
         self._loop.call_soon(self._begin)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvhold-tiers", daemon=True)
@@ -249,7 +249,7 @@ class TierWorker:
         self._post(lambda: self._state.remove_damaged([entry], "writer"))
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
-        """A tier's clear stays pending until the writes from before it have ended."""
+        """Nothing to do: a clear stays pending until the writes that began before it have ended."""
 
     def _tell_reencoded(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
@@ -258,7 +258,7 @@ class TierWorker:
         del self._reencodings[number]
 
     def _learn(self, prefix: bytes) -> None:
-        """Bar writes older than another host's clear, even if queued later."""
+        """Drop writes of chunks from before another host's clear, even if queued later."""
         log.info("another host has cleared %s", prefix.hex() or "everything")
         self._barred[prefix] = self._barred.get(prefix, 0) + 1
         self._write_behind.spoil(prefix)
@@ -275,8 +275,9 @@ class TierWorker:
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:
-        """Have some of memory's namespaces refreshed: those with stored chunks only are never
-        probed.
+        """Tell the shared tiers of some new namespaces, so that their clears are noticed.
+
+        Nothing else does so if an engine only stores: no lookup probes its namespace.
         """
         for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
             space = self._new_spaces.popleft()

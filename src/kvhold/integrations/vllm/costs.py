@@ -3,7 +3,7 @@
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
 in a step.
 
-Any thread may call `cost`, `compute_s` and `prepare`; the scheduler's calls the others.
+Any thread may call `cost`, `compute_s` and `prepare`, only the scheduler's thread the others.
 """
 
 import time
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
-_MOST_STEPS = 64  # beyond it, some steps were never computed
+_MOST_STEPS = 64  # if there are more, vLLM never ran some of them
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class _Step:
     """A planned step.
 
     quantities: (tokens, 1 step, pairs of a token with an earlier token); None: no part of a prompt.
-                Tokens first: a single step's time is assigned to them
-    done:       requests whose prompts are computed after it
+                Tokens are first: with one measurement, the first cost gets all of its time
+    done:       requests whose whole prompts are computed when it ends
     """
 
     planned_s: float
@@ -82,8 +82,9 @@ class Costs:
         )
 
     def compute_s(self, num_tokens: int, computed_tokens: int) -> float:
-        """Return the seconds to compute the rest of a prompt. Before a measurement: a slow
-        engine's.
+        """Return the seconds to compute the rest of a prompt.
+
+        Without a measurement, assumes a slow engine.
         """
         cost = self.cost("", num_tokens, computed_tokens)
         if not cost.is_known:
@@ -136,7 +137,7 @@ class Costs:
         step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
-        """End the oldest step. Return requests with a first token."""
+        """End the oldest step. Return the times of requests whose prompts it completed."""
         if not self._steps:
             return []
         step, now_s = self._steps.popleft(), self._clock()

@@ -1,7 +1,7 @@
 """Staging memory on a device. Slices are taken and freed in order.
 
     with ring.take_when_free(nbytes) as part:
-        part.until(event)               # free when `event` has fired; without a call, at once
+        part.until(event)               # free when `event` fires; without `until`, after the block
 
 The caller holds a lock around `take` and `until`.
 """
@@ -37,7 +37,7 @@ class Slice:
 
     def wait(self) -> None:
         assert self._is_returned or self._last_use is not None, (
-            "somebody uses it who has not said until when"
+            "the slice is in use, and `until` was not called"
         )
         if not self._is_returned and self._last_use is not None:
             self._last_use.wait()
@@ -66,7 +66,7 @@ class Ring:
 
     def take_when_free(self, nbytes: int) -> Slice:
         """Wait until earlier slices leave space."""
-        assert self.fits(nbytes), "no such slice can ever be had"
+        assert self.fits(nbytes), "the slice is larger than the ring"
         while (found := self.take(nbytes)) is None:
             self._taken[0].wait()
         return found

@@ -25,8 +25,8 @@ class Policy(Protocol):
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """Add a chunk. For a known key, only an unknown parent is set.
 
-        parent: key of the previous chunk, of the same group and shard, here or not. A continuation
-        of `key` is ignored
+        parent: key of the previous chunk, of the same group and shard; it may be absent. A parent
+                that continues `key` is ignored, because it would close a ring
         """
 
     def touch(self, key: bytes) -> None:

@@ -2,8 +2,8 @@
 
     await router.run("get", calls, bulk=True)          # each call now has its reply or its fault
 
-After a server's failure or a cancelled call, the topology is asked again. A failed call goes to
-another server once.
+After a server's failure or a cancelled call, the topology is read again. A failed call is retried
+once, on another server.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class Router:
         if fails and node not in self._ailing:
             self._ailing.add(node)
             _log.warning(
-                "redis: %s does not answer; what it holds is missed until it does", node.address
+                "redis: %s does not answer; lookups of its chunks miss until it does", node.address
             )
         elif not fails and node in self._ailing:
             self._ailing.discard(node)

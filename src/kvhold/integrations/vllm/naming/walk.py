@@ -1,6 +1,7 @@
 """Collect the facts of a vLLM engine: its configuration, less the harmless fields.
 
-A value that is not plain raises a LayoutError that names the field, unless the user shares it.
+Only plain values can be named. Another value raises a LayoutError with the name of its field,
+unless `share` leaves the field out.
 """
 
 from pathlib import Path
@@ -43,11 +44,14 @@ SHARES = {
     ),
     "environment": ("environment.",),
 }
-"""Words of the setting `share`, and the facts that each leaves out; a dot at the end: a prefix."""
+"""Words of the setting `share`, and the facts that each leaves out.
+
+A name that ends in a dot stands for all facts that begin with it.
+"""
 
 
 def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Facts:
-    """Raises LayoutError for a value that cannot be named, ConfigError for a useless `share`."""
+    """Raises LayoutError for a value that cannot be named, ConfigError for an unknown `share`."""
     left_out = shared_names(settings)
     found: dict[str, str] = {}
     rules = _rules(left_out, per_shard=settings.head_shards > 0)
@@ -119,10 +123,10 @@ def _add_conditional(config: "VllmConfig", rules: NamingRules, found: dict[str, 
         for name, text in found.items()
         if name.startswith("vllm.model_config.hf")
     ):
-        # chooses long or short factors
+        # it decides between long and short factors
         found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")
     if str(config.load_config.load_format) == "dummy":
-        found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # makes the weights
+        found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # dummy weights depend on it
     if drafts(config):
         _add_draft_model(config.speculative_config, config.load_config, rules, found)
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
