@@ -1,4 +1,4 @@
-"""One file per command, imported when it is called."""
+"""One file per command, imported when it is called, and the files that commands share."""
 
 import logging
 import os
