@@ -1,7 +1,7 @@
 """The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
-256 hash tables with linear probing map keys to rows, so each rebuild is short. A removed row leaves
-a mark until a rebuild.
+1,024 hash tables with linear probing map keys to rows, so each rebuild is short. A removed row
+leaves a mark until a rebuild.
 """
 
 from array import array
