@@ -9,7 +9,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvhold.cache.local import LocalCache, open_cache
 from kvhold.cache.transfer.commands import PendingRead
-from kvhold.cache.transfer.read_buffer import ReadBuffer, Writer
+from kvhold.cache.transfer.framing import Writer
+from kvhold.cache.transfer.read_buffer import ReadBuffer
 from kvhold.codecs import make_codec, read_header
 from kvhold.core.checksums import pack
 from kvhold.core.errors import DamagedChunks, FrameError

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvhold.cache.transfer.commands import WriteCommand
-from kvhold.cache.transfer.read_buffer import Written
+from kvhold.cache.transfer.framing import Written
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.metrics import Metrics

@@ -1,20 +1,14 @@
-"""Make frames of the arena's chunks, and read frames into the arena.
+"""Read a tier's frames into the arena, and check them.
 
-    written = Writer(make_codec("lossless"), keyring).framed(entry, layout, view, options)
     buffer = ReadBuffer.of(ram, pending_read, keyring); buffer.accept(nbytes, check=True)
 
 Any thread; the work releases the GIL.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from kvhold.cache.transfer.commands import PendingRead
 from kvhold.codecs import (
-    Codec,
     Raw,
     check_identity,
-    frame_within,
     header_size,
     max_frame_bytes,
     read_header,
@@ -24,10 +18,8 @@ from kvhold.codecs import (
 )
 from kvhold.codecs.frame import RAW, FrameHeader, checksum, layer_shape
 from kvhold.codecs.sealing import OVERHEAD_BYTES, Keyring
-from kvhold.core.checksums import pack, unpack
-from kvhold.core.errors import DamagedChunks
+from kvhold.core.checksums import pack
 from kvhold.core.layout import Layout
-from kvhold.core.store_options import StoreOptions
 from kvhold.memory.pages import page_aligned
 from kvhold.memory.slab import ALIGNMENT
 from kvhold.tiers.base import Parts
@@ -108,80 +100,6 @@ class ReadBuffer:
         return header.expires_at
 
 
-@dataclass(frozen=True)
-class Written:
-    parts: Parts
-    nbytes: int
-    codec: str
-
-
-@dataclass(frozen=True)
-class Writer:
-    codec: Codec
-    keyring: Keyring | None = None
-
-    def framed(
-        self, entry: Entry, layout: Layout, view: memoryview, store_options: StoreOptions
-    ) -> Written | None:
-        """Return an entry's frame; None without its encryption key. Raises DamagedChunks.
-
-        A raw frame has the commit's checksums, so its reader finds damage. With other codecs, the
-        chunk is compared after encoding, so damage is not sealed as correct.
-        """
-        checksums = unpack(entry.checksums) or None
-        written = self.encoded(
-            view,
-            layout,
-            store_options,
-            key=entry.key,
-            num_tokens=entry.num_tokens,
-            first_token=entry.first_token,
-            expires_at=entry.expires_at,
-            checksums=checksums,
-        )
-        if written is not None and checksums is not None and written.codec != RAW:
-            size = len(view) // len(checksums)
-            if any(
-                checksum(view[layer * size : (layer + 1) * size]) != stated
-                for layer, stated in enumerate(checksums)
-            ):
-                raise DamagedChunks([0])
-        return written
-
-    def encoded(
-        self,
-        chunk: memoryview,
-        layout: Layout,
-        store_options: StoreOptions,
-        *,
-        key: bytes,
-        num_tokens: int,
-        first_token: int,
-        expires_at: int,
-        checksums: Sequence[int] | None = None,
-    ) -> Written | None:
-        if self.keyring is not None and not self.keyring.seals(store_options.tenant):
-            return None
-        frame = frame_within(
-            chunk,
-            self.codec,
-            store_options,
-            key=key,
-            layout=layout,
-            num_tokens=num_tokens,
-            first_token=first_token,
-            expires_at=expires_at,
-            checksums=checksums,
-            align=ALIGNMENT,
-        )
-        parts = (
-            frame.parts
-            if self.keyring is None
-            else self.keyring.seal(frame.parts, key=key, tenant=store_options.tenant)
-        )
-        return Written(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
-
-
 def _decode(
     header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout
 ) -> list[int]:
@@ -196,15 +114,6 @@ def _decode(
         checksums.append(checksum(layer_bytes))
         chunk[layer * size : (layer + 1) * size] = layer_bytes
     return checksums
-
-
-def _on_a_page(parts: Parts) -> Parts:
-    """Copy a raw frame's header to a page, for direct I/O."""
-    if len(parts) == 1 or parts[0].obj is parts[1].obj:
-        return parts
-    header = page_aligned(len(parts[0]))
-    header[:] = parts[0]
-    return header, parts[1]
 
 
 def _header_bytes(entry: Entry, layout: Layout) -> int:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
 from kvhold.cache.transfer.commands import ReencodeCommand, Space
-from kvhold.cache.transfer.read_buffer import Writer, Written
+from kvhold.cache.transfer.framing import Writer, Written
 from kvhold.codecs import (
     Codec,
     Raw,

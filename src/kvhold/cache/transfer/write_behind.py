@@ -17,8 +17,8 @@ from math import inf
 from typing import Any, Protocol
 
 from kvhold.cache.transfer.commands import WriteCommand
+from kvhold.cache.transfer.framing import Writer, Written
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
-from kvhold.cache.transfer.read_buffer import Writer, Written
 from kvhold.cache.transfer.tasks import Tasks
 from kvhold.codecs import make_codec
 from kvhold.codecs.frame import RAW

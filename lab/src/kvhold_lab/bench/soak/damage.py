@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvhold.cache.transfer.commands import PendingRead
-from kvhold.cache.transfer.read_buffer import ReadBuffer, Writer
+from kvhold.cache.transfer.framing import Writer
+from kvhold.cache.transfer.read_buffer import ReadBuffer
 from kvhold.codecs import Raw
 from kvhold.core.errors import FrameError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, make_key
