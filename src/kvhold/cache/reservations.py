@@ -14,7 +14,7 @@ from math import ceil, inf
 from kvhold.cache.chores import Turns
 from kvhold.cache.counts import count_entries
 from kvhold.cache.index.eviction_history import EvictionHistory
-from kvhold.cache.transfer.writes import Writes
+from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.api import ABSENT
 from kvhold.core.checksums import BYTES
 from kvhold.core.errors import ProtocolError
@@ -76,7 +76,7 @@ class Reservations:
         ram: RamTier,
         metrics: Metrics,
         evictions: EvictionHistory,
-        writes: Writes | None,
+        writes: WriteQueue | None,
         *,
         stalled_after_s: float = inf,
         clock: Callable[[], float] = time.monotonic,

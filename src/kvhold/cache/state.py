@@ -25,7 +25,7 @@ from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.transfer.commands import ClearCommand, Command
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
-from kvhold.cache.transfer.writes import Writes
+from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.api import EventBatch
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError, ProtocolError
@@ -91,7 +91,7 @@ class CacheState:
         give_command, pins = self._give_command, Pins(ram, self._chores)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self.reencodings = Reencodings(give_command)
-        self._writes = Writes(ram, metrics, give_command, limit_bytes=write_behind_bytes)
+        self._writes = WriteQueue(ram, metrics, give_command, limit_bytes=write_behind_bytes)
         reservations = Reservations(
             ram,
             metrics,

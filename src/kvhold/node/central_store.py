@@ -20,7 +20,7 @@ from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, W
 from kvhold.cache.transfer.tasks import Tasks
 from kvhold.cache.transfer.tier_reader import TierReader, remove
 from kvhold.cache.transfer.write_behind import WriteBehind
-from kvhold.cache.transfer.writes import Writes
+from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
@@ -78,7 +78,7 @@ class CentralStore:
         self._tasks = Tasks()
         self._reader = TierReader(self, stack, metrics, self._tasks, post=_call)
         self._write_behind = WriteBehind(self, stack.guards, metrics)
-        self._writes = Writes(
+        self._writes = WriteQueue(
             self.ram,
             metrics,
             self._give_command,

@@ -16,7 +16,7 @@ from kvhold.cache.chores import Turns
 from kvhold.cache.index.presence import Need, Prefix, Presence
 from kvhold.cache.planner import IN_RAM, ChunkPlaces, Marks, Planner
 from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, ProbeCommand
-from kvhold.cache.transfer.writes import Writes
+from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
@@ -148,7 +148,7 @@ class Searches:
     def __init__(
         self,
         ram: RamTier,
-        writes: Writes,
+        writes: WriteQueue,
         metrics: Metrics,
         give_command: Callable[[Command], None],
         planner: Planner,

@@ -5,7 +5,7 @@
     write_behind.add(command)            # -> owner.written(number), when no tier uses its memory
     await write_behind.drain(timeout_s); await write_behind.end()
 
-Each tier has a queue. `Writes` bounds them together.
+Each tier has a queue. `WriteQueue` bounds them together.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from kvhold.tiers.ram import Entry, RamTier
 log = logging.getLogger(__name__)
 
 
-class Writes:
+class WriteQueue:
     def __init__(
         self,
         ram: RamTier,
