@@ -71,7 +71,7 @@ class RedisCall(Exchange):
         self.reply = None
 
     def asking_request(self) -> Sequence[Bytes]:
-        """The request to a node that takes over the key's slot."""
+        """The request to a server that takes over the key's slot."""
         return (command("ASKING"), *self.request)
 
     async def take_asked(self, stream: Stream) -> None:
@@ -81,7 +81,7 @@ class RedisCall(Exchange):
 
 
 class Asking(Exchange):
-    """A call to a node that takes over the key's slot; accepted only after ASKING."""
+    """A call to a server that takes over the key's slot; accepted only after ASKING."""
 
     def __init__(self, call: RedisCall) -> None:
         self.call = call

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvhold.core.errors import TierDenied, TierError, TierUnavailable
 from kvhold.net.pool import Exchange
-from kvhold.tiers.redis.node import RedisNode
+from kvhold.tiers.redis.endpoint import RedisEndpoint
 from kvhold.tiers.redis.resp import Asking, ErrorReply, RedisCall, fault_of
 from kvhold.tiers.redis.topology import Topology
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class Router:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._ailing: set[RedisNode] = set()
+        self._ailing: set[RedisEndpoint] = set()
 
     async def run(self, operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
         """Raises TierError if every call failed because of its server."""
@@ -39,8 +39,8 @@ class Router:
             raise next(fault for fault in faults if fault)
 
     async def _run(self, operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
-        failed: dict[RedisCall, RedisNode] = {}  # the node is not tried again
-        asking: dict[RedisCall, RedisNode] = {}
+        failed: dict[RedisCall, RedisEndpoint] = {}  # this endpoint is not tried again
+        asking: dict[RedisCall, RedisEndpoint] = {}
         pending = list(calls)
         for _ in range(_MAX_ROUNDS):
             groups = await self._placed(pending, failed, asking)
@@ -48,14 +48,14 @@ class Router:
                 return
             await _together(
                 [
-                    node.run(operation, list(group.values()), bulk=bulk)
-                    for node, group in groups.items()
+                    endpoint.run(operation, list(group.values()), bulk=bulk)
+                    for endpoint, group in groups.items()
                 ]
             )
             pending, asking = [], {}
-            for node, group in groups.items():
+            for endpoint, group in groups.items():
                 self._note(
-                    node,
+                    endpoint,
                     all(
                         isinstance(call.fault or group[call].fault, TierUnavailable)
                         for call in group
@@ -63,7 +63,7 @@ class Router:
                 )
                 for call, exchange in group.items():
                     call.fault = exchange.fault
-                    if self._goes_on(call, node, failed, asking):
+                    if self._goes_on(call, endpoint, failed, asking):
                         pending.append(call)
         for call in pending:
             call.fault = TierUnavailable(
@@ -73,34 +73,34 @@ class Router:
     async def _placed(
         self,
         calls: Sequence[RedisCall],
-        failed: dict[RedisCall, RedisNode],
-        asking: dict[RedisCall, RedisNode],
-    ) -> dict[RedisNode, dict[RedisCall, Exchange]]:
-        groups: dict[RedisNode, dict[RedisCall, Exchange]] = {}
+        failed: dict[RedisCall, RedisEndpoint],
+        asking: dict[RedisCall, RedisEndpoint],
+    ) -> dict[RedisEndpoint, dict[RedisCall, Exchange]]:
+        groups: dict[RedisEndpoint, dict[RedisCall, Exchange]] = {}
         for call in calls:
             if call in asking:
                 groups.setdefault(asking[call], {})[call] = Asking(call)
                 continue
             try:
-                node = await self.topology.node_of(call.name)
+                endpoint = await self.topology.endpoint_of(call.name)
             except TierError as error:
                 call.fault = call.fault or error
                 continue
-            if failed.get(call) is not node:
+            if failed.get(call) is not endpoint:
                 call.forget()
-                groups.setdefault(node, {})[call] = call
+                groups.setdefault(endpoint, {})[call] = call
         return groups
 
     def _goes_on(
         self,
         call: RedisCall,
-        node: RedisNode,
-        failed: dict[RedisCall, RedisNode],
-        asking: dict[RedisCall, RedisNode],
+        endpoint: RedisEndpoint,
+        failed: dict[RedisCall, RedisEndpoint],
+        asking: dict[RedisCall, RedisEndpoint],
     ) -> bool:
         code = call.reply.code if isinstance(call.reply, ErrorReply) and call.fault is None else ""
         if code in ("MOVED", "ASK") and isinstance(call.reply, ErrorReply):
-            to = self.topology.moved(call.name, call.reply, node)
+            to = self.topology.moved(call.name, call.reply, endpoint)
             if to is not None and code == "ASK":
                 asking[call] = to
             return to is not None
@@ -113,18 +113,19 @@ class Router:
         self.topology.invalidate()
         if call in failed:
             return False
-        failed[call] = node
+        failed[call] = endpoint
         return True
 
-    def _note(self, node: RedisNode, fails: bool) -> None:
-        if fails and node not in self._ailing:
-            self._ailing.add(node)
+    def _note(self, endpoint: RedisEndpoint, fails: bool) -> None:
+        if fails and endpoint not in self._ailing:
+            self._ailing.add(endpoint)
             _log.warning(
-                "redis: %s does not answer; lookups of its chunks miss until it does", node.address
+                "redis: %s does not answer; lookups of its chunks miss until it does",
+                endpoint.address,
             )
-        elif not fails and node in self._ailing:
-            self._ailing.discard(node)
-            _log.info("redis: %s answers again", node.address)
+        elif not fails and endpoint in self._ailing:
+            self._ailing.discard(endpoint)
+            _log.info("redis: %s answers again", endpoint.address)
 
 
 def outage(call: RedisCall, operation: str) -> TierError | None:

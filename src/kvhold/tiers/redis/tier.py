@@ -18,9 +18,9 @@ from typing import ClassVar, Self
 
 from kvhold.core.errors import TierError
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
+from kvhold.tiers.redis.endpoint import RedisEndpoint
 from kvhold.tiers.redis.large import LargeValues, RemoveString, peek
 from kvhold.tiers.redis.names import RedisNames
-from kvhold.tiers.redis.node import RedisNode
 from kvhold.tiers.redis.replacing import replace_string
 from kvhold.tiers.redis.resp import ErrorReply, RedisCall, Reply, fault_of, set_pieces
 from kvhold.tiers.redis.router import Router, fault_in, outage
@@ -56,8 +56,8 @@ class RedisTier:
     async def check(self) -> None:
         name = self._names.of(b"")
         self._topology.invalidate()
-        for node in await self._topology.primaries():
-            await self._ping(node)
+        for endpoint in await self._topology.primaries():
+            await self._ping(endpoint)
         await self._router.run("check", [RedisCall(name, "STRLEN", name)], bulk=False)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
@@ -180,10 +180,10 @@ class RedisTier:
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         seen: set[bytes] = set()  # SCAN may return a key twice
-        for node in await self._topology.primaries():
+        for endpoint in await self._topology.primaries():
             cursor = b"0"
             while True:
-                cursor, names = await self._scan_step(node, cursor, self._names.pattern(prefix))
+                cursor, names = await self._scan_step(endpoint, cursor, self._names.pattern(prefix))
                 for name in names:
                     key = self._names.key(name)
                     if key is not None and key.startswith(prefix) and key not in seen:
@@ -195,8 +195,8 @@ class RedisTier:
     async def close(self) -> None:
         self._topology.close()
 
-    async def _ping(self, node: RedisNode) -> None:
-        if (reply := await ask(node, "PING")) != b"PONG":
+    async def _ping(self, endpoint: RedisEndpoint) -> None:
+        if (reply := await ask(endpoint, "PING")) != b"PONG":
             raise fault_of(reply, "check")
 
     async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply | TierError]:
@@ -309,10 +309,10 @@ class RedisTier:
         return head is not None
 
     async def _scan_step(
-        self, node: RedisNode, cursor: bytes, pattern: bytes
+        self, endpoint: RedisEndpoint, cursor: bytes, pattern: bytes
     ) -> tuple[bytes, list[bytes]]:
         reply = await ask(
-            node, "SCAN", cursor, "MATCH", pattern, "COUNT", str(_SCAN_COUNT), "TYPE", "string"
+            endpoint, "SCAN", cursor, "MATCH", pattern, "COUNT", str(_SCAN_COUNT), "TYPE", "string"
         )
         match reply:
             case [bytes(following), list(names)]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvhold.core.errors import TierError, TierUnavailable
 from kvhold.net.stream import Address
-from kvhold.tiers.redis.node import Login, RedisNode, Tls
+from kvhold.tiers.redis.endpoint import Login, RedisEndpoint, Tls
 from kvhold.tiers.redis.resp import ErrorReply, RedisCall, Reply, fault_of
 from kvhold.tiers.redis.settings import RedisConfig
 
@@ -21,16 +21,16 @@ Answer = TypeVar("Answer")
 
 
 class Topology(Protocol):
-    async def node_of(self, name: bytes) -> RedisNode:
+    async def endpoint_of(self, name: bytes) -> RedisEndpoint:
         """Raises TierError if no server answers."""
 
-    async def primaries(self) -> Sequence[RedisNode]:
+    async def primaries(self) -> Sequence[RedisEndpoint]:
         """Return all servers that hold keys. Raises TierError."""
 
     def invalidate(self) -> None:
         """Ask the servers again before the next key."""
 
-    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisEndpoint) -> RedisEndpoint | None:
         """Return the server that a MOVED or ASK reply of `by` names; None if it is invalid."""
 
     def close(self) -> None:
@@ -40,24 +40,24 @@ class Topology(Protocol):
 class Single:
     def __init__(self, config: RedisConfig) -> None:
         login = Login(config.username, config.password, config.db)
-        self._node = RedisNode(
+        self._endpoint = RedisEndpoint(
             config.addresses[0], login, tls=Tls(config), connections=config.connections
         )
 
-    async def node_of(self, name: bytes) -> RedisNode:
-        return self._node
+    async def endpoint_of(self, name: bytes) -> RedisEndpoint:
+        return self._endpoint
 
-    async def primaries(self) -> Sequence[RedisNode]:
-        return (self._node,)
+    async def primaries(self) -> Sequence[RedisEndpoint]:
+        return (self._endpoint,)
 
     def invalidate(self) -> None:
         """The address is fixed."""
 
-    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisEndpoint) -> RedisEndpoint | None:
         return None
 
     def close(self) -> None:
-        self._node.close()
+        self._endpoint.close()
 
 
 class Discovered:
@@ -65,7 +65,7 @@ class Discovered:
         self._config = config
         self._login = login
         self._tls = Tls(config)
-        self._nodes: dict[Address, RedisNode] = {}
+        self._endpoints: dict[Address, RedisEndpoint] = {}
         self._asking = asyncio.Lock()
         self._known = False
 
@@ -85,17 +85,17 @@ class Discovered:
                     await self._ask()
                     self._known = True
 
-    def _node(self, address: Address) -> RedisNode:
-        if address not in self._nodes:
-            self._nodes[address] = RedisNode(
+    def _endpoint(self, address: Address) -> RedisEndpoint:
+        if address not in self._endpoints:
+            self._endpoints[address] = RedisEndpoint(
                 address, self._login, tls=self._tls, connections=self._config.connections
             )
-        return self._nodes[address]
+        return self._endpoints[address]
 
     def _keep(self, addresses: Iterable[Address]) -> None:
         kept = set(addresses)
-        for address in [address for address in self._nodes if address not in kept]:
-            self._nodes.pop(address).close()
+        for address in [address for address in self._endpoints if address not in kept]:
+            self._endpoints.pop(address).close()
 
 
 class Sentinels(Discovered):
@@ -105,19 +105,20 @@ class Sentinels(Discovered):
         )
         login = Login(config.sentinel_username, config.sentinel_password)
         self._sentinels = [
-            RedisNode(address, login, tls=self._tls, connections=1) for address in config.addresses
+            RedisEndpoint(address, login, tls=self._tls, connections=1)
+            for address in config.addresses
         ]
         self._primary: Address | None = None
 
-    async def node_of(self, name: bytes) -> RedisNode:
+    async def endpoint_of(self, name: bytes) -> RedisEndpoint:
         await self._learn()
         assert self._primary is not None
-        return self._node(self._primary)
+        return self._endpoint(self._primary)
 
-    async def primaries(self) -> Sequence[RedisNode]:
-        return (await self.node_of(b""),)
+    async def primaries(self) -> Sequence[RedisEndpoint]:
+        return (await self.endpoint_of(b""),)
 
-    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisEndpoint) -> RedisEndpoint | None:
         return None
 
     def close(self) -> None:
@@ -129,7 +130,7 @@ class Sentinels(Discovered):
         self._primary = await first_good([self._ask_one(sentinel) for sentinel in self._sentinels])
         self._keep([self._primary])
 
-    async def _ask_one(self, sentinel: RedisNode) -> Address:
+    async def _ask_one(self, sentinel: RedisEndpoint) -> Address:
         reply = await ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._config.service)
         if reply is None:
             raise TierError(
@@ -148,20 +149,20 @@ class Cluster(Discovered):
         super().__init__(config, Login(config.username, config.password))
         self._owners: list[Address | None] = [None] * NUM_SLOTS
 
-    async def node_of(self, name: bytes) -> RedisNode:
+    async def endpoint_of(self, name: bytes) -> RedisEndpoint:
         await self._learn()
         owner = self._owners[slot_of(name)]
         if owner is None:
             raise TierUnavailable(
                 "redis", "connect", f"no node of the cluster serves slot {slot_of(name)}"
             )
-        return self._node(owner)
+        return self._endpoint(owner)
 
-    async def primaries(self) -> Sequence[RedisNode]:
+    async def primaries(self) -> Sequence[RedisEndpoint]:
         await self._learn()
-        return [self._node(address) for address in dict.fromkeys(self._owners) if address]
+        return [self._endpoint(address) for address in dict.fromkeys(self._owners) if address]
 
-    def moved(self, name: bytes, reply: ErrorReply, by: RedisNode) -> RedisNode | None:
+    def moved(self, name: bytes, reply: ErrorReply, by: RedisEndpoint) -> RedisEndpoint | None:
         """MOVED is remembered, and the slots are asked for again. ASK is for one call."""
         host, colon, port = reply.text.rpartition(" ")[2].rpartition(":")
         address = _address(host.strip("[]").encode() or by.address.host.encode(), port.encode())
@@ -170,31 +171,31 @@ class Cluster(Discovered):
         if reply.code == "MOVED":
             self._owners[slot_of(name)] = address
             self.invalidate()
-        return self._node(address)
+        return self._endpoint(address)
 
     async def _ask(self) -> None:
         asked = [
-            self._node(address)
-            for address in dict.fromkeys((*self._nodes, *self._config.addresses))
+            self._endpoint(address)
+            for address in dict.fromkeys((*self._endpoints, *self._config.addresses))
         ]
-        self._owners = await first_good([self._ask_one(node) for node in asked])
+        self._owners = await first_good([self._ask_one(endpoint) for endpoint in asked])
         self._keep([*(address for address in self._owners if address), *self._config.addresses])
 
-    async def _ask_one(self, node: RedisNode) -> list[Address | None]:
-        reply = await ask(node, "CLUSTER", "SLOTS")
+    async def _ask_one(self, endpoint: RedisEndpoint) -> list[Address | None]:
+        reply = await ask(endpoint, "CLUSTER", "SLOTS")
         owners: list[Address | None] = [None] * NUM_SLOTS
         if not isinstance(reply, list):
             raise fault_of(reply, "connect")
         if not reply:
             raise TierUnavailable(
-                "redis", "connect", f"{node.address} is in no cluster that serves anything"
+                "redis", "connect", f"{endpoint.address} is in no cluster that serves anything"
             )
         for row in reply:
             match row:
                 case [int(first), int(last), [host, int(port), *_], *_] if (
                     0 <= first <= last < NUM_SLOTS
                 ):
-                    address = _address(host or node.address.host.encode(), port)
+                    address = _address(host or endpoint.address.host.encode(), port)
                     owners[first : last + 1] = [address] * (last + 1 - first)
                 case _:
                     raise fault_of(row, "connect")
@@ -215,9 +216,9 @@ def slot_of(name: bytes) -> int:
     return binascii.crc_hqx(tag, 0) % NUM_SLOTS
 
 
-async def ask(node: RedisNode, *words: bytes | str) -> Reply:
+async def ask(endpoint: RedisEndpoint, *words: bytes | str) -> Reply:
     call = RedisCall(b"", *words)
-    await node.run("connect", [call], bulk=False)
+    await endpoint.run("connect", [call], bulk=False)
     if call.fault is not None:
         raise call.fault
     return call.reply

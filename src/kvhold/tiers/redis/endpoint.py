@@ -1,4 +1,4 @@
-"""One server: a pool of connections that are ready for commands.
+"""The endpoint of one server: pools of connections that are ready for commands.
 
 Small commands have their own connections, so a lookup never waits behind values.
 """
@@ -44,7 +44,7 @@ class Login:
     primary_only: bool = False
 
 
-class RedisNode:
+class RedisEndpoint:
     def __init__(self, address: Address, login: Login, *, tls: Tls, connections: int) -> None:
         self.address = address
         self._login = login
