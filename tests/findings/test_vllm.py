@@ -31,7 +31,6 @@ from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError
 from kvhold.integrations.vllm import media
 from kvhold.integrations.vllm.geometry import geometry_of
-from kvhold.integrations.vllm.space import namespace_of
 from tests.vllm.scheduling import (
     LAYERS,
     Engine,
@@ -41,6 +40,11 @@ from tests.vllm.scheduling import (
     make_folder,
     make_prompt,
 )
+
+try:
+    from kvhold.integrations.vllm.namespace import namespace_of
+except ImportError:  # 5f474b0
+    from kvhold.integrations.vllm.space import namespace_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 

@@ -31,8 +31,8 @@ from kvhold.integrations.vllm import geometry
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of, preferred_layout
 from kvhold.integrations.vllm.hosts import check_places, place_of
+from kvhold.integrations.vllm.namespace import namespace_of
 from kvhold.integrations.vllm.naming.walk import _add_draft_model, _rules
-from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.vllm.worker import _check_covered
 from kvhold.memory.coding import coded_view
 from kvhold.memory.copier import Ended, HostCopier, Mark, Piece

@@ -30,9 +30,9 @@ from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.geometry import geometry_of
+from kvhold.integrations.vllm.namespace import namespace_of
 from kvhold.integrations.vllm.naming import engine_facts, environment, tables, walk
 from kvhold.integrations.vllm.naming.places import check_weights
-from kvhold.integrations.vllm.space import namespace_of
 from kvhold.integrations.weights import code_identity, model_identity
 from kvhold.node import NodeClient
 from tests.vllm.scheduling import (

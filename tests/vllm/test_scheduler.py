@@ -38,7 +38,7 @@ from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import ConfigError, LayoutError, NodeError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.integrations.vllm import lookups, register, space
+from kvhold.integrations.vllm import lookups, namespace, register
 from kvhold.integrations.vllm.connector import KVHoldConnector
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.geometry import geometry_of, mixes_adapters
@@ -1680,7 +1680,7 @@ class TestIdentity:
             setattr(getattr(config, section), field, value)
         kv = make_kv_config(options)
         geometry = geometry_of(config, kv, settings or Config())
-        return space.namespace_of(config, kv, geometry, settings or Config()).digest
+        return namespace.namespace_of(config, kv, geometry, settings or Config()).digest
 
     def test_the_same_model_in_another_folder_is_the_same(self, tmp_path: Path) -> None:
         one, two = (

@@ -32,9 +32,9 @@ from kvhold.integrations.vllm.geometry import (
 from kvhold.integrations.vllm.hosts import NodePlace, check_places, place_of
 from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.media import Media
+from kvhold.integrations.vllm.namespace import layout_only, namespace_of
 from kvhold.integrations.vllm.naming.loads import observed_loads
 from kvhold.integrations.vllm.scheduler import SchedulerSide
-from kvhold.integrations.vllm.space import layout_only, namespace_of
 from kvhold.integrations.vllm.stats import PromMetrics, Stats
 from kvhold.integrations.vllm.steps import Steps
 from kvhold.integrations.vllm.worker import WorkerSide

@@ -27,9 +27,9 @@ from kvhold.integrations.vllm.costs import Costs, Took
 from kvhold.integrations.vllm.events import Announcer
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.media import Media
+from kvhold.integrations.vllm.namespace import prompt_of
 from kvhold.integrations.vllm.naming.adapters import Adapters
 from kvhold.integrations.vllm.request_state import RequestState
-from kvhold.integrations.vllm.space import prompt_of
 from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_AWAITED, NOT_NAMED, Tally
 from kvhold.integrations.vllm.tracker import RequestTracker
 from kvhold.node import NodeClient

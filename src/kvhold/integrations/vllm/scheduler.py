@@ -22,10 +22,10 @@ from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.lookups import RequestLookups, has_content
 from kvhold.integrations.vllm.media import Media
+from kvhold.integrations.vllm.namespace import join, rules_of
 from kvhold.integrations.vllm.naming.adapters import Adapters, AdapterUse
 from kvhold.integrations.vllm.naming.loads import can_observe
 from kvhold.integrations.vllm.request_state import RequestState, Scheduled
-from kvhold.integrations.vllm.space import join, rules_of
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.placement import place_own_threads, place_this_thread

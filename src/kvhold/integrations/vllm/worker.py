@@ -27,9 +27,9 @@ from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.layerwise import Layerwise, blocks_of, blocks_of_chunks, log_damage
+from kvhold.integrations.vllm.namespace import join
 from kvhold.integrations.vllm.naming.adapters import AdapterUse
 from kvhold.integrations.vllm.naming.loads import AdapterLoads
-from kvhold.integrations.vllm.space import join
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.arena import Region, Toucher
