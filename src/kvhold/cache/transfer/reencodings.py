@@ -29,14 +29,14 @@ LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
 class ReencodableTier:
     """A tier.
 
-    refusal: why its chunks cannot be re-encoded
-    above:   a lower tier with lossy frames. Chunks that came from there do not show the loss here
+    refusal:     why its chunks cannot be re-encoded
+    lossy_below: a lower tier with lossy frames. A chunk from there does not show its loss here
     """
 
     number: int
     encrypted: bool = False
     refusal: str | None = None
-    above: str | None = None
+    lossy_below: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Reencodings:
         """Begin a re-encoding. Raises ConfigError."""
         tier = self._tier(request.tier)
         check_codec(request.codec)
-        if tier.above is not None and request.codec not in LOSES_NOTHING:
+        if tier.lossy_below is not None and request.codec not in LOSES_NOTHING:
             raise ConfigError(
                 f"tier {request.tier}: some of what it holds may have come up from tier "
-                f"{tier.above}, whose codec may have lost something;"
+                f"{tier.lossy_below}, whose codec may have lost something;"
                 " by a codec with a loss it would lose more, so only "
                 f"{' and '.join(LOSES_NOTHING)} are taken here"
             )
@@ -117,7 +117,7 @@ class Reencodings:
         )
         if request.codec not in LOSES_NOTHING:
             self.tiers = {
-                name: replace(one, above=one.above or request.tier)
+                name: replace(one, lossy_below=one.lossy_below or request.tier)
                 if one.number < tier.number
                 else one
                 for name, one in self.tiers.items()

@@ -379,12 +379,12 @@ def _check_coding(guard: Guard, config: Config) -> None:
 
 def _reencodable(stack: Stack) -> dict[str, ReencodableTier]:
     tiers: dict[str, ReencodableTier] = {}
-    lossy: str | None = None
+    lossy_below: str | None = None
     for number, guard in reversed(list(enumerate(stack.guards))):
         tiers[guard.name] = ReencodableTier(
-            number, guard.config.encrypt, _why_not_reencoded(guard), lossy
+            number, guard.config.encrypt, _why_not_reencoded(guard), lossy_below
         )
-        lossy = lossy if guard.config.codec in LOSES_NOTHING else guard.name
+        lossy_below = lossy_below if guard.config.codec in LOSES_NOTHING else guard.name
     return dict(reversed(tiers.items()))
 
 
