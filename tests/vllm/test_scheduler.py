@@ -174,8 +174,8 @@ def unanswered(one: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) 
     one.hands.client.clear()
     one.stores.clear()
     side = one.connector.scheduler
-    answer, ask = Event(), side.lookups._ask
-    monkeypatch.setattr(side.lookups, "_ask", lambda *asked: answer.wait(20) and ask(*asked))
+    answer, lookup = Event(), side.lookups._lookup
+    monkeypatch.setattr(side.lookups, "_lookup", lambda *call: answer.wait(20) and lookup(*call))
     return answer
 
 

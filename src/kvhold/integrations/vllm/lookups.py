@@ -89,7 +89,7 @@ class RequestLookups:
 
     def submit_name(self, request: "Request", rules: RequestRules) -> "Future[Prompt | None]":
         self._media.announce(request)
-        return self._thread.submit(self._name, request, rules)
+        return self._thread.submit(self._hash_prompt, request, rules)
 
     def note(self, request: "Request") -> None:
         """Note the content of an uncached request: vLLM's own caches keep its KV."""
@@ -107,7 +107,7 @@ class RequestLookups:
     def submit_timings(self) -> None:
         """Report the timings of ended prefills, on the lookup thread."""
         for took in self.costs.over():
-            self._thread.submit(self._tell, took)
+            self._thread.submit(self._report_timing, took)
             self._thread.submit(self.costs.prepare)
 
     def would_load(self, request_state: RequestState, computed_tokens: int) -> bool:
@@ -127,7 +127,7 @@ class RequestLookups:
             request_state.naming = self.submit_name(request, request_state.rules)
         if request.num_preemptions and self.saves_decode(request_state):
             request_state.naming = self._thread.submit(
-                self._name_on, request_state.naming, request, request.num_tokens
+                self._hash_generated, request_state.naming, request, request.num_tokens
             )
         request_state.tried = request.num_preemptions
         request_state.pending_steps.clear()
@@ -143,11 +143,11 @@ class RequestLookups:
         request_state.patience_s = self._config.client.arrival_timeout_s
         request_state.no_hit, request_state.computed_tokens = NO_ANSWER, computed_tokens
         request_state.ask = partial(
-            self._ask, request_state, request_state.naming, asking, have_tokens, computed_tokens
+            self._lookup, request_state, request_state.naming, asking, have_tokens, computed_tokens
         )
         request_state.lookup = self._thread.submit(request_state.ask)
 
-    def _name(self, request: "Request", rules: RequestRules) -> Prompt | None:
+    def _hash_prompt(self, request: "Request", rules: RequestRules) -> Prompt | None:
         """Never raises, because the scheduler would raise it again."""
         try:
             prompt = prompt_of(self.namespace, request, rules, self._adapters, self._media)
@@ -173,7 +173,7 @@ class RequestLookups:
                 cause,
             )
 
-    def _name_on(
+    def _hash_generated(
         self, naming: "Future[Prompt | None]", request: "Request", num_tokens: int
     ) -> Prompt | None:
         prompt = naming.result()
@@ -192,7 +192,7 @@ class RequestLookups:
         compute_s = self.costs.compute_s(num_tokens, computed_tokens)
         return max(client.call_timeout_s, min(compute_s, client.arrival_timeout_s))
 
-    def _ask(
+    def _lookup(
         self,
         request_state: RequestState,
         naming: "Future[Prompt | None]",
@@ -209,7 +209,7 @@ class RequestLookups:
             cost = self.costs.cost(*asking) if asking is not None else None
             if prompt is not None:
                 return self._cache.lookup(
-                    self._asked(prompt).query(),
+                    self._trim_prompt(prompt).query(),
                     cost=cost,
                     have_tokens=have_tokens,
                     wait_s=0,
@@ -248,7 +248,7 @@ class RequestLookups:
         request_state.compute_s = min(compute_s, request_state.patience_s)
         request_state.is_lost = True
 
-    def _asked(self, prompt: Prompt) -> Prompt:
+    def _trim_prompt(self, prompt: Prompt) -> Prompt:
         """Leave out the prompt's last token, if the model does not allow it in a hit."""
         if (
             self._geometry.whole_prompt_fits
@@ -258,7 +258,7 @@ class RequestLookups:
             return prompt
         return prompt.until(prompt.num_tokens - 1)
 
-    def _tell(self, took: Took) -> None:
+    def _report_timing(self, took: Took) -> None:
         try:
             self._cache.report_timing(
                 took.request_id[:MOST_NAME], load_s=took.load_s, compute_s=took.compute_s
