@@ -186,7 +186,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _leave(self) -> None:
         try:
             if self.session is not None and not self._node.is_ending:
-                self.session.gone()
+                self.session.release_all()
                 self._node.move()
                 log.info("client %s (pid %d) left", *self._who)
         finally:

@@ -153,7 +153,8 @@ class Session:
     def touches_memory(self) -> bool:
         return self._state.touches_memory(self)
 
-    def gone(self) -> None:
+    def release_all(self) -> None:
+        """Release what the client holds. It must no longer touch the arena."""
         self._state.release_owner(self)
         self._verbs.clear()  # breaks a reference cycle: a busy node does not collect cycles
         # the same: a method of the connection
