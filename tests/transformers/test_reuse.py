@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, LogitsProcessor, LogitsP
 from transformers.generation.streamers import BaseStreamer
 
 from kvhold.cache import LocalCache, open_cache
-from kvhold.integrations.transformers import Outcome, Reuse
+from kvhold.integrations.transformers import Reuse, ReuseResult
 from tests.transformers.models import (
     SMALLEST_TOKEN,
     TOKENS_PER_CHUNK,
@@ -63,9 +63,9 @@ class TestOnePrompt:
         # a tail of one token would never be read
         worth_storing = length - (length % TOKENS_PER_CHUNK == 1)
         assert torch.equal(reuse.generate(prompt, **GREEDY), expected)
-        assert reuse.last == Outcome(num_tokens=length, num_loaded=0, num_stored=worth_storing)
+        assert reuse.last == ReuseResult(num_tokens=length, num_loaded=0, num_stored=worth_storing)
         assert torch.equal(reuse.generate(prompt, **GREEDY), expected)
-        assert reuse.last == Outcome(num_tokens=length, num_loaded=length - 1, num_stored=0)
+        assert reuse.last == ReuseResult(num_tokens=length, num_loaded=length - 1, num_stored=0)
         assert reuse.last.num_computed == 1
 
     @pytest.mark.parametrize("length", LENGTHS)
@@ -114,7 +114,7 @@ class TestOnePrompt:
         reuse.generate(first, **GREEDY)
         with tokens_computed(llama) as passes:
             output = reuse.generate(second, **GREEDY)
-        assert reuse.last == Outcome(num_tokens=70, num_loaded=32, num_stored=38)
+        assert reuse.last == ReuseResult(num_tokens=70, num_loaded=32, num_stored=38)
         assert passes[0] == 38
         assert torch.equal(output, llama.generate(second, **GREEDY))
 
@@ -124,7 +124,7 @@ class TestOnePrompt:
         reuse = reuse_of(llama, cache)
         reuse.forward(prompt_of(40))
         reuse.forward(prompt_of(90))
-        assert reuse.last == Outcome(num_tokens=90, num_loaded=32, num_stored=58)
+        assert reuse.last == ReuseResult(num_tokens=90, num_loaded=32, num_stored=58)
 
     def test_fifty_prompts_that_share_beginnings_generate_the_same_tokens(
         self, llama: Any, cache: LocalCache
@@ -201,9 +201,9 @@ class TestBatches:
         expected = any_model.generate(batch, **GREEDY)
         assert torch.equal(reuse.generate(batch, **GREEDY), expected)
         # row 1: its third chunk and its tail
-        assert reuse.last == Outcome(num_tokens=150, num_loaded=3 * 32, num_stored=18)
+        assert reuse.last == ReuseResult(num_tokens=150, num_loaded=3 * 32, num_stored=18)
         assert torch.equal(reuse.generate(batch, **GREEDY), expected)
-        assert reuse.last == Outcome(num_tokens=150, num_loaded=3 * 49, num_stored=0)
+        assert reuse.last == ReuseResult(num_tokens=150, num_loaded=3 * 49, num_stored=0)
 
     def test_a_row_without_a_hit_leaves_nothing_to_load_but_all_is_stored(
         self, llama: Any, cache: LocalCache
@@ -212,7 +212,7 @@ class TestBatches:
         reuse.forward(prompt_of(50, seed=0))
         batch = torch.cat([prompt_of(50, seed=0), prompt_of(50, seed=1)])
         assert torch.equal(reuse.generate(batch, **GREEDY), llama.generate(batch, **GREEDY))
-        assert reuse.last == Outcome(num_tokens=100, num_loaded=0, num_stored=50)
+        assert reuse.last == ReuseResult(num_tokens=100, num_loaded=0, num_stored=50)
 
     def test_rows_stored_together_load_apart_with_every_bit(
         self, llama: Any, cache: LocalCache
@@ -302,7 +302,7 @@ class TestArgumentsOfGenerate:
             torch.manual_seed(3)
             output = warm.generate(batch, **options)
         assert torch.equal(output, expected)
-        assert warm.last == Outcome(num_tokens=100, num_loaded=98, num_stored=0)
+        assert warm.last == ReuseResult(num_tokens=100, num_loaded=98, num_stored=0)
 
     @pytest.mark.parametrize(
         "options",
@@ -314,7 +314,7 @@ class TestArgumentsOfGenerate:
         reuse, batch = reuse_of(llama, cache), prompt_of(50, rows=2)
         with torch.random.fork_rng():
             reuse.generate(batch, max_new_tokens=4, **options)
-        assert reuse.last == Outcome(num_tokens=100, num_loaded=0, num_stored=100)
+        assert reuse.last == ReuseResult(num_tokens=100, num_loaded=0, num_stored=100)
         for row in batch.split(1):
             logits = reuse.forward(row).logits[:, -1]
             assert reuse.last.num_loaded == 49
@@ -396,7 +396,7 @@ class TestGeneratedText:
         options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
         answer = reuse.generate(prompt_of(40), **options)
         # chunks 2 and 3 end in the 69 tokens that have KV
-        assert reuse.last == Outcome(num_tokens=40, num_loaded=0, num_stored=40 + 32)
+        assert reuse.last == ReuseResult(num_tokens=40, num_loaded=0, num_stored=40 + 32)
         turn = torch.cat([answer, prompt_of(10, seed=1)], dim=1)
         output = reuse.generate(turn, **GREEDY)
         assert reuse.last.num_loaded == 64

@@ -14,7 +14,7 @@ from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.rules import RequestRules
 from kvhold.core.store_options import StoreOptions
-from kvhold.integrations.transformers import Outcome, Reuse
+from kvhold.integrations.transformers import Reuse, ReuseResult
 from tests.transformers.models import prompt_of, small_chunks
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
@@ -44,7 +44,7 @@ class TestRules:
         reuse = Reuse(llama, cache, config=small_chunks())
         reuse.rules = RequestRules(store=False)
         reuse.generate(prompt_of(50), **GREEDY)
-        assert reuse.last == Outcome(num_tokens=50)
+        assert reuse.last == ReuseResult(num_tokens=50)
         assert cache.status()["chunks"] == 0
 
     def test_a_request_that_does_not_want_to_load_computes(
@@ -54,7 +54,7 @@ class TestRules:
         expected = reuse.generate(prompt_of(50), **GREEDY)
         reuse.rules = RequestRules(load=False)
         assert torch.equal(reuse.generate(prompt_of(50), **GREEDY), expected)
-        assert reuse.last == Outcome(num_tokens=50, num_loaded=0, num_stored=0)
+        assert reuse.last == ReuseResult(num_tokens=50, num_loaded=0, num_stored=0)
 
     def test_what_has_outlived_its_time_is_not_found(
         self, llama: Any, cache: LocalCache, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,6 @@
 Supported: transformers 5, decoder-only models with full attention, on one device.
 """
 
-from kvhold.integrations.transformers.reuse import Outcome, Reuse
+from kvhold.integrations.transformers.reuse import Reuse, ReuseResult
 
-__all__ = ["Outcome", "Reuse"]
+__all__ = ["Reuse", "ReuseResult"]

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReuseResult:
     """The result of one call, in tokens over all rows.
 
     reason: why the cache was not fully used; empty if it was
@@ -69,8 +69,8 @@ class _Work:
     num_stored: int = 0
     reason: str = ""
 
-    def outcome(self) -> Outcome:
-        return Outcome(
+    def result(self) -> ReuseResult:
+        return ReuseResult(
             sum(len(prompt.tokens) for prompt in self.prompts),
             self.num_loaded,
             self.num_stored,
@@ -110,7 +110,7 @@ class Reuse:
             )
         self.model = model
         self.cache = cache
-        self.last = Outcome()
+        self.last = ReuseResult()
         self._settings = config.rules
         self._rules = request_rules(None, config.rules)
         self._store_generated = store_generated
@@ -182,13 +182,13 @@ class Reuse:
         work = self._named(call) if isinstance(call, GenerateCall) else call
         if isinstance(work, AsIs):
             self._note(logging.INFO, f"not served, the model is called as it is: {work.reason}")
-            self.last = Outcome(reason=work.reason)
+            self.last = ReuseResult(reason=work.reason)
             return None
         try:
             self._load(work)
         except (KVHoldError, ValueError) as error:
             self._failed(work, "nothing is loaded", error)
-        self.last = work.outcome()
+        self.last = work.result()
         return work
 
     def _named(self, call: GenerateCall) -> _Work | AsIs:
@@ -256,7 +256,7 @@ class Reuse:
             self._failed(work, "not everything is stored", error)
         if not work.reason:
             self._noted = ""
-        self.last = work.outcome()
+        self.last = work.result()
         log.debug("%s", self.last)
 
     def _store(
