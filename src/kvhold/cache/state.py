@@ -9,7 +9,7 @@ is the call `x` in steps.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from math import inf
 from secrets import randbits
@@ -18,7 +18,7 @@ from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
-from kvhold.cache.leases import Leases, Owner
+from kvhold.cache.leases import ClaimAnswer, Held, Leases, Owner
 from kvhold.cache.lookup import Lookups, check_query
 from kvhold.cache.planner import Planner
 from kvhold.cache.reservations import Grant, Reservations
@@ -26,18 +26,20 @@ from kvhold.cache.transfer.commands import ClearCommand, Command
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.write_queue import WriteQueue
-from kvhold.core.api import EventBatch
+from kvhold.core.api import EventBatch, Found, ReencodeProgress
 from kvhold.core.config import Config
 from kvhold.core.errors import LayoutError, ProtocolError
-from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames
+from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
+from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import TIER_DOWN, Reason
-from kvhold.core.status import StateStatus
+from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import make_policy
 from kvhold.tiers.ram import Entry, RamTier
+from kvhold.tiers.stack import TierPlace
 
 
 def new_state(config: Config, arena: Arena) -> "CacheState":
@@ -124,29 +126,6 @@ class CacheState:
             has_tiers=self._has_tiers,
             find_layout=self.layout,
         )
-        self._offer_calls()
-
-    def _offer_calls(self) -> None:
-        """Offer the calls that one part answers."""
-        lookups, leases, searches = self._lookups, self._leases, self._searches
-        self.lookup_turns, self.lookup = lookups.lookup_turns, in_one_turn(lookups.lookup_turns)
-        self.refresh_turns, self.refresh = lookups.refresh_turns, in_one_turn(lookups.refresh_turns)
-        self.claim_turns, self.claim = lookups.claim_turns, in_one_turn(lookups.claim_turns)
-        self.prefetch_turns = lookups.prefetch_turns
-        self.prefetch = in_one_turn(lookups.prefetch_turns)
-        self.is_over, self.num_arrived = lookups.is_over, lookups.num_arrived
-        self.take_news = lookups.take_news
-
-        self.reserve, self.commit = in_one_turn(self.reserve_turns), in_one_turn(self.commit_turns)
-        self.abandon_turns, self.abandon = leases.abandon_turns, in_one_turn(leases.abandon_turns)
-        self.damaged, self.remove_damaged = leases.damaged, leases.remove_damaged
-        self.holdings, self.held_by = leases.holdings, leases.held_by
-        self.touches_memory, self.give_up = leases.touches_memory, leases.give_up
-
-        # events from the tier worker
-        self.probed, self.written = searches.probed, self._writes.done
-        self.given_up, self.let_go = searches.given_up, searches.let_go
-        self.reencode_progressed = self.reencodings.progressed
 
     def register(
         self, layout: Layout, namespace: bytes = b"", store_options: StoreOptions | None = None
@@ -162,6 +141,36 @@ class CacheState:
                 f"layout {fingerprint.hex()} was not registered; register the namespace first"
             )
         return layout
+
+    def lookup_turns(
+        self, owner: Owner, query: Query, cost: ComputeCost | None = None, *, have_tokens: int = 0
+    ) -> Turns[Found]:
+        """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
+        return self._lookups.lookup_turns(owner, query, cost, have_tokens=have_tokens)
+
+    def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
+        """Return a ticket's current hit; an empty `Found` if none."""
+        return self._lookups.refresh_turns(ticket, settle=settle)
+
+    def claim_turns(
+        self, owner: Owner, ticket: int, shard: int, first_chunk: int, *, arriving: bool = False
+    ) -> Turns[ClaimAnswer | None]:
+        """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
+        return self._lookups.claim_turns(owner, ticket, shard, first_chunk, arriving=arriving)
+
+    def prefetch_turns(self, owner: Owner, query: Query) -> Turns[None]:
+        return self._lookups.prefetch_turns(owner, query)
+
+    def is_over(self, ticket: int) -> bool:
+        """Whether nothing more will arrive. Cheap."""
+        return self._lookups.is_over(ticket)
+
+    def num_arrived(self, ticket: int) -> int:
+        return self._lookups.num_arrived(ticket)
+
+    def take_news(self) -> bool:
+        """Whether a search has ended since the last call."""
+        return self._lookups.take_news()
 
     def release(self, owner: Owner, number: int) -> None:
         """Release a ticket, a lease or a re-encoding."""
@@ -198,6 +207,38 @@ class CacheState:
     ) -> Turns[int]:
         yield from self._leases.commit_turns(owner, reservation, chunks, checksums)
         return self.mark
+
+    def abandon_turns(self, owner: Owner, reservation: int) -> Turns[None]:
+        return self._leases.abandon_turns(owner, reservation)
+
+    lookup = in_one_turn(lookup_turns)
+    refresh = in_one_turn(refresh_turns)
+    claim = in_one_turn(claim_turns)
+    prefetch = in_one_turn(prefetch_turns)
+    reserve = in_one_turn(reserve_turns)
+    commit = in_one_turn(commit_turns)
+    abandon = in_one_turn(abandon_turns)
+
+    def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
+        """Remove the chunks of a reader's report. A wrong report costs only a miss."""
+        self._leases.damaged(owner, lease, offsets)
+
+    def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
+        """found_by: reader, writer or scrubber"""
+        self._leases.remove_damaged(entries, found_by)
+
+    def holdings(self) -> HeldStatus:
+        return self._leases.holdings()
+
+    def held_by(self, owner: Owner) -> Held:
+        return self._leases.held_by(owner)
+
+    def touches_memory(self, owner: Owner) -> bool:
+        return self._leases.touches_memory(owner)
+
+    def give_up(self, owner: Owner) -> None:
+        """Let others reserve an owner's uncommitted chunks, in other memory."""
+        self._leases.give_up(owner)
 
     def clear(self, namespace: bytes | None) -> int:
         """Forget all chunks, or one namespace. Return the number in RAM."""
@@ -263,6 +304,24 @@ class CacheState:
         """Return each command once."""
         commands, self._commands = self._commands, []
         return commands
+
+    # events from the tier worker
+
+    def probed(self, number: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
+        self._searches.probed(number, places, silent=silent)
+
+    def written(self, number: int) -> None:
+        self._writes.done(number)
+
+    def given_up(self, entry: Entry) -> None:
+        """End a failed read, which may still write until `let_go`."""
+        self._searches.given_up(entry)
+
+    def let_go(self, entry: Entry) -> None:
+        self._searches.let_go(entry)
+
+    def reencode_progressed(self, number: int, progress: ReencodeProgress) -> None:
+        self.reencodings.progressed(number, progress)
 
     def fetched(
         self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
