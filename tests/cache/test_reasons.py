@@ -3,6 +3,7 @@ where its KV came from.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from kvhold.cache import LocalCache
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.core.api import Hit
 from kvhold.core.errors import TierError
-from kvhold.core.keys import Namespace
+from kvhold.core.keys import NAME_BYTES, Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.core.reasons import CLEARED, EVICTED, Reason
 from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import PLAIN, a_prompt, flood, store
+from kvhold.tiers.policies import LearnedPolicy
 from tests.cache.below import (
     HYBRID_SPACE,
     PATIENT_S,
@@ -29,10 +31,12 @@ from tests.cache.below import (
     set_deadlines,
 )
 from tests.cache.laws import assert_counters_reconcile
+from tests.tiers.learnt import Clock, teach
 from tests.tiers.memory import Place, a_place
 
 SOON_S = 0.03  # a deadline that is to pass
 BELOW = "plugin"
+FULL = SPACE.prompt(np.arange(16 * 16 * 42))  # fills the arena: 42 chunks in each of 16 slabs
 
 
 @pytest.fixture
@@ -81,6 +85,28 @@ def sources(cache: LocalCache, space: Namespace, num_tokens: int) -> dict[str, i
     with cache.lookup(a_prompt(space, num_tokens).query()) as hit:
         assert sum(hit.sources.values()) == hit.num_tokens
         return hit.sources
+
+
+@contextmanager
+def a_full_cache_that_has_learnt() -> Iterator[tuple[LocalCache, Clock]]:
+    """Memory has a prompt that comes back. Another was looked up, and is missing."""
+    with cache_over(policy="learned") as cache:
+        policy = LearnedPolicy(clock := Clock())
+        cache._state.ram._policy = policy
+        other = a_prompt(SPACE, 32, seed=2)
+        cache.lookup(FULL.query()).close()
+        store(cache, FULL)
+        for prompt in (FULL, other):
+            cache.lookup(prompt.query()).close()
+        assert cache.status()["chunks"] == 16 * 42
+        back = policy._chunks.get(FULL.chunk_key(0))
+        gone = policy.ghosts.find(other.chunk_key(0)[:NAME_BYTES], 0.0)
+        assert back is not None
+        assert gone is not None
+        teach(policy, clock, back=back.queue, gone=gone.kind)
+        cache.lookup(FULL.query()).close()
+        yield cache, clock
+        assert_counters_reconcile(cache._state)
 
 
 class TestInMemory:
@@ -156,6 +182,22 @@ class TestInMemory:
         with cache.reserve(PLAIN, SPACE.prompt(np.arange(16 * chunks)).chunks()):
             store(cache, a_prompt(SPACE, 32))
             assert ended(cache, SPACE, 32) == (0, "no_room")
+
+    def test_it_was_not_worth_its_room(self) -> None:
+        with a_full_cache_that_has_learnt() as (cache, _):
+            prompt = a_prompt(SPACE, 32, seed=2)
+            store(cache, prompt)
+            with cache.lookup(prompt.query()) as hit:
+                assert (hit.num_tokens, hit.reason) == (0, "declined")
+            assert missed(cache, "declined") == 32
+            counters = cache.status()["counters"]
+            assert counters["kvhold_store_skipped_chunks{reason=declined}"] == 1
+            assert "kvhold_store_skipped_chunks{reason=no room}" not in counters
+            with cache.lookup(FULL.query()):  # all is pinned
+                store(cache, prompt)
+            assert cache.status()["counters"]["kvhold_store_skipped_chunks{reason=no room}"] == 1
+            with cache.lookup(prompt.query()) as hit:
+                assert (hit.num_tokens, hit.reason) == (0, "no_room")
 
     def test_what_became_of_a_key_is_forgotten_in_the_end_and_memory_is_bounded(self) -> None:
         history = EvictionHistory(limit=10)

@@ -13,19 +13,13 @@ from kvhold.tiers.policies.reuse_times import ReuseTimes, Use
 from kvhold_lab.simulate.generators import GENERATORS, generate
 from kvhold_lab.simulate.policy_replay import replay_class
 from kvhold_lab.simulate.trace import Cut, trace_of
+from tests.tiers.learnt import Clock, teach
 
 DAY_S = 24 * 3600.0
 
 
 def a_key(number: int) -> bytes:
     return b"a" * NAMESPACE_BYTES + number.to_bytes(HASH_BYTES, "big") + place_suffix(0, 0)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class TestContract(PolicyContract):
@@ -235,6 +229,49 @@ class TestWhatIsEvicted:
             memory.clock.now_s = float(second)
             found += memory.ask([second % 70]) * (second >= 1000)
         assert found > 0.4 * 500
+
+
+class TestWhatIsDeclined:
+    """Memory has chunks that come back, and a chunk that does not is to be stored."""
+
+    @pytest.fixture
+    def memory(self) -> Memory:
+        memory = Memory(2)
+        memory.ask([1])
+        memory.ask([2])
+        first_use = kind_of(memory, 1)
+        for number in (1, 2):
+            memory.ask([number])
+        assert kind_of(memory, 1) != first_use
+        teach(memory.policy, memory.clock, back=kind_of(memory, 1), gone=first_use)
+        for number in (1, 2):
+            memory.ask([number])
+        return memory
+
+    def test_it_is_said_that_a_chunk_is_worth_less_than_what_it_would_evict(
+        self, memory: Memory
+    ) -> None:
+        memory.ask([3])
+        assert memory.policy.declined
+        assert memory.here == {a_key(1), a_key(2)}
+        assert memory.policy.victims(1, lambda _: False) == [a_key(1)], "all are still candidates"
+        assert not memory.policy.declined
+
+    def test_a_chunk_for_which_all_is_pinned_is_not_declined(self, memory: Memory) -> None:
+        policy = memory.policy
+        policy.missed([a_key(3)], policy.looked_up([a_key(3)], 0))
+        assert policy.victims(1, lambda _: True, None, a_key(3)) == []
+        assert not policy.declined
+        assert policy.victims(1, {a_key(1)}.__contains__, None, a_key(3)) == []
+        assert policy.declined
+        assert policy.victims(3, lambda _: False, None, a_key(3)) == [], "there is not as much"
+        assert not policy.declined
+
+
+def kind_of(memory: Memory, number: int) -> int:
+    chunk = memory.policy._chunks.get(a_key(number))
+    assert chunk is not None
+    return chunk.queue
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -28,7 +28,7 @@ from kvhold.core.keys import (
 )
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import NO_ROOM
+from kvhold.core.reasons import DECLINED
 from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
@@ -146,9 +146,14 @@ class Reservations:
                 )
                 self._ram.unpin_all(there)
                 if entries is None:  # later chunks are useless
-                    self._metrics.add("kvhold_store_skipped_chunks", len(missing), reason="no room")
+                    why = self._ram.refusal
+                    self._metrics.add(
+                        "kvhold_store_skipped_chunks",
+                        len(missing),
+                        reason="declined" if why == DECLINED else "no room",
+                    )
                     for one in wanted:
-                        self._evictions.add(one.key, NO_ROOM)
+                        self._evictions.add(one.key, why)
                     break
                 reservation.add(chunk, entries)
                 self._writing.update((entry.key, (entry, now_s, reservation)) for entry in entries)

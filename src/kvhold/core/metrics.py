@@ -99,7 +99,7 @@ TABLE = {
             "counter",
             "chunks",
             ("reason",),
-            "Chunks not stored: present, in progress, or no room.",
+            "Chunks not stored: present, in progress, no room, or declined.",
         ),
         Metric(
             "kvhold_stalled_chunks",

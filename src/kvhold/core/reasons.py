@@ -14,6 +14,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     CLEARED = "cleared"
     NO_ROOM = "no_room"
+    DECLINED = "declined"
     DEADLINE = "deadline"
     TIER_DOWN = "tier_down"
     BAD_FRAME = "bad_frame"
@@ -30,6 +31,7 @@ EVICTED = Reason.EVICTED
 EXPIRED = Reason.EXPIRED
 CLEARED = Reason.CLEARED
 NO_ROOM = Reason.NO_ROOM
+DECLINED = Reason.DECLINED
 DEADLINE = Reason.DEADLINE
 TIER_DOWN = Reason.TIER_DOWN
 BAD_FRAME = Reason.BAD_FRAME
@@ -50,6 +52,10 @@ REASONS = {
     NO_ROOM: (
         "no memory was free to store the next chunk or to load it from a tier: the rest is pinned "
         "or being written"
+    ),
+    DECLINED: (
+        "the next chunk was not worth its room: the eviction policy kept the chunks in memory, and "
+        "did not store it"
     ),
     DEADLINE: "the next chunk did not arrive, or was not found, before the deadline",
     TIER_DOWN: "a tier that may have the next chunk did not answer, or its read failed",

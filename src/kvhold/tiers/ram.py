@@ -24,7 +24,7 @@ from typing import ClassVar
 from kvhold.core.errors import TierError, TierFull
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import CLEARED, EVICTED, EXPIRED
+from kvhold.core.reasons import CLEARED, DECLINED, EVICTED, EXPIRED, NO_ROOM, Reason
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SlabAllocator, size_class
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
@@ -127,6 +127,7 @@ class RamTier:
         # receives each namespace that gets its first memory, after `used_bytes_of` has it
         self.new_namespaces: deque[bytes] | None = None
         self._doomed = 0
+        self.refusal: Reason = NO_ROOM  # of the last `reserve_all` that returned None
 
     @property
     def num_chunks(self) -> int:
@@ -213,16 +214,17 @@ class RamTier:
     ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
-        Without room, returns None and reserves nothing. Replaces visible entries. No key may be
-        being written.
+        Without room, returns None and reserves nothing; `refusal` says why. Replaces visible
+        entries. No key may be being written.
 
-        if_worth: the policy may refuse, if the chunks to evict are worth more
+        if_worth: the policy may decline, if the chunks to evict are worth more
         """
         namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
         for one in wanted:
             sizes.append(size_class(one.nbytes))
             if one.parent is not None:
                 self._to_be_continued[one.parent] = self._to_be_continued.get(one.parent, 0) + 1
+        self.refusal = NO_ROOM
         offsets = self._allocate(namespace, sizes, wanted[0].key if if_worth else None)
         if offsets is None:
             for one in wanted:
@@ -525,6 +527,8 @@ class RamTier:
         self, nbytes: int, namespace: bytes | None = None, wanted: bytes | None = None
     ) -> bool:
         victims = self._policy.victims(nbytes, self._is_kept, namespace, wanted)
+        if self._policy.declined:
+            self.refusal = DECLINED
         for key in victims:
             entry = self._entries[key]
             if self.is_doomed(entry):

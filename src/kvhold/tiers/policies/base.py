@@ -17,10 +17,12 @@ from typing import Protocol
 class Policy(Protocol):
     """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
 
-    learns: whether the policy wants to be told of lookups
+    learns:   whether the policy wants to be told of lookups
+    declined: whether the last `victims` was empty because `wanted` is worth less than a victim
     """
 
     learns: bool
+    declined: bool
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """Add a chunk. For a known key, only an unknown parent is set.

@@ -170,6 +170,7 @@ class ChainPolicy:
         # freed one per call
         self._dropped: list[list[Place]] = []
         self._now: Callable[[], int] = count(1).__next__
+        self.declined = False
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         namespace = key[:NAMESPACE_BYTES]
@@ -227,6 +228,7 @@ class ChainPolicy:
         namespace: bytes | None = None,
         wanted: bytes | None = None,
     ) -> list[bytes]:
+        self.declined = False
         if not 0 < nbytes <= self.nbytes(namespace):
             return []
         space = self._all if namespace is None else self._spaces[namespace]
@@ -234,6 +236,7 @@ class ChainPolicy:
             while walk.freed_bytes < nbytes:
                 chunk = walk.choose()
                 if chunk is None:
+                    self.declined = walk.declined
                     return []
                 walk.take(chunk)
         walk.settle()
@@ -327,6 +330,7 @@ class Walk:
         self.space = space
         self.taken: list[bytes] = []
         self.freed_bytes = 0
+        self.declined = False  # there is a leaf left, and it is worth more than the new chunk
         self._policy = policy
         self._pinned = pinned
         self._seen: list[Place] = []

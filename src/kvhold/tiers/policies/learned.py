@@ -236,13 +236,15 @@ class _LearnedWalk(Walk):
                 if (head := self._head(first[2])) is not None:
                     heappush(space.heads, head)
                 continue
+            space.changed.add(first[2])
+            if (chunk := self.next(first[2])) is None:  # all of them are pinned
+                continue
             if first[0] > self._most_worth:
                 assert self._wanted is not None
                 self._learned.times.declined(self._wanted.kind)
+                self.declined = True
                 return None
-            space.changed.add(first[2])
-            if (chunk := self.next(first[2])) is not None:
-                return chunk
+            return chunk
 
     def _push(self, place: Place) -> None:
         super()._push(place)

@@ -1,0 +1,24 @@
+"""A clock, and what a learned policy has learnt, for tests."""
+
+from kvhold.tiers.policies import LearnedPolicy
+from kvhold.tiers.policies.reuse_times import Use
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def teach(policy: LearnedPolicy, clock: Clock, *, back: int, gone: int) -> None:
+    """For 40 minutes, chunks of one kind come back after a minute, and those of another never."""
+    times = policy.times
+    waiting: list[tuple[float, Use]] = []
+    for _ in range(1200):
+        clock.now_s += 2.0
+        times.advance(clock.now_s)
+        while waiting and waiting[0][0] <= times.now_s:
+            times.end(waiting.pop(0)[1])
+        waiting.append((times.now_s + 60.0, times.use(back)))
+        times.use(gone)
