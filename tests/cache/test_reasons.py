@@ -2,6 +2,7 @@
 where its KV came from.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +14,10 @@ from kvhold.cache import LocalCache
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.core.api import Hit
 from kvhold.core.errors import TierError
-from kvhold.core.keys import NAME_BYTES, Namespace
+from kvhold.core.keys import NAME_BYTES, Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.core.reasons import CLEARED, EVICTED, Reason
+from kvhold.core.planning import ComputeCost
+from kvhold.core.reasons import CLEARED, EVICTED, NEVER_STORED, REASONS, TIER_DOWN, Reason
 from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import PLAIN, a_prompt, flood, store
 from kvhold.tiers.policies import LearnedPolicy
@@ -87,12 +89,21 @@ def sources(cache: LocalCache, space: Namespace, num_tokens: int) -> dict[str, i
         return hit.sources
 
 
+def why(cache: LocalCache, prompt: Prompt) -> str:
+    """What is explained of the end of a hit."""
+    cost = ComputeCost("why", prompt.num_tokens)
+    with cache.lookup(prompt.query(), cost=cost, wait_s=PATIENT_S) as hit:
+        hit.settle()
+    return cache.explain("why")[0].missing
+
+
 @contextmanager
 def a_full_cache_that_has_learnt() -> Iterator[tuple[LocalCache, Clock]]:
     """Memory has a prompt that comes back. Another was looked up, and is missing."""
     with cache_over(policy="learned") as cache:
         policy = LearnedPolicy(clock := Clock())
         cache._state.ram._policy = policy
+        cache._state._evictions._clock = clock
         other = a_prompt(SPACE, 32, seed=2)
         cache.lookup(FULL.query()).close()
         store(cache, FULL)
@@ -198,6 +209,24 @@ class TestInMemory:
             assert cache.status()["counters"]["kvhold_store_skipped_chunks{reason=no room}"] == 1
             with cache.lookup(prompt.query()) as hit:
                 assert (hit.num_tokens, hit.reason) == (0, "no_room")
+
+    def test_it_is_explained_when_it_went_and_when_it_was_expected_back(self) -> None:
+        with a_full_cache_that_has_learnt() as (cache, clock):
+            for prompt in (a_prompt(SPACE, 32, seed=2), a_prompt(SPACE, 32, seed=3)):
+                store(cache, prompt)  # the first is declined; the second was never looked up
+            clock.now_s += 600.0
+            assert why(cache, a_prompt(SPACE, 32, seed=2)) == (
+                "the next chunk was not worth its room 10 min ago"
+            )
+            said = why(cache, FULL)
+            assert re.fullmatch(
+                r"the next chunk was evicted 10 min ago; it was expected back \d+ s after that",
+                said,
+            )
+            clock.now_s += 60.0
+            assert why(cache, FULL) == "the next chunk was evicted 11 min ago", "it was asked for"
+            assert why(cache, a_prompt(SPACE, 32, seed=3)) == ""
+            assert why(cache, a_prompt(SPACE, 32, seed=4)) == REASONS[NEVER_STORED]
 
     def test_what_became_of_a_key_is_forgotten_in_the_end_and_memory_is_bounded(self) -> None:
         history = EvictionHistory(limit=10)
@@ -355,6 +384,20 @@ class TestBelow:
         forget(above)
         above._state.ram._clock = lambda: 1e12
         assert ended(above, SPACE, 32) == (0, "expired")
+
+    def test_it_is_explained_what_no_tier_has(self, place: Place, above: LocalCache) -> None:
+        prompt = a_prompt(SPACE, 48)
+        store(above, prompt)
+        forget(above)
+        assert why(above, prompt) == ""
+        forget(above)
+        del place.values[prompt.chunk_key(1)]
+        above._state._evictions.add(prompt.chunk_key(1), EVICTED)
+        now_s = above._state._evictions._clock()
+        above._state._evictions._clock = lambda: now_s + 3 * 3600.0
+        assert why(above, prompt) == "the next chunk was evicted 3 h ago"
+        place.faults["probe"] = TierError("memory", "probe", "a test")
+        assert why(above, prompt) == REASONS[TIER_DOWN]
 
     def test_it_is_being_cleared(self, place: Place, above: LocalCache) -> None:
         store(above, a_prompt(SPACE, 32))

@@ -1,6 +1,7 @@
 """A node plans for a client that says what computing costs it, and `kvhold explain` says why."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import SLOWER
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
-from kvhold.testing.cache import a_prompt, store
+from kvhold.testing.cache import a_prompt, flood, store
 from tests.node.nodes import PATIENT_S, SPACE, RawClient, RunningNode
 
 DEAR, CHEAP = (
@@ -61,6 +62,17 @@ def test_the_command_says_what_was_decided_why_and_what_came_of_it(client: NodeC
         decision["request"] == "cmpl-dear-1"
         and decision["alternatives"]["all"]["num_tokens"] == 160
     )
+
+
+def test_the_command_says_what_is_missing_and_since_when(client: NodeClient) -> None:
+    client.lookup(a_prompt(SPACE, 160).query(), cost=DEAR).close()
+    assert "missing" not in run(client, "dear").output
+    client.lookup(a_prompt(SPACE, 160, seed=1).query(), cost=DEAR).close()
+    assert "missing   the next chunk was never stored" in run(client, "dear").output
+    flood(client, SPACE)
+    client.lookup(a_prompt(SPACE, 160).query(), cost=DEAR).close()
+    said = run(client, "dear").output
+    assert re.search(r"^missing   the next chunk was evicted \d+ (s|min) ago$", said, re.MULTILINE)
 
 
 def test_what_the_node_does_not_remember_is_said(client: NodeClient) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from kvhold.core.errors import ConfigError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, place_suffix
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.testing.policy import PolicyContract
 from kvhold.tiers.policies import LearnedPolicy, LruPolicy
 from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, Ghosts
@@ -93,6 +93,16 @@ class TestReuseTimes:
             found, num = times.use_at(1, at_s), times.num_open(use)
             times.forget(found)
             assert times.num_open(use) == num - 1
+
+    def test_a_chunk_is_expected_after_the_median_of_the_times_that_are_left(self) -> None:
+        times = self.learnt()
+        for age_s in (0.0, 10.0, 40.0):
+            expected_s = times.expected_s(0, age_s)
+            assert expected_s is not None
+            assert 40.0 < age_s + expected_s < 70.0
+        assert times.expected_s(1, 0.0) is None, "most do not come back"
+        assert times.expected_s(0, 3600.0) is None, "it is long overdue"
+        assert ReuseTimes((3,)).expected_s(0, 0.0) is None, "nothing was learnt yet"
 
     def test_old_counts_fade(self) -> None:
         times = self.learnt()
@@ -252,20 +262,63 @@ class TestWhatIsDeclined:
         self, memory: Memory
     ) -> None:
         memory.ask([3])
-        assert memory.policy.declined
+        assert was_declined(memory.policy)
         assert memory.here == {a_key(1), a_key(2)}
         assert memory.policy.victims(1, lambda _: False) == [a_key(1)], "all are still candidates"
-        assert not memory.policy.declined
+        assert not was_declined(memory.policy)
 
     def test_a_chunk_for_which_all_is_pinned_is_not_declined(self, memory: Memory) -> None:
         policy = memory.policy
         policy.missed([a_key(3)], policy.looked_up([a_key(3)], 0))
         assert policy.victims(1, lambda _: True, None, a_key(3)) == []
-        assert not policy.declined
+        assert not was_declined(policy)
         assert policy.victims(1, {a_key(1)}.__contains__, None, a_key(3)) == []
-        assert policy.declined
+        assert was_declined(policy)
         assert policy.victims(3, lambda _: False, None, a_key(3)) == [], "there is not as much"
-        assert not policy.declined
+        assert not was_declined(policy)
+
+
+class TestWhatIsExpectedBack:
+    """An evicted chunk that is used each minute, 40 s after its last use."""
+
+    @pytest.fixture
+    def memory(self) -> Memory:
+        memory = Memory(2)
+        memory.ask([1])
+        memory.ask([2])
+        gone = kind_of(memory, 1)
+        for number in (1, 2):
+            memory.ask([number])
+        teach(memory.policy, memory.clock, back=kind_of(memory, 1), gone=gone)
+        now_s, kind = memory.clock.now_s, kind_of(memory, 1)
+        memory.policy.remove(a_key(1))
+        memory.policy.ghosts.add(a_key(1)[:NAME_BYTES], Ghost(now_s, kind, 2), now_s)
+        memory.clock.now_s += 40.0
+        return memory
+
+    def test_after_its_eviction(self, memory: Memory) -> None:
+        at_once = memory.policy.expected_back_s(a_key(1), 0.0)
+        assert at_once is not None
+        assert 2.0 < at_once < 30.0
+        memory.clock.now_s += 200.0
+        later = memory.policy.expected_back_s(a_key(1), 200.0)
+        assert later == pytest.approx(at_once, abs=2.0), "what was expected then counts"
+
+    def test_nothing_is_said_of_a_chunk_that_is_here_or_was_never_seen_or_was_asked_for_since(
+        self, memory: Memory
+    ) -> None:
+        policy = memory.policy
+        assert policy.expected_back_s(a_key(2), 0.0) is None
+        assert policy.expected_back_s(a_key(99), 0.0) is None
+        policy.missed([a_key(1)], policy.looked_up([a_key(1)], 0))
+        assert policy.expected_back_s(a_key(1), 30.0) is None
+
+    def test_a_policy_that_learns_nothing_expects_nothing(self) -> None:
+        assert LruPolicy().expected_back_s(a_key(1), 0.0) is None
+
+
+def was_declined(policy: LearnedPolicy) -> bool:
+    return policy.declined
 
 
 def kind_of(memory: Memory, number: int) -> int:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.index.eviction_history import EvictionHistory
+from kvhold.cache.index.missing import ExpectedChunk, describe
 from kvhold.cache.index.pins import Pins
-from kvhold.cache.index.presence import Extent, FirstKeys, Prefix, Presence
+from kvhold.cache.index.presence import Extent, FirstKeys, Gap, Prefix, Presence
 from kvhold.cache.leases import ClaimAnswer, Leases, Owner
 from kvhold.cache.planner import Planner
 from kvhold.cache.reservations import MAX_SHARDS
@@ -53,6 +54,7 @@ class _Looked:
     layout: Layout
     presence: Presence[Entry]
     extent: Extent
+    missing: ExpectedChunk | None
 
 
 class Lookups:
@@ -177,8 +179,10 @@ class Lookups:
             held: list[Entry] = []
             try:
                 presence = Presence(query, layout, self._pins.finder(num_keys, held))
-                prefix = yield from presence.take_turns()
+                prefix, missing = (yield from presence.take_turns()), None
                 if self._ram.policy.learns:
+                    if cost is not None:
+                        missing = self._expected_back(presence.gap(prefix.extent))
                     yield from self._note_use_turns(query, prefix)
                 extent, number, declined = prefix.extent, next(self._numbers), False
                 if self._is_worth_a_search(query, presence, extent):
@@ -198,6 +202,8 @@ class Lookups:
                             have_tokens=have_tokens,
                         )
                         if clears == self._ram.num_clears:
+                            if (search := self._searches.get(number)) is not None:
+                                search.missing = missing
                             return (yield from self._refresh(number))
                         self._forget_search(number, owner)  # its pins may have been cleared
                         continue
@@ -205,7 +211,7 @@ class Lookups:
                 yield from self._pins.pin_turns(pinned)
                 if clears == self._ram.num_clears:  # else the hit may have been cleared
                     answer = self._answer_from_ram(
-                        _Looked(number, owner, query, layout, presence, extent),
+                        _Looked(number, owner, query, layout, presence, extent, missing),
                         cost,
                         declined=declined,
                     )
@@ -234,6 +240,14 @@ class Lookups:
             policy.missed(keys[first : first + _MOST_NOTED], prompt)
             yield _MOST_NOTED
 
+    def _expected_back(self, gap: Gap | None) -> ExpectedChunk | None:
+        """Return the first missing chunk, if the policy evicted or declined it and knows more."""
+        ago_s = None if gap is None else self._evictions.ago_s(gap.key)
+        if gap is None or ago_s is None:
+            return None
+        expected_s = self._ram.policy.expected_back_s(gap.key, ago_s)
+        return None if expected_s is None else ExpectedChunk(gap.key, expected_s)
+
     def _forget_search(self, number: int, owner: Owner) -> None:
         self._leases.withdraw(owner, number)
         if number in self._searches:
@@ -247,6 +261,8 @@ class Lookups:
             answer = self._if_worth_loading(
                 looked.number, answer, looked.query, looked.layout, cost, declined
             )
+            gap = looked.presence.gap(looked.extent)
+            self._planner.missed(looked.number, self._describe(answer.reason, gap, looked.missing))
         count_lookup(self._metrics, answer, looked.presence.asked_tokens)
         return answer
 
@@ -371,6 +387,8 @@ class Lookups:
                 self._planner.settled(
                     number, answer.num_tokens, waited_s=self._planner.clock() - search.began_s
                 )
+                gap = self._gap_anywhere(search.here, prefix.extent, search)
+                self._planner.missed(number, self._describe(answer.reason, gap, search.missing))
             count_lookup(self._metrics, answer, search.here.asked_tokens)
             self._searches.take(number)
             self._leases.withdraw(search.owner, number)
@@ -440,7 +458,7 @@ class Lookups:
         if search is not None and gap is not None and search.idle and gap.key in search.places:
             return NOT_NEEDED
         if search is not None:  # a chunk in RAM or a tier is not the reason
-            gap = search.would_have(self._ram.find).gap(extent) or gap
+            gap = self._gap_anywhere(presence, extent, search)
         if gap is None:
             return WHOLE
         if search is not None and (fault := search.faults.get(gap.key)):
@@ -457,6 +475,18 @@ class Lookups:
         places = search.places if search is not None else ()
         partly = any(key in places or self._ram.find(key) is not None for key in gap.siblings)
         return self._evictions.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
+
+    def _gap_anywhere(
+        self, presence: Presence[Entry], extent: Extent, search: Search
+    ) -> Gap | None:
+        return search.would_have(self._ram.find).gap(extent) or presence.gap(extent)
+
+    def _describe(
+        self, reason: Reason | None, gap: Gap | None, missing: ExpectedChunk | None
+    ) -> str:
+        if reason is None or gap is None:
+            return ""
+        return describe(reason, gap.key, self._evictions.ago_s(gap.key), missing)
 
 
 def check_query(layout: Layout, query: Query) -> int:

@@ -284,6 +284,9 @@ class Planner:
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
         self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
 
+    def missed(self, number: int, why: str) -> None:
+        self._change(number, missing=why)
+
     def report_timing(self, request: str, *, load_s: float | None, compute_s: float | None) -> None:
         for number, decision in reversed(self._decisions.items()):
             if decision.request == request:

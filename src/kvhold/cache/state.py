@@ -86,7 +86,7 @@ class CacheState:
         self._commands: list[Command] = []
         self._clears = 0
         self._chores = Chores()
-        self._evictions = EvictionHistory()
+        self._evictions = EvictionHistory(clock=clock)
         self._changes = Changes(metrics, self._evictions, event_buffer)
         ram.watch = self._changes.note
 

@@ -65,6 +65,7 @@ def _describe(decision: Decision) -> str:
             f"already, found: {found}"
         ),
         f"decision  {decision.why}",
+        *([f"missing   {decision.missing}"] if decision.missing else []),
         "",
         f"{'':25}{'tokens':>8}{'wait s':>10}{'load s':>10}{'compute s':>11}{'in all s':>10}",
     ]

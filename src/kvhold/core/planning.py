@@ -78,6 +78,7 @@ class Decision(msgspec.Struct, frozen=True):
     at_s:         wall clock
     found:        tokens by source, as far as the lookup searched
     hit_tokens:   None: it still waits
+    missing:      why the hit ends, in words; empty: nothing is missing, or it still waits
     load_s, compute_s: measured; None: there was none, or it is unknown
     """
 
@@ -93,6 +94,7 @@ class Decision(msgspec.Struct, frozen=True):
     hit_tokens: int | None = None
     load_s: float | None = None
     compute_s: float | None = None
+    missing: str = ""
 
 
 def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvhold.cache.chores import Turns
+from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Need, Prefix, Presence
 from kvhold.cache.planner import IN_RAM, ChunkPlaces, Marks, Planner
 from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, ProbeCommand
@@ -52,6 +53,7 @@ class Search:
     sample:   it loads one chunk, to measure the tier
     hurried:  it ends early, because that is faster
     idle:     no tier has more than `have_tokens`
+    missing:  a chunk that memory lacked, if it was expected back
     """
 
     owner: Hashable
@@ -75,6 +77,7 @@ class Search:
     hurried: bool = False
     have_tokens: int = 0
     idle: bool = False
+    missing: ExpectedChunk | None = None
 
     def __post_init__(self) -> None:
         self.forget_what_is_here()

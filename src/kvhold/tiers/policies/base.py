@@ -52,6 +52,14 @@ class Policy(Protocol):
     def missed(self, keys: Iterable[bytes], prompt: int) -> None:
         """Note the chunks that the hit lacks, of the first group and shard."""
 
+    def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
+        """Return how long after its eviction a chunk was expected to be used again.
+
+        None: unknown, or it was expected never. Ask before `missed`, which begins a new wait.
+
+        ago_s: seconds since the eviction, or since the chunk was declined
+        """
+
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
         """Ignores unknown keys.
 

@@ -205,6 +205,9 @@ class ChainPolicy:
     def missed(self, keys: Iterable[bytes], prompt: int) -> None:
         pass
 
+    def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
+        return None
+
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
         self._tidy()
         chunk = self._chunks.get(key)

@@ -20,7 +20,7 @@ _WAYS = 8
 _PRIME = (1 << 61) - 1
 _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # odd
-_TICK_S = 2.0
+TICK_S = 2.0
 _TICKS = 1 << 22
 MOST_KINDS = 1 << 9
 MOST_USES = 31
@@ -97,9 +97,9 @@ class Ghosts:
 
 
 def _tick(at_s: float) -> int:
-    return int(at_s / _TICK_S) % _TICKS
+    return int(at_s / TICK_S) % _TICKS
 
 
 def _ghost(number: int, now_s: float) -> Ghost:
     ticks = (_tick(now_s) - (number >> 14)) % _TICKS
-    return Ghost(now_s - ticks * _TICK_S, (number >> 5) % MOST_KINDS, number % (MOST_USES + 1))
+    return Ghost(now_s - ticks * TICK_S, (number >> 5) % MOST_KINDS, number % (MOST_USES + 1))

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from kvhold.core.keys import NAME_BYTES
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Place, Space, Walk
-from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, Ghosts
+from kvhold.tiers.policies.ghosts import MOST_USES, TICK_S, Ghost, Ghosts
 from kvhold.tiers.policies.reuse_times import ReuseTimes, Use
 
 _USES, _PAUSES, _NEW = 7, 5, 8  # numbers of values
@@ -96,6 +96,16 @@ class LearnedPolicy(ChainPolicy):
             self._remember(name, Ghost(now_s, kind, uses))
         for kind, num in begun.items():
             self.times.use(kind, num)
+
+    def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
+        self._advance()
+        ghost = self._ghost(key)
+        if ghost is None:
+            return None
+        age_s = self.times.now_s - ago_s - ghost.at_s
+        if age_s < -TICK_S:  # it was used since
+            return None
+        return self.times.expected_s(ghost.kind, max(0.0, age_s))
 
     def _remember(self, name: bytes, ghost: Ghost) -> None:
         replaced = self.ghosts.add(name, ghost, self.times.now_s)

@@ -54,6 +54,7 @@ _SCALE_USES = 25.0
 _SHAPE_USES = 125.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
 _PRICE_SHARE = 0.2  # that a round of updates moves the price
+_EXPECTED = 0.5  # the chance from which on a chunk is expected to be used again
 
 _EDGES_S = [
     0.0,
@@ -178,6 +179,20 @@ class ReuseTimes:
 
     def worth_of_new(self, kind: int) -> float:
         return self._worths[kind][0]
+
+    def expected_s(self, kind: int, age_s: float) -> float | None:
+        """Return the median time to the next use of chunks of this age, of those that have one.
+
+        None: little is known yet, or most chunks are not used again.
+        """
+        if self._num_uses < _SCALE_USES:
+            return None
+        bucket = bisect_right(_EDGES_S, age_s) - 1
+        used = 1.0 - np.cumprod(1.0 - self._round_hazards[kind, bucket:])
+        if used[-1] < _EXPECTED:
+            return None
+        ends_s = np.array(_EDGES_S[bucket:]) + _WIDTHS_S[bucket:] - age_s
+        return float(np.interp(used[-1] / 2, [0.0, *used], [0.0, *ends_s]))
 
     def evicted(self, use: Use) -> None:
         """Note the price of a chunk."""
