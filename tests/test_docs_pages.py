@@ -116,6 +116,22 @@ def test_every_module_of_the_architecture_exists() -> None:
     assert missing == []
 
 
+HOP = re.compile(r"^- `([\w/]+\.py)`: (.+)$", re.MULTILINE)
+NAME = re.compile(r"`((?:\w+\.)?\w+)`")
+
+
+def test_every_hop_of_the_architecture_is_a_function_of_its_file() -> None:
+    hops = HOP.findall((DOCS / "architecture.md").read_text())
+    assert len(hops) > 40
+    for file, text in hops:
+        source = (SOURCES / file).read_text()
+        first = NAME.search(text)
+        assert first is not None, (file, text)
+        owner, _, name = first[1].rpartition(".")
+        assert re.search(rf"^\s*(?:async )?def {name}\(", source, re.MULTILINE), (file, first[1])
+        assert not owner or re.search(rf"^class {owner}\b", source, re.MULTILINE), (file, owner)
+
+
 def test_every_package_is_in_the_architecture() -> None:
     text = (DOCS / "architecture.md").read_text()
     packages = {path.parent.name for path in SOURCES.glob("*/__init__.py")}

@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvhold.cache.local import LocalCache, open_cache
 from kvhold.cache.transfer.commands import PendingRead
-from kvhold.cache.transfer.framing import Writer
+from kvhold.cache.transfer.framing import Framer
 from kvhold.cache.transfer.read_buffer import ReadBuffer
 from kvhold.codecs import make_codec, read_header
 from kvhold.core.checksums import pack
@@ -56,7 +56,7 @@ def reserved(ram: RamTier) -> Entry:
 
 
 def frame(ram: RamTier, entry: Entry, codec: str) -> bytes:
-    written = Writer(make_codec(codec)).framed(entry, PLAIN, ram.view(entry), DEFAULT_OPTIONS)
+    written = Framer(make_codec(codec)).framed(entry, PLAIN, ram.view(entry), DEFAULT_OPTIONS)
     assert written is not None
     return b"".join(written.parts)
 

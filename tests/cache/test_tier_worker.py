@@ -288,7 +288,7 @@ class TestReads:
     ) -> None:
         framed: list[object] = []
         monkeypatch.setattr(
-            "kvhold.cache.transfer.framing.Writer.framed",
+            "kvhold.cache.transfer.framing.Framer.framed",
             lambda *arguments: framed.append(arguments),
         )
         with a_cache_over(place.url(breaker_failures=1, breaker_pause_s=1000)) as cache:
@@ -488,7 +488,7 @@ class TestWrites:
     ) -> None:
         with a_cache_over(place.url()) as cache:
             with monkeypatch.context() as patched:
-                patched.setattr("kvhold.cache.transfer.framing.Writer.framed", lambda *_: 1 / 0)
+                patched.setattr("kvhold.cache.transfer.framing.Framer.framed", lambda *_: 1 / 0)
                 store(cache, a_prompt(SPACE, 32))
                 assert cache.flush()
             assert (

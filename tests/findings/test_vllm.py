@@ -44,7 +44,7 @@ from tests.vllm.scheduling import (
 try:
     from kvhold.integrations.vllm.namespace import namespace_of
 except ImportError:  # 5f474b0
-    from kvhold.integrations.vllm.space import namespace_of
+    from kvhold.integrations.vllm.space import namespace_of  # type: ignore[import-not-found, no-redef]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("notes")]
 

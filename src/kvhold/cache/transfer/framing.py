@@ -1,6 +1,6 @@
 """Make the frames that go to the tiers: encode chunks, and seal them for an encrypted tier.
 
-    written = Writer(make_codec("lossless"), keyring).framed(entry, layout, view, options)
+    written = Framer(make_codec("lossless"), keyring).framed(entry, layout, view, options)
 
 Any thread; the work releases the GIL. `write_behind.py` and `reencoder.py` write the frames.
 """
@@ -22,20 +22,20 @@ from kvhold.tiers.ram import Entry
 
 
 @dataclass(frozen=True)
-class Written:
+class Framed:
     parts: Parts
     nbytes: int
     codec: str
 
 
 @dataclass(frozen=True)
-class Writer:
+class Framer:
     codec: Codec
     keyring: Keyring | None = None
 
     def framed(
         self, entry: Entry, layout: Layout, view: memoryview, store_options: StoreOptions
-    ) -> Written | None:
+    ) -> Framed | None:
         """Return an entry's frame; None without its encryption key. Raises DamagedChunks.
 
         A raw frame has the commit's checksums, so its reader finds damage. With other codecs, the
@@ -72,7 +72,7 @@ class Writer:
         first_token: int,
         expires_at: int,
         checksums: Sequence[int] | None = None,
-    ) -> Written | None:
+    ) -> Framed | None:
         if self.keyring is not None and not self.keyring.seals(store_options.tenant):
             return None
         frame = frame_within(
@@ -92,7 +92,7 @@ class Writer:
             if self.keyring is None
             else self.keyring.seal(frame.parts, key=key, tenant=store_options.tenant)
         )
-        return Written(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
+        return Framed(_on_a_page(parts), sum(part.nbytes for part in parts), frame.fields.codec)
 
 
 def _on_a_page(parts: Parts) -> Parts:

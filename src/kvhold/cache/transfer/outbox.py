@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvhold.cache.transfer.commands import WriteCommand
-from kvhold.cache.transfer.framing import Written
+from kvhold.cache.transfer.framing import Framed
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.metrics import Metrics
@@ -30,7 +30,7 @@ class Write:
     command: WriteCommand
     waiting: int = 0
     stale: bool = False
-    frames: "dict[FrameCoding, asyncio.Task[Written | None]]" = field(default_factory=dict)
+    frames: "dict[FrameCoding, asyncio.Task[Framed | None]]" = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

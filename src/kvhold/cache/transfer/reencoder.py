@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
 from kvhold.cache.transfer.commands import ReencodeCommand, Space
-from kvhold.cache.transfer.framing import Writer, Written
+from kvhold.cache.transfer.framing import Framed, Framer
 from kvhold.codecs import (
     Codec,
     Raw,
@@ -73,7 +73,7 @@ class _Looked:
     """A checked frame. over_budget: another codec was used, to keep the budget."""
 
     result: Result | None = None
-    written: Written | None = None
+    written: Framed | None = None
     over_budget: bool = False
     plain_bytes: int = 0
     fault: FrameError | None = None
@@ -97,7 +97,7 @@ class _Ready:
     key: bytes
     before: int
     looked: _Looked
-    written: Written
+    written: Framed
 
 
 class Reencoder:
@@ -281,7 +281,7 @@ class Reencoder:
             return _Looked("same" if header.codec == run.codec.name else "kept_lossy")
         chunk = page_aligned(layout.chunk_bytes(group, header.num_tokens))
         unframe_payload(header, payload, chunk, layout=layout)
-        written = Writer(run.codec, run.keyring).encoded(
+        written = Framer(run.codec, run.keyring).encoded(
             chunk,
             layout,
             space.store_options,

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, Protocol
 
 from kvhold.cache.transfer.commands import WriteCommand
-from kvhold.cache.transfer.framing import Writer, Written
+from kvhold.cache.transfer.framing import Framed, Framer
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
 from kvhold.cache.transfer.tasks import Tasks
 from kvhold.codecs import make_codec
@@ -200,10 +200,10 @@ class WriteBehind:
             return inf
         return expires_at - self._ram.now() if expires_at else None
 
-    async def _frame(self, guard: Guard, coding: FrameCoding, write: Write) -> Written | None:
+    async def _frame(self, guard: Guard, coding: FrameCoding, write: Write) -> Framed | None:
         """Return a frame, made once per coding; None if damaged or without a key."""
         if write.command.layout is None:
-            return Written([self._ram.view(write.command.entry)], write.nbytes, RAW)
+            return Framed([self._ram.view(write.command.entry)], write.nbytes, RAW)
         if coding not in write.frames:
             making = asyncio.get_running_loop().run_in_executor(
                 self._encoding, self._make_frame, coding, write.command
@@ -227,9 +227,9 @@ class WriteBehind:
         )
         return written
 
-    def _make_frame(self, coding: FrameCoding, command: WriteCommand) -> Written | None:
+    def _make_frame(self, coding: FrameCoding, command: WriteCommand) -> Framed | None:
         assert command.layout is not None
-        writer = Writer(make_codec(coding.codec), coding.keyring)
+        writer = Framer(make_codec(coding.codec), coding.keyring)
         return writer.framed(
             command.entry, command.layout, self._ram.view(command.entry), command.store_options
         )

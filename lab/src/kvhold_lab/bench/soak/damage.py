@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvhold.cache.transfer.commands import PendingRead
-from kvhold.cache.transfer.framing import Writer
+from kvhold.cache.transfer.framing import Framer
 from kvhold.cache.transfer.read_buffer import ReadBuffer
 from kvhold.codecs import Raw
 from kvhold.core.errors import FrameError
@@ -122,7 +122,7 @@ def _make(ram: RamTier, layout: Layout, chance: random.Random) -> _Frame:
     )
     assert entries is not None
     ram.view(entries[0])[:] = chance.randbytes(nbytes)
-    written = Writer(Raw()).framed(entries[0], layout, ram.view(entries[0]), DEFAULT_OPTIONS)
+    written = Framer(Raw()).framed(entries[0], layout, ram.view(entries[0]), DEFAULT_OPTIONS)
     assert written is not None
     header, payload = written.parts
     return _Frame(entries[0], layout, bytes(header) + bytes(payload), len(header))
