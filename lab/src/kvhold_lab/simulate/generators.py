@@ -9,6 +9,15 @@
 | `agents` | agents that call tools in quick succession and start subagents, which end |
 | `shifting` | long prompts of uneven popularity, which changes at once; a third is asked once |
 
+For policies that choose what to admit, the worst cases:
+
+| name | traffic |
+|---|---|
+| `scan` | 300 prompts of uneven popularity; every 5 minutes, 500 prompts that are asked once |
+| `loop` | prompts in turn, of 1,088 blocks: a little more than 64 GiB at 128 KiB a token |
+| `turnover` | prompts of uneven popularity; in the middle, all of them are replaced at once |
+| `new` | prompts that are all new, of which no block comes back |
+
 Prompts are lists of pieces of text. Two blocks are equal if all text up to their ends is.
 """
 
@@ -111,7 +120,37 @@ def _shifting(texts: _Texts, end_s: float) -> Iterator[Iterator[_Turn]]:
             prompt = texts.piece(6000, 0.7)
         else:
             prompt = prompts[order[int(texts.chance.choice(len(prompts), p=popularity))]]
-        yield iter([_Turn(at_s, (prompt, texts.piece(100)), texts.piece(200))])
+        yield _asked(texts, at_s, prompt)
+
+
+def _scan(texts: _Texts, end_s: float) -> Iterator[Iterator[_Turn]]:
+    prompts = [texts.piece(6000, 0.7) for _ in range(300)]
+    popularity, every_s, scanned_s = _zipf(len(prompts), 0.9), 300.0, 0.0
+    for at_s in _arrivals(texts, end_s, a_second=1.0):
+        if at_s >= scanned_s + every_s:
+            scanned_s += every_s
+            for _ in range(500):
+                yield _asked(texts, at_s, texts.piece(6000, 0.7))
+        yield _asked(texts, at_s, prompts[int(texts.chance.choice(len(prompts), p=popularity))])
+
+
+def _loop(texts: _Texts, end_s: float) -> Iterator[Iterator[_Turn]]:
+    prompts = [(next(texts.numbers), 16 * BLOCK_TOKENS) for _ in range(68)]
+    for number, at_s in enumerate(_arrivals(texts, end_s, a_second=1.0)):
+        yield iter([_Turn(at_s, (prompts[number % len(prompts)],), texts.piece(200))])
+
+
+def _turnover(texts: _Texts, end_s: float) -> Iterator[Iterator[_Turn]]:
+    before, after = ([texts.piece(6000, 0.7) for _ in range(1000)] for _ in range(2))
+    popularity = _zipf(len(before), 1.0)
+    for at_s in _arrivals(texts, end_s, a_second=2.0):
+        prompts = before if at_s < end_s / 2 else after
+        yield _asked(texts, at_s, prompts[int(texts.chance.choice(len(prompts), p=popularity))])
+
+
+def _new(texts: _Texts, end_s: float) -> Iterator[Iterator[_Turn]]:
+    for at_s in _arrivals(texts, end_s, a_second=1.0):
+        yield _asked(texts, at_s, texts.piece(6000, 0.7))
 
 
 GENERATORS: dict[str, _Traffic] = {
@@ -119,7 +158,16 @@ GENERATORS: dict[str, _Traffic] = {
     "documents": _documents,
     "agents": _agents,
     "shifting": _shifting,
+    "scan": _scan,
+    "loop": _loop,
+    "turnover": _turnover,
+    "new": _new,
 }
+
+
+def _asked(texts: _Texts, at_s: float, prompt: _Piece) -> Iterator[_Turn]:
+    """One request: a prompt, then a new question."""
+    return iter([_Turn(at_s, (prompt, texts.piece(100)), texts.piece(200))])
 
 
 def _chat(
