@@ -27,6 +27,7 @@ from kvhold.core.rules import store_options_of
 from kvhold.core.status import CacheStatus, TiersStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
+from kvhold.tiers.policies import Policy
 
 
 def open_cache(**settings: Any) -> "LocalCache":
@@ -37,13 +38,16 @@ def open_cache(**settings: Any) -> "LocalCache":
 class LocalCache(WholePrompts):
     """After `close`, every call raises KVHoldError."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises CapacityError, or ConfigError for invalid tiers."""
+    def __init__(self, config: Config, *, policy: Policy | None = None) -> None:
+        """policy: of memory, instead of the one that `config.policy` names
+
+        Raises CapacityError, or ConfigError for invalid tiers.
+        """
         self._config = config
         self._arena = Arena.create(
             config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages
         )
-        self._state = new_state(config, self._arena)
+        self._state = new_state(config, self._arena, policy)
         self._lock = threading.Condition()
         self._closed = False
         self._owner = object()

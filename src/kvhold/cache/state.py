@@ -37,16 +37,17 @@ from kvhold.core.reasons import TIER_DOWN, Reason
 from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
-from kvhold.tiers.policies import make_policy
+from kvhold.tiers.policies import Policy, make_policy
 from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import TierPlace
 
 
-def new_state(config: Config, arena: Arena) -> "CacheState":
+def new_state(config: Config, arena: Arena, policy: Policy | None = None) -> "CacheState":
+    """policy: of memory, instead of the one that `config.policy` names"""
     metrics = Metrics()
-    ram = RamTier(
-        arena, make_policy(config.policy), metrics, quota_bytes=config.namespace_quota_bytes
-    )
+    if policy is None:
+        policy = make_policy(config.policy)
+    ram = RamTier(arena, policy, metrics, quota_bytes=config.namespace_quota_bytes)
     write_behind_bytes = config.write_behind_bytes or arena.nbytes // 4
     return CacheState(
         ram,

@@ -13,7 +13,9 @@ pytest.importorskip("numba", reason="no numba in this environment")
 
 from kvhold.cli import cli
 from kvhold.core.errors import ConfigError
-from kvhold_lab.simulate import command, numba_eviction
+from kvhold_lab.simulate import check, command, numba_eviction
+from kvhold_lab.simulate.generators import GENERATORS
+from kvhold_lab.simulate.simulation import replay_policy
 from tests.lab.simulate.traces import make_trace
 
 
@@ -24,8 +26,18 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def simulate(trace: Path, *arguments: str) -> Result:
-    result = CliRunner().invoke(cli, ["simulate", str(trace), *arguments])
+@pytest.fixture
+def untimed(trace: Path) -> Path:
+    path = trace.with_name("untimed.jsonl")
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    del lines[7]["timestamp"]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def simulate(trace: Path | None, *arguments: str) -> Result:
+    named = [] if trace is None else [str(trace)]
+    result = CliRunner().invoke(cli, ["simulate", *named, *arguments])
     if isinstance(result.exception, ConfigError):
         raise result.exception
     return result
@@ -127,6 +139,114 @@ def test_a_model_says_how_large_a_token_is(trace: Path) -> None:
     assert of_name | {"events_per_s": 0} == of_bytes | {"events_per_s": 0}
 
 
+@pytest.mark.parametrize("policy", [*numba_eviction.POLICIES, "learned"])
+@pytest.mark.parametrize("disk", ["0", "8GiB"])
+def test_a_row_counts_what_hits_save_and_what_they_cost(
+    trace: Path, policy: str, disk: str
+) -> None:
+    sizes = ("--capacity", "4GiB", "--disk", disk, "--bytes-per-token", "131072")
+    speed = ("--prefill-tokens-per-s", "1000", "--attention-tokens")
+    [row] = rows(trace, "--policy", policy, *sizes, *speed, "inf")
+    requests = [json.loads(line) for line in trace.read_text().splitlines()]
+    num_tokens = sum(request["input_length"] for request in requests)
+    assert row["hit_tokens"] % 512 == 0
+    assert row["hit_tokens"] / num_tokens == pytest.approx(row["hit_rate"])
+    assert row["hit_requests"] / len(requests) == pytest.approx(row["request_hit_rate"])
+    assert row["saved_s"] == pytest.approx(row["hit_tokens"] / 1000), "without attention"
+    assert row["evicted"] == row["evictions"] > 0
+    assert row["written_bytes"] == row["disk_bytes_written"]
+    assert bool(row["written_bytes"]) == (disk != "0" and policy != "belady")
+    [with_attention] = rows(trace, "--policy", policy, *sizes, *speed, "4096")
+    assert with_attention["saved_s"] > 1.1 * row["saved_s"]
+    assert with_attention["hit_tokens"] == row["hit_tokens"]
+
+
+def test_learned_is_one_of_the_policies_if_all_requests_have_a_time(
+    trace: Path, untimed: Path
+) -> None:
+    timed, without = rows(trace, "--capacity", "4GiB"), rows(untimed, "--capacity", "4GiB")
+    assert [row["policy"] for row in timed] == list(command._POLICIES)
+    assert [row["policy"] for row in without] == [
+        name for name in command._POLICIES if name != "learned"
+    ]
+    assert "without learned, which needs a timestamp in each line" in simulate(untimed).output
+
+
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_learned_without_times_is_refused_if_it_is_named(
+    untimed: Path, check: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="give each line of the trace a timestamp"):
+        simulate(untimed, "--policy", "learned", "--capacity", "4GiB", *check)
+
+
+@pytest.mark.parametrize("workload", GENERATORS)
+def test_a_workload_is_made_instead_of_a_trace(tmp_path: Path, workload: str) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ("--workload", workload, "--minutes", "1", "--capacity", "4GiB", "--policy", "lru")
+    found = []
+    for seed in ("1", "1", "2"):
+        result = simulate(None, *arguments, "--seed", seed, "--json", str(file))
+        assert result.exit_code == 0, result.output
+        [row] = json.loads(file.read_text())
+        found.append((result.output.splitlines()[0], row["hit_tokens"], row["evicted"]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_loop_larger_than_memory_is_what_the_least_recently_used_never_finds(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ("--workload", "loop", "--minutes", "10", "--capacity", "64GiB")
+    policies = ("--policy", "lru", "--policy", "learned", "--policy", "belady")
+    simulate(None, *arguments, *policies, "--json", str(file))
+    found = {row["policy"]: row["hit_rate"] for row in json.loads(file.read_text())}
+    assert found["lru"] == 0 and 0.2 < found["learned"] <= found["belady"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("TRACE", "--workload", "loop"), "name either a TRACE or a --workload, and not both"),
+        ((), "name either a TRACE or a --workload, and not both"),
+        (("TRACE", "--seed", "1"), "--seed and --minutes are those of a --workload"),
+        (("TRACE", "--minutes", "1"), "--seed and --minutes are those of a --workload"),
+        (("--workload", "loop", "--block-tokens", "16"), "--block-tokens is 512 for a --workload"),
+        (("--workload", "nothing"), "'nothing' is not one of"),
+    ],
+)
+def test_either_a_trace_or_a_workload(
+    trace: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    named = [str(trace) if each == "TRACE" else each for each in arguments]
+    result = simulate(None, *named)
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_a_real_cache_with_a_real_disk_finds_the_same(trace: Path) -> None:
+    sizes = ("--capacity", "2GiB", "--disk", "2GiB", "--bytes-per-token", "131072")
+    shown = simulate(
+        trace, "--check", *sizes, "--requests", "60", "--policy", "learned", "--policy", "lfu"
+    )
+    assert shown.exit_code == 0, shown.output
+    table = shown.stdout[shown.stdout.index("real cache") :]
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["learned", "lfu"]
+    assert table.count("the same") == 2
+
+
+def test_a_simulation_that_is_wrong_by_a_tenth_of_a_point_fails(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*arguments: Any, **others: Any) -> Any:
+        replayed = replay_policy(*arguments, **others)
+        replayed.found[-1, 0] += 1  # of some 700 chunks
+        return replayed
+
+    monkeypatch.setattr(check, "replay_policy", too_much)
+    shown = simulate(trace, "--check", "--capacity", "4GiB", "--policy", "lru")
+    assert shown.exit_code == 1 and "differs" in shown.output
+
+
 def test_a_real_cache_finds_the_same(trace: Path) -> None:
     shown = simulate(trace, "--check", "--capacity", "8GiB", "--requests", "60")
     assert shown.exit_code == 0, shown.output
@@ -137,8 +257,9 @@ def test_a_real_cache_finds_the_same(trace: Path) -> None:
         "fifo",
         "mru",
         "s3fifo",
+        "learned",
     ]
-    assert table.count("the same") == 5
+    assert table.count("the same") == 6
 
 
 def test_a_picture_is_drawn(trace: Path) -> None:

@@ -108,11 +108,8 @@ class Node:
             self.obey()
 
     def write(self, keys: list[bytes]) -> None:
-        plans = [
-            self.index.reserve(key, next(self.time_ns), SLOT)
-            for key in keys
-            if self.index.find(key) is None
-        ]
+        missing = [key for key in keys if self.index.find(key) is None]
+        plans = [self.index.reserve(key, next(self.time_ns), SLOT) for key in missing]
         for plan in filter(None, plans):
             for victim in plan.victims:
                 self.index.finish(victim)

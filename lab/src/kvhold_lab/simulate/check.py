@@ -1,20 +1,14 @@
 """The simulation beside a real cache."""
 
-from kvhold_lab.simulate.replay import POLICIES as SERVED
-from kvhold_lab.simulate.replay import as_lower, serve
+from kvhold_lab.simulate.replay import serve
 from kvhold_lab.simulate.report import Checked
 from kvhold_lab.simulate.simulation import Setup, replay_policy
 from kvhold_lab.simulate.trace import Cut
 
-__all__ = ["SERVED", "serve_too"]
-
 
 def serve_too(cut: Cut, num_tokens: int, setup: Setup) -> Checked:
-    """The lower tier is rounded up to an arena of one-page chunks."""
-    ram, disk = (
-        setup.ram_chunks(cut.tokens_per_chunk),
-        as_lower(setup.disk_chunks(cut.tokens_per_chunk)),
-    )
+    ram = setup.ram_chunks(cut.tokens_per_chunk)
+    disk = setup.disk_chunks(cut.tokens_per_chunk)
     simulated = replay_policy(cut, setup.policy, capacity=ram, lower_capacity=disk).found
     served = serve(cut, policy=setup.policy, ram_chunks=ram, lower_chunks=disk)
     simulated_rate, served_rate = (
@@ -24,7 +18,7 @@ def serve_too(cut: Cut, num_tokens: int, setup: Setup) -> Checked:
     return Checked(
         policy=setup.policy,
         ram_bytes=setup.ram_bytes,
-        disk_bytes=int(disk * cut.tokens_per_chunk * setup.token_bytes / setup.ratio),
+        disk_bytes=setup.disk_bytes,
         simulated=simulated_rate,
         served=served_rate,
         same=bool((simulated == served).all()),

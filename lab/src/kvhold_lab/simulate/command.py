@@ -12,16 +12,19 @@ from kvhold.sizing.fits import RATIOS, ratio_of
 from kvhold.sizing.model import kv_of, read_settings
 from kvhold.tiers.policies import POLICIES
 from kvhold_lab.bench.rows import needing, needing_pictures, write_rows
-from kvhold_lab.options import default_option, json_option, plot_option
+from kvhold_lab.options import Number, default_option, json_option, plot_option
+from kvhold_lab.simulate.generators import GENERATORS, generate
 from kvhold_lab.simulate.policy_replay import find_policy
+from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.report import HEADING, Checked, draw, line, render_check
 from kvhold_lab.simulate.requests import BLOCK_TOKENS
-from kvhold_lab.simulate.trace import read_trace
+from kvhold_lab.simulate.trace import Trace, read_trace, trace_of
 
 _POLICIES = (*POLICIES, "arc", "belady")
-_FAST = tuple(name for name in _POLICIES if name != "learned")
 _HALVINGS = 6  # from a 64th of all different chunks to all
-_MOST_APART = 0.02
+_MOST_APART = 0.001
+_SEED, _MINUTES = 1, 60.0
+_COST = PrefillCost()
 
 
 def _check_policies(
@@ -38,15 +41,65 @@ def _check_policies(
     return names
 
 
+def _requests_of(
+    trace: Path | None,
+    workload: str | None,
+    seed: int | None,
+    minutes: float | None,
+    *,
+    block_tokens: int,
+    num_requests: int | None,
+) -> Trace:
+    if (trace is None) == (workload is None):
+        raise click.UsageError("name either a TRACE or a --workload, and not both")
+    if trace is not None:
+        if seed is not None or minutes is not None:
+            raise click.UsageError("--seed and --minutes are those of a --workload, not of a TRACE")
+        return read_trace(trace, block_tokens=block_tokens, num_requests=num_requests)
+    if block_tokens != BLOCK_TOKENS:
+        raise click.UsageError(f"--block-tokens is {BLOCK_TOKENS} for a --workload")
+    assert workload is not None
+    requests = generate(
+        workload,
+        seed=_SEED if seed is None else seed,
+        minutes=_MINUTES if minutes is None else minutes,
+    )
+    return trace_of(requests, name=workload, num_requests=num_requests)
+
+
+def _policies_for(read: Trace) -> tuple[str, ...]:
+    if read.times_s is not None:
+        return _POLICIES
+    click.echo("without learned, which needs a timestamp in each line, in ascending order")
+    return tuple(name for name in _POLICIES if name != "learned")
+
+
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument(
+    "trace", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False)
+)
+@click.option(
+    "--workload",
+    type=click.Choice(list(GENERATORS)),
+    help="Made requests, instead of those of TRACE.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    help=f"Of the workload. Equal seeds make equal requests. [default: {_SEED}]",
+)
+@click.option(
+    "--minutes",
+    type=Number(0, min_open=True),
+    help=f"Length of the workload. [default: {_MINUTES:g}]",
+)
 @click.option(
     "--policy",
     "policies",
     multiple=True,
     callback=_check_policies,
-    help=f"Only these: {', '.join(_POLICIES)}, or a class as module:Class. [default: all but "
-    "learned]",
+    help=f"Only these: {', '.join(_POLICIES)}, or a class as module:Class. [default: all; learned "
+    "only if all requests have a timestamp]",
 )
 @click.option(
     "--capacity",
@@ -88,15 +141,33 @@ def _check_policies(
     type=click.IntRange(1),
     help="Only the first so many. [default: all]",
 )
+@default_option(
+    "--prefill-tokens-per-s",
+    _COST.tokens_per_s,
+    "Tokens that the engine computes a second, at the beginning of a prompt. For the seconds that "
+    "hits save; the default is an estimate for Llama-3.1-8B on an H100.",
+    Number(0, min_open=True),
+)
+@default_option(
+    "--attention-tokens",
+    _COST.attention_tokens,
+    "A token at this position takes twice as long as the first one, because of attention; inf: as "
+    "long. The default is that of Llama-3.1-8B.",
+    Number(0, min_open=True, infinite=True),
+)
 @click.option(
     "--check",
     is_flag=True,
-    help="Also serve the trace from a real cache in this process, and compare.",
+    help="Also serve the requests from a real cache in this process, with a real disk below it, "
+    "and compare.",
 )
 @json_option()
 @plot_option("hit rate over capacity, such as hits.png")
 def command(
-    trace: Path,
+    trace: Path | None,
+    workload: str | None,
+    seed: int | None,
+    minutes: float | None,
     policies: tuple[str, ...],
     capacities: tuple[int, ...],
     disks: tuple[int, ...],
@@ -107,23 +178,37 @@ def command(
     dtype: str,
     block_tokens: int,
     num_requests: int | None,
+    prefill_tokens_per_s: float,
+    attention_tokens: float,
     check: bool,
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """Show the hit rates of caches on TRACE, by policy and size.
+    """Show the hit rates of caches on TRACE or a workload, by policy and size.
 
-    A line of TRACE is a JSON object with input_length and hash_ids, as in Mooncake's traces. belady
-    knows the future and is the upper limit. Rows are all combinations of the options.
+    A line of TRACE is a JSON object with input_length and hash_ids, as in Mooncake's traces;
+    learned needs a timestamp, too, in milliseconds. belady knows the future and is the upper limit.
+    Rows are all combinations of the options.
+
+    A hit saves the prefill of its tokens. The token at position p takes
+    (1 + p / attention-tokens) / prefill-tokens-per-s seconds.
     """
     if codecs and not any(disks):
         raise click.UsageError(
             "--codec is that of the tier below memory; say how large it is with --disk"
         )
     with needing("'kvhold[lab]'"):
-        from kvhold_lab.simulate.check import SERVED, serve_too
+        from kvhold_lab.simulate.check import serve_too
         from kvhold_lab.simulate.simulation import Setup, SimulatedRow, best_hit_rate, simulate
     needing_pictures(plot)
+    read = _requests_of(
+        trace,
+        workload,
+        seed,
+        minutes,
+        block_tokens=block_tokens,
+        num_requests=num_requests,
+    )
     kv_dtype = "bfloat16"
     if token_bytes is None:
         kv = kv_of(read_settings(model), dtype=dtype)
@@ -133,7 +218,8 @@ def command(
     if token_bytes < 1:
         raise ConfigError("bytes_per_token is 0; it must be 1 or more")
     ratios = {codec: ratio_of(codec, kv_dtype) for codec in codecs or ("raw",)}
-    read = read_trace(trace, block_tokens=block_tokens, num_requests=num_requests)
+    cost = PrefillCost(prefill_tokens_per_s, attention_tokens)
+    policies = policies or _policies_for(read)
     num_tokens = int(read.num_tokens.sum())
     click.echo(
         f"{read.num_requests:,} requests, {num_tokens:,} tokens, {token_bytes:,} bytes a token"
@@ -151,12 +237,12 @@ def command(
         )
         sweep = capacities or tuple(all_bytes >> step for step in range(_HALVINGS, -1, -1))
         for policy, (codec, ratio), disk, capacity in product(
-            policies or _FAST, ratios.items(), disks or (0,), sweep
+            policies, ratios.items(), disks or (0,), sweep
         ):
-            setup = Setup(policy, capacity, token_bytes, disk, codec, ratio)
+            setup = Setup(policy, capacity, token_bytes, disk, codec, ratio, cost)
             rows.append(simulate(cut, num_tokens, setup))
             click.echo(line(rows[-1]))
-            if check and policy in SERVED and setup.ram_chunks(tokens_per_chunk):
+            if check and policy in POLICIES and setup.ram_chunks(tokens_per_chunk):
                 checked.append(serve_too(cut, num_tokens, setup))
     if check:
         click.echo(f"\n{render_check(checked)}")
@@ -165,7 +251,8 @@ def command(
         draw(
             rows,
             plot,
-            f"{trace.name}: {read.num_requests:,} requests, {token_bytes:,} bytes a token",
+            f"{workload or (trace and trace.name)}: {read.num_requests:,} requests, "
+            f"{token_bytes:,} bytes a token",
         )
     if any(abs(one.simulated - one.served) > _MOST_APART for one in checked):
         raise SystemExit(1)

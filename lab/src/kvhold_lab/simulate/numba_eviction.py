@@ -78,7 +78,7 @@ def replay(
 _STORED, _PROMOTED, _WRITTEN, _EVICTED, _EVICTED_BELOW, _TOTALS = range(6)
 _LRU, _LFU, _FIFO, _MRU, _S3FIFO, _ARC = range(6)
 
-_ABSENT, _RESERVED, _HERE = 0, 1, 2
+_ABSENT, _RESERVED, _HERE, _MISSING = 0, 1, 2, 3  # missing: to be written below
 _SMALL, _MAIN = 0, 1  # S3-FIFO's queues; in ARC: used once, used more often
 _SMALL_SHARE = 0.1
 _MOST_FREQUENT = 3
@@ -456,10 +456,15 @@ def _commit(place: Any, policy: int, chunk: int) -> None:
 @njit
 def _write(place: Any, policy: int, capacity: int, chunks: Any, totals: Any) -> None:
     for i in range(chunks.size):
-        if (
-            place.nodes[chunks[i], _STATE] == _ABSENT
-            and _reserve(place, policy, capacity, np.int64(chunks[i])) >= 0
-        ):
+        if place.nodes[chunks[i], _STATE] == _ABSENT:
+            place.nodes[chunks[i], _STATE] = _MISSING
+    for i in range(chunks.size):
+        if place.nodes[chunks[i], _STATE] != _MISSING:
+            continue
+        victim = _reserve(place, policy, capacity, np.int64(chunks[i]))
+        if victim == _NO_ROOM:
+            place.nodes[chunks[i], _STATE] = _ABSENT
+        elif victim >= 0:
             totals[_EVICTED_BELOW] += 1
     for i in range(chunks.size):
         if place.nodes[chunks[i], _STATE] == _RESERVED:

@@ -5,6 +5,9 @@
 Per request, chunks in memory are touched, the next ones are promoted from a lower tier, and the
 others are stored. Transfers take no time. All chunks have one size and one namespace.
 
+The lower tier has a policy of the same class. A policy that learns from lookups has `lru` below,
+because a tier below memory is not told of lookups.
+
 `numba_eviction` has fast models of kvhold's classes.
 """
 
@@ -19,7 +22,7 @@ import numpy.typing as npt
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
-from kvhold.tiers.policies import POLICIES, LearnedPolicy, Policy
+from kvhold.tiers.policies import POLICIES, LearnedPolicy, LruPolicy, Policy
 from kvhold_lab.simulate.trace import Ids, Starts, Times
 
 _NAMESPACE = bytes(NAMESPACE_BYTES)
@@ -71,22 +74,19 @@ def replay_class(
     chunks:   [events] int32, of all requests, end to end
     starts:   [requests + 1] int64, where requests begin, and the end
     parents:  [ids] int32, the chunk before each in its prompt; -1: none
-    make:     returns a new policy, one for each tier; `learned` needs `times_s`
+    make:     returns a new policy; `learned` needs `times_s`
     times_s:  [requests], arrivals
 
     Raises ConfigError.
     """
     arrivals = Arrivals(times_s)
     if make is LearnedPolicy:
-        if times_s is None:
-            raise ConfigError(
-                "policy learned needs the requests' times; give each line of the trace a timestamp"
-            )
-        make = partial(LearnedPolicy, arrivals)
+        make = partial(learned_policy, arrivals)
     keys = [_key(number) for number in range(parents.size)]
     above = [keys[parent] if parent >= 0 else None for parent in parents.tolist()]
     memory = _Tier(make(), capacity, dict(zip(keys, above, strict=True)))
-    lower = _Tier(make(), lower_capacity, dict.fromkeys(keys))
+    policy_below = LruPolicy() if memory.policy.learns else make()
+    lower = _Tier(policy_below, lower_capacity, dict.fromkeys(keys))
     found = np.zeros((starts.size - 1, 2), np.int32)
     stored = promoted = written = 0
 
@@ -103,7 +103,7 @@ def replay_class(
         missing = prompt[here:]
 
         if lower_capacity:
-            below = memory.reserve(missing[: lower.num_found(missing)])
+            below = memory.reserve(missing[: lower.num_found(missing)], if_worth=False)
             lower.policy.touch_all(below)
             for key in below:
                 memory.commit(key)
@@ -135,6 +135,7 @@ class Arrivals:
     """The clock of a replay, in seconds."""
 
     def __init__(self, times_s: Times | None) -> None:
+        self.are_known = times_s is not None
         self._times_s = None if times_s is None else times_s.tolist()
         self._now_s = 0.0
 
@@ -144,6 +145,16 @@ class Arrivals:
     def reach(self, request: int) -> None:
         if self._times_s is not None:
             self._now_s = self._times_s[request]
+
+
+def learned_policy(arrivals: Arrivals) -> LearnedPolicy:
+    """Return a policy with the trace's clock. Raises ConfigError without one."""
+    if not arrivals.are_known:
+        raise ConfigError(
+            "policy learned needs the requests' times; give each line of the trace a timestamp, "
+            "and sort the lines by it"
+        )
+    return LearnedPolicy(arrivals)
 
 
 class _Tier:
@@ -169,10 +180,13 @@ class _Tier:
                 return i
         return len(keys)
 
-    def reserve(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the chunks that have room, the first ones."""
+    def reserve(self, keys: Sequence[bytes], *, if_worth: bool = True) -> Sequence[bytes]:
+        """Return the chunks that have room, the first ones.
+
+        if_worth: the policy may refuse a chunk
+        """
         for i, key in enumerate(keys):
-            if not self._reserve(key):
+            if not self._reserve(key, key if if_worth else None):
                 return keys[:i]
         return keys
 
@@ -185,18 +199,23 @@ class _Tier:
         self.policy.insert(key, 1, parent)
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Store the missing keys. Return their number."""
-        reserved = [key for key in keys if key not in self._here and self._reserve(key)]
+        """Store the missing keys. Return their number.
+
+        As in `cache/transfer/write_behind.py`, all keys are probed before the first is written.
+        So a key that is evicted for an earlier one is not written again.
+        """
+        missing = [key for key in keys if key not in self._here]
+        reserved = [key for key in missing if self._reserve(key, None)]
         for key in reserved:
             self.commit(key)
         return len(reserved)
 
-    def _reserve(self, key: bytes) -> bool:
+    def _reserve(self, key: bytes, wanted: bytes | None) -> bool:
         parent = self._parents[key]
         if parent is not None:
             self._continued.add(parent)
         if len(self._here) + self._num_reserved >= self._capacity:
-            victims = self.policy.victims(1, self._continued.__contains__, wanted=key)
+            victims = self.policy.victims(1, self._continued.__contains__, wanted=wanted)
             if not victims:
                 if parent is not None:
                     self._continued.discard(parent)

@@ -1,10 +1,14 @@
 """Replay a trace on a real, scaled-down cache.
 
 Each request is looked up in a `LocalCache`, and its missing chunks are committed. Chunks have one
-token and 4 KiB, never written. All else is real.
+token and 4 KiB, never written. `learned` gets the trace's clock. All else is real. A tier below is
+a disk, in a temporary folder. One thread writes to it, so that equal runs have equal results.
 """
 
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +18,12 @@ from kvhold.core.config import load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.tiers.policies import TIER_POLICIES
+from kvhold.tiers.policies import POLICIES, TIER_POLICIES
+from kvhold_lab.simulate.policy_replay import Arrivals, learned_policy
 from kvhold_lab.simulate.trace import Cut
 
-POLICIES = TIER_POLICIES  # the learned one depends on the time, too
-
 _CHUNK_BYTES = 4096
-_FRAME_BYTES = 2 * _CHUNK_BYTES  # with a header page
+_FRAME_BYTES = _CHUNK_BYTES + 4096  # with a header page
 _ARENA_BYTES = 2 << 20
 _PATIENT_S = 60.0
 
@@ -30,10 +33,6 @@ _LAYOUT = Layout(
     tail_tokens=0,
 )
 _SPACE = Namespace("trace", _LAYOUT)
-
-
-def as_lower(num_chunks: int) -> int:
-    return _rounded(num_chunks * _FRAME_BYTES) // _FRAME_BYTES
 
 
 def serve(
@@ -46,26 +45,42 @@ def serve(
 ) -> npt.NDArray[np.int32]:
     """Return chunks found in memory and below, by request: [requests, 2].
 
-    lower_chunks: from `as_lower`; 0: no lower tier
+    lower_chunks: of a disk; 0: none
 
-    Raises CapacityError; KVHoldError: the tier does not keep up.
+    Raises CapacityError; ConfigError: `learned` has no times; KVHoldError: the disk does not keep
+    up.
     """
-    assert policy in POLICIES and ram_chunks >= 1 and lower_chunks == as_lower(lower_chunks)
+    with tempfile.TemporaryDirectory(prefix="kvhold-simulate-") as folder:
+        return _serve(cut, policy, ram_chunks, lower_chunks, Path(folder), on_request)
+
+
+def _serve(
+    cut: Cut,
+    policy: str,
+    ram_chunks: int,
+    lower_chunks: int,
+    folder: Path,
+    on_request: Callable[[int], None] | None,
+) -> npt.NDArray[np.int32]:
+    assert policy in POLICIES and ram_chunks >= 1
+    arrivals = Arrivals(cut.times_s)
     settings = {
-        "ram_bytes": _rounded(ram_chunks * _CHUNK_BYTES),
+        "ram_bytes": _rounded(ram_chunks * _CHUNK_BYTES, _ARENA_BYTES),
         "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,  # exact; the arena is rounded
         "policy": policy,
         "huge_pages": "never",
         "write_behind_bytes": 1 << 50,
-        "tiers": [f"memory://?max_bytes={lower_chunks * _FRAME_BYTES}&policy={policy}"]
-        if lower_chunks
-        else [],
+        "tiers": [_disk(folder, policy, lower_chunks)] if lower_chunks else [],
         "client": {"arrival_timeout_s": _PATIENT_S},
     }
     found = np.zeros((cut.starts.size - 1, 2), np.int32)
-    with LocalCache(load_config(settings, environ={})) as cache:
+    with LocalCache(
+        load_config(settings, environ={}),
+        policy=learned_policy(arrivals) if policy == "learned" else None,
+    ) as cache:
         cache.register(_SPACE)
         for request in range(found.shape[0]):
+            arrivals.reach(request)
             prompt = _SPACE.prompt(cut.chunks[cut.starts[request] : cut.starts[request + 1]])
             with cache.lookup(prompt.query()) as hit:
                 here, num_tokens = hit.sources.get("ram", 0), hit.num_tokens
@@ -81,5 +96,15 @@ def serve(
     return found
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ARENA_BYTES) * _ARENA_BYTES
+def _disk(folder: Path, policy: str, num_chunks: int) -> str:
+    """Return the URL of a disk tier that holds so many chunks."""
+    file_bytes = _rounded(_FRAME_BYTES, os.statvfs(folder).f_frsize)
+    policy_below = policy if policy in TIER_POLICIES else "lru"
+    return (
+        f"disk://{folder}?max_bytes={num_chunks * file_bytes}&policy={policy_below}"
+        "&direct=never&io_threads=1"
+    )
+
+
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # its import loads a compiler
 
 HEADING = (
     f"{'policy':8} {'memory':>10} {'below':>10} {'codec':>12} {'tokens':>8} {'memory':>8} "
-    f"{'below':>8} {'requests':>9} "
+    f"{'below':>8} {'requests':>9} {'saved':>10} "
     f"{'read':>10} {'stored':>10} {'evicted':>10} {'M chunks/s':>10}"
 )
 
@@ -24,6 +24,7 @@ _COLORS = {
     "fifo": "#9aa5b1",
     "mru": "#7b5ea7",
     "s3fifo": "#3a6ea5",
+    "learned": "#d4679a",
     "arc": "#c44536",
     "belady": "#222222",
 }
@@ -49,11 +50,11 @@ def line(row: "SimulatedRow") -> str:
     codec = row.codec if row.disk_bytes else "-"
     rates = (
         f"{row.hit_rate:8.2%} {row.ram_hit_rate:8.2%} {row.disk_hit_rate:8.2%} "
-        f"{row.request_hit_rate:9.2%}"
+        f"{row.request_hit_rate:9.2%} {f'{row.saved_s:,.0f} s':>10}"
     )
     moved = (
         f"{sizes[2]:>10} {sizes[3]:>10} {row.evictions + row.disk_evictions:10,} "
-        f"{row.events_per_s / 1e6:10.1f}"
+        f"{row.events_per_s / 1e6:10.2f}"
     )
     return f"{_short(row.policy):8} {sizes[0]:>10} {sizes[1]:>10} {codec:>12} {rates} {moved}"
 

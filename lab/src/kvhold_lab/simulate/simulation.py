@@ -1,11 +1,14 @@
 """Simulate hit rates of planned caches, by the rules in `policy_replay.py`."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvhold_lab.simulate.numba_eviction import POLICIES as MODELS
 from kvhold_lab.simulate.numba_eviction import replay
 from kvhold_lab.simulate.policy_replay import Replayed, find_policy, replay_class
+from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.trace import Cut
 
 BOUND = "belady"
@@ -18,6 +21,7 @@ class Setup:
     policy:     a name, or module:Class
     disk_bytes: of a tier below memory; 0: none
     ratio:      its codec's plain bytes / frame bytes
+    cost:       of the prefill that hits save
     """
 
     policy: str
@@ -26,6 +30,7 @@ class Setup:
     disk_bytes: int = 0
     codec: str = "raw"
     ratio: float = 1.0
+    cost: PrefillCost = field(default_factory=PrefillCost)
 
     def ram_chunks(self, tokens_per_chunk: int) -> int:
         return self.ram_bytes // (tokens_per_chunk * self.token_bytes)
@@ -39,6 +44,11 @@ class SimulatedRow:
     """The result of one simulated cache.
 
     hit_rate:         tokens found / tokens of all prompts
+    hit_tokens:       tokens found
+    hit_requests:     requests with a chunk found
+    saved_s:          seconds of prefill that hits save; loading them is not subtracted
+    evicted:          chunks evicted from memory, as `evictions`
+    written_bytes:    written to the tier below, as `disk_bytes_written`; 0 for `belady`
     request_hit_rate: requests with a chunk found / all
     bytes_read:       found, in memory size
     disk_bytes_read, disk_bytes_written: in encoded size
@@ -50,6 +60,11 @@ class SimulatedRow:
     disk_bytes: int
     chunk_tokens: int
     codec: str
+    hit_tokens: int
+    hit_requests: int
+    saved_s: float
+    evicted: int
+    written_bytes: int
     hit_rate: float
     request_hit_rate: float
     ram_hit_rate: float
@@ -111,7 +126,10 @@ def _row(
     elapsed_s: float,
 ) -> SimulatedRow:
     chunk_bytes, total = cut.tokens_per_chunk * setup.token_bytes, max(1, num_tokens)
+    hit_tokens = replayed.found.sum(axis=1, dtype=np.int64) * cut.tokens_per_chunk
+    hit_requests = int((hit_tokens > 0).sum())
     found = int(replayed.found.sum())
+    written_bytes = int(replayed.written * chunk_bytes / setup.ratio)
     from_ram = int(in_memory.found[:, 0].sum())
     return SimulatedRow(
         policy=setup.policy,
@@ -119,15 +137,19 @@ def _row(
         disk_bytes=setup.disk_bytes,
         chunk_tokens=cut.tokens_per_chunk,
         codec=setup.codec,
+        hit_tokens=int(hit_tokens.sum()),
+        hit_requests=hit_requests,
+        saved_s=float(setup.cost.seconds(hit_tokens).sum()),
+        evicted=replayed.evicted,
+        written_bytes=written_bytes,
         hit_rate=found * cut.tokens_per_chunk / total,
-        request_hit_rate=int((replayed.found.sum(axis=1) > 0).sum())
-        / max(1, replayed.found.shape[0]),
+        request_hit_rate=hit_requests / max(1, replayed.found.shape[0]),
         ram_hit_rate=from_ram * cut.tokens_per_chunk / total,
         disk_hit_rate=(found - from_ram) * cut.tokens_per_chunk / total,
         bytes_read=found * chunk_bytes,
         bytes_written=replayed.stored * chunk_bytes,
         disk_bytes_read=int(replayed.promoted * chunk_bytes / setup.ratio),
-        disk_bytes_written=int(replayed.written * chunk_bytes / setup.ratio),
+        disk_bytes_written=written_bytes,
         evictions=replayed.evicted,
         disk_evictions=replayed.evicted_below,
         events_per_s=cut.chunks.size / elapsed_s if elapsed_s else 0.0,
