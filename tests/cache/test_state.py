@@ -33,6 +33,7 @@ from kvhold.core.errors import LayoutError
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import HASH_BYTES, Namespace, Prompt, make_key
 from kvhold.core.layout import Group, Layout
+from kvhold.tiers.policies import LearnedPolicy
 from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
 from tests.cache.scripted import Asked, arena_of
 
@@ -512,3 +513,10 @@ def test_a_layout_that_was_never_registered_is_refused(space: Namespace) -> None
     state = new_state(Config(), arena_of(SLOT))
     with pytest.raises(LayoutError, match="not registered"):
         state.lookup("owner", space.prompt(TEXTS[0]).query())
+
+
+def test_a_policy_of_the_caller_is_used_instead_of_the_named_one() -> None:
+    """Such as one with another clock."""
+    policy = LearnedPolicy(lambda: 7.0)
+    state = new_state(Config(policy="lru"), arena_of(SLOT), policy)
+    assert state.ram.policy is policy
