@@ -98,9 +98,9 @@ def why(cache: LocalCache, prompt: Prompt) -> str:
 
 
 @contextmanager
-def a_full_cache_that_has_learnt() -> Iterator[tuple[LocalCache, Clock]]:
+def a_full_cache_that_has_learnt(*tiers: str) -> Iterator[tuple[LocalCache, Clock]]:
     """Memory has a prompt that comes back. Another was looked up, and is missing."""
-    with cache_over(policy="learned") as cache:
+    with cache_over(*tiers, policy="learned") as cache:
         policy = LearnedPolicy(clock := Clock())
         cache._state.ram._policy = policy
         cache._state._evictions._clock = clock
@@ -209,6 +209,15 @@ class TestInMemory:
             assert cache.status()["counters"]["kvhold_store_skipped_chunks{reason=no room}"] == 1
             with cache.lookup(prompt.query()) as hit:
                 assert (hit.num_tokens, hit.reason) == (0, "no_room")
+
+    def test_nothing_is_declined_above_a_tier(self) -> None:
+        with a_full_cache_that_has_learnt("null://") as (cache, _):
+            cache.flush()
+            prompt = a_prompt(SPACE, 32, seed=2)
+            store(cache, prompt)
+            assert "kvhold_store_skipped_chunks{reason=declined}" not in cache.status()["counters"]
+            with cache.lookup(prompt.query()) as hit:
+                assert hit.num_tokens == 32
 
     def test_it_is_explained_when_it_went_and_when_it_was_expected_back(self) -> None:
         with a_full_cache_that_has_learnt() as (cache, clock):

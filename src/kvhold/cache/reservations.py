@@ -142,7 +142,7 @@ class Reservations:
                     num_tokens=num_tokens,
                     first_token=first_token,
                     expires_at=expires_at,
-                    if_worth=True,
+                    if_worth=self._writes is None,  # tiers get only what memory takes
                 )
                 self._ram.unpin_all(there)
                 if entries is None:  # later chunks are useless

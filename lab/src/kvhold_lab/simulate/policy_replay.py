@@ -112,7 +112,7 @@ def replay_class(
             promoted += len(below)
             missing = missing[len(below) :]
 
-        new = memory.reserve(missing)
+        new = memory.reserve(missing, if_worth=not lower_capacity)
         for key in reversed(new):
             memory.commit(key)
         found[request, 0] = here
@@ -180,7 +180,7 @@ class _Tier:
                 return i
         return len(keys)
 
-    def reserve(self, keys: Sequence[bytes], *, if_worth: bool = True) -> Sequence[bytes]:
+    def reserve(self, keys: Sequence[bytes], *, if_worth: bool) -> Sequence[bytes]:
         """Return the chunks that have room, the first ones.
 
         if_worth: the policy may refuse a chunk
