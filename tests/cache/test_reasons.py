@@ -21,6 +21,7 @@ from kvhold.core.reasons import CLEARED, EVICTED, NEVER_STORED, REASONS, TIER_DO
 from kvhold.core.store_options import StoreOptions
 from kvhold.testing.cache import PLAIN, a_prompt, flood, store
 from kvhold.tiers.policies import LearnedPolicy
+from kvhold.tiers.policies.ghosts import MOST_KINDS, queue_of
 from tests.cache.below import (
     HYBRID_SPACE,
     PATIENT_S,
@@ -111,10 +112,10 @@ def a_full_cache_that_has_learnt(*tiers: str) -> Iterator[tuple[LocalCache, Cloc
             cache.lookup(prompt.query()).close()
         assert cache.status()["chunks"] == 16 * 42
         back = policy._chunks.get(FULL.chunk_key(0))
-        gone = policy.ghosts.find(other.chunk_key(0)[:NAME_BYTES], 0.0)
+        gone = policy.ghosts.find(other.chunk_key(0)[:NAME_BYTES])
         assert back is not None
-        assert gone is not None
-        teach(policy, clock, back=back.queue, gone=gone.kind)
+        assert gone
+        teach(policy, clock, back=back.queue % MOST_KINDS, gone=queue_of(gone) % MOST_KINDS)
         cache.lookup(FULL.query()).close()
         yield cache, clock
         assert_counters_reconcile(cache._state)

@@ -1,6 +1,6 @@
 """The learned policy: what it learns, what it evicts, and what it does not admit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -8,7 +8,9 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.testing.policy import PolicyContract
 from kvhold.tiers.policies import LearnedPolicy, LruPolicy
-from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, Ghosts
+from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.chains import Place
+from kvhold.tiers.policies.ghosts import MOST_KINDS, MOST_USES, Ghost, Ghosts, pack, unpack
 from kvhold.tiers.policies.reuse_times import ReuseTimes, Use
 from kvhold_lab.simulate.generators import GENERATORS, generate
 from kvhold_lab.simulate.policy_replay import replay_class
@@ -104,6 +106,23 @@ class TestReuseTimes:
         assert times.expected_s(0, 3600.0) is None, "it is long overdue"
         assert ReuseTimes((3,)).expected_s(0, 0.0) is None, "nothing was learnt yet"
 
+    def test_what_saves_more_pays_at_a_price_at_which_others_do_not(self) -> None:
+        times = ReuseTimes((1,), (0.25, 1.0, 4.0))
+        for factor in range(3):
+            times.use_factor(factor)
+        uses: list[Use] = []
+        for second in range(2000):
+            times.advance(float(second))
+            use = times.use(0)
+            if second % 10 == 0:
+                uses.append(use)
+            if second % 100 == 60:
+                times.end(uses.pop())
+            times.evicted(use, 1)
+        worth = [times.worth_of_new(0, factor) for factor in range(3)]
+        assert worth[0] <= worth[1] / 4
+        assert worth[2] > 4 * worth[1]
+
     def test_old_counts_fade(self) -> None:
         times = self.learnt()
         for _ in range(2_000):  # kind 0 comes back no more
@@ -129,44 +148,59 @@ class TestGhosts:
     def test_what_is_remembered_is_found_until_it_is_taken(self) -> None:
         ghosts = Ghosts()
         for number in range(1000):
-            assert ghosts.add(a_key(number), Ghost(2.0 * number, number % 280, 3), 3000.0) is None
+            past = pack(Ghost(2.0 * number, number % 280, 3))
+            assert not ghosts.add(a_key(number), past, 3000.0)
         assert ghosts.num == 1000
         for number in range(1000):
             expected = Ghost(2.0 * number, number % 280, 3)
-            assert ghosts.find(a_key(number), 3000.0) == expected
-            assert ghosts.take(a_key(number), 3000.0) == expected
-            assert ghosts.find(a_key(number), 3000.0) is None
+            assert unpack(ghosts.find(a_key(number)), 3000.0) == expected
+            assert unpack(ghosts.take(a_key(number)), 3000.0) == expected
+            assert not ghosts.find(a_key(number))
         assert ghosts.num == 0
 
-    def test_the_oldest_of_a_full_set_is_replaced(self) -> None:
+    @pytest.mark.parametrize("later_s", [0.0, 2.0 * (1 << 22) - 100.0, 2.0 * (1 << 22) - 20.0])
+    def test_the_oldest_of_a_full_set_is_replaced(self, later_s: float) -> None:
         ghosts = Ghosts(8)  # one set
         for number in range(8):
-            ghosts.add(a_key(number), Ghost(10.0 * (number + 1), 1, 1), 100.0)
-        assert ghosts.add(a_key(8), Ghost(100.0, 1, 1), 100.0) == Ghost(10.0, 1, 1)
-        assert ghosts.find(a_key(0), 100.0) is None
+            ghosts.add(a_key(number), pack(Ghost(later_s + 10.0 * (number + 1), 1, 1)), later_s)
+        now_s = later_s + 100.0
+        replaced = ghosts.add(a_key(8), pack(Ghost(now_s, 1, 1)), now_s)
+        assert unpack(replaced, now_s) == Ghost(later_s + 10.0, 1, 1)
+        assert not ghosts.find(a_key(0))
         assert ghosts.num == 8
 
     def test_a_key_has_one_place(self) -> None:
         ghosts = Ghosts(8)
-        ghosts.add(a_key(1), Ghost(4.0, 7, 2), 4.0)
-        assert ghosts.add(a_key(1), Ghost(8.0, 9, 3), 8.0) == Ghost(4.0, 7, 2)
-        assert ghosts.find(a_key(1), 8.0) == Ghost(8.0, 9, 3)
+        ghosts.add(a_key(1), pack(Ghost(4.0, 7, 2)), 4.0)
+        assert unpack(ghosts.add(a_key(1), pack(Ghost(8.0, 9, 3)), 8.0), 8.0) == Ghost(4.0, 7, 2)
+        assert unpack(ghosts.find(a_key(1)), 8.0) == Ghost(8.0, 9, 3)
         assert ghosts.num == 1
+
+    def test_uses_of_many_are_noted_at_once(self) -> None:
+        ghosts = Ghosts(8)
+        pasts = [pack(Ghost(20.0, 5, uses)) for uses in range(1, MOST_USES + 1)]
+        assert ghosts.use_all([a_key(1), a_key(2)], pasts, 20.0) == ([], [])
+        assert ghosts.use_all([a_key(2), a_key(3)], pasts, 20.0) == ([pasts[0]], [])
+        assert [ghosts.find(a_key(number)) for number in (1, 2, 3)] == [
+            pasts[uses] for uses in (0, 1, 0)
+        ]
+        known, replaced = ghosts.use_all(map(a_key, range(4, 10)), pasts, 20.0)
+        assert (known, len(replaced)) == ([], 1)
+        assert ghosts.num == 8
 
     def test_times_are_right_after_a_year(self) -> None:
         ghosts, now_s = Ghosts(), 365 * DAY_S
-        ghosts.add(a_key(1), Ghost(now_s - 90 * DAY_S, 1, 1), now_s)
-        found = ghosts.find(a_key(1), now_s)
-        assert found is not None
+        ghosts.add(a_key(1), pack(Ghost(now_s - 90 * DAY_S, 1, 1)), now_s)
+        found = unpack(ghosts.find(a_key(1)), now_s)
         assert found.at_s == pytest.approx(now_s - 90 * DAY_S, abs=2.0)
 
     def test_uses_are_counted_up_to_a_limit(self) -> None:
         ghosts = Ghosts()
-        ghosts.add(a_key(1), Ghost(0.0, 1, 1000), 0.0)
-        assert ghosts.take(a_key(1), 0.0) == Ghost(0.0, 1, MOST_USES)
+        ghosts.add(a_key(1), pack(Ghost(0.0, 1, 1000)), 0.0)
+        assert unpack(ghosts.take(a_key(1)), 0.0) == Ghost(0.0, 1, MOST_USES)
 
-    def test_eight_bytes_each(self) -> None:
-        assert Ghosts(1 << 10).nbytes == 8 << 10
+    def test_nine_bytes_each(self) -> None:
+        assert Ghosts(1 << 10).nbytes == 9 << 10
 
 
 class Memory:
@@ -292,7 +326,7 @@ class TestWhatIsExpectedBack:
         teach(memory.policy, memory.clock, back=kind_of(memory, 1), gone=gone)
         now_s, kind = memory.clock.now_s, kind_of(memory, 1)
         memory.policy.remove(a_key(1))
-        memory.policy.ghosts.add(a_key(1)[:NAME_BYTES], Ghost(now_s, kind, 2), now_s)
+        memory.policy.ghosts.add(a_key(1)[:NAME_BYTES], pack(Ghost(now_s, kind, 2)), now_s)
         memory.clock.now_s += 40.0
         return memory
 
@@ -324,7 +358,82 @@ def was_declined(policy: LearnedPolicy) -> bool:
 def kind_of(memory: Memory, number: int) -> int:
     chunk = memory.policy._chunks.get(a_key(number))
     assert chunk is not None
-    return chunk.queue
+    return chunk.queue % MOST_KINDS
+
+
+class TestValues:
+    """Chunks of one kind and age, of different values."""
+
+    def stored(self, values: Sequence[int], wanted: int = NEUTRAL) -> LearnedPolicy:
+        policy = LearnedPolicy(Clock())
+        for number, value in enumerate(values):
+            prompt = policy.looked_up([a_key(number)], 0)
+            policy.missed([a_key(number)], prompt, value)
+            policy.insert(a_key(number), 1)
+        policy.missed([a_key(99)], policy.looked_up([a_key(99)], 0), wanted)
+        return policy
+
+    def victims(self, policy: LearnedPolicy, num_chunks: int) -> list[bytes]:
+        return policy.victims(num_chunks, lambda _: False, None, a_key(99))
+
+    def test_the_least_value_is_evicted_first_then_the_oldest(self) -> None:
+        policy = self.stored([NEUTRAL, NEUTRAL + 2, NEUTRAL - 1, NEUTRAL, NEUTRAL - 1], 15)
+        assert self.victims(policy, 4) == [a_key(number) for number in (2, 4, 0, 3)]
+
+    def test_a_chunk_of_less_value_than_the_victim_is_not_admitted(self) -> None:
+        policy = self.stored([NEUTRAL], NEUTRAL - 1)
+        assert self.victims(policy, 1) == []
+        policy = self.stored([NEUTRAL], NEUTRAL)
+        assert self.victims(policy, 1) == [a_key(0)]
+
+    def test_a_later_lookup_changes_the_value(self) -> None:
+        policy = self.stored([NEUTRAL, NEUTRAL], 15)
+        policy.used([a_key(0)], 0, NEUTRAL)
+        policy.used([a_key(1)], 0, 0)
+        assert self.victims(policy, 1) == [a_key(1)]
+
+    def found(self, values: tuple[int, int]) -> int:
+        """Each second, ask for a chunk of one byte and for one of four, each every 40 s."""
+        clock, here, found = Clock(), set[int](), 0
+        policy = LearnedPolicy(clock)
+        for second in range(3000):
+            clock.now_s = float(second)
+            for number, nbytes, value in (
+                (second % 40, 1, values[0]),
+                (100 + second % 40, 4, values[1]),
+            ):
+                key = a_key(number)
+                prompt = policy.looked_up([key], int(number in here))
+                if number in here:
+                    policy.used([key], prompt, value)
+                    policy.touch(key)
+                    found += second >= 2000
+                    continue
+                policy.missed([key], prompt, value)
+                missing = policy.nbytes() + nbytes - 80
+                if missing > 0:
+                    victims = policy.victims(missing, lambda _: False, None, key)
+                    if not victims:
+                        continue
+                    for victim in victims:
+                        policy.remove(victim, evicted=True)
+                        here.remove(int.from_bytes(victim[NAMESPACE_BYTES:][:HASH_BYTES], "big"))
+                policy.insert(key, nbytes)
+                here.add(number)
+        return found
+
+    def test_with_values_more_is_found_in_as_many_bytes(self) -> None:
+        """All small chunks and 10 of the 40 large ones fit: 1,250 of 2,000."""
+        assert self.found((NEUTRAL + 4, NEUTRAL)) > 1150 > self.found((NEUTRAL, NEUTRAL))
+
+    def test_an_evicted_chunk_keeps_its_value(self) -> None:
+        policy = self.stored([3], 15)
+        policy.remove(a_key(0), evicted=True)
+        policy.insert(a_key(0), 1)
+        policy.missed([a_key(1)], 0, 4)
+        policy.insert(a_key(1), 1)
+        policy.used([a_key(1)], 0, 4)
+        assert self.victims(policy, 1) == [a_key(0)]
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -355,3 +464,21 @@ def test_a_trace_without_times_is_refused() -> None:
 
 def a_cut(name: str, *, minutes: float) -> Cut:
     return trace_of(generate(name, minutes=minutes), name=name).cut(512)
+
+
+def test_a_victim_costs_as_much_after_many_others_of_the_same_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory(64)
+    for number in range(64):
+        memory.ask([number])
+    calls, worth_of = [0], LearnedPolicy.worth_of
+
+    def counted(policy: LearnedPolicy, place: Place) -> float:
+        calls[0] += 1
+        return worth_of(policy, place)
+
+    monkeypatch.setattr(LearnedPolicy, "worth_of", counted)
+    for number in range(64, 2064):
+        memory.ask([number])
+    assert calls[0] < 5 * 2000

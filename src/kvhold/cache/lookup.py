@@ -8,7 +8,7 @@ A lookup that needs no tier is settled at once. `Searches` handles the first two
 steps, a lookup may be released or cleared. No I/O.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
@@ -21,6 +21,7 @@ from kvhold.cache.leases import ClaimAnswer, Leases, Owner
 from kvhold.cache.planner import Planner
 from kvhold.cache.reservations import MAX_SHARDS
 from kvhold.cache.transfer.searches import Search, Searches, sources_turns
+from kvhold.cache.values import ChunkValues, Run
 from kvhold.core.api import Found
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
@@ -68,6 +69,7 @@ class Lookups:
         searches: Searches,
         planner: Planner,
         evictions: EvictionHistory,
+        values: ChunkValues,
         numbers: Iterator[int],
         *,
         has_tiers: bool,
@@ -82,6 +84,7 @@ class Lookups:
         self._searches = searches
         self._planner = planner
         self._evictions = evictions
+        self._values = values
         self._numbers = numbers
         self._has_tiers = has_tiers
         self._find_layout = find_layout
@@ -183,7 +186,7 @@ class Lookups:
                 if self._ram.policy.learns:
                     if cost is not None:
                         missing = self._expected_back(presence.gap(prefix.extent))
-                    yield from self._note_use_turns(query, prefix)
+                    yield from self._note_use_turns(query, layout, prefix, cost)
                 extent, number, declined = prefix.extent, next(self._numbers), False
                 if self._is_worth_a_search(query, presence, extent):
                     declined = cost is not None and not self._planner.pays(
@@ -227,17 +230,20 @@ class Lookups:
                 self._pins.unpin(held)
         return Found(0, 0, reason=CLEARED)
 
-    def _note_use_turns(self, query: Query, prefix: Prefix[Entry]) -> Turns[None]:
+    def _note_use_turns(
+        self, query: Query, layout: Layout, prefix: Prefix[Entry], cost: ComputeCost | None
+    ) -> Turns[None]:
         """Tell the policy which prompt was looked up."""
-        policy, keys = self._ram.policy, FirstKeys(query)
-        prompt = policy.looked_up(keys, prefix.extent.whole)
+        policy, keys, extent = self._ram.policy, FirstKeys(query), prefix.extent
+        prompt = policy.looked_up(keys, extent.whole)
+        runs = self._values.runs(query, layout, max(len(keys), extent.chunks), cost)
         for row in prefix.rows.values():
-            here = [entry.key for entry in row if entry is not None]
-            for first in range(0, len(here), _MOST_NOTED):
-                policy.used(here[first : first + _MOST_NOTED], prompt)
+            for run in _steps(runs, 0, len(row)):
+                here = [entry.key for entry in row[run.first : run.last] if entry is not None]
+                policy.used(here, prompt, run.value)
                 yield _MOST_NOTED
-        for first in range(prefix.extent.whole, len(keys), _MOST_NOTED):
-            policy.missed(keys[first : first + _MOST_NOTED], prompt)
+        for run in _steps(runs, extent.whole, len(keys)):
+            policy.missed(keys[run.first : run.last], prompt, run.value)
             yield _MOST_NOTED
 
     def _expected_back(self, gap: Gap | None) -> ExpectedChunk | None:
@@ -487,6 +493,14 @@ class Lookups:
         if reason is None or gap is None:
             return ""
         return describe(reason, gap.key, self._evictions.ago_s(gap.key), missing)
+
+
+def _steps(runs: Iterable[Run], first: int, last: int) -> Iterator[Run]:
+    """Yield the runs from `first` to before `last` in short ones."""
+    for run in runs:
+        end = min(run.last, last)
+        for begin in range(max(run.first, first), end, _MOST_NOTED):
+            yield Run(begin, min(begin + _MOST_NOTED, end), run.value)
 
 
 def check_query(layout: Layout, query: Query) -> int:

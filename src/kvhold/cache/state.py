@@ -26,9 +26,10 @@ from kvhold.cache.transfer.commands import ClearCommand, Command
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.write_queue import WriteQueue
+from kvhold.cache.values import ChunkValues
 from kvhold.core.api import EventBatch, Found, ReencodeProgress
 from kvhold.core.config import Config
-from kvhold.core.errors import LayoutError, ProtocolError
+from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
@@ -43,7 +44,14 @@ from kvhold.tiers.stack import TierPlace
 
 
 def new_state(config: Config, arena: Arena, policy: Policy | None = None) -> "CacheState":
-    """policy: of memory, instead of the one that `config.policy` names"""
+    """Raises ConfigError.
+
+    policy: of memory, instead of the one that `config.policy` names
+    """
+    if config.policy_for != "tokens" and config.policy != "learned":
+        raise ConfigError(
+            f"policy_for = {config.policy_for!r} needs policy = 'learned', not {config.policy!r}"
+        )
     metrics = Metrics()
     if policy is None:
         policy = make_policy(config.policy)
@@ -56,6 +64,7 @@ def new_state(config: Config, arena: Arena, policy: Policy | None = None) -> "Ca
         write_behind_bytes=write_behind_bytes,
         event_buffer=config.event_buffer,
         stalled_after_s=config.node.reservation_timeout_s,
+        policy_for=config.policy_for,
     )
 
 
@@ -71,10 +80,12 @@ class CacheState:
         write_behind_bytes: int = 0,
         event_buffer: int = 0,
         stalled_after_s: float = inf,
+        policy_for: str = "tokens",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """write_behind_bytes: the most bytes that may wait for the tiers
         stalled_after_s:    see `Reservations`
+        policy_for:         see `ChunkValues`
         """
         self.ram = ram
         self.metrics = metrics
@@ -123,6 +134,7 @@ class CacheState:
             self._searches,
             self.planner,
             self._evictions,
+            ChunkValues(policy_for, self.planner.speeds),
             self._numbers,
             has_tiers=self._has_tiers,
             find_layout=self.layout,

@@ -270,6 +270,13 @@ class Config:
         "which chunk is evicted first",
         choices=("lru", "lfu", "fifo", "mru", "s3fifo", "learned"),
     )
+    policy_for: str = setting(
+        "tokens",
+        "what `learned` maximises with its bytes. tokens: found tokens. ttft: seconds saved, more "
+        "for a chunk later in its prompt, less for one that a tier below brings fast. bytes: bytes "
+        "that are not computed again",
+        choices=("tokens", "ttft", "bytes"),
+    )
     namespace_quota_bytes: int = size(
         0, "the most memory that the chunks of one namespace may have; 0: no limit"
     )

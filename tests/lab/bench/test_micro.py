@@ -24,6 +24,16 @@ NAMES = {
         for what in ("hit of 10 chunks", "miss at the first chunk", "reserve and commit 10 chunks")
         for size in (10, 30)
     },
+    "policies": {
+        f"learned: {what} 10 chunks, {size} in the index"
+        for what in (
+            "hit of",
+            "reserve and commit",
+            "miss, reserve and commit",
+            "miss, evict, reserve and commit",
+        )
+        for size in (10, 30)
+    },
     "lookup": {"lookup 32,000 tokens through the node", "lookup 128,000 tokens through the node"},
     "frames": {"framing, raw", "checking a frame, raw"},
     "gather": {
@@ -56,6 +66,7 @@ TINY = {
     "index.SIZES": (10, 30),
     "index.PROMPT_CHUNKS": 10,
     "index.MISSES": 2,
+    "policies.SIZES": (10, 30),
     "frames.GROUP": Group(layers=2, planes=2, heads=1, head_dim=8, dtype="bfloat16"),
     "frames.NUM_CHUNKS": 1,
     "gather.NUM_CHUNKS": 1,

@@ -30,7 +30,7 @@ from kvhold_lab.options import (
     tokens_option,
 )
 
-_PARTS = ("hashing", "index", "lookup", "frames", "gather", "memory", "wire", "startup")
+_PARTS = ("hashing", "index", "policies", "lookup", "frames", "gather", "memory", "wire", "startup")
 _MARKS = {True: "yes", False: "NO", None: "-"}
 
 
@@ -54,7 +54,7 @@ def command(context: click.Context) -> None:
 )
 @json_option()
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Hashing, index, lookup, frames, gather and scatter, memory, wire, start-up."""
+    """Hashing, index, policies, lookup, frames, gather and scatter, memory, wire, start-up."""
     from kvhold_lab.bench.profiles import Profiles
 
     _check_names(only, _PARTS)

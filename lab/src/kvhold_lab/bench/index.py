@@ -52,9 +52,9 @@ class _Index:
 
     def grow(self, num_chunks: int) -> None:
         while len(self._dict) < num_chunks:
-            self._prompts.append(names := _fresh(NAMESPACE))
+            self._prompts.append(names := fresh(NAMESPACE))
             self._store(names)
-            self._dict.update(dict.fromkeys(_keys(names)))
+            self._dict.update(dict.fromkeys(keys_of(names)))
 
     def hit(self) -> Row:
         picks = [
@@ -62,8 +62,8 @@ class _Index:
             for at in np.random.default_rng(0).integers(0, len(self._prompts), 1 + ROUNDS)
         ]
         queries, keys = (
-            cycle([_query(names) for names in picks]),
-            cycle([_keys(names) for names in picks]),
+            cycle([query_of(names) for names in picks]),
+            cycle([keys_of(names) for names in picks]),
         )
 
         def look_up() -> None:
@@ -83,8 +83,11 @@ class _Index:
         return self._profiles.of(row, lambda: of_calls(look_up))
 
     def miss(self) -> Row:
-        strange = [_fresh(NAMESPACE) for _ in range(MISSES)]
-        queries, keys = [_query(names) for names in strange], [_keys(names)[0] for names in strange]
+        strange = [fresh(NAMESPACE) for _ in range(MISSES)]
+        queries, keys = (
+            [query_of(names) for names in strange],
+            [keys_of(names)[0] for names in strange],
+        )
 
         def look_up() -> None:
             for query in queries:
@@ -100,8 +103,8 @@ class _Index:
         return self._profiles.of(row, lambda: of_calls(look_up))
 
     def store(self) -> Row:
-        prompts = [_fresh(PASSING) for _ in range(1 + ROUNDS)]
-        names, keys = cycle(prompts), cycle([_keys(prompt) for prompt in prompts])
+        prompts = [fresh(PASSING) for _ in range(1 + ROUNDS)]
+        names, keys = cycle(prompts), cycle([keys_of(prompt) for prompt in prompts])
 
         def insert() -> None:
             self._dict.update(dict.fromkeys(next(keys)))
@@ -136,15 +139,15 @@ class _Index:
         return f"{what}, {len(self._dict):,} in the index"
 
 
-def _fresh(namespace: Namespace) -> ChunkNames:
+def fresh(namespace: Namespace) -> ChunkNames:
     return ChunkNames(namespace.digest, os.urandom(PROMPT_CHUNKS * HASH_BYTES))
 
 
-def _query(names: ChunkNames) -> Query:
+def query_of(names: ChunkNames) -> Query:
     return Query(names.namespace, LAYOUT.fingerprint, 1, names.hashes)
 
 
-def _keys(names: ChunkNames) -> list[bytes]:
+def keys_of(names: ChunkNames) -> list[bytes]:
     hashes = names.hashes
     return [
         make_key(names.namespace, hashes[at : at + HASH_BYTES], 0, 0)

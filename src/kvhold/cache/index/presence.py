@@ -54,7 +54,11 @@ class FirstKeys(Sequence[bytes]):
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            first, last, step = index.indices(len(self))
+            assert step == 1
+            hashes = self._hashes[first * HASH_BYTES : last * HASH_BYTES]
+            namespace, suffix = self._namespace, self._suffix
+            return [namespace + one + suffix for one in split_hashes(hashes)]
         chain_hash = self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
         return self._namespace + chain_hash + self._suffix
 

@@ -13,6 +13,10 @@ Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+# What a chunk saves when it is found, over its bytes: NEUTRAL, or more or less by half octaves.
+NUM_VALUES = 16
+NEUTRAL = 8
+
 
 class Policy(Protocol):
     """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
@@ -46,10 +50,13 @@ class Policy(Protocol):
         num_here: the hit's chunks, the first ones
         """
 
-    def used(self, keys: Iterable[bytes], prompt: int) -> None:
-        """Note the chunks of a hit, of all groups and shards."""
+    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
+        """Note the chunks of a hit, of all groups and shards.
 
-    def missed(self, keys: Iterable[bytes], prompt: int) -> None:
+        value: of each, below `NUM_VALUES`
+        """
+
+    def missed(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         """Note the chunks that the hit lacks, of the first group and shard."""
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.tiers.policies.base import NEUTRAL
 from kvhold.tiers.policies.reuse_times import Use
 from kvhold.tiers.table import KeyTable
 
@@ -199,10 +200,10 @@ class ChainPolicy:
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
         return 0
 
-    def used(self, keys: Iterable[bytes], prompt: int) -> None:
+    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         pass
 
-    def missed(self, keys: Iterable[bytes], prompt: int) -> None:
+    def missed(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         pass
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:

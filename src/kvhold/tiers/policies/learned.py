@@ -3,7 +3,8 @@
 A chunk is used when a prompt with it is looked up. Each chunk has a *kind*: how often it was used,
 how long its prompt paused before the last use, and how many chunks of that prompt were new.
 `reuse_times.py` learns for each kind when such chunks are used again. A chunk's worth follows from
-its kind and the time since its last use. Of each kind, the oldest leaf is compared.
+its kind, the time since its last use and its *value* (`base.py`). Of each kind and value, the
+oldest leaf is compared.
 
 A new chunk that is worth less than what it would evict is not admitted.
 
@@ -19,34 +20,60 @@ from math import inf
 from typing import TypeAlias
 
 from kvhold.core.keys import NAME_BYTES
+from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Place, Space, Walk
-from kvhold.tiers.policies.ghosts import MOST_USES, TICK_S, Ghost, Ghosts
-from kvhold.tiers.policies.reuse_times import ReuseTimes, Use
+from kvhold.tiers.policies.ghosts import (
+    MOST_KINDS,
+    MOST_USES,
+    TICK_S,
+    Ghost,
+    Ghosts,
+    pack,
+    queue_of,
+    unpack,
+    uses_of,
+)
+from kvhold.tiers.policies.reuse_times import NO_USE, ReuseTimes, Use
+from kvhold.tiers.table import SPREAD
 
 _USES, _PAUSES, _NEW = 7, 5, 8  # numbers of values
 _PAUSES_S = (30.0, 120.0, 480.0)
 _PROMPTS = _PAUSES * _NEW
-_UNKNOWN = 0
+_UNKNOWN_PROMPT = 0
+_UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
+_FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
+
+
+def _kind(uses: int, prompt: int) -> int:
+    return (min(uses.bit_length(), _USES) - 1) * _PROMPTS + prompt
+
+
+# by the uses before, what is added to the past of a prompt without uses
+_PAST_OF_NEXT_USE = [
+    pack(Ghost(0.0, _kind(uses, 0), uses)) for uses in (*range(1, MOST_USES + 1), MOST_USES)
+]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
 
 
 class LearnedSpace(Space):
     """heads:   a heap of the queues' first leaves, of one tick; some are out of date
+    newest:  of each queue, its newest head in the heap
     changed: queues that may have another first leaf
     """
 
-    __slots__ = ("changed", "heads", "tick")
+    __slots__ = ("changed", "heads", "newest", "tick")
 
     def __init__(self) -> None:
         super().__init__()
         self.heads: list[Head] = []
+        self.newest: dict[int, Head] = {}
         self.changed: set[int] = set()
         self.tick = -1
 
 
 class LearnedPolicy(ChainPolicy):
-    """A chunk's `queue` is its kind: uses, then pause, then new chunks."""
+    """A chunk's `queue` is its value, then its kind: uses, then pause, then new chunks."""
 
     learns = True
 
@@ -54,68 +81,81 @@ class LearnedPolicy(ChainPolicy):
         super().__init__()
         self._clock = clock
         self._begun_s = clock()
-        self.times = ReuseTimes((_USES, _PAUSES, _NEW))
+        self.times = ReuseTimes((_USES, _PAUSES, _NEW), _FACTORS)
         self.ghosts = Ghosts()
-        self._inserted_last: tuple[bytes, Ghost | None] = b"", None
+        self._uses_at: dict[int, Use] = {}  # by past, of `_version` of the times
+        self._version = 0
+        self._inserted_last = b"", 0
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
         self._advance()
         if not keys:
-            return _UNKNOWN
+            return _UNKNOWN_PROMPT
         num_known = self._num_known(keys, num_here)
         pause = self._pause(keys[num_known - 1]) if num_known else 0
         return pause * _NEW + min((len(keys) - num_known).bit_length(), _NEW - 1)
 
-    def used(self, keys: Iterable[bytes], prompt: int) -> None:
+    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         self._advance()
-        find = self._chunks.get
-        chunks = [chunk for key in keys if (chunk := find(key)) is not None]
-        begin = 0
-        while begin < len(chunks):
-            use, uses, end = chunks[begin].use, chunks[begin].uses, begin + 1
-            while end < len(chunks) and chunks[end].use is use and chunks[end].uses == uses:
-                end += 1
-            self._use_again(chunks[begin:end], uses + 1, prompt)
-            begin = end
-
-    def missed(self, keys: Iterable[bytes], prompt: int) -> None:
-        self._advance()
-        now_s, begun = self.times.now_s, Counter[int]()
+        times, shards = self.times, self._chunks.shards
+        times.use_factor(value)
+        before, after, queue = NO_USE, NO_USE, _UNKNOWN
+        uses = uses_now = num = 0
         for key in keys:
-            if (chunk := self._chunks.get(key)) is not None:
-                self._use_again([chunk], chunk.uses + 1, prompt)
+            chunk = shards[key[SPREAD]].get(key)
+            if chunk is None:
                 continue
-            name = key[:NAME_BYTES]
-            ghost = self.ghosts.take(name, now_s)
-            uses = 1
-            if ghost is not None:
-                self.times.end(self.times.use_at(ghost.kind, ghost.at_s))
-                uses = min(ghost.uses + 1, MOST_USES)
-            kind = _kind(uses, prompt)
-            begun[kind] += 1
-            self._remember(name, Ghost(now_s, kind, uses))
-        for kind, num in begun.items():
-            self.times.use(kind, num)
+            if chunk.use is not before or chunk.uses != uses:
+                times.move(before, after, num)
+                assert chunk.use is not None
+                before, uses, num = chunk.use, chunk.uses, 0
+                uses_now = uses + 1
+                kind = _kind(uses_now, prompt)
+                after, queue = times.use(kind, 0), value * MOST_KINDS + kind
+            num += 1
+            chunk.use = after
+            chunk.uses = uses_now
+            if chunk.queue != queue:
+                self._requeue(chunk, queue)
+        times.move(before, after, num)
+
+    def missed(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
+        shards, names, here = self._chunks.shards, [], []
+        for key in keys:
+            if key in shards[key[SPREAD]]:
+                here.append(key)
+            else:
+                names.append(key[:NAME_BYTES])
+        self.used(here, prompt, value)
+        now_s = self.times.now_s
+        first = pack(Ghost(now_s, prompt, 0, value))
+        pasts = [first + more for more in _PAST_OF_NEXT_USE]
+        known, replaced = self.ghosts.use_all(names, pasts, now_s)
+        begun = Counter({queue_of(pasts[0]): len(names) - len(known)})
+        for past, num in Counter(known).items():
+            self.times.end(self._use_at(past), num)
+            begun[queue_of(pasts[uses_of(past)])] += num
+        for past in replaced:
+            self.times.forget(self._use_at(past))
+        for queue, num in begun.items():
+            if num:
+                self.times.use(queue % MOST_KINDS, num)
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         self._advance()
-        ghost = self._ghost(key)
-        if ghost is None:
+        past = self._ghost(key)
+        if not past:
             return None
+        ghost = unpack(past, self.times.now_s)
         age_s = self.times.now_s - ago_s - ghost.at_s
         if age_s < -TICK_S:  # it was used since
             return None
         return self.times.expected_s(ghost.kind, max(0.0, age_s))
 
-    def _remember(self, name: bytes, ghost: Ghost) -> None:
-        replaced = self.ghosts.add(name, ghost, self.times.now_s)
-        if replaced is not None:
-            self.times.forget(self.times.use_at(replaced.kind, replaced.at_s))
-
-    def _advance(self) -> float:
+    def _advance(self) -> None:
         now_s = self._clock() - self._begun_s
-        self.times.advance(now_s)
-        return now_s
+        if now_s >= self.times.next_tick_s:
+            self.times.advance(now_s)
 
     def _num_known(self, keys: Sequence[bytes], num_here: int) -> int:
         """Return how many chunks were ever used. Assumes that those known are the first ones."""
@@ -129,65 +169,67 @@ class LearnedPolicy(ChainPolicy):
         return low
 
     def _is_known(self, key: bytes) -> bool:
-        return key in self._chunks or self._ghost(key) is not None
+        return key in self._chunks or self._ghost(key) != 0
 
     def _pause(self, key: bytes) -> int:
         """Return the class of the time since the last use of a known chunk."""
-        chunk = self._chunks.get(key)
+        chunk, now_s = self._chunks.get(key), self.times.now_s
         if chunk is not None:
             assert chunk.use is not None
-            pause_s = self.times.now_s - self.times.last_s(chunk.use)
+            at_s = self.times.last_s(chunk.use)
         else:
-            ghost = self._ghost(key)
-            assert ghost is not None
-            pause_s = self.times.now_s - ghost.at_s
-        return 1 + sum(pause_s >= most for most in _PAUSES_S)
+            at_s = unpack(self._ghost(key), now_s).at_s
+        return 1 + sum(now_s - at_s >= most for most in _PAUSES_S)
 
-    def _ghost(self, key: bytes) -> Ghost | None:
-        return self.ghosts.find(key[:NAME_BYTES], self.times.now_s)
+    def _ghost(self, key: bytes) -> int:
+        """Return the past of a chunk that is not here; 0: unknown."""
+        return self.ghosts.find(key[:NAME_BYTES])
+
+    def _use_at(self, past: int) -> Use:
+        times = self.times
+        if self._version != times.version:
+            self._version = times.version
+            self._uses_at.clear()
+        use = self._uses_at.get(past)
+        if use is None:
+            ghost = unpack(past, times.now_s)
+            use = self._uses_at[past] = times.use_at(ghost.kind, ghost.at_s)
+        return use
 
     def _inserted(self, chunk: Chunk) -> None:
         self._advance()
-        name = chunk.key[:NAME_BYTES]
-        ghost = self.ghosts.take(name, self.times.now_s)
-        if ghost is not None:
-            self.times.forget(self.times.use_at(ghost.kind, ghost.at_s))
-            self._inserted_last = name, ghost
+        name, times = chunk.key[:NAME_BYTES], self.times
+        past = self.ghosts.take(name)
+        if past:
+            times.forget(self._use_at(past))
+            self._inserted_last = name, past
         elif name == self._inserted_last[0]:  # of another group or shard
-            ghost = self._inserted_last[1]
-        chunk.uses, chunk.queue = (1, _UNKNOWN) if ghost is None else (ghost.uses, ghost.kind)
-        chunk.use = self.times.use(chunk.queue)
-        self._rank(chunk, self._now())
+            past = self._inserted_last[1]
+        chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
+        chunk.use = times.use(chunk.queue % MOST_KINDS)
+        chunk.rank = 0, self._now()  # it is in no queue yet
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             self._rank(chunk, self._now())
 
-    def _use_again(self, chunks: Sequence[Chunk], uses: int, prompt: int) -> None:
-        """Count chunks with the same last use as used now."""
-        before = chunks[0].use
-        assert before is not None
-        self.times.end(before, len(chunks))
-        kind = _kind(uses, prompt)
-        use = self.times.use(kind, len(chunks))
-        for chunk in chunks:
-            chunk.uses, chunk.use = uses, use
-            if chunk.queue == kind:
-                continue
-            before_kind, chunk.queue = chunk.queue, kind
-            if chunk.place is not None:
-                for space in (self._all, chunk.space):
-                    space.queue(before_kind).tidy()
-                self._place(chunk)
+    def _requeue(self, chunk: Chunk, queue: int) -> None:
+        before, chunk.queue = chunk.queue, queue
+        if chunk.place is not None:
+            for space in (self._all, chunk.space):
+                space.queue(before).tidy()
+            self._place(chunk)
 
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
         assert chunk.use is not None
         if not evicted:
             self.times.forget(chunk.use)
             return
-        self.times.evicted(chunk.use)
-        ghost = Ghost(self.times.last_s(chunk.use), chunk.queue, min(chunk.uses, MOST_USES))
-        self._remember(chunk.key[:NAME_BYTES], ghost)
+        value, kind = divmod(chunk.queue, MOST_KINDS)
+        self.times.evicted(chunk.use, value)
+        past = pack(Ghost(self.times.last_s(chunk.use), kind, chunk.uses, value))
+        if replaced := self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s):
+            self.times.forget(self._use_at(replaced))
 
     def _new_space(self) -> LearnedSpace:
         return LearnedSpace()
@@ -201,12 +243,13 @@ class LearnedPolicy(ChainPolicy):
     def _walk(self, space: Space, pinned: Callable[[bytes], bool], wanted: bytes | None) -> Walk:
         assert isinstance(space, LearnedSpace)
         self._advance()
-        return _LearnedWalk(self, space, pinned, None if wanted is None else self._ghost(wanted))
+        past = 0 if wanted is None else self._ghost(wanted)
+        return _LearnedWalk(self, space, pinned, queue_of(past) if past else None)
 
     def worth_of(self, place: Place) -> float:
         use = place[2].use
         assert isinstance(use, Use)
-        return self.times.worth(use)
+        return self.times.worth(use, place[2].queue // MOST_KINDS)
 
 
 class _LearnedWalk(Walk):
@@ -219,15 +262,19 @@ class _LearnedWalk(Walk):
         policy: LearnedPolicy,
         space: LearnedSpace,
         pinned: Callable[[bytes], bool],
-        wanted: Ghost | None,
+        wanted: int | None,
     ) -> None:
         super().__init__(policy, space, pinned)
         self._learned = policy
         self._wanted = wanted
-        self._most_worth = inf if wanted is None else policy.times.worth_of_new(wanted.kind)
+        self._most_worth = inf
+        if wanted is not None:
+            value, kind = divmod(wanted, MOST_KINDS)
+            self._most_worth = policy.times.worth_of_new(kind, value)
         if space.tick != policy.times.num_ticks:
             space.tick = policy.times.num_ticks
             space.heads = [head for queue in space.queues if (head := self._head(queue))]
+            space.newest = {head[2]: head for head in space.heads}
             space.changed.clear()
             heapify(space.heads)
 
@@ -235,23 +282,24 @@ class _LearnedWalk(Walk):
         space = self.space
         while True:
             while space.changed:
-                head = self._head(space.changed.pop())
-                if head is not None:
-                    heappush(space.heads, head)
+                self._renew(space.changed.pop())
             if not space.heads:
                 return None
             first = space.heads[0]
-            if self._head(first[2]) != first:  # a newer entry is there, or is made now
+            if space.newest.get(first[2]) is not first:
                 heappop(space.heads)
-                if (head := self._head(first[2])) is not None:
-                    heappush(space.heads, head)
+                continue
+            if self._head(first[2]) != first:
+                heappop(space.heads)
+                self._renew(first[2])
                 continue
             space.changed.add(first[2])
             if (chunk := self.next(first[2])) is None:  # all of them are pinned
                 continue
             if first[0] > self._most_worth:
                 assert self._wanted is not None
-                self._learned.times.declined(self._wanted.kind)
+                value, kind = divmod(self._wanted, MOST_KINDS)
+                self._learned.times.declined(kind, value)
                 self.declined = True
                 return None
             return chunk
@@ -260,10 +308,14 @@ class _LearnedWalk(Walk):
         super()._push(place)
         self.space.changed.add(place[2].queue)
 
+    def _renew(self, queue: int) -> None:
+        head, newest = self._head(queue), self.space.newest
+        if head is None:
+            newest.pop(queue, None)
+        elif newest.get(queue) != head:
+            newest[queue] = head
+            heappush(self.space.heads, head)
+
     def _head(self, queue: int) -> Head | None:
         place = self.space.queues[queue].peek()
         return None if place is None else (self._learned.worth_of(place), place[1], queue)
-
-
-def _kind(uses: int, prompt: int) -> int:
-    return (min(uses.bit_length(), _USES) - 1) * _PROMPTS + prompt

@@ -22,6 +22,9 @@ largest, over all h, of
 The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
 of evicted chunks, so that chunks that are far from paying are worth 0 and go by age.
 
+A chunk whose use saves more than another's has a *factor*, by which its probability counts. Its
+worth is the factor times the worth at the price over the factor.
+
 All results follow from the calls alone. Pure.
 """
 
@@ -94,9 +97,14 @@ class Use:
         self.into: Use | None = None
 
 
+NO_USE = Use(-1, Cohort(0.0))
+
+
 class ReuseTimes:
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """sizes: the number of values of each number that describes a kind."""
+    def __init__(self, sizes: Sequence[int], factors: Sequence[float] = (1.0,)) -> None:
+        """sizes: the number of values of each number that describes a kind
+        factors: see above; calls have their number. 1.0 is one of them
+        """
         self.num_kinds = prod(sizes)
         self._groups = list(accumulate(sizes, mul))  # of kinds, by their first numbers
         self._reached = np.zeros((self.num_kinds, _NUM_BUCKETS))
@@ -107,11 +115,16 @@ class ReuseTimes:
         self._round_hazards = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._price = 0.0
         self._sold = [0.0, 0.0]  # the sum of yields of evicted chunks, and their number
-        yields, worths = _evaluate(_PRIOR[None], 0.0)
+        yields, (worths,) = _evaluate(_PRIOR[None], [0.0])
         self._yields: list[list[float]] = yields.tolist() * self.num_kinds
-        self._worths: list[list[float]] = worths.tolist() * self.num_kinds
+        # without the factor; of those not yet used, the same as of the first
+        self._factors = factors
+        self._worths: list[list[list[float]]] = [worths.tolist() * self.num_kinds] * len(factors)
+        self._factors_used = [factors.index(1.0)]
         self.now_s = 0.0
+        self.next_tick_s = _TICK_S
         self.num_ticks = 0
+        self.version = 0  # results of `use_at` change when it does
 
     @property
     def num_cohorts(self) -> int:
@@ -123,7 +136,7 @@ class ReuseTimes:
 
     def advance(self, now_s: float) -> None:
         """Say what time it is. Values of `worth` change when `num_ticks` does."""
-        if now_s < self.now_s + _TICK_S:
+        if now_s < self.next_tick_s:
             return
         self._count_youngest()
         fade = 0.5 ** ((now_s - self.now_s) / _HALF_LIFE_S)
@@ -132,7 +145,9 @@ class ReuseTimes:
         self._num_chunks *= fade
         self._num_uses *= fade
         self.now_s = now_s
+        self.next_tick_s = now_s + _TICK_S
         self.num_ticks += 1
+        self.version += 1
         self._age()
         self._merge()
         self._cohorts.append(Cohort(now_s))
@@ -144,6 +159,7 @@ class ReuseTimes:
         use = cohort.uses.get(kind)
         if use is None:
             use = cohort.uses[kind] = Use(kind, cohort)
+            self.version += 1
         use.num += num_chunks
         return use
 
@@ -155,9 +171,17 @@ class ReuseTimes:
         if cohort is not self._cohorts[-1]:
             self._ended[use.kind, cohort.bucket] += num_chunks
 
+    def move(self, before: Use, after: Use, num_chunks: int) -> None:
+        """Chunks of a use are used again now: `after` is a result of `use`."""
+        if num_chunks:
+            self.end(before, num_chunks)
+            after.num += num_chunks
+
     def forget(self, use: Use, num_chunks: int = 1) -> None:
         """Chunks of a use are no longer watched."""
-        _merged(use).num -= num_chunks
+        if use.into is not None:
+            use = _merged(use)
+        use.num -= num_chunks
 
     def use_at(self, kind: int, at_s: float) -> Use:
         """Return the last use of a kind at a time in the past or before, to end or forget it."""
@@ -172,13 +196,19 @@ class ReuseTimes:
         """Return when the chunks were used, or a little before."""
         return _merged(use).cohort.begun_s
 
-    def worth(self, use: Use) -> float:
+    def use_factor(self, factor: int) -> None:
+        """Compute worths with a factor from now on."""
+        if factor not in self._factors_used:
+            self._factors_used.append(factor)
+            self._worths[factor] = list(self._worths[self._factors_used[0]])
+
+    def worth(self, use: Use, factor: int = 0) -> float:
         if use.into is not None:
             use = _merged(use)
-        return self._worths[use.kind][use.cohort.bucket]
+        return self._worths[factor][use.kind][use.cohort.bucket] * self._factors[factor]
 
-    def worth_of_new(self, kind: int) -> float:
-        return self._worths[kind][0]
+    def worth_of_new(self, kind: int, factor: int = 0) -> float:
+        return self._worths[factor][kind][0] * self._factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
         """Return the median time to the next use of chunks of this age, of those that have one.
@@ -194,14 +224,14 @@ class ReuseTimes:
         ends_s = np.array(_EDGES_S[bucket:]) + _WIDTHS_S[bucket:] - age_s
         return float(np.interp(used[-1] / 2, [0.0, *used], [0.0, *ends_s]))
 
-    def evicted(self, use: Use) -> None:
+    def evicted(self, use: Use, factor: int = 0) -> None:
         """Note the price of a chunk."""
         use = _merged(use)
-        self._sell(self._yields[use.kind][use.cohort.bucket])
+        self._sell(self._yields[use.kind][use.cohort.bucket] * self._factors[factor])
 
-    def declined(self, kind: int) -> None:
+    def declined(self, kind: int, factor: int = 0) -> None:
         """Note the price of a chunk that was not admitted."""
-        self._sell(self._yields[kind][0])
+        self._sell(self._yields[kind][0] * self._factors[factor])
 
     def _sell(self, price: float) -> None:
         self._sold[0] += price
@@ -245,9 +275,11 @@ class ReuseTimes:
         self._to_update = last % self.num_kinds
         if not first:
             self._begin_round()
-        yields, worths = _evaluate(self._round_hazards[first:last], self._price)
+        prices = [self._price / self._factors[factor] for factor in self._factors_used]
+        yields, worths = _evaluate(self._round_hazards[first:last], prices)
         self._yields[first:last] = yields.tolist()
-        self._worths[first:last] = worths.tolist()
+        for factor, rows in zip(self._factors_used, worths, strict=True):
+            self._worths[factor][first:last] = rows.tolist()
 
     def _begin_round(self) -> None:
         self._round_hazards = self._hazards()
@@ -304,8 +336,8 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
     )
 
 
-def _evaluate(hazards: Floats, price: float) -> tuple[Floats, Floats]:
-    """Return yields and worths, [kinds, buckets], of chunks in the middle of each bucket."""
+def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
+    """Return yields, and worths by price, [kinds, buckets], of chunks in the middle of a bucket."""
     hazards = np.clip(hazards, 0.0, 0.999)
     zero = np.zeros((len(hazards), 1))
     left = np.concatenate([zero + 1.0, np.cumprod(1.0 - hazards, axis=1)], axis=1)
@@ -316,5 +348,7 @@ def _evaluate(hazards: Floats, price: float) -> tuple[Floats, Floats]:
     seconds = until_s[:, None, 1:] - until_s[:, :-1, None] - 0.5 * spent_s[:, :, None]
     later = np.tri(_NUM_BUCKETS, dtype=bool).T
     yields = np.where(later, hits / np.where(later, seconds, 1.0), 0.0).max(axis=2)
-    worths = np.where(later, hits - price * seconds, 0.0).max(axis=2) / left[:, :-1]
+    worths = [
+        np.where(later, hits - price * seconds, 0.0).max(axis=2) / left[:, :-1] for price in prices
+    ]
     return yields, worths

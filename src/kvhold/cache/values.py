@@ -1,0 +1,101 @@
+"""What a chunk saves when it is found, over its bytes, by the setting `policy_for`.
+
+    values = ChunkValues("ttft", speeds)
+    for run in values.runs(query, layout, num_chunks, cost): ...
+
+tokens: the tokens of a chunk
+bytes:  its bytes, so all chunks are worth the same
+ttft:   the seconds that its engine takes to compute it, less those to load it. It grows with the
+        chunk's place in the prompt. If reading it from the fastest tier takes less, then that.
+
+All groups and shards of a chunk are needed together, so they share one value. Values are classes of
+half an octave (`tiers/policies/base.py`); the first value seen is `NEUTRAL`. Pure.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from math import log2
+from typing import NamedTuple
+
+from kvhold.cache.transfer.speeds import TierSpeed
+from kvhold.core.keys import Query
+from kvhold.core.layout import Layout
+from kvhold.core.planning import ComputeCost
+from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
+
+_MOST_COSTS = 256
+_LEAST_S = 1e-9  # of a chunk that is loaded as fast as it is computed
+
+
+class Run(NamedTuple):
+    """Chunks from `first` to before `last` with one value."""
+
+    first: int
+    last: int
+    value: int
+
+
+class ChunkValues:
+    def __init__(self, policy_for: str, speeds: Sequence[TierSpeed] = ()) -> None:
+        self._policy_for = policy_for
+        self._speeds = speeds
+        self._costs: dict[bytes, ComputeCost] = {}  # the last known ones, by namespace
+        self._neutral = 0.0
+
+    def runs(
+        self, query: Query, layout: Layout, num_chunks: int, cost: ComputeCost | None = None
+    ) -> list[Run]:
+        """Return the values of a prompt's first chunks, in order."""
+        nbytes = query.shards * sum(
+            layout.chunk_bytes(group, layout.tokens_per_chunk)
+            for group in range(len(layout.groups))
+        )
+        if self._policy_for == "tokens":
+            return [Run(0, num_chunks, self._class_of(layout.tokens_per_chunk / nbytes))]
+        if self._policy_for == "ttft":
+            known = self._known_cost(query.namespace, cost)
+            if known is not None:
+                saved_s = self._saved_s(layout.tokens_per_chunk, nbytes, known)
+                return _runs(num_chunks, lambda chunk: self._class_of(saved_s(chunk) / nbytes))
+        return [Run(0, num_chunks, NEUTRAL)]
+
+    def _known_cost(self, namespace: bytes, cost: ComputeCost | None) -> ComputeCost | None:
+        if cost is None or not cost.is_known:
+            return self._costs.get(namespace)
+        self._costs.pop(namespace, None)
+        self._costs[namespace] = cost
+        if len(self._costs) > _MOST_COSTS:
+            del self._costs[next(iter(self._costs))]
+        return cost
+
+    def _saved_s(self, num_tokens: int, nbytes: int, cost: ComputeCost) -> Callable[[int], float]:
+        """Return a function of the chunk's number, which never falls."""
+        token_s = cost.token_s + cost.step_s / cost.step_tokens + cost.pair_s * num_tokens / 2
+        below_s = min((c[1] * nbytes for s in self._speeds if (c := s.costs)), default=None)
+
+        def saved_s(chunk: int) -> float:
+            before = chunk * num_tokens
+            seconds = num_tokens * (token_s + cost.pair_s * before) - nbytes * cost.load_byte_s
+            if below_s is not None:
+                seconds = min(seconds, below_s)
+            return max(seconds, _LEAST_S)
+
+        return saved_s
+
+    def _class_of(self, value: float) -> int:
+        if not self._neutral:
+            self._neutral = value
+        octaves = log2(value / self._neutral)
+        return min(max(NEUTRAL + round(2 * octaves), 0), NUM_VALUES - 1)
+
+
+def _runs(num_chunks: int, class_of: Callable[[int], int]) -> list[Run]:
+    """class_of: of a chunk's number; it never falls."""
+    runs: list[Run] = []
+    first = 0
+    while first < num_chunks:
+        value = class_of(first)
+        last = bisect_right(range(num_chunks), value, lo=first, key=class_of)
+        runs.append(Run(first, last, value))
+        first = last
+    return runs
