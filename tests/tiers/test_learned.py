@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pytest
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import HASH_BYTES, NAME_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.testing.policy import PolicyContract
-from kvhold.tiers.policies import LearnedPolicy, LruPolicy
+from kvhold.tiers.policies import LearnedPolicy, LruPolicy, reuse_times
 from kvhold.tiers.policies.base import NEUTRAL
 from kvhold.tiers.policies.chains import Place
 from kvhold.tiers.policies.ghosts import MOST_KINDS, MOST_USES, Ghost, Ghosts, pack, unpack
@@ -65,6 +66,15 @@ class TestReuseTimes:
             worth.append(times.worth(use))
         assert worth[1] > 0.8
         assert worth[2] < 0.3
+
+    def test_no_chunk_is_worth_more_than_a_sure_use_however_few_reach_its_age(self) -> None:
+        hazards = np.zeros((1, 44))
+        hazards[:, :26] = 0.9
+        yields, (worths,) = reuse_times._evaluate(hazards, [0.01])
+        assert worths.min() >= 0.0
+        assert worths.max() <= 1.0
+        assert worths[0, 25] == pytest.approx(worths[0, 24], rel=0.5)
+        assert worths[0, 30] == 0.0 == yields[0, 30]
 
     def test_what_is_still_awaited_counts_for_no_age_that_it_has_not_reached(self) -> None:
         """Else all chunks of a new server would seem to come back never."""

@@ -65,6 +65,8 @@ _EDGES_S = [
 ]
 _PRIOR = np.array([_PRIOR_HAZARD * (edge_s < _PRIOR_S) for edge_s in _EDGES_S])
 _WIDTHS_S = np.diff(_EDGES_S, append=2 * _EDGES_S[-1])
+_LATER = np.tri(_NUM_BUCKETS, dtype=bool).T
+_MOST_HAZARD = 0.999
 
 Floats = npt.NDArray[np.float64]
 
@@ -337,18 +339,18 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
 
 
 def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
-    """Return yields, and worths by price, [kinds, buckets], of chunks in the middle of a bucket."""
-    hazards = np.clip(hazards, 0.0, 0.999)
-    zero = np.zeros((len(hazards), 1))
-    left = np.concatenate([zero + 1.0, np.cumprod(1.0 - hazards, axis=1)], axis=1)
-    spent_s = left[:, :-1] * _WIDTHS_S * (1.0 - 0.5 * hazards)
-    until_s = np.concatenate([zero, np.cumsum(spent_s, axis=1)], axis=1)
+    """Return yields, and worths by price, [kinds, buckets], of chunks in the middle of a bucket.
+
+    Each bucket's chances are computed from that bucket on: few chunks may reach it.
+    """
+    hazards = np.clip(hazards, 0.0, _MOST_HAZARD)
     # [kinds, from, to]
-    hits = left[:, :-1, None] - left[:, None, 1:]
-    seconds = until_s[:, None, 1:] - until_s[:, :-1, None] - 0.5 * spent_s[:, :, None]
-    later = np.tri(_NUM_BUCKETS, dtype=bool).T
-    yields = np.where(later, hits / np.where(later, seconds, 1.0), 0.0).max(axis=2)
-    worths = [
-        np.where(later, hits - price * seconds, 0.0).max(axis=2) / left[:, :-1] for price in prices
-    ]
+    left = np.cumprod(np.where(_LATER, 1.0 - hazards[:, None], 1.0), axis=2)
+    hits = 1.0 - left
+    spent_s = np.where(_LATER, _WIDTHS_S * (1.0 - 0.5 * hazards)[:, None], 0.0)
+    half_s = 0.5 * np.diagonal(spent_s, axis1=1, axis2=2)[:, :, None]
+    spent_s[:, :, 1:] *= left[:, :, :-1]
+    seconds = np.where(_LATER, np.cumsum(spent_s, axis=2) - half_s, 0.0)
+    yields = (hits / np.where(_LATER, seconds, 1.0)).max(axis=2)
+    worths = [(hits - price * seconds).max(axis=2) for price in prices]
     return yields, worths
