@@ -147,6 +147,22 @@ class TestReuseTimes:
             times.use(0)
         assert times.num_cohorts < 200
 
+    def test_what_passed_in_a_long_pause_is_counted_in_several_short_ticks(self) -> None:
+        times = ReuseTimes((280,))
+        for _ in range(400):
+            times.advance(times.now_s + 1.0)
+            for kind in range(280):
+                times.use(kind)
+        num_cohorts = times.num_cohorts
+        assert num_cohorts > 20
+        times.advance(times.now_s + 50_000.0)
+        assert sum(cohort.bucket < 30 for cohort in times._cohorts) > num_cohorts / 3
+        assert times.num_cohorts > num_cohorts / 3
+        for _ in range(20):
+            times.advance(times.now_s + 0.25)
+        assert times.num_cohorts < 5
+        assert times._reached[:, 28] == pytest.approx(400, rel=0.01)  # 5793 s
+
     def test_equal_calls_have_equal_results(self) -> None:
         first, second = self.learnt(), self.learnt()
         assert [first.worth_of_new(kind) for kind in range(3)] == [

@@ -45,6 +45,9 @@ _COHORTS_A_TIME = 10  # more than can begin in the precision of a time of `use_a
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8
+# after a pause many cohorts change their bucket: some in each tick, so that none is long
+_MOST_AGED = 2000  # uses per tick, and for each cohort as long as:
+_COHORT_UNITS = 20  # uses
 
 # Before anything is known: the same hazard in each bucket of the first hour, so that worth falls
 # with age.
@@ -247,24 +250,30 @@ class ReuseTimes:
         self._num_uses += len(uses)
 
     def _age(self) -> None:
-        last = _NUM_BUCKETS - 1
+        """Count the ages that cohorts have reached, of the oldest first."""
+        left = _MOST_AGED
         for cohort in self._cohorts:
-            age_s, bucket = self.now_s - cohort.begun_s, cohort.bucket
-            if bucket == last or age_s < _EDGES_S[bucket + 1]:
+            before = cohort.bucket
+            bucket = bisect_right(_EDGES_S, self.now_s - cohort.begun_s, lo=before + 1) - 1
+            if bucket == before:
                 continue
-            kinds = list(cohort.uses)
-            nums = [max(0, use.num) for use in cohort.uses.values()]
-            while bucket < last and age_s >= _EDGES_S[bucket + 1]:
-                bucket += 1
-                self._reached[kinds, bucket] += nums
+            if left <= 0:
+                break
+            left -= _COHORT_UNITS + len(cohort.uses)
+            nums = np.array([use.num for use in cohort.uses.values()], np.float64)
+            self._reached[list(cohort.uses), before + 1 : bucket + 1] += np.maximum(nums, 0.0)[
+                :, None
+            ]
             cohort.bucket = bucket
 
     def _merge(self) -> None:
         kept: list[Cohort] = []
+        left = _MOST_AGED
         for cohort in self._cohorts:
             if not cohort.uses:
                 continue
-            if kept and _are_alike(kept[-1], cohort):
+            if left > 0 and kept and _are_alike(kept[-1], cohort):
+                left -= len(cohort.uses)
                 _pour(cohort, kept[-1])
             else:
                 kept.append(cohort)
