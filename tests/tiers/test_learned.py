@@ -492,12 +492,9 @@ def a_cut(name: str, *, minutes: float) -> Cut:
     return trace_of(generate(name, minutes=minutes), name=name).cut(512)
 
 
-def test_a_victim_costs_as_much_after_many_others_of_the_same_moment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = Memory(64)
-    for number in range(64):
-        memory.ask([number])
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """[number of times that a worth was asked for]"""
     calls, worth_of = [0], LearnedPolicy.worth_of
 
     def counted(policy: LearnedPolicy, place: Place) -> float:
@@ -505,6 +502,57 @@ def test_a_victim_costs_as_much_after_many_others_of_the_same_moment(
         return worth_of(policy, place)
 
     monkeypatch.setattr(LearnedPolicy, "worth_of", counted)
+    return calls
+
+
+def test_a_victim_costs_as_much_after_many_others_of_the_same_moment(calls: list[int]) -> None:
+    memory = Memory(64)
+    for number in range(64):
+        memory.ask([number])
+    calls[0] = 0
     for number in range(64, 2064):
         memory.ask([number])
     assert calls[0] < 5 * 2000
+
+
+class TestManyQueues:
+    """Chunks of 640 kinds and values."""
+
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def policy(self, clock: Clock) -> LearnedPolicy:
+        policy = LearnedPolicy(clock)
+        for number in range(640):
+            policy.insert(a_key(number), 1)
+            policy.used([a_key(number)], number % 40, number // 40)
+        return policy
+
+    def test_no_search_for_a_victim_looks_at_most_of_them(
+        self, policy: LearnedPolicy, clock: Clock, calls: list[int]
+    ) -> None:
+        for _ in range(100):
+            clock.now_s += 1.0
+            before = calls[0]
+            [victim] = policy.victims(1, lambda _: False)
+            assert calls[0] - before < 320
+            policy.remove(victim, evicted=True)
+
+    def test_all_of_them_are_found(self, policy: LearnedPolicy) -> None:
+        assert len(policy.victims(640, lambda _: False)) == 640
+        last = a_key(637)
+        assert policy.victims(1, lambda key: key != last) == [last]
+
+    def test_a_chunk_leaves_no_empty_queue(self) -> None:
+        policy = LearnedPolicy(Clock())
+        for number in range(2):
+            policy.insert(a_key(number), 1)
+        for number in range(640):
+            policy.used([a_key(0)], number % 40, number // 40)
+        for space in (policy._all, *policy._spaces.values()):
+            assert len(space.queues) == 2
+        policy.remove(a_key(0), evicted=True)
+        for space in (policy._all, *policy._spaces.values()):
+            assert len(space.queues) == 1

@@ -101,6 +101,10 @@ class Queue:
             self._buckets.pop(heappop(self._order), None)
         return None
 
+    def is_surely_empty(self) -> bool:
+        """Whether no leaf is left. False if finding out would take long."""
+        return len(self._buckets) <= 1 and self.peek() is None
+
     def tidy(self) -> None:
         self._credit += _SWEPT_A_CALL
         if self._credit < _SWEPT_AT_ONCE:

@@ -41,6 +41,9 @@ _PAUSES_S = (30.0, 120.0, 480.0)
 _PROMPTS = _PAUSES * _NEW
 _UNKNOWN_PROMPT = 0
 _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
+# There are 4480 queues at most. So many of their heads are renewed:
+_MOST_AGED = 150  # in a tick
+_MOST_CHANGED = 16  # for each victim
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 
@@ -57,19 +60,30 @@ Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
 
 
 class LearnedSpace(Space):
-    """heads:   a heap of the queues' first leaves, of one tick; some are out of date
+    """Each queue with a leaf is in `newest` or in `changed`.
+
+    heads:   a heap of the queues' first leaves; some are out of date
     newest:  of each queue, its newest head in the heap
     changed: queues that may have another first leaf
+    aged:    queues whose first leaf may have another worth by now
     """
 
-    __slots__ = ("changed", "heads", "newest", "tick")
+    __slots__ = ("aged", "changed", "heads", "newest", "tick")
 
     def __init__(self) -> None:
         super().__init__()
         self.heads: list[Head] = []
         self.newest: dict[int, Head] = {}
         self.changed: set[int] = set()
+        self.aged: list[int] = []
         self.tick = -1
+
+    def drop_if_empty(self, number: int) -> None:
+        queue = self.queues.get(number)
+        if queue is not None and queue.is_surely_empty():
+            del self.queues[number]
+            self.newest.pop(number, None)
+            self.changed.discard(number)
 
 
 class LearnedPolicy(ChainPolicy):
@@ -219,9 +233,17 @@ class LearnedPolicy(ChainPolicy):
             for space in (self._all, chunk.space):
                 space.queue(before).tidy()
             self._place(chunk)
+            self._drop_if_empty(before, chunk)
+
+    def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
+        """Drop a queue that `chunk` has left. Else a chunk leaves up to 4480 empty ones."""
+        for space in (self._all, chunk.space):
+            assert isinstance(space, LearnedSpace)
+            space.drop_if_empty(queue)
 
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
         assert chunk.use is not None
+        self._drop_if_empty(chunk.queue, chunk)
         if not evicted:
             self.times.forget(chunk.use)
             return
@@ -273,16 +295,15 @@ class _LearnedWalk(Walk):
             self._most_worth = policy.times.worth_of_new(kind, value)
         if space.tick != policy.times.num_ticks:
             space.tick = policy.times.num_ticks
-            space.heads = [head for queue in space.queues if (head := self._head(queue))]
-            space.newest = {head[2]: head for head in space.heads}
-            space.changed.clear()
-            heapify(space.heads)
+            self._renew_aged()
 
     def choose(self) -> Chunk | None:
         space = self.space
         while True:
-            while space.changed:
+            for _ in range(min(_MOST_CHANGED, len(space.changed))):
                 self._renew(space.changed.pop())
+            if not space.heads and space.changed:
+                continue
             if not space.heads:
                 return None
             first = space.heads[0]
@@ -308,14 +329,25 @@ class _LearnedWalk(Walk):
         super()._push(place)
         self.space.changed.add(place[2].queue)
 
+    def _renew_aged(self) -> None:
+        space = self.space
+        aged = space.aged = space.aged or list(space.queues)
+        for _ in range(min(_MOST_AGED, len(aged))):
+            self._renew(aged.pop())
+        if len(space.heads) > 2 * len(space.newest):
+            space.heads = list(space.newest.values())
+            heapify(space.heads)
+
     def _renew(self, queue: int) -> None:
         head, newest = self._head(queue), self.space.newest
         if head is None:
+            self.space.drop_if_empty(queue)
             newest.pop(queue, None)
         elif newest.get(queue) != head:
             newest[queue] = head
             heappush(self.space.heads, head)
 
     def _head(self, queue: int) -> Head | None:
-        place = self.space.queues[queue].peek()
+        leaves = self.space.queues.get(queue)
+        place = None if leaves is None else leaves.peek()
         return None if place is None else (self._learned.worth_of(place), place[1], queue)
