@@ -11,7 +11,15 @@ from kvhold.testing.policy import PolicyContract
 from kvhold.tiers.policies import LearnedPolicy, LruPolicy, reuse_times
 from kvhold.tiers.policies.base import NEUTRAL
 from kvhold.tiers.policies.chains import Place
-from kvhold.tiers.policies.ghosts import MOST_KINDS, MOST_USES, Ghost, Ghosts, pack, unpack
+from kvhold.tiers.policies.ghosts import (
+    MOST_KINDS,
+    MOST_USES,
+    Ghost,
+    Ghosts,
+    pack,
+    queue_of,
+    unpack,
+)
 from kvhold.tiers.policies.reuse_times import ReuseTimes, Use
 from kvhold_lab.simulate.generators import GENERATORS, generate
 from kvhold_lab.simulate.policy_replay import replay_class
@@ -299,6 +307,42 @@ class TestWhatIsEvicted:
             memory.clock.now_s = float(second)
             found += memory.ask([second % 70]) * (second >= 1000)
         assert found > 0.4 * 500
+
+
+class TestGroupsAndShards:
+    """A prompt of 20 chunks in two groups and four shards, whose lookup found nothing."""
+
+    @pytest.fixture
+    def policy(self) -> LearnedPolicy:
+        policy, keys = LearnedPolicy(Clock()), self.keys(0, 0)
+        policy.missed(keys, policy.looked_up(keys, 0), 3)
+        return policy
+
+    def keys(self, group: int, shard: int) -> list[bytes]:
+        return [a_key(number)[:NAME_BYTES] + place_suffix(group, shard) for number in range(20)]
+
+    @pytest.mark.parametrize("shards", [range(4), range(3, -1, -1), (2, 0, 3, 1)])
+    def test_all_of_a_chunk_are_of_its_kind_in_whatever_order_they_are_stored(
+        self, policy: LearnedPolicy, shards: Iterable[int]
+    ) -> None:
+        expected = queue_of(policy.ghosts.find(a_key(0)[:NAME_BYTES]))
+        for shard in shards:
+            for pair in zip(self.keys(0, shard), self.keys(1, shard), strict=True):
+                for key in pair:
+                    policy.insert(key, 1)
+        assert {chunk.queue for chunk in policy._chunks.values()} == {expected}
+        assert policy.ghosts.num == 0
+
+    def test_one_that_is_stored_again_is_of_the_kind_of_the_others(
+        self, policy: LearnedPolicy
+    ) -> None:
+        for key in (*self.keys(0, 0), *self.keys(0, 1)):
+            policy.insert(key, 1)
+        policy.remove(self.keys(0, 1)[0], evicted=True)
+        policy.used([*self.keys(0, 0), *self.keys(0, 1)], 9, 5)
+        policy.insert(self.keys(0, 1)[0], 1)
+        assert len({chunk.queue for chunk in policy._chunks.values()}) == 1
+        assert policy.ghosts.num == 0
 
 
 class TestWhatIsDeclined:

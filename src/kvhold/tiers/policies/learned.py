@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TypeAlias
 
-from kvhold.core.keys import NAME_BYTES
+from kvhold.core.keys import NAME_BYTES, place_suffix
 from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Place, Space, Walk
 from kvhold.tiers.policies.ghosts import (
@@ -44,6 +44,7 @@ _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
 # There are 4480 queues at most. So many of their heads are renewed:
 _MOST_AGED = 150  # in a tick
 _MOST_CHANGED = 16  # for each victim
+_FIRST = place_suffix(0, 0)  # of the keys that are looked up
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 
@@ -99,7 +100,6 @@ class LearnedPolicy(ChainPolicy):
         self.ghosts = Ghosts()
         self._uses_at: dict[int, Use] = {}  # by past, of `_version` of the times
         self._version = 0
-        self._inserted_last = b"", 0
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
         self._advance()
@@ -211,15 +211,17 @@ class LearnedPolicy(ChainPolicy):
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
+        """All groups and shards of a chunk have one past. The first of them takes it over."""
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
-        past = self.ghosts.take(name)
-        if past:
-            times.forget(self._use_at(past))
-            self._inserted_last = name, past
-        elif name == self._inserted_last[0]:  # of another group or shard
-            past = self._inserted_last[1]
-        chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
+        first = self._chunks.get(name + _FIRST)
+        past = self.ghosts.find(name)
+        if past and first is not None:
+            times.forget(self._use_at(self.ghosts.take(name)))
+        if first is not None and first is not chunk:
+            chunk.uses, chunk.queue = first.uses, first.queue
+        else:
+            chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
         chunk.use = times.use(chunk.queue % MOST_KINDS)
         chunk.rank = 0, self._now()  # it is in no queue yet
 
