@@ -450,6 +450,18 @@ class TestValues:
         policy = self.stored([NEUTRAL, NEUTRAL + 2, NEUTRAL - 1, NEUTRAL, NEUTRAL - 1], 15)
         assert self.victims(policy, 4) == [a_key(number) for number in (2, 4, 0, 3)]
 
+    def test_what_comes_after_a_pinned_chunk_is_compared_again(self) -> None:
+        """Chunks 0 and 1 are in one queue, and chunk 1 is new."""
+        clock = Clock()
+        policy = LearnedPolicy(clock)
+        policy.insert(a_key(0), 1)
+        clock.now_s = 3500.0
+        policy.insert(a_key(1), 1)
+        policy.insert(a_key(2), 1)
+        policy.used([a_key(2)], 0, NEUTRAL - 4)
+        assert policy.victims(3, lambda _: False) == [a_key(number) for number in (0, 2, 1)]
+        assert policy.victims(2, {a_key(0)}.__contains__) == [a_key(2), a_key(1)]
+
     def test_a_chunk_of_less_value_than_the_victim_is_not_admitted(self) -> None:
         policy = self.stored([NEUTRAL], NEUTRAL - 1)
         assert self.victims(policy, 1) == []

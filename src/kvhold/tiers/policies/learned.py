@@ -319,6 +319,9 @@ class _LearnedWalk(Walk):
             space.changed.add(first[2])
             if (chunk := self.next(first[2])) is None:  # all of them are pinned
                 continue
+            if chunk.rank[1] != first[1]:  # the first ones are pinned: it may be worth more
+                self._push(self._seen.pop())
+                continue
             if first[0] > self._most_worth:
                 assert self._wanted is not None
                 value, kind = divmod(self._wanted, MOST_KINDS)
