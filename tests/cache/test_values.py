@@ -82,6 +82,22 @@ def test_ttft_is_no_more_than_a_tier_below_takes() -> None:
     assert fast.runs(a_query(WIDE), WIDE, 100, SQUARE) == [Run(0, 100, NEUTRAL)]
 
 
+def test_a_first_chunk_that_saves_nothing_does_not_set_the_scale() -> None:
+    values = ChunkValues("ttft")
+    loaded = ComputeCost("b", 100 * SIZE, token_s=1e-3, load_byte_s=1.0)
+    assert values.runs(a_query(WIDE), WIDE, 100, loaded) == [Run(0, 100, 0)]
+    assert values.runs(a_query(WIDE), WIDE, 100, LINEAR) == [Run(0, 100, NEUTRAL)]
+
+
+def test_a_tier_whose_cost_of_a_byte_is_not_known_yet_lowers_nothing() -> None:
+    speed = TierSpeed()  # one read: all of its time may be that of the call
+    speed.requested(1_000_000, 0.0)
+    speed.ended(1_000_000, 0.1)
+    assert speed.costs == (pytest.approx(0.1), 0.0)
+    values = ChunkValues("ttft", [speed])
+    assert values.runs(a_query(WIDE), WIDE, 100, SQUARE)[-1].value == NEUTRAL + 7
+
+
 def test_ttft_without_costs_is_as_their_last_known_values() -> None:
     values, unknown = ChunkValues("ttft"), ComputeCost("a", 100 * SIZE)
     assert values.runs(a_query(WIDE), WIDE, 100, None) == [Run(0, 100, NEUTRAL)]
@@ -99,6 +115,17 @@ def test_values_have_limits() -> None:
     assert values.runs(a_query(WIDE), WIDE, 1, slow) == [Run(0, 1, NUM_VALUES - 1)]
     loaded = ComputeCost("b", SIZE, token_s=1e-3, load_byte_s=1.0)
     assert values.runs(a_query(WIDE), WIDE, 1, loaded) == [Run(0, 1, 0)]
+
+
+@pytest.mark.parametrize("first", [5e-324, 1e-300, 1e9])
+@pytest.mark.parametrize("then", [5e-324, 1e-300, 1e9])
+def test_no_cost_that_the_protocol_allows_is_out_of_range(first: float, then: float) -> None:
+    values = ChunkValues("ttft")
+    for one in (first, then):
+        cost = ComputeCost("a", 1 << 40, token_s=one, pair_s=one)
+        runs = values.runs(a_query(WIDE), WIDE, 100, cost)
+        assert (runs[0].first, runs[-1].last) == (0, 100)
+        assert all(0 <= run.value < NUM_VALUES for run in runs)
 
 
 @pytest.mark.parametrize(("policy_for", "grows"), [("tokens", False), ("ttft", True)])

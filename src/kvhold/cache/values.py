@@ -9,12 +9,12 @@ ttft:   the seconds that its engine takes to compute it, less those to load it. 
         chunk's place in the prompt. If reading it from the fastest tier takes less, then that.
 
 All groups and shards of a chunk are needed together, so they share one value. Values are classes of
-half an octave (`tiers/policies/base.py`); the first value seen is `NEUTRAL`. Pure.
+half an octave (`tiers/policies/base.py`). The first value seen is `NEUTRAL`, unless it is 0. Pure.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from math import log2
+from math import inf, log2
 from typing import NamedTuple
 
 from kvhold.cache.transfer.speeds import TierSpeed
@@ -24,7 +24,6 @@ from kvhold.core.planning import ComputeCost
 from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
 
 _MOST_COSTS = 256
-_LEAST_S = 1e-9  # of a chunk that is loaded as fast as it is computed
 
 
 class Run(NamedTuple):
@@ -71,21 +70,22 @@ class ChunkValues:
     def _saved_s(self, num_tokens: int, nbytes: int, cost: ComputeCost) -> Callable[[int], float]:
         """Return a function of the chunk's number, which never falls."""
         token_s = cost.token_s + cost.step_s / cost.step_tokens + cost.pair_s * num_tokens / 2
-        below_s = min((c[1] * nbytes for s in self._speeds if (c := s.costs)), default=None)
+        # a cost of 0 per byte is not known yet
+        below_s = min((c[1] * nbytes for s in self._speeds if (c := s.costs) and c[1]), default=inf)
 
         def saved_s(chunk: int) -> float:
             before = chunk * num_tokens
             seconds = num_tokens * (token_s + cost.pair_s * before) - nbytes * cost.load_byte_s
-            if below_s is not None:
-                seconds = min(seconds, below_s)
-            return max(seconds, _LEAST_S)
+            return max(min(seconds, below_s), 0.0)
 
         return saved_s
 
     def _class_of(self, value: float) -> int:
+        if not value:
+            return 0
         if not self._neutral:
             self._neutral = value
-        octaves = log2(value / self._neutral)
+        octaves = log2(value) - log2(self._neutral)  # the ratio may overflow
         return min(max(NEUTRAL + round(2 * octaves), 0), NUM_VALUES - 1)
 
 
