@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvhold.cache.chores import Chores, Running, finish
 from kvhold.cache.state import CacheState, new_state
@@ -15,6 +16,7 @@ from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, Query
 from kvhold.core.layout import Group, Layout
 from kvhold.core.reasons import CLEARED, EVICTED
+from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import TierPlace
 from tests.cache.scripted import arena_of
@@ -300,6 +302,43 @@ class TestLongLookups:
         state.release_owner("worker")
         finish_chores(state)
         assert state.ram.used_bytes == 0
+
+
+def test_a_query_of_too_many_groups_and_shards_is_refused() -> None:
+    """Some steps look at all of them."""
+    state = new_state(Config(), arena_of(64 << 20))
+    state.register(LAYOUT)
+    query = Query(SPACES[0].digest, LAYOUT.fingerprint, 2049, bytes(HASH_BYTES))
+    with pytest.raises(ProtocolError, match=r"2 groups in 2049 shards.*4096 at most"):
+        state.lookup("reader", query)
+    assert state.lookup("reader", replace(query, shards=2048)).num_tokens == 0
+
+
+def test_a_policy_that_learns_hears_of_few_chunks_in_one_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = new_state(Config(policy="learned"), arena_of(64 << 20))
+    state.register(LAYOUT)
+    heard = [0]
+    for name, method in (("used", LearnedPolicy.used), ("missed", LearnedPolicy.missed)):
+
+        def counted(policy: Any, keys: Any, *args: Any, method: Any = method) -> None:
+            keys = list(keys)
+            heard[0] += len(keys)
+            method(policy, keys, *args)
+
+        monkeypatch.setattr(LearnedPolicy, name, counted)
+    for num_chunks, most_used, most_missed in ((20, 80, 20), (60, 200, 60), (1000, 200, 600)):
+        prompt = prompt_of(num_chunks)
+        for most in (most_missed, most_used):
+            running, done, total = Running(state.lookup_turns("reader", prompt.query())), False, 0
+            while not done:
+                heard[0] = 0
+                done = running.step()
+                assert heard[0] <= most
+                total += heard[0]
+            assert total >= num_chunks
+            store(state, prompt)
 
 
 def test_a_long_lookup_below_memory_begins_in_steps_and_asks_for_what_is_missing() -> None:

@@ -5,6 +5,7 @@ can be stated.
 from dataclasses import fields, replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,6 +191,13 @@ class TestBadValues:
     def test_a_layout_has_groups(self) -> None:
         with pytest.raises(LayoutError, match="at least one group"):
             Layout(())
+
+    def test_too_many_groups_are_refused_before_they_are_read(self) -> None:
+        with pytest.raises(LayoutError, match=r"257 groups.*at most 256"):
+            Layout((SLIDING,) * 257)
+        packed = msgspec.msgpack.encode({"groups": [None] * 50_000})
+        with pytest.raises(msgspec.ValidationError, match="length <= 256"):
+            msgspec.msgpack.decode(packed, type=Layout)
 
     @pytest.mark.parametrize(
         ("field", "value"),

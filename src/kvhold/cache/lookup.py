@@ -43,7 +43,11 @@ from kvhold.core.reasons import (
 from kvhold.tiers.ram import Entry, RamTier
 
 _MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
-_MOST_NOTED = 250  # chunks of a lookup per step
+_MOST_ROWS = 1 << 12  # groups of shards: some calls look at all of them in one step
+_MOST_NOTED = 250  # missing chunks of a lookup per step
+_MOST_USED = 100  # present ones
+_USED_UNITS = 4  # each
+_LEARNING = 3  # with a policy that learns, a lookup takes as long as one of so many keys for each
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
 
 
@@ -95,7 +99,7 @@ class Lookups:
     ) -> Turns[Found]:
         """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
         layout = self._find_layout(query.layout)
-        num_keys = check_query(layout, query)
+        num_keys = check_query(layout, query) * (_LEARNING if self._ram.policy.learns else 1)
         turns = self._look_up(owner, query, layout, cost, have_tokens, num_keys)
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
@@ -238,11 +242,12 @@ class Lookups:
         prompt = policy.looked_up(keys, extent.whole)
         runs = self._values.runs(query, layout, max(len(keys), extent.chunks), cost)
         for row in prefix.rows.values():
-            for run in _steps(runs, 0, len(row)):
+            yield 1
+            for run in _steps(runs, 0, len(row), _MOST_USED):
                 here = [entry.key for entry in row[run.first : run.last] if entry is not None]
                 policy.used(here, prompt, run.value)
-                yield _MOST_NOTED
-        for run in _steps(runs, extent.whole, len(keys)):
+                yield _USED_UNITS * len(here)
+        for run in _steps(runs, extent.whole, len(keys), _MOST_NOTED):
             policy.missed(keys[run.first : run.last], prompt, run.value)
             yield _MOST_NOTED
 
@@ -495,12 +500,12 @@ class Lookups:
         return describe(reason, gap.key, self._evictions.ago_s(gap.key), missing)
 
 
-def _steps(runs: Iterable[Run], first: int, last: int) -> Iterator[Run]:
+def _steps(runs: Iterable[Run], first: int, last: int, most: int) -> Iterator[Run]:
     """Yield the runs from `first` to before `last` in short ones."""
     for run in runs:
         end = min(run.last, last)
-        for begin in range(max(run.first, first), end, _MOST_NOTED):
-            yield Run(begin, min(begin + _MOST_NOTED, end), run.value)
+        for begin in range(max(run.first, first), end, most):
+            yield Run(begin, min(begin + most, end), run.value)
 
 
 def check_query(layout: Layout, query: Query) -> int:
@@ -517,11 +522,13 @@ def check_query(layout: Layout, query: Query) -> int:
         raise ProtocolError(
             f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens"
         )
-    num_keys = (
-        (len(query.hashes) // HASH_BYTES + len(query.tail_lengths))
-        * len(layout.groups)
-        * query.shards
-    )
+    num_rows = len(layout.groups) * query.shards
+    if num_rows > _MOST_ROWS:
+        raise ProtocolError(
+            f"a query of {len(layout.groups)} groups in {query.shards} shards; their product is "
+            f"{_MOST_ROWS} at most"
+        )
+    num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * num_rows
     if num_keys > _MOST_KEYS:
         raise ProtocolError(
             f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "

@@ -10,7 +10,9 @@ A group's chunk is contiguous: `[layer][plane][token][head][head_dim]`, or with 
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+import msgspec
 
 from kvhold.core.encoding import canonical
 from kvhold.core.errors import LayoutError
@@ -29,6 +31,7 @@ DTYPE_BYTES = {
 
 CANONICAL = "canonical"
 MOST_PACKING = 32  # characters
+MOST_GROUPS = 256
 MOST_LAYERS = 4096  # limit of a frame's header
 MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same limit
 MOST_CHUNK_BYTES = 1 << 36  # per group; also the limit of a frame
@@ -119,13 +122,17 @@ class Group:
 class Layout:
     """The geometry of a model's KV. Tails end at multiples of `tail_tokens`; 0: no tails."""
 
-    groups: tuple[Group, ...]
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MOST_GROUPS)]
     tokens_per_chunk: int = 128
     tail_tokens: int = 1
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise LayoutError("a layout needs at least one group")
+        if len(self.groups) > MOST_GROUPS:
+            raise LayoutError(
+                f"a layout of {len(self.groups)} groups; it must have at most {MOST_GROUPS}"
+            )
         if self.tokens_per_chunk < 1:
             raise LayoutError(f"tokens_per_chunk is {self.tokens_per_chunk}; it must be 1 or more")
         if self.tokens_per_chunk > MOST_CHUNK_TOKENS:
