@@ -93,7 +93,8 @@ def test_a_tier_whose_cost_of_a_byte_is_not_known_yet_lowers_nothing() -> None:
     speed = TierSpeed()  # one read: all of its time may be that of the call
     speed.requested(1_000_000, 0.0)
     speed.ended(1_000_000, 0.1)
-    assert speed.costs == (pytest.approx(0.1), 0.0)
+    assert speed.costs is not None
+    assert speed.costs[1] == 0.0
     values = ChunkValues("ttft", [speed])
     assert values.runs(a_query(WIDE), WIDE, 100, SQUARE)[-1].value == NEUTRAL + 7
 

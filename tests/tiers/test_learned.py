@@ -124,6 +124,16 @@ class TestReuseTimes:
         assert times.expected_s(0, 3600.0) is None, "it is long overdue"
         assert ReuseTimes((3,)).expected_s(0, 0.0) is None, "nothing was learnt yet"
 
+    @pytest.mark.parametrize("hazard", [0.9, 1.5, -0.1])
+    @pytest.mark.parametrize("age_s", [0.0, 90 * DAY_S])
+    def test_no_chunk_is_expected_in_the_past(self, hazard: float, age_s: float) -> None:
+        """Counts are a little wrong where a chunk was taken for another."""
+        times = self.learnt()
+        times._round_hazards[:] = hazard
+        expected_s = times.expected_s(0, age_s)
+        assert (expected_s is None) == (hazard < 0)
+        assert expected_s is None or expected_s >= 0.0
+
     def test_what_saves_more_pays_at_a_price_at_which_others_do_not(self) -> None:
         times = ReuseTimes((1,), (0.25, 1.0, 4.0))
         for factor in range(3):

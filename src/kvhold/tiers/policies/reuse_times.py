@@ -223,10 +223,11 @@ class ReuseTimes:
         if self._num_uses < _SCALE_USES:
             return None
         bucket = bisect_right(_EDGES_S, age_s) - 1
-        used = 1.0 - np.cumprod(1.0 - self._round_hazards[kind, bucket:])
+        hazards = np.clip(self._round_hazards[kind, bucket:], 0.0, _MOST_HAZARD)
+        used = 1.0 - np.cumprod(1.0 - hazards)
         if used[-1] < _EXPECTED:
             return None
-        ends_s = np.array(_EDGES_S[bucket:]) + _WIDTHS_S[bucket:] - age_s
+        ends_s = np.maximum(np.array(_EDGES_S[bucket:]) + _WIDTHS_S[bucket:] - age_s, 0.0)
         return float(np.interp(used[-1] / 2, [0.0, *used], [0.0, *ends_s]))
 
     def evicted(self, use: Use, factor: int = 0) -> None:
