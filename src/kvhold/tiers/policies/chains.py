@@ -103,7 +103,9 @@ class Queue:
 
     def is_surely_empty(self) -> bool:
         """Whether no leaf is left. False if finding out would take long."""
-        return len(self._buckets) <= 1 and self.peek() is None
+        if len(self._buckets) > 1 or len(self._order) > _SWEPT_AT_ONCE:
+            return not self._buckets
+        return self.peek() is None
 
     def tidy(self) -> None:
         self._credit += _SWEPT_A_CALL
