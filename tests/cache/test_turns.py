@@ -328,7 +328,7 @@ def test_a_policy_that_learns_hears_of_few_chunks_in_one_turn(
             method(policy, keys, *args)
 
         monkeypatch.setattr(LearnedPolicy, name, counted)
-    for num_chunks, most_used, most_missed in ((20, 80, 20), (60, 200, 60), (1000, 200, 600)):
+    for num_chunks, most_used, most_missed in ((15, 60, 15), (60, 120, 60), (1000, 120, 600)):
         prompt = prompt_of(num_chunks)
         for most in (most_missed, most_used):
             running, done, total = Running(state.lookup_turns("reader", prompt.query())), False, 0

@@ -43,11 +43,11 @@ from kvhold.core.reasons import (
 from kvhold.tiers.ram import Entry, RamTier
 
 _MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
-_MOST_ROWS = 1 << 12  # groups of shards: some calls look at all of them in one step
+_MOST_ROWS = 1 << 12  # groups times shards, which some steps look at together
 _MOST_NOTED = 250  # missing chunks of a lookup per step
-_MOST_USED = 100  # present ones
-_USED_UNITS = 4  # each
-_LEARNING = 3  # with a policy that learns, a lookup takes as long as one of so many keys for each
+_MOST_USED = 64  # present ones
+_USED_UNITS = 7  # each, if all are leaves
+_LEARNING = 4  # with a policy that learns, a lookup takes as long as one of so many keys for each
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
 
 
@@ -523,12 +523,12 @@ def check_query(layout: Layout, query: Query) -> int:
             f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens"
         )
     num_rows = len(layout.groups) * query.shards
+    num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * num_rows
     if num_rows > _MOST_ROWS:
         raise ProtocolError(
-            f"a query of {len(layout.groups)} groups in {query.shards} shards; their product is "
-            f"{_MOST_ROWS} at most"
+            f"a query of {num_keys} keys, of {len(layout.groups)} groups in {query.shards} "
+            f"shards; groups times shards are {_MOST_ROWS} at most"
         )
-    num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * num_rows
     if num_keys > _MOST_KEYS:
         raise ProtocolError(
             f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "
