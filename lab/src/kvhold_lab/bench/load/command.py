@@ -19,6 +19,7 @@ from kvhold_lab.bench.load.options import (
 )
 from kvhold_lab.bench.load.report import Gates
 from kvhold_lab.bench.load.workloads import (
+    Chats,
     LongDocQA,
     MultiDocQA,
     MultiRoundQA,
@@ -157,6 +158,27 @@ def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **argu
         MultiRoundQA(rounds=rounds, recorded=recorded, **arguments),
         Gates(),
     )
+
+
+@command.command()
+@default_option("--chats-s", 0.4, "New chats a second.", FACTOR)
+@default_option("--think-s", 20.0, "Median time between two questions of a chat.", FACTOR)
+@default_option("--think-sigma", 1.0, "How much think times differ; 0: not at all.", SECONDS)
+@default_option("--questions", 5.0, "Mean number of a chat.", Number(1))
+@default_option("--system-tokens", 256, "Of the system prompt that all chats share.", COUNT)
+@default_option("--history-tokens", 800, "Median of each chat's own beginning.")
+@default_option("--question-tokens", 100, "Median of each question.")
+@default_option("--answer-tokens", 200, "Median of each made-up answer in the next prompt.")
+@default_option("--output-tokens", 8, "Of each answer that is asked of the server.")
+@default_option("--most-tokens", 4_000, "A chat ends before a longer prompt and answer.")
+@default_option("--duration-s", 360.0, "How long questions come.", FACTOR)
+@with_common
+def chats(common: Common, **arguments: Any) -> None:
+    """Chats with think times: people come, ask, think, ask again, and leave.
+
+    Times, lengths and texts follow from --seed alone; prompts have made-up answers.
+    """
+    run("chats", common, Chats(seed=common.seed, **arguments), Gates())
 
 
 @command.command()

@@ -18,8 +18,17 @@ _NODE_OUTLIVES_ENGINE_S = 120.0
 
 
 @contextmanager
-def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[OpenAIServer]:
+def demo_server(
+    size: str,
+    *,
+    context_tokens: int,
+    ram_bytes: int,
+    policy: str = "lru",
+    prefix_caching: bool = True,
+) -> Iterator[OpenAIServer]:
     """context_tokens: the longest prompt with its output
+    policy: of the node
+    prefix_caching: the engine's own
 
     Raises ConfigError without vLLM, EngineFailed if it does not start.
     """
@@ -36,8 +45,9 @@ def demo_server(size: str, *, context_tokens: int, ram_bytes: int) -> Iterator[O
             kv_cache_bytes=context_tokens * model.kv_bytes_per_token
             + _spare_bytes(model.kv_bytes_per_token),
             kv_transfer_config=kvhold_connector(
-                socket, ram_bytes, idle_exit_s=_NODE_OUTLIVES_ENGINE_S
+                socket, ram_bytes, idle_exit_s=_NODE_OUTLIVES_ENGINE_S, policy=policy
             ),
+            prefix_caching=prefix_caching,
             own_binding=True,
         )
         try:

@@ -33,6 +33,11 @@ _SEPARATOR_TEXT, _SEPARATOR_TOKENS = " # # ", 4
 
 
 def run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
+    if common.compare_policy:
+        from kvhold_lab.bench.load.compare_policies import compare
+
+        compare(name, common, workload, gates)
+        return
     from kvhold_lab.bench.load.measure import LoadMeasurement, measure
 
     if common.plot is not None or common.html is not None:
@@ -40,7 +45,7 @@ def run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
             import matplotlib  # noqa: F401 - better known now than after the run
     prompts = prompts_of(common)
     measured = LoadMeasurement()
-    with _server(common) as endpoint, _lines(common.json_file) as write:
+    with _server(common) as endpoint, json_lines(common.json_file) as write:
         click.echo(
             f"{name} against {endpoint.base_url}, model {endpoint.model}, {prompts.kind} as prompts"
         )
@@ -64,7 +69,7 @@ def run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
             "prompts": prompts.kind,
             "seed": common.seed,
         }
-        arguments = sent | _arguments(workload)
+        arguments = sent | arguments_of(workload)
         summary = summarise(
             name, arguments, measured.results, measured.hits, interrupted=measured.interrupted
         )
@@ -96,9 +101,8 @@ def _draw(common: Common, summary: Summary, results: list[Result], title: str) -
 
 @contextmanager
 def _server(common: Common) -> "Iterator[Endpoint]":
-    from kvhold_lab.bench.load.client import Endpoint, checked_url
+    from kvhold_lab.bench.load.client import checked_url
     from kvhold_lab.bench.load.demo_server import demo_server
-    from kvhold_lab.bench.load.measure import model_of
 
     with ExitStack() as stack:
         if common.serve_demo is not None:
@@ -119,24 +123,30 @@ def _server(common: Common) -> "Iterator[Endpoint]":
             )
         else:
             base_url = checked_url(common.base_url)
-        endpoint = Endpoint(
-            base_url=base_url,
-            model=common.model or "",
-            api="chat" if common.api == "chat" else "completions",
-            api_key=os.environ.get(common.api_key_env) or None,
-            ignore_eos=common.ignore_eos,
-            extra_body=_object(common.extra_body),
-            user_header=common.user_header,
-            timeout_s=common.timeout_s,
-            connect_timeout_s=common.connect_timeout_s,
-        )
-        yield (
-            endpoint if endpoint.model else replace(endpoint, model=asyncio.run(model_of(endpoint)))
-        )
+        yield endpoint_of(common, base_url)
+
+
+def endpoint_of(common: Common, base_url: str) -> "Endpoint":
+    """Ask the server for its model if none is named. Raises ConfigError."""
+    from kvhold_lab.bench.load.client import Endpoint
+    from kvhold_lab.bench.load.measure import model_of
+
+    endpoint = Endpoint(
+        base_url=base_url,
+        model=common.model or "",
+        api="chat" if common.api == "chat" else "completions",
+        api_key=os.environ.get(common.api_key_env) or None,
+        ignore_eos=common.ignore_eos,
+        extra_body=_object(common.extra_body),
+        user_header=common.user_header,
+        timeout_s=common.timeout_s,
+        connect_timeout_s=common.connect_timeout_s,
+    )
+    return endpoint if endpoint.model else replace(endpoint, model=asyncio.run(model_of(endpoint)))
 
 
 @contextmanager
-def _lines(path: Path | None) -> Iterator[Callable[[bytes], Any]]:
+def json_lines(path: Path | None) -> Iterator[Callable[[bytes], Any]]:
     if path is None:
         yield len
         return
@@ -181,7 +191,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _arguments(workload: Workload) -> dict[str, Any]:
+def arguments_of(workload: Workload) -> dict[str, Any]:
     """A data set becomes its size."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
     return {

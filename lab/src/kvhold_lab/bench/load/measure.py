@@ -6,7 +6,8 @@ Ctrl-C ends it with the results so far.
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -15,6 +16,7 @@ import click
 from kvhold.core.errors import KVHoldError
 from kvhold_lab.bench.load import counters
 from kvhold_lab.bench.load.client import Endpoint, LoadClient
+from kvhold_lab.bench.load.in_turns import InTurns
 from kvhold_lab.bench.load.prompts import Prompts
 from kvhold_lab.bench.load.runner import Run
 from kvhold_lab.bench.load.work import Phase, Request, Result, Turn, Workload
@@ -55,24 +57,67 @@ async def measure(
 
         run = Run(client.send, both)
         for phase in workload.phases(prompts):
-            before = await _counts(client)
-            first = len(measured.results)
-            shown = asyncio.create_task(_show(phase, run, measured, first, every_s=progress_s))
-            try:
-                await run.phase(phase)
-            except asyncio.CancelledError:
-                measured.interrupted = True
-            finally:
-                shown.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await shown
-            click.echo(
-                f"{_line(phase, measured.results[first:])}{_CLEAR if sys.stdout.isatty() else ''}"
-            )
-            if (spent := counters.hits(before, await _counts(client))) is not None:
-                measured.hits[phase.name] = spent
+            await _measure_phase(phase, run, [(client, measured)], progress_s)
             if measured.interrupted:
                 return
+
+
+async def measure_in_turns(
+    endpoints: Mapping[str, Endpoint],
+    workload: Workload,
+    prompts: Prompts,
+    measured: Mapping[str, LoadMeasurement],
+    *,
+    prewarm: int,
+    progress_s: float,
+    keep: Callable[[str, Result], None],
+) -> None:
+    """Send each request to all servers, by `InTurns`. Raises as `measure`."""
+    async with AsyncExitStack() as stack:
+        clients = {
+            name: await stack.enter_async_context(LoadClient(endpoint))
+            for name, endpoint in endpoints.items()
+        }
+        for client in clients.values():
+            await _prewarm(client, prompts, prewarm)
+
+        def both(name: str, result: Result) -> None:
+            measured[name].results.append(result)
+            keep(name, result)
+
+        turns = InTurns({name: client.send for name, client in clients.items()}, both)
+        run = Run(turns.send, lambda _: None)
+        sides = [(client, measured[name]) for name, client in clients.items()]
+        for phase in workload.phases(prompts):
+            await _measure_phase(phase, run, sides, progress_s)
+            if sides[0][1].interrupted:
+                return
+
+
+async def _measure_phase(
+    phase: Phase,
+    run: Run,
+    sides: Sequence[tuple[LoadClient, LoadMeasurement]],
+    progress_s: float,
+) -> None:
+    """Progress is told of the first side."""
+    measured = sides[0][1]
+    before = [await _counts(client) for client, _ in sides]
+    first = len(measured.results)
+    shown = asyncio.create_task(_show(phase, run, measured, first, every_s=progress_s))
+    try:
+        await run.phase(phase)
+    except asyncio.CancelledError:
+        for _, own in sides:
+            own.interrupted = True
+    finally:
+        shown.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await shown
+    click.echo(f"{_line(phase, measured.results[first:])}{_CLEAR if sys.stdout.isatty() else ''}")
+    for counts, (client, own) in zip(before, sides, strict=True):
+        if (spent := counters.hits(counts, await _counts(client))) is not None:
+            own.hits[phase.name] = spent
 
 
 async def model_of(endpoint: Endpoint) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kvhold.cli.options import Size
+from kvhold.tiers.policies import POLICIES
 from kvhold_lab.bench.load.prompts import FIRST_ID, VOCAB_SIZE
 from kvhold_lab.options import Function, Number, OutputFile, default_option, plot_option
 
@@ -49,6 +50,7 @@ class Common:
     serve_demo: str | None
     demo_context: int
     demo_ram: int
+    compare_policy: tuple[str, ...]
 
 
 _OPTIONS = (
@@ -113,6 +115,12 @@ _OPTIONS = (
         "--demo-context", 8_192, "Its longest prompt and answer.", click.IntRange(1_024, 32_768)
     ),
     default_option("--demo-ram", "1GiB", "Its kvhold's memory.", Size()),
+    click.option(
+        "--compare-policy",
+        multiple=True,
+        type=click.Choice(list(POLICIES)),
+        help="Start a demo server for each policy named, and compare them.",
+    ),
 )
 GAINS = (
     click.option(

@@ -83,11 +83,12 @@ def summarise(
     )
 
 
-def request_line(result: Result) -> bytes:
+def request_line(result: Result, **more: str) -> bytes:
     reply = result.reply
     itl = Spread.of(reply.gaps_s)
     fields = {
         "type": "request",
+        **more,
         "group": result.group,
         **result.labels,
         "started_s": result.started_s,
@@ -205,11 +206,11 @@ def notes(summary: Summary) -> list[str]:
 
 def render(summary: Summary) -> str:
     return "\n\n".join(
-        [*(_text(title, rows) for title, rows in tables(summary)), "\n".join(notes(summary))]
+        [*(render_table(title, rows) for title, rows in tables(summary)), "\n".join(notes(summary))]
     ).rstrip()
 
 
-def _text(title: str, rows: list[list[str]]) -> str:
+def render_table(title: str, rows: list[list[str]]) -> str:
     rows = [[title, *rows[0][1:]], *rows[1:]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [

@@ -1,5 +1,6 @@
 """One workload a file: a frozen dataclass, a `kvhold_lab.bench.load.work.Workload`."""
 
+from kvhold_lab.bench.load.workloads.chats import Chats
 from kvhold_lab.bench.load.workloads.long_doc_qa import LongDocQA
 from kvhold_lab.bench.load.workloads.multi_doc_qa import MultiDocQA
 from kvhold_lab.bench.load.workloads.multi_round_qa import MultiRoundQA
@@ -7,4 +8,4 @@ from kvhold_lab.bench.load.workloads.rag import Rag
 from kvhold_lab.bench.load.workloads.replay import Replay
 from kvhold_lab.bench.load.workloads.ttft_sweep import TtftSweep
 
-__all__ = ["LongDocQA", "MultiDocQA", "MultiRoundQA", "Rag", "Replay", "TtftSweep"]
+__all__ = ["Chats", "LongDocQA", "MultiDocQA", "MultiRoundQA", "Rag", "Replay", "TtftSweep"]
