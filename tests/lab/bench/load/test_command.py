@@ -19,6 +19,7 @@ from kvhold.cli import cli
 from kvhold.core.errors import ConfigError
 from tests.lab.bench.load.server import Exchange, TestServer, serving, well
 
+COMPARED = ["--serve-demo", "tiny", "--compare-policy", "lru", "--compare-policy", "learned"]
 SHORT = ["--documents", "3", "--document-tokens", "40", "--output-tokens", "4"]
 
 
@@ -128,6 +129,7 @@ WORKLOADS = [
         "16",
     ],
     ["ttft-sweep", "--lengths", "16,32", "--flush-tokens", "40"],
+    ["chats", "--chats-s", "20", "--think-s", "0.05", "--duration-s", "0.3"],
 ]
 
 
@@ -353,6 +355,13 @@ def test_a_router_is_told_the_user(server: TestServer) -> None:
         (["--base-url", "http://x", "--extra-body", "[]"], "--extra-body must be a JSON object"),
         (["--base-url", "http://x", "--extra-body", "{"], "--extra-body"),
         (["--base-url", "nonsense"], "http://localhost:8000/v1"),
+        (["--compare-policy", "lru", "--compare-policy", "learned"], "add --serve-demo"),
+        (["--serve-demo", "tiny", "--compare-policy", "lru"], "needs two policies or more"),
+        (
+            [*COMPARED, "--html", "load.html"],
+            "--compare-policy has no --plot, no --html",
+        ),
+        ([*COMPARED, "--expect-ttft-gain", "2"], "no --expect-ttft-gain"),
         (["--base-url", "http://x", "--vocab-size", "10"], "too few"),
         (["--base-url", "http://x", "--lengths", "1,b"], "such as 256,1024,4096"),
         (["--base-url", "http://x", "--lengths", "0"], "such as 256,1024,4096"),

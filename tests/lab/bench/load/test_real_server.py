@@ -70,6 +70,26 @@ def test_a_gain_that_nothing_has_is_not_reached(base_url: str, tmp_path: Path) -
     assert "FAILED: the ttft gain of warm requests is" in result.output
 
 
+def test_policies_get_equal_requests_and_their_hits_come_from_kvhold(tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    chats = ["chats", "--chats-s", "1", "--think-s", "1", "--duration-s", "8"]
+    compared = ["--compare-policy", "lru", "--compare-policy", "learned"]
+    demo = ["--serve-demo", "tiny", "--demo-context", "2048", "--demo-ram", "64MiB"]
+    others = ["--most-tokens", "2000", "--expect-max-errors", "0", "--json", str(lines)]
+    result = CliRunner().invoke(cli, ["bench", "load", *chats, *compared, *demo, *others])
+    assert result.exit_code == 0, result.output
+    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    lru, learned = (line for line in written if line["type"] == "policy")
+    (difference,) = (line for line in written if line["type"] == "difference")
+    assert (lru["policy"], learned["policy"]) == ("lru", "learned")
+    assert lru["prompt_tokens"] == learned["prompt_tokens"]
+    assert difference["pairs"] == lru["requests"] == learned["requests"] > 0
+    for row in (lru, learned):
+        hits = row["hits"]["chats"]
+        assert (hits["loaded"], hits["own"]) == (row["hit_tokens"], 0)
+        assert row["hit_tokens"] > 0
+
+
 def test_a_trace_is_replayed_with_its_sharing(base_url: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     requests = [

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from kvhold.core.errors import ConfigError
 from kvhold_lab.bench.load.prompts import TextPrompts, TokenPrompts
 from kvhold_lab.bench.load.work import COLD, WARM, Reply, Request, Workload
 from kvhold_lab.bench.load.workloads import (
+    Chats,
     LongDocQA,
     MultiDocQA,
     MultiRoundQA,
@@ -70,6 +72,7 @@ def line(timestamp: float, tokens: int, hash_ids: list[int], output: int = 5) ->
         MultiRoundQA(users=3, rounds=3, system_tokens=20, history_tokens=20, duration_s=20.0),
         Rag(requests=6, documents=4, document_tokens=30, storage_tokens=70, poisson=True),
         TtftSweep(lengths=(20, 60), following=2, flush_tokens=100),
+        Chats(duration_s=60.0),
     ],
     ids=lambda workload: type(workload).__name__,
 )
@@ -90,6 +93,7 @@ def test_the_same_arguments_give_the_same_requests(workload: Workload) -> None:
         MultiRoundQA(users=2, rounds=3, system_tokens=20, history_tokens=20),
         Rag(requests=3, documents=4, document_tokens=30, storage_tokens=70),
         TtftSweep(lengths=(20, 60)),
+        Chats(duration_s=60.0),
     ],
     ids=lambda workload: type(workload).__name__,
 )
@@ -324,6 +328,72 @@ class TestMultiRoundQA:
             ConfigError, match=r"recorded\.json: .*`value`.*; it must be a JSON list of"
         ):
             read_conversations(path, rounds=1)
+
+
+class TestChats:
+    def test_another_seed_gives_other_times(self) -> None:
+        one, two = (requests(Chats(seed=seed, duration_s=60.0), TOKENS) for seed in (0, 1))
+        assert {request.at_s for request in one}.isdisjoint(request.at_s for request in two)
+
+    def test_each_prompt_goes_on_from_the_one_before(self) -> None:
+        chats = phases(Chats(duration_s=60.0, system_tokens=10), TOKENS)["chats"]
+        assert any(len(chat) > 2 for chat in chats)
+        for chat in chats:
+            for one, two in pairwise(chat):
+                assert prompt(two)[: len(prompt(one))] == prompt(one)
+                assert len(prompt(two)) > len(prompt(one))
+
+    def test_chats_share_the_system_prompt_and_nothing_else(self) -> None:
+        (first, *_), (second, *_) = phases(Chats(system_tokens=10), TOKENS)["chats"][:2]
+        assert shared(prompt(first), prompt(second)) == 10
+
+    def test_prompts_do_not_follow_from_the_answers(self) -> None:
+        def silent(request: Request) -> Reply:
+            return Reply(latency_s=1.0, error="timeout")
+
+        workload = Chats(duration_s=30.0)
+        assert [prompt(request) for request in requests(workload, TOKENS, silent)] == [
+            prompt(request) for request in requests(workload, TOKENS)
+        ]
+
+    @given(st.integers(0, 1_000), st.floats(0.1, 2.0), st.floats(0.0, 2.0), st.integers(400, 3_000))
+    def test_no_prompt_is_too_long_and_no_question_too_late(
+        self, seed: int, chats_s: float, think_sigma: float, most_tokens: int
+    ) -> None:
+        workload = Chats(
+            seed=seed,
+            chats_s=chats_s,
+            think_sigma=think_sigma,
+            most_tokens=most_tokens,
+            duration_s=20.0,
+        )
+        for request in requests(workload, TextPrompts()):
+            num_tokens = sum(len(str(turn.content).split()) for turn in request.turns)
+            assert num_tokens + request.max_tokens <= most_tokens
+            assert request.at_s is not None
+            assert request.at_s < 20.0
+
+    def test_think_times_and_numbers_of_questions_are_about_what_was_asked(self) -> None:
+        workload = Chats(
+            chats_s=2.0, think_s=5.0, questions=3.0, duration_s=1_000.0, most_tokens=1_000_000
+        )
+        chats = [
+            chat
+            for chat in phases(replace(workload, history_tokens=1), TOKENS)["chats"]
+            if chat[0].at_s is not None and chat[0].at_s < 800.0
+        ]
+        thinking = [
+            two.at_s - one.at_s
+            for chat in chats
+            for one, two in pairwise(chat)
+            if one.at_s is not None and two.at_s is not None
+        ]
+        assert median(thinking) == pytest.approx(5.0, rel=0.15)
+        assert fmean(map(len, chats)) == pytest.approx(3.0, rel=0.1)
+
+    def test_prompts_without_room_for_a_chat_are_an_error(self) -> None:
+        with pytest.raises(ConfigError, match="--most-tokens"):
+            requests(Chats(most_tokens=300), TOKENS)
 
 
 class TestRag:
