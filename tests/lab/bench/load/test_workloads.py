@@ -72,7 +72,7 @@ def line(timestamp: float, tokens: int, hash_ids: list[int], output: int = 5) ->
         MultiRoundQA(users=3, rounds=3, system_tokens=20, history_tokens=20, duration_s=20.0),
         Rag(requests=6, documents=4, document_tokens=30, storage_tokens=70, poisson=True),
         TtftSweep(lengths=(20, 60), following=2, flush_tokens=100),
-        Chats(duration_s=60.0),
+        Chats(chats_s=1.0, duration_s=60.0),
     ],
     ids=lambda workload: type(workload).__name__,
 )
@@ -93,7 +93,7 @@ def test_the_same_arguments_give_the_same_requests(workload: Workload) -> None:
         MultiRoundQA(users=2, rounds=3, system_tokens=20, history_tokens=20),
         Rag(requests=3, documents=4, document_tokens=30, storage_tokens=70),
         TtftSweep(lengths=(20, 60)),
-        Chats(duration_s=60.0),
+        Chats(chats_s=1.0, duration_s=60.0),
     ],
     ids=lambda workload: type(workload).__name__,
 )
@@ -332,11 +332,15 @@ class TestMultiRoundQA:
 
 class TestChats:
     def test_another_seed_gives_other_times(self) -> None:
-        one, two = (requests(Chats(seed=seed, duration_s=60.0), TOKENS) for seed in (0, 1))
+        one, two = (
+            requests(Chats(seed=seed, chats_s=1.0, duration_s=60.0), TOKENS) for seed in (0, 1)
+        )
         assert {request.at_s for request in one}.isdisjoint(request.at_s for request in two)
 
     def test_each_prompt_goes_on_from_the_one_before(self) -> None:
-        chats = phases(Chats(duration_s=60.0, system_tokens=10), TOKENS)["chats"]
+        chats = phases(Chats(chats_s=1.0, think_s=5.0, duration_s=60.0, system_tokens=10), TOKENS)[
+            "chats"
+        ]
         assert any(len(chat) > 2 for chat in chats)
         for chat in chats:
             for one, two in pairwise(chat):
@@ -351,7 +355,7 @@ class TestChats:
         def silent(request: Request) -> Reply:
             return Reply(latency_s=1.0, error="timeout")
 
-        workload = Chats(duration_s=30.0)
+        workload = Chats(chats_s=1.0, duration_s=30.0)
         assert [prompt(request) for request in requests(workload, TOKENS, silent)] == [
             prompt(request) for request in requests(workload, TOKENS)
         ]

@@ -161,8 +161,8 @@ def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **argu
 
 
 @command.command()
-@default_option("--chats-s", 0.4, "New chats a second.", FACTOR)
-@default_option("--think-s", 20.0, "Median time between two questions of a chat.", FACTOR)
+@default_option("--chats-s", 0.2, "New chats a second.", FACTOR)
+@default_option("--think-s", 30.0, "Median time between two questions of a chat.", FACTOR)
 @default_option("--think-sigma", 1.0, "How much think times differ; 0: not at all.", SECONDS)
 @default_option("--questions", 5.0, "Mean number of a chat.", Number(1))
 @default_option("--system-tokens", 256, "Of the system prompt that all chats share.", COUNT)

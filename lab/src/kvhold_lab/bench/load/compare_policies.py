@@ -4,6 +4,7 @@ All servers run at once, and get each request one after the other (`in_turns.py`
 """
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -123,4 +124,4 @@ def _judge(common: Common, errors: dict[str, int]) -> None:
     for sentence in broken:
         click.echo(f"kvhold bench load: FAILED: {sentence}", err=True)
     if broken:
-        raise click.exceptions.Exit(1)
+        sys.exit(1)

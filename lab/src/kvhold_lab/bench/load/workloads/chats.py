@@ -52,8 +52,8 @@ class Chats:
     """
 
     seed: int = 0
-    chats_s: float = 0.4
-    think_s: float = 20.0
+    chats_s: float = 0.2
+    think_s: float = 30.0
     think_sigma: float = 1.0
     questions: float = 5.0
     system_tokens: int = 256
