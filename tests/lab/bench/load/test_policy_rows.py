@@ -64,6 +64,13 @@ def test_equal_requests_are_paired_in_their_order() -> None:
     assert (difference.pairs, difference.ttft_mean_s) == (2, -1.0)
 
 
+def test_pairs_with_equal_hits_are_told_apart() -> None:
+    mixed = [*FASTER[:40], *LRU[40:]]
+    difference = policy_difference("learned", mixed, "lru", LRU, equal_hits=True)
+    assert difference is not None
+    assert (difference.pairs, difference.hit_share, difference.ttft_mean_s) == (20, 0.0, 0.0)
+
+
 def test_requests_of_one_user_are_drawn_together() -> None:
     apart = policy_row("a", [asked(n, 0, float(n % 10)) for n in range(100)])
     together = policy_row("a", [asked(n % 10, n, float(n % 10)) for n in range(100)])
@@ -80,9 +87,10 @@ def test_the_same_results_give_the_same_intervals() -> None:
 def test_the_first_policy_is_what_others_are_compared_with() -> None:
     rows, differences = compared({"lru": LRU, "fifo": LRU, "learned": FASTER, "mru": []})
     assert [row.policy for row in rows] == ["lru", "fifo", "learned"]
-    assert [(pair.policy, pair.minus) for pair in differences] == [
-        ("fifo", "lru"),
-        ("learned", "lru"),
+    assert [(pair.policy, pair.minus, pair.equal_hits) for pair in differences] == [
+        ("fifo", "lru", False),
+        ("fifo", "lru", True),
+        ("learned", "lru", False),
     ]
     text = "\n".join(render_table(title, cells) for title, cells in tables(rows, differences))
     assert "learned - lru" in text

@@ -80,7 +80,7 @@ def test_policies_get_equal_requests_and_their_hits_come_from_kvhold(tmp_path: P
     assert result.exit_code == 0, result.output
     written = [json.loads(line) for line in lines.read_text().splitlines()]
     lru, learned = (line for line in written if line["type"] == "policy")
-    (difference,) = (line for line in written if line["type"] == "difference")
+    difference = next(line for line in written if line["type"] == "difference")
     assert (lru["policy"], learned["policy"]) == ("lru", "learned")
     assert lru["prompt_tokens"] == learned["prompt_tokens"]
     assert difference["pairs"] == lru["requests"] == learned["requests"] > 0

@@ -43,11 +43,13 @@ class PolicyRow:
 class PolicyDifference:
     """A policy minus another, by pairs of equal requests that both have answered.
 
+    equal_hits: only pairs with equal hits, whose TTFT shows how well the servers are comparable
     hit_share: of the prompt tokens
     """
 
     policy: str
     minus: str
+    equal_hits: bool
     pairs: int
     hit_share: float
     hit_share_low: float
@@ -91,11 +93,18 @@ def policy_row(policy: str, results: Sequence[Result]) -> PolicyRow | None:
 
 
 def policy_difference(
-    policy: str, results: Sequence[Result], minus: str, others: Sequence[Result]
+    policy: str,
+    results: Sequence[Result],
+    minus: str,
+    others: Sequence[Result],
+    *,
+    equal_hits: bool = False,
 ) -> PolicyDifference | None:
-    """None: no request was answered under both."""
+    """None: there is no such pair."""
     own, other = _answered(results), _answered(others)
     pairs = [(own[key], other[key]) for key in own if key in other]
+    if equal_hits:
+        pairs = [(one, two) for one, two in pairs if _hit_tokens(one) == _hit_tokens(two)]
     if not pairs:
         return None
     users = [_user(result, at) for at, (result, _) in enumerate(pairs)]
@@ -108,6 +117,7 @@ def policy_difference(
     return PolicyDifference(
         policy=policy,
         minus=minus,
+        equal_hits=equal_hits,
         pairs=len(pairs),
         hit_share=share.value,
         hit_share_low=share.low,
@@ -125,7 +135,9 @@ def compared(
     first, *others = results
     rows = [policy_row(policy, own) for policy, own in results.items()]
     differences = [
-        policy_difference(policy, results[policy], first, results[first]) for policy in others
+        policy_difference(policy, results[policy], first, results[first], equal_hits=equal_hits)
+        for policy in others
+        for equal_hits in (False, True)
     ]
     return [row for row in rows if row], [pair for pair in differences if pair]
 
@@ -163,7 +175,7 @@ def tables(
                 ["", "pairs", "hit share, points", "95 %", "mean TTFT s", "95 %"],
                 *(
                     [
-                        f"{pair.policy} - {pair.minus}",
+                        f"{pair.policy} - {pair.minus}{', equal hits' * pair.equal_hits}",
                         f"{pair.pairs:,}",
                         f"{100 * pair.hit_share:+.1f}",
                         f"{100 * pair.hit_share_low:+.1f} to {100 * pair.hit_share_high:+.1f}",
