@@ -6,7 +6,7 @@ from typing import Any, get_args
 import click
 
 from kvhold.cli.options import Size
-from kvhold_lab.bench.load.execute import prompts_of, run, separator_of
+from kvhold_lab.bench.load.execute import run
 from kvhold_lab.bench.load.options import (
     COUNT,
     FACTOR,
@@ -18,6 +18,7 @@ from kvhold_lab.bench.load.options import (
     with_options,
 )
 from kvhold_lab.bench.load.report import Gates
+from kvhold_lab.bench.load.setup import prompts_of, separator_of
 from kvhold_lab.bench.load.workloads import (
     Chats,
     LongDocQA,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from kvhold_lab.bench.load.execute import arguments_of, endpoint_of, json_lines, prompts_of
 from kvhold_lab.bench.load.options import Common
 from kvhold_lab.bench.load.policy_rows import compared, tables
 from kvhold_lab.bench.load.report import Gates, render_table, request_line
+from kvhold_lab.bench.load.setup import arguments_of, endpoint_of, json_lines, prompts_of
 from kvhold_lab.bench.load.work import Workload
 
 if TYPE_CHECKING:

@@ -1,20 +1,16 @@
 """Run a workload: server, measurement, results and verdict."""
 
 import asyncio
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
-from kvhold.core.errors import ConfigError
+from kvhold_lab.bench.load.compare_policies import compare
 from kvhold_lab.bench.load.options import Common
-from kvhold_lab.bench.load.prompts import Content, Prompts, TextPrompts, TokenPrompts
 from kvhold_lab.bench.load.report import (
     Gates,
     Summary,
@@ -23,19 +19,16 @@ from kvhold_lab.bench.load.report import (
     summarise,
     summary_line,
 )
+from kvhold_lab.bench.load.setup import arguments_of, endpoint_of, json_lines, prompts_of
 from kvhold_lab.bench.load.work import Result, Workload
 from kvhold_lab.bench.rows import needing
 
 if TYPE_CHECKING:
     from kvhold_lab.bench.load.client import Endpoint
 
-_SEPARATOR_TEXT, _SEPARATOR_TOKENS = " # # ", 4
-
 
 def run(name: str, common: Common, workload: Workload, gates: Gates) -> None:
     if common.compare_policy:
-        from kvhold_lab.bench.load.compare_policies import compare
-
         compare(name, common, workload, gates)
         return
     from kvhold_lab.bench.load.measure import LoadMeasurement, measure
@@ -124,83 +117,3 @@ def _server(common: Common) -> "Iterator[Endpoint]":
         else:
             base_url = checked_url(common.base_url)
         yield endpoint_of(common, base_url)
-
-
-def endpoint_of(common: Common, base_url: str) -> "Endpoint":
-    """Ask the server for its model if none is named. Raises ConfigError."""
-    from kvhold_lab.bench.load.client import Endpoint
-    from kvhold_lab.bench.load.measure import model_of
-
-    endpoint = Endpoint(
-        base_url=base_url,
-        model=common.model or "",
-        api="chat" if common.api == "chat" else "completions",
-        api_key=os.environ.get(common.api_key_env) or None,
-        ignore_eos=common.ignore_eos,
-        extra_body=_object(common.extra_body),
-        user_header=common.user_header,
-        timeout_s=common.timeout_s,
-        connect_timeout_s=common.connect_timeout_s,
-    )
-    return endpoint if endpoint.model else replace(endpoint, model=asyncio.run(model_of(endpoint)))
-
-
-@contextmanager
-def json_lines(path: Path | None) -> Iterator[Callable[[bytes], Any]]:
-    if path is None:
-        yield len
-        return
-    try:
-        file = path.open("wb", buffering=0)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}") from None
-    with file:
-        yield file.write
-
-
-def prompts_of(common: Common) -> Prompts:
-    kind = common.prompts or ("text" if common.api == "chat" else "tokens")
-    if kind == "text":
-        return TextPrompts(common.seed)
-    if common.api == "chat":
-        raise click.UsageError("--api chat takes no token ids; use --prompts text")
-    return TokenPrompts(common.seed, first_id=common.first_token_id, vocab_size=common.vocab_size)
-
-
-def separator_of(given: str | None, prompts: Prompts) -> Content:
-    if prompts.kind == "text":
-        return _SEPARATOR_TEXT if given is None else given
-    if given is None:
-        return prompts.piece("separator", 0, _SEPARATOR_TOKENS)
-    try:
-        return [int(part) for part in given.split(",")]
-    except ValueError:
-        raise click.UsageError(
-            f"--separator {given!r}: with token ids as prompts it must be ids with commas "
-            "between them"
-        ) from None
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"--extra-body: {error}") from None
-    if not isinstance(value, dict):
-        raise click.UsageError('--extra-body must be a JSON object, such as {"priority": 1}')
-    return value
-
-
-def arguments_of(workload: Workload) -> dict[str, Any]:
-    """A data set becomes its size."""
-    given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
-    return {
-        name: len(value) if name in ("examples", "recorded") else _plain(value)
-        for name, value in given.items()
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return value.name
-    return getattr(value, "__name__", value) if callable(value) else value
