@@ -40,7 +40,14 @@ def node_of(client: NodeClient) -> psutil.Process:
 
 def kill(node: psutil.Process) -> None:
     node.kill()
-    eventually(lambda: not node.is_running() or node.status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: is_dead(node))
+
+
+def is_dead(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_killed_node_is_started_again_without_an_engine_and_clients_notice_by_themselves(
