@@ -308,7 +308,7 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
         if refusal is not None:
             return refusal
         _tell(arena)
-        if arena.thread is not None:
+        if arena.thread is not None:  # pin for at most half of the time
             time.sleep(time.monotonic() - began_s)
     log.info("kvhold: %s are pinned", format_size(size))
     return None

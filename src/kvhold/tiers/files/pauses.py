@@ -1,8 +1,8 @@
 """Pauses of a thread that works on many files.
 
-A short system call drops and takes the GIL. A thread that makes thousands of them starves the
-node's loop: the loop's thread is woken at each drop and finds the GIL taken again, so its request
-for the GIL, which it makes after 0.5 ms without being woken, never comes.
+A short system call drops the GIL and takes it again. A thread that makes thousands of such calls
+starves the node's loop. Python asks a thread for the GIL only after 0.5 ms without a wake-up, but
+each drop wakes the loop's thread, which then finds the GIL taken.
 """
 
 import time

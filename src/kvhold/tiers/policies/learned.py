@@ -6,10 +6,10 @@ how long its prompt paused before the last use, and how many chunks of that prom
 its kind, the time since its last use and its *value* (`base.py`). Of each kind and value, the
 oldest leaf is compared.
 
-A new chunk that is worth less than what it would evict is not admitted.
+A new chunk is not admitted if the chunks that it would evict are worth more.
 
-Chunks that are not here are remembered (`ghosts.py`), so that learning does not depend on what
-stayed.
+`ghosts.py` remembers evicted and missing chunks. Otherwise the policy would learn only from chunks
+that stayed.
 """
 
 import time
@@ -52,7 +52,7 @@ def _kind(uses: int, prompt: int) -> int:
     return (min(uses.bit_length(), _USES) - 1) * _PROMPTS + prompt
 
 
-# by the uses before, what is added to the past of a prompt without uses
+# the number to add to the past of an unused chunk, by the uses before
 _PAST_OF_NEXT_USE = [
     pack(Ghost(0.0, _kind(uses, 0), uses)) for uses in (*range(1, MOST_USES + 1), MOST_USES)
 ]

@@ -12,7 +12,7 @@ table counts the intervals that reached the bucket and those that ended there. A
 still open counts for the ages that it has reached, and for no others (a period life table).
 
 Both counts fade with a half-life. Kinds with few uses are estimated from kinds like them: a kind is
-described by several numbers, and takes what it lacks from all kinds with the same first numbers.
+described by several numbers. Its missing counts come from all kinds with the same first numbers.
 
 A chunk is kept for a time h at most: until it is used again, or h has passed. The worth is the
 largest, over all h, of
@@ -140,7 +140,7 @@ class ReuseTimes:
         return _merged(use).num
 
     def advance(self, now_s: float) -> None:
-        """Say what time it is. Values of `worth` change when `num_ticks` does."""
+        """Set the time. Values of `worth` change when `num_ticks` does."""
         if now_s < self.next_tick_s:
             return
         self._count_youngest()
