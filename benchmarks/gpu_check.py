@@ -9,6 +9,7 @@ beforehand on a machine with a network:
     else it lacks
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,8 +48,11 @@ def bring(version: str, *more: str) -> int:
 
 def main() -> None:
     """Run the command."""
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
+    sources = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
+    sys.path[:0] = sources
     sys.path.append(str(SITE))  # what the machine has comes first
+    # for the node and the other processes that parts start
+    os.environ["PYTHONPATH"] = os.pathsep.join([*sources, str(SITE)])
     from kvhold_lab.bench.gpu.command import command
 
     command()

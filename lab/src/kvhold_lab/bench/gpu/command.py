@@ -12,7 +12,7 @@ from kvhold_lab.bench.gpu.rows import GpuRow
 from kvhold_lab.bench.rows import needing, write_rows
 from kvhold_lab.options import json_option, only_option
 
-PARTS = ("machine", "orders", "pieces", "kernels", "coding", "decode", "kills", "mini")
+PARTS = ("machine", "orders", "pieces", "kernels", "coding", "decode", "kills", "mini", "model")
 _MARKS = {True: "ok", False: "NOT MET", None: ""}
 
 
@@ -31,7 +31,7 @@ _MARKS = {True: "ok", False: "NOT MET", None: ""}
 def command(
     context: click.Context, kind: str, only: tuple[str, ...], json_file: Path | None
 ) -> None:
-    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding, kills, a small engine.
+    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding, kills, a small engine, a model.
 
     Exits with 1 if a check fails or a goal is not met. `cpu` and `fake` need no GPU.
     """
