@@ -73,7 +73,9 @@ class World:
         self.arenas = PinnedArenas(self.driver, slice_bytes=self.random.choice([1 << 14, 500, 177]))
         if self.random.random() < 0.8:
             self.arenas.add(self.arena.read_only, self.arena.writable)
-        self.copier = DeviceCopier(self.driver, self.arenas, sizes)
+        # a checker waits beside the caller, and a device that waits runs all streams
+        self.checker = ThreadPoolExecutor(1) if self.random.random() < 0.3 else None
+        self.copier = DeviceCopier(self.driver, self.arenas, sizes, checker=self.checker)
 
     def rows_of(self, blocks: int) -> int:
         """Rows of the view."""
@@ -151,14 +153,21 @@ def serve(world: World) -> str:
     for value in (17, 18, 19):
         expected = [{value}, {value + 100}]
         world.fill(here, value, value + 100)
-        piece = world.piece(here, at=value % 17 * 20_000)
+        sums = Checksums.not_taken(2, LAYERS)
+        piece = world.piece(here, at=value % 17 * 20_000, sums=sums)
         transfer = copier.gather([piece], after=copier.mark())
         copier.fence([transfer])
         world.fill(here, 99)  # the next pass
         if transfer.wait() != [None]:
             return "a store cannot be damaged"
+        if not sums.known.all():
+            return "a store of whole chunks takes their checksums"
+        taken = sums.values.copy()
         if (found := bytes_of(piece)) != expected:
             return f"stored {expected} as {found}"
+        piece.planned.take_sums(range(LAYERS), np.arange(2))  # of the bytes that are there now
+        if (taken != sums.values).any():
+            return f"took the checksums {taken} of bytes with {sums.values}"
         stored.append((expected, piece))
     for expected, piece in stored:
         world.fill(there, 77)  # they are zeroed, or others read them
@@ -390,6 +399,23 @@ class TestTransfer:
             world.copier.scatter([world.piece([1, 2])], after=None)
         world.device.synchronize()
 
+    @pytest.mark.parametrize(("least_direct", "waits"), [(1 << 20, True), (1, False)])
+    def test_small_pieces_wait_for_a_full_ring(self, *, least_direct: int, waits: bool) -> None:
+        """Thousands of copies of a few bytes would hold the engine for longer."""
+        driver, arena, engine = Counting(FakeDevice(3)), Arena(1 << 16), make("NHD", layers=LAYERS)
+        nbytes = LAYERS * 2 * 2 * engine.view.rows_per_block * engine.view.row_bytes
+        arenas = PinnedArenas(driver)
+        arenas.add(arena.read_only, arena.writable)
+        arenas.wait()
+        copier = DeviceCopier(
+            driver, arenas, Settings(nbytes + 256, 1 << 16, 1 << 16, least_direct)
+        )
+        places = ChunkBytes(np.zeros(1, np.int64), np.array([2 * engine.view.tokens_per_block]))
+        piece = Piece(engine.view, np.array([1, 2]), arena.writable, places)
+        for transfer in [copier.gather([piece], after=copier.mark()) for _ in range(3)]:
+            transfer.wait()
+        assert (max(driver.pieces) == 1) == waits
+
     def test_rows_that_are_skipped_keep_their_bytes_in_the_arena(self) -> None:
         for seed in range(20):
             world = World(seed)
@@ -399,6 +425,18 @@ class TestTransfer:
             HostCopier().gather([replace(piece, buffer=expected)], after=None)
             world.copier.gather([piece], after=None).wait()
             assert (world.arena.writable == expected).all()
+
+
+class Counting(FakeDriver):
+    """Notes how many pieces each copy has."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(device)
+        self.pieces: list[int] = []
+
+    def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> FakeEvent:
+        self.pieces.append(copies.nbytes.size)
+        return super().copy(lane, after, copies)
 
 
 class Failing(FakeDriver):
@@ -682,16 +720,18 @@ class TestRing:
 
 
 class TestBatches:
-    def test_they_hold_every_chunk_once_and_no_more_bytes_than_asked(self) -> None:
+    def test_they_hold_every_chunk_once_and_no_more_bytes_than_asked_at_first_half(self) -> None:
         world = World(2)
         piece = world.piece([0, 1, 2, 3, 4, 5])
         one = int(next(iter(batches(piece, 0, range(LAYERS), 1))).nbytes)
         for most, sizes in (
             (1, [1, 1, 1]),
             (one, [1, 1, 1]),
-            (2 * one, [2, 1]),
-            (2 * one + 1, [2, 1]),
-            (3 * one, [3]),
+            (2 * one, [1, 2]),
+            (2 * one + 1, [1, 2]),
+            (3 * one, [1, 2]),
+            (4 * one, [2, 1]),
+            (6 * one, [3]),
         ):
             found = list(batches(piece, 0, range(LAYERS), most))
             assert [batch.chunks.size for batch in found] == sizes

@@ -73,13 +73,12 @@ MUTATIONS = [
         COPIER,
         "transfer.add(touched=read, ended=read)",
         "transfer.add(ended=read)",
-        nth=1,
     ),
     Mutation(
         "a fence forgets direct gathers",
         COPIER,
-        "transfer.add(touched=read, ended=read)",
-        "transfer.add(ended=read)",
+        "transfer.add(touched=read, ended=read, summed",
+        "transfer.add(ended=read, summed",
     ),
     Mutation(
         "a fence forgets scatters by the ring",
@@ -90,8 +89,8 @@ MUTATIONS = [
     Mutation(
         "the ring is taken again before a store has read it",
         COPIER,
-        "part.until(written)\n            transfer.add(ended=written)",
-        "transfer.add(ended=written)",
+        "part.until(written)\n            transfer.add(ended=written, summed",
+        "transfer.add(ended=written, summed",
     ),
     Mutation(
         "the ring is taken again before a load has been scattered",
@@ -99,12 +98,23 @@ MUTATIONS = [
         "part.until(written)\n            transfer.add(touched",
         "transfer.add(touched",
     ),
-    Mutation("nobody waits for stores", COPIER, "            transfer.add(ended=written)\n", ""),
+    Mutation(
+        "nobody waits for stores",
+        COPIER,
+        "            transfer.add(ended=written, summed=(written, batch))\n",
+        "",
+    ),
     Mutation(
         "checksums are compared before the device has read",
         COPIER,
-        "if self._ends_well(event, faults):\n                damage",
-        "if True:\n                damage",
+        "            event.wait()\n        damage",
+        "            pass\n        damage",
+    ),
+    Mutation(
+        "checksums are taken before the device has written",
+        COPIER,
+        "            event.wait()\n        batch",
+        "            pass\n        batch",
     ),
     Mutation(
         "nobody waits for the end",

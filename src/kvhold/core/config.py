@@ -317,7 +317,10 @@ class Config:
         5.0, "how long an ending cache goes on writing what waits", minimum=0
     )
     copy_threads: int = setting(
-        0, "threads that copy between engine and arena; 0: as many as cores, at most 2", minimum=0
+        0,
+        "threads that copy between engine and arena, or take the checksums of a device's copies; "
+        "0: 2, with a device half of the cores, at most 8",
+        minimum=0,
     )
     node: NodeConfig = field(default_factory=NodeConfig)
     client: ClientConfig = field(default_factory=ClientConfig)

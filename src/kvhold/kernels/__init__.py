@@ -20,7 +20,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvhold.kernels.plan import Chunks, Plan, plan_blocks, plan_slots
-from kvhold.kernels.view import View
+from kvhold.kernels.view import Int64s, View
 
 __all__ = [
     "Chunks",
@@ -93,6 +93,8 @@ def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
         if any(view.coding is not None for view in views):
             _load_coded(worker)
     elif worker == "triton":
+        if _imports("numba"):
+            _load_sums()
         for view in views:
             import_module(
                 f"kvhold.kernels.triton_{'copy' if view.coding is None else 'coded_copy'}"
@@ -100,20 +102,37 @@ def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
 
 
 def sum_layers(
-    plan: Plan, layers: range, sums: Sums, chunks: "npt.NDArray[np.int64] | None" = None
+    plan: Plan,
+    layers: range,
+    sums: Sums,
+    chunks: "npt.NDArray[np.int64] | None" = None,
+    *,
+    threads: int = 1,
 ) -> None:
-    """Write checksums to `sums` [chunks, layers of the view].
+    """Write checksums of chunks in host memory to `sums` [chunks, layers of the view].
 
-    chunks: default: those with a copied row
+    chunks:  default: those with a copied row
+    threads: with the caller; the GIL is released
     """
-    base, view = np.asarray(plan.chunks.base), plan.view
-    for chunk in np.unique(plan.chunk) if chunks is None else chunks:
-        nbytes = int(plan.chunk_rows[chunk]) * view.planes * view.row_bytes
-        start = int(plan.chunk_starts[chunk])
-        for layer in layers:
-            sums[chunk, layer] = xxh3_64_intdigest(
-                base[start + layer * nbytes : start + (layer + 1) * nbytes].data
-            )
+    chunks = np.unique(plan.chunk) if chunks is None else chunks
+    of_layer = (plan.chunk_rows[chunks] * (plan.view.planes * plan.view.row_bytes))[:, None]
+    starts = plan.chunk_starts[chunks][:, None] + np.arange(layers.start, layers.stop) * of_layer
+    sums[chunks, layers.start : layers.stop] = _sums_of_ranges(
+        plan.chunks, starts.reshape(-1), np.repeat(of_layer, len(layers)), threads
+    ).reshape(starts.shape)
+
+
+def _sums_of_ranges(chunks: Chunks, starts: Int64s, nbytes: Int64s, threads: int) -> Sums:
+    if _imports("numba") and (nbytes > _SHORT_LAYER).all():
+        return _load_sums()(starts + chunks.address, nbytes, threads)
+    base = np.asarray(chunks.base)
+    return np.array(
+        [
+            xxh3_64_intdigest(base[start : start + length].data)
+            for start, length in zip(starts.tolist(), nbytes.tolist(), strict=True)
+        ],
+        np.uint64,
+    )
 
 
 def _copy(
@@ -231,3 +250,11 @@ def _load_summed() -> Callable[[Plan, range, bool, int, Sums], None]:
         "kvhold.kernels.numba_summed_copy"
     ).copy
     return copy
+
+
+@cache
+def _load_sums() -> Callable[[Int64s, Int64s, int], Sums]:
+    sums: Callable[[Int64s, Int64s, int], Sums] = import_module(
+        "kvhold.kernels.numba_sums"
+    ).sum_ranges
+    return sums

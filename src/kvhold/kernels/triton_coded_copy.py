@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvhold.kernels.numba_floats import KINDS
 from kvhold.kernels.plan import Plan
-from kvhold.kernels.triton_copy import PROGRAMS, VECTOR_BYTES
+from kvhold.kernels.triton_copy import PROGRAMS, VECTOR_BYTES, programs_for
 from kvhold.kernels.triton_floats import EXACT, load_floats, magnitudes_of, nearest, store_floats
 from kvhold.kernels.view import Coding, View
 
@@ -28,7 +28,15 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
     view = plan.view
     if view.device == "cpu" and not INTERPRETED:
         raise ValueError("the triton worker copies host memory only under TRITON_INTERPRET=1")
-    _launch(view, to_arena, _on_device(plan), plan.num_rows, layers, alignment_of(plan))
+    _launch(
+        view,
+        to_arena,
+        _on_device(plan),
+        plan.num_rows,
+        layers,
+        alignment_of(plan),
+        programs_for(plan),
+    )
 
 
 def prepare(view: View) -> None:
@@ -40,6 +48,7 @@ def prepare(view: View) -> None:
             0,
             range(0),
             _alignment(_bits(view)),
+            PROGRAMS,
         )
 
 
@@ -75,6 +84,7 @@ def _launch(
     num_rows: int,
     layers: range,
     alignment: tuple[int, int],
+    programs: int,
 ) -> None:
     coding = view.coding
     assert isinstance(coding, Coding) and view.planes == 1
@@ -84,7 +94,7 @@ def _launch(
         nullcontext() if view.device == "cpu" else torch.cuda.device(view.device)
     )
     with device:
-        _copy_tiles[(max(1, min(PROGRAMS, jobs)),)](
+        _copy_tiles[(max(1, min(programs, jobs)),)](
             tables,
             num_rows,
             layers.start,

@@ -1,8 +1,9 @@
 """The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
 
 - A thread moves 16 bytes at a time if every address, stride and size allows it.
-- A program keeps its multiprocessor while it waits for the bus: many would keep the engine's
-  kernels out.
+- Within the device many programs copy at once: the engine's next kernels wait for the copy, or for
+  the multiprocessors that it holds. Beside host memory there are few, since a program keeps its
+  multiprocessor while it waits for the bus.
 - Numbers of runs and tiles are not specialised, so no copy compiles after `prepare`.
 
 With TRITON_INTERPRET=1 at import, the kernel runs on host memory, for tests.
@@ -23,6 +24,7 @@ from kvhold.kernels.view import Int64s, View
 # a program's turn: 128 threads, eight times 16 bytes
 TILE_WORDS = 2048
 PROGRAMS = 16  # 256 KiB in flight: a bus of 64 GB/s holds 130 KB in 2 us
+PROGRAMS_IN_DEVICE = 256  # two for each multiprocessor of an H100
 VECTOR_BYTES = 16
 
 
@@ -46,7 +48,8 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
     words = words_of(plan)
     tables, num_tiles = _on_device(plan, words)
     first, stop = layers.start * view.planes, layers.stop * view.planes
-    _launch(view, words, to_arena, tables, (plan.num_runs, num_tiles, first, stop - first))
+    counts = (plan.num_runs, num_tiles, first, stop - first)
+    _launch(view, words, to_arena, tables, counts, programs_for(plan))
 
 
 def prepare(view: View) -> None:
@@ -54,7 +57,12 @@ def prepare(view: View) -> None:
     words = _words(_bits(view))
     for to_arena in (True, False):
         tables = torch.zeros(1, dtype=torch.int64, device=view.device)
-        _launch(view, words, to_arena, tables, (0, 0, 0, 0))
+        _launch(view, words, to_arena, tables, (0, 0, 0, 0), PROGRAMS)
+
+
+def programs_for(plan: Plan) -> int:
+    is_in_device = plan.view.device != "cpu" and plan.chunks.device == plan.view.device
+    return PROGRAMS_IN_DEVICE if is_in_device else PROGRAMS
 
 
 def words_of(plan: Plan) -> Words:
@@ -83,13 +91,14 @@ def _launch(
     to_arena: bool,
     tables: "torch.Tensor",
     counts: tuple[int, int, int, int],
+    programs: int,
 ) -> None:
     heads, head_bytes = (
         (1, view.row_bytes) if view.rows_are_whole else (view.heads, view.head_bytes)
     )
     _, num_tiles, _, num_planes = counts
     with _device_of(view):
-        _copy_tiles[(max(1, min(PROGRAMS, num_tiles * num_planes)),)](
+        _copy_tiles[(max(1, min(programs, num_tiles * num_planes)),)](
             tables,
             *counts,
             view.row_stride,
@@ -127,18 +136,22 @@ def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
         num_words = plan.rows * view.row_bytes // words.nbytes
         tiles = -(-num_words // TILE_WORDS)
         run = np.repeat(np.arange(plan.num_runs), tiles)
-        within = np.arange(run.size) - (np.cumsum(tiles) - tiles)[run]
         parts: list[Int64s] = [
             plan.chunk_offsets + _arena(plan),
             plan.plane_strides,
             plan.view_offsets,
             num_words,
+            run,
+            np.arange(run.size) - (np.cumsum(tiles) - tiles)[run],
+            view.table.reshape(-1),
         ]
-        parts += [run, within, view.table.reshape(-1)]
-        tables = torch.from_numpy(np.concatenate(parts))
         # pinned, so that the upload does not wait for the stream
+        tables = torch.empty(
+            sum(part.size for part in parts), dtype=torch.int64, pin_memory=not on_host
+        )
+        np.concatenate(parts, out=tables.numpy())
         plan.memo[key] = (
-            (tables if on_host else tables.pin_memory().to(view.device, non_blocking=True)),
+            tables if on_host else tables.to(view.device, non_blocking=True),
             run.size,
         )
     tables, num_tiles = plan.memo[key]

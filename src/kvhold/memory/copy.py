@@ -6,7 +6,7 @@
 Ids and slots are of all chunks, end to end. Negative ones are skipped, and ABSENT chunks with their
 ids. Any thread.
 
-A gather on the host writes checksums to `places.sums`; on a device `Reservation.commit` takes them.
+A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does.
 A scatter compares whole chunks, and raises DamagedChunks after all is copied: only the blocks of
 these chunks are wrong.
 """
@@ -138,12 +138,20 @@ class PlannedCopy:
             scatter(self.plan, layers=layers, threads=threads)
         self._compare(layers, found)
 
-    def verify(self, layers: range, chunks: Int64s) -> DamagedChunks | None:
+    def take_sums(self, layers: range, chunks: Int64s, *, threads: int = 1) -> None:
+        """Keep checksums after a device's write. The chunks must be complete in these layers."""
+        if self.sums is None:
+            return
+        found = self._empty()
+        sum_layers(self.plan, layers, found, chunks, threads=threads)
+        self.sums.take(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
+
+    def verify(self, layers: range, chunks: Int64s, *, threads: int = 1) -> DamagedChunks | None:
         """Compare checksums after a device's read. Return the damaged chunks."""
         if self.sums is None:
             return None
         found = self._empty()
-        sum_layers(self.plan, layers, found, chunks)
+        sum_layers(self.plan, layers, found, chunks, threads=threads)
         try:
             self.sums.compare(
                 self.numbers[chunks], layers, found[chunks, layers.start : layers.stop]

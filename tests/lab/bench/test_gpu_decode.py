@@ -198,7 +198,7 @@ PATHS: dict[tuple[Verb, str], tuple[Settings, set[str]]] = {
         Settings(1 << 20, 1 << 20, direct_bytes=1 << 40),
         {"gather", "store"},
     ),
-    ("stores", "the ring full"): (Settings(256, 1 << 20), {"store"}),
+    ("stores", "without a ring"): (Settings(256, 1 << 20), {"store"}),
     ("loads", "by the ring"): (
         Settings(1 << 20, 1 << 20, direct_bytes=1 << 40),
         {"load", "scatter"},

@@ -39,7 +39,7 @@ from kvhold.integrations.sglang.pools import Int64s, device_pages
 from kvhold.integrations.sglang.settings import linker_settings
 from kvhold.integrations.versions import warn_if_untested
 from kvhold.memory.copier import Copier, Mark, Piece, wait_for
-from kvhold.memory.device import proven_copier_for
+from kvhold.memory.device import COPY_THREADS, proven_copier_for
 from kvhold.memory.placement import place_own_threads, place_this_thread
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                 "off, or use the storage"
             )
         engine, pool = engine_of(settings), params.token_to_kv_pool_allocator.get_kvcache()
-        threads = settings.config.copy_threads or 2
+        threads = settings.config.copy_threads or COPY_THREADS
         self._pages = device_pages(
             pool, page_size=params.page_size, kv_dtype=engine.kv_dtype, threads=threads
         )
@@ -112,7 +112,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         device = self._pages.views[0].device
         self._copier: Copier = proven_copier_for(
             device,
-            threads=threads,
+            threads=settings.config.copy_threads,
             cache=self._cache,
             allow_unproven=settings.config.allow_unproven,
         )

@@ -115,7 +115,7 @@ class Reuse:
         self._rules = request_rules(None, config.rules)
         self._store_generated = store_generated
         self._tokens_per_chunk = config.tokens_per_chunk
-        self._threads = config.copy_threads or 2
+        self._threads = config.copy_threads
         self._allow_unproven = config.allow_unproven
         self._identity = Identity(model, model_id=model_id, cache_salt=cache_salt)
         self._registered = b""

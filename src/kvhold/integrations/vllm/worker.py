@@ -36,7 +36,7 @@ from kvhold.memory.arena import Region, Toucher
 from kvhold.memory.coding import coded_view, infinite_chunks
 from kvhold.memory.copier import Copier, HostCopier, Mark, Piece, Transfer, wait_for
 from kvhold.memory.copy import warm_up
-from kvhold.memory.device import copier_for
+from kvhold.memory.device import COPY_THREADS, copier_for
 from kvhold.memory.host import available_bytes
 from kvhold.memory.placement import place_own_threads, place_this_thread
 from kvhold.memory.views import View, opaque_blocks
@@ -115,8 +115,7 @@ class WorkerSide:
         self._held, self._stored = geometry.held_by(rank), geometry.stored_by(rank)
         self._num_blocks = num_blocks
         self._adapters = adapters or AdapterLoads()
-        self._threads = config.copy_threads or 2
-        self._copier: Copier = copier or HostCopier(self._threads)
+        self._copier: Copier = copier or HostCopier(config.copy_threads or COPY_THREADS)
         self._is_copier_given = copier is not None
         self._views: dict[int, list[View]] = {}  # by shard: one view for each part
         self.tally = Tally()
@@ -182,7 +181,7 @@ class WorkerSide:
     def _choose_copier(self, device: str) -> None:
         if self._is_copier_given or device == "cpu":
             return
-        self._copier = copier_for(device, threads=self._threads, cache=self._cache)
+        self._copier = copier_for(device, threads=self._config.copy_threads, cache=self._cache)
         # settling waits for the device, reading must not
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="kvhold-settle")
         self._copier.prepare()

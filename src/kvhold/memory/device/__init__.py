@@ -6,6 +6,8 @@ The contract is in `driver.py`.
 """
 
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 from kvhold.core.api import Cache
 from kvhold.core.errors import LayoutError
@@ -16,6 +18,7 @@ from kvhold.memory.device.pinning import PinnedArenas
 from kvhold.memory.device.ring import Ring
 
 __all__ = [
+    "COPY_THREADS",
     "Copies",
     "DeviceCopier",
     "DeviceDriver",
@@ -26,23 +29,39 @@ __all__ = [
     "Settings",
     "copier_for",
     "proven_copier_for",
+    "sum_threads",
 ]
+
+COPY_THREADS = 2
+_MOST_SUM_THREADS = 8  # one takes checksums of 6 GB/s, a bus carries 50
 
 log = logging.getLogger(__name__)
 
 
 def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
-    """Raises LayoutError for a device without streams, and DeviceError."""
+    """threads: that copy, or take checksums, with the caller; 0: chosen for the device
+
+    Raises LayoutError for a device without streams, and DeviceError.
+    """
     if device == "cpu":
-        return HostCopier(threads)
+        return HostCopier(threads or COPY_THREADS)
     driver = _driver_for(device)
     log.info("kvhold: copies between %s and the arena: %s", device, type(driver).__name__)
     copier = DeviceCopier(
-        driver, PinnedArenas(driver, report=cache.report_pinned), mappings=cache.map_for_device
+        driver,
+        PinnedArenas(driver, report=cache.report_pinned),
+        mappings=cache.map_for_device,
+        threads=threads or sum_threads(),
+        checker=ThreadPoolExecutor(1, thread_name_prefix="kvhold-check"),
     )
     if driver.has_direct_copies:
         copier.measure(device)
     return copier
+
+
+def sum_threads() -> int:
+    """Return how many threads take the checksums of a device's copies."""
+    return min(_MOST_SUM_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
 
 def proven_copier_for(device: str, *, threads: int, cache: Cache, allow_unproven: bool) -> Copier:

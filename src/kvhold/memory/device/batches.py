@@ -18,22 +18,25 @@ from kvhold.memory.device.pinning import Reach
 class Batch:
     """Some chunks of a piece.
 
-    number: of the piece in its transfer
-    chunks: numbers in the piece's plan
+    number:   of the piece in its transfer
+    chunks:   numbers in the piece's plan, all of those with rows from the first to the last
+    is_whole: all rows of the chunks are copied
     """
 
     piece: Piece
     number: int
     chunks: Int64s
     layers: range
+    is_whole: bool
 
     @cached_property
     def plan(self) -> Plan:
         """The plan of these chunks, which keep their numbers."""
         plan = self.piece.planned.plan
-        ours = np.isin(plan.chunk, self.chunks)
-        if ours.all():
+        first, last = np.searchsorted(plan.chunk, (self.chunks[0], self.chunks[-1] + 1))
+        if last - first == plan.num_runs:
             return plan
+        ours = slice(first, last)
         return replace(
             plan,
             chunk=plan.chunk[ours],
@@ -59,12 +62,6 @@ class Batch:
     @property
     def end(self) -> int:
         return int((self.plan.chunk_starts[self.chunks] + self.sizes).max())
-
-    @property
-    def is_whole(self) -> bool:
-        plan = self.plan
-        rows = np.bincount(plan.chunk, plan.rows, plan.chunk_rows.size)
-        return bool((rows[self.chunks] == plan.chunk_rows[self.chunks]).all())
 
     @property
     def is_coded(self) -> bool:
@@ -122,16 +119,21 @@ class Batch:
 
 
 def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterator[Batch]:
+    """Yield batches of up to `most_bytes` bytes, the first one of half as many, or of a chunk."""
     plan = piece.planned.plan
     chunks = np.unique(plan.chunk)
     if not chunks.size or not layers:
         return
     ends = np.cumsum(_sizes(plan)[chunks])
+    rows = np.bincount(plan.chunk, plan.rows, plan.chunk_rows.size)
+    is_whole = rows[chunks] == plan.chunk_rows[chunks]
     first = 0
     while first < chunks.size:
-        limit = (ends[first - 1] if first else 0) + most_bytes
+        limit = ends[first - 1] + most_bytes if first else most_bytes // 2
         last = max(first + 1, int(np.searchsorted(ends, limit, side="right")))
-        yield Batch(piece, number, chunks[first:last], layers)
+        yield Batch(
+            piece, number, chunks[first:last], layers, is_whole=bool(is_whole[first:last].all())
+        )
         first = last
 
 

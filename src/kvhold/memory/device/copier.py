@@ -1,20 +1,23 @@
 """The copier of a device: copies go through a ring of device memory, or directly.
 
-    store:  blocks --kernel--> ring --copy engine--> arena     # directly if the ring is full
+    store:  blocks --kernel--> ring --copy engine--> arena     # large pieces, ring full: directly
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
-A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. All
-stores use it: the engine may write the blocks again after the kernel.
+A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring, and a
+store of them waits for a full one. All stores use it: the engine may write the blocks again after
+the kernel.
 
-`Transfer.wait` compares a load's checksums after the copy, so earlier damage is found. A device's
-fault is permanent; earlier copies are still waited for.
+A store's checksums are taken, and a load's compared, after the copy, so earlier damage is found.
+A device's fault is permanent; earlier copies are still waited for.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeAlias, cast
 
 from kvhold.core.errors import CapacityError, DamagedChunks, DeviceError, KVHoldError
@@ -37,13 +40,14 @@ Way: TypeAlias = Literal["ring", "direct"]
 class Settings:
     """Sizes of a copier, in bytes.
 
-    batch_bytes:  of chunks that are copied together; batches let kernels and copies overlap
-    direct_bytes: larger pieces are loaded directly
+    batch_bytes:  of chunks that are copied together; batches let kernels and copies overlap. The
+                  first one is a half, so that the copies begin early
+    direct_bytes: larger pieces are loaded directly, and stored so if the ring is full
     """
 
     store_ring_bytes: int = 256 << 20
     load_ring_bytes: int = 128 << 20
-    batch_bytes: int = 16 << 20
+    batch_bytes: int = 64 << 20
     direct_bytes: int = 32 << 10
 
 
@@ -57,11 +61,18 @@ class DeviceCopier:
         settings: Settings | None = None,
         *,
         mappings: Mappings | None = None,
+        threads: int = 1,
+        checker: Executor | None = None,
     ) -> None:
+        """threads: that take checksums
+        checker: takes them while later batches are copied; None: `Transfer.wait` does
+        """
         self._driver = driver
         self._arenas = arenas
         self._settings = settings or Settings()
         self._mappings = mappings
+        self._threads = threads
+        self._checker = checker
         # a load may wait long for its ring
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
@@ -126,6 +137,8 @@ class DeviceCopier:
     def close(self) -> None:
         """Unpin the arenas, after the end of all transfers."""
         self._arenas.close()
+        if self._checker is not None:
+            self._checker.shutdown(wait=False)
 
     def _submit(
         self,
@@ -139,7 +152,13 @@ class DeviceCopier:
         marks = [] if after is None else [cast(DeviceEvent, after)]
         # half a ring, so that two batches overlap
         most_bytes = min(self._settings.batch_bytes, self._ring_bytes(lane) // 2)
-        transfer = DeviceTransfer(pieces, self._arenas, lambda: self._noting_faults(before=False))
+        transfer = DeviceTransfer(
+            pieces,
+            self._arenas,
+            lambda: self._noting_faults(before=False),
+            self._threads,
+            self._checker,
+        )
         try:
             for number, piece in enumerate(pieces):
                 of_piece = range(piece.view.layers) if layers is None else layers
@@ -169,7 +188,8 @@ class DeviceCopier:
             self._check_direct(batch)
             with self._reaching(batch, transfer) as reach:
                 read = self._driver.copy(Lane.STORE, marks, batch.copies_of_runs(reach))
-            transfer.add(touched=read, ended=read)
+            whole = (read, batch) if batch.is_whole else None  # else `commit` takes checksums
+            transfer.add(touched=read, ended=read, summed=whole)
             return
         with part:
             staged = batch.staged(self._ring(Lane.STORE).memory, part.start)
@@ -183,17 +203,16 @@ class DeviceCopier:
                     Lane.STORE, [read], batch.copies_of_chunks(reach, staged)
                 )
             part.until(written)
-            transfer.add(ended=written)
+            transfer.add(ended=written, summed=(written, batch))
 
     def _part_for_store(self, batch: Batch) -> Slice | None:
+        """Return None for a direct store. Large pieces do not wait for the ring."""
         ring = self._ring(Lane.STORE)
-        if not batch.is_whole or self._goes_by == "direct":
+        if not batch.is_whole or self._goes_by == "direct" or not ring.fits(batch.nbytes):
             return None
-        return (
-            ring.take_when_free(batch.nbytes)
-            if batch.is_coded and ring.fits(batch.nbytes)
-            else ring.take(batch.nbytes)
-        )
+        if self._is_direct(batch) and self._driver.has_direct_copies:
+            return ring.take(batch.nbytes)
+        return ring.take_when_free(batch.nbytes)
 
     def _scatter_batch(
         self, batch: Batch, marks: list[DeviceEvent], transfer: "DeviceTransfer"
@@ -231,11 +250,10 @@ class DeviceCopier:
             return False
         if self._goes_by is not None:
             return self._goes_by == "direct"
-        return (
-            reach.pinned
-            and self._driver.has_direct_copies
-            and batch.smallest_piece >= self._settings.direct_bytes
-        )
+        return reach.pinned and self._driver.has_direct_copies and self._is_direct(batch)
+
+    def _is_direct(self, batch: Batch) -> bool:
+        return not batch.is_coded and batch.smallest_piece >= self._settings.direct_bytes
 
     def _check_direct(self, batch: Batch) -> None:
         if not self._driver.has_direct_copies or batch.is_coded:
@@ -278,6 +296,8 @@ class DeviceTransfer:
         pieces: Sequence[Piece],
         arenas: PinnedArenas,
         noting_faults: Callable[[], AbstractContextManager[None]],
+        threads: int,
+        checker: Executor | None,
     ) -> None:
         self.touched: list[DeviceEvent] = []
         """Events after which the blocks have been read, or written."""
@@ -287,7 +307,9 @@ class DeviceTransfer:
         self._pinned = arenas
         self._noting_faults = noting_faults
         self._ends: list[DeviceEvent] = []
-        self._checks: list[tuple[DeviceEvent, Batch]] = []
+        self._checks: list[Callable[[], None]] = []
+        self._threads = threads
+        self._checker = checker
 
     def add(
         self,
@@ -295,16 +317,20 @@ class DeviceTransfer:
         touched: DeviceEvent | None = None,
         ended: DeviceEvent,
         checked: tuple[DeviceEvent, Batch] | None = None,
+        summed: tuple[DeviceEvent, Batch] | None = None,
     ) -> None:
         """touched: after it the blocks have been read, or written.
 
         checked: an event, and a batch whose checksums are compared after it
+        summed:  an event, and a batch of whole chunks whose checksums are taken after it
         """
         self._ends.append(ended)
         if touched is not None:
             self.touched.append(touched)
         if checked is not None:
-            self._checks.append(checked)
+            self._checks.append(self._later(self._verify, *checked))
+        if summed is not None:
+            self._checks.append(self._later(self._take_sums, *summed))
 
     def done(self) -> bool:
         with self._noting_faults():
@@ -313,10 +339,11 @@ class DeviceTransfer:
     def wait(self) -> list[DamagedChunks | None]:
         """Raises DeviceError. Then the arena stays pinned: the device may still use it."""
         faults: list[DeviceError] = []
-        for event, batch in self._checks:
-            if self._ends_well(event, faults):
-                damage = batch.piece.planned.verify(batch.layers, batch.chunks)
-                self._damage[batch.number].update(damage.chunks if damage else ())
+        for check in self._checks:
+            try:
+                check()
+            except DeviceError as error:
+                faults.append(error)
         for event in self._ends:
             self._ends_well(event, faults)
         if faults:
@@ -326,6 +353,25 @@ class DeviceTransfer:
             if arena is not None:
                 self._pinned.release(arena)
         return [DamagedChunks(sorted(chunks)) if chunks else None for chunks in self._damage]
+
+    def _later(
+        self, check: Callable[[DeviceEvent, Batch], None], event: DeviceEvent, batch: Batch
+    ) -> Callable[[], None]:
+        """Begin a check beside later copies, if there is a checker. The result waits for it."""
+        if self._checker is None:
+            return partial(check, event, batch)
+        return self._checker.submit(check, event, batch).result
+
+    def _verify(self, event: DeviceEvent, batch: Batch) -> None:
+        with self._noting_faults():
+            event.wait()
+        damage = batch.piece.planned.verify(batch.layers, batch.chunks, threads=self._threads)
+        self._damage[batch.number].update(damage.chunks if damage else ())
+
+    def _take_sums(self, event: DeviceEvent, batch: Batch) -> None:
+        with self._noting_faults():
+            event.wait()
+        batch.piece.planned.take_sums(batch.layers, batch.chunks, threads=self._threads)
 
     def _ends_well(self, event: DeviceEvent, faults: list[DeviceError]) -> bool:
         try:

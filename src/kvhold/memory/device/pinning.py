@@ -161,7 +161,8 @@ class PinnedArenas:
     def release(self, arena: PinnedArena) -> None:
         with arena.changed:
             arena.users -= 1
-            arena.changed.notify_all()
+            if arena.is_ending:
+                arena.changed.notify_all()
         with self._lock:
             self._arenas[:] = [each for each in self._arenas if not each.is_left]
 
@@ -206,9 +207,10 @@ class PinnedArenas:
                 else Reach(_address(buffer), False, self._slice_bytes)
             )
         finally:
-            with arena.changed:
-                arena.unpinned_copies -= not is_pinned
-                arena.changed.notify_all()
+            if not is_pinned:
+                with arena.changed:
+                    arena.unpinned_copies -= 1
+                    arena.changed.notify_all()
 
     def wait(self) -> None:
         with self._lock:

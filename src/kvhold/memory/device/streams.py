@@ -94,7 +94,7 @@ class TorchDriver:
 
     def hold(self, event: DeviceEvent) -> None:
         with device_errors():
-            _own(event).wait(self._current())
+            own_event(event).wait(self._current())
 
     def launch(
         self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
@@ -102,7 +102,7 @@ class TorchDriver:
         stream, event = self._streams[lane], self.new_event()
         with device_errors(), self._here(), self._module.stream(stream):
             for one in after:
-                _own(one).wait(stream)
+                own_event(one).wait(stream)
             work()
             event.event.record(stream)
         return event
@@ -155,7 +155,7 @@ def device_errors() -> Iterator[None]:
         raise DeviceError(str(error).strip().splitlines()[0]) from error
 
 
-def _own(event: DeviceEvent) -> Any:
+def own_event(event: DeviceEvent) -> Any:
     assert isinstance(event, TorchEvent), "an event of another device"
     return event.event
 

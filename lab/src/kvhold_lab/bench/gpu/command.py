@@ -31,7 +31,7 @@ _MARKS = {True: "ok", False: "NOT MET", None: ""}
 def command(
     context: click.Context, kind: str, only: tuple[str, ...], json_file: Path | None
 ) -> None:
-    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding, kills, a small engine, a model.
+    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding, kills, two engines.
 
     Exits with 1 if a check fails or a goal is not met. `cpu` and `fake` need no GPU.
     """

@@ -5,8 +5,8 @@ a step, on threads of their own, and for stores with a fence before the next ste
 their reservation, loads compare checksums.
 
 A step stores as much as a prefill of 25,000 tokens a second computes (Llama-3-8B: 16 MiB in 5 ms).
-Loads go as fast as they can. A path has a goal for the sizes that take it by default. A store that
-finds the ring full has none: it holds the next step until the bus has carried it.
+Loads go as fast as they can. A path has a goal for the sizes that take it by default. A store
+without a ring has none: it holds the next step until the bus has carried it.
 """
 
 from collections import deque
@@ -52,13 +52,13 @@ class _Sizes:
     def settings(self, way: str) -> Settings:
         return Settings(
             # no chunk fits into 256 bytes
-            store_ring_bytes=256 if way == _FULL_RING else self.store_ring_bytes,
+            store_ring_bytes=256 if way == _NO_RING else self.store_ring_bytes,
             load_ring_bytes=self.load_ring_bytes,
             direct_bytes=1 if way == _DIRECTLY else 1 << 40,
         )
 
 
-_BY_RING, _DIRECTLY, _FULL_RING = "by the ring", "directly", "the ring full"
+_BY_RING, _DIRECTLY, _NO_RING = "by the ring", "directly", "without a ring"
 _GPU = _Sizes(rounds=8, steps=32, store_bytes=16 << 20, load_bytes=64 << 20, layers=32)
 _SMALL = _Sizes(
     rounds=6,
@@ -104,7 +104,7 @@ def _paths(target: Target, *, large: bool) -> Iterator[tuple[Verb, str, bool]]:
         yield from (("stores", "", True), ("loads", "", True))
         return
     yield "stores", _BY_RING, True
-    yield "stores", _FULL_RING, False
+    yield "stores", _NO_RING, False
     yield "loads", _BY_RING, not large
     yield "loads", _DIRECTLY, large
 

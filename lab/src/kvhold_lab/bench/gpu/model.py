@@ -59,9 +59,7 @@ def _model(target: Target) -> Any:
 
 def _of_length(target: Target, model: Any, num_tokens: int) -> Iterator[GpuRow]:
     with open_cache(ram_bytes="64MiB" if target.small else "4GiB") as cache:
-        reuse = Reuse(
-            model, cache, config=load_config({"allow_unproven": True}), model_id="bench"
-        )
+        reuse = Reuse(model, cache, config=load_config({"allow_unproven": True}), model_id="bench")
         alone: list[float] = []
         storing: list[float] = []
         loading: list[float] = []
@@ -77,7 +75,9 @@ def _of_length(target: Target, model: Any, num_tokens: int) -> Iterator[GpuRow]:
             loaded += reuse.last.num_loaded
             equal = equal and _equal(stored, found, reuse.last.num_loaded)
     title = f"{num_tokens} tokens"
-    yield check(PART, f"{title}: all but the last were loaded", loaded == 6 * (num_tokens - 1), loaded)
+    yield check(
+        PART, f"{title}: all but the last were loaded", loaded == 6 * (num_tokens - 1), loaded
+    )
     yield check(PART, f"{title}: KV bytes after loading", equal, 1 + _ROUNDS)
     cold = 1e3 * median(alone[1:])
     for name, times in (("when it stores", storing), ("of a hit", loading)):
@@ -92,9 +92,7 @@ def _of_length(target: Target, model: Any, num_tokens: int) -> Iterator[GpuRow]:
         )
 
 
-def _timed(
-    target: Target, generate: Callable[..., Any], prompt: torch.Tensor
-) -> tuple[float, Any]:
+def _timed(target: Target, generate: Callable[..., Any], prompt: torch.Tensor) -> tuple[float, Any]:
     target.synchronize()
     began_s = time.perf_counter()
     output = generate(prompt, max_new_tokens=1, do_sample=False, return_dict_in_generate=True)

@@ -1,6 +1,7 @@
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Literal, TypeAlias
 
@@ -9,7 +10,13 @@ import numpy.typing as npt
 import torch
 
 from kvhold.memory.copier import Copier, HostCopier
-from kvhold.memory.device import DeviceCopier, DeviceDriver, PinnedArenas, Settings
+from kvhold.memory.device import (
+    DeviceCopier,
+    DeviceDriver,
+    PinnedArenas,
+    Settings,
+    sum_threads,
+)
 from kvhold.testing.device import FakeDevice, FakeDriver
 
 Kind: TypeAlias = Literal["cuda", "cpu", "fake"]
@@ -53,7 +60,13 @@ class Target:
         arenas = PinnedArenas(self.driver)
         arenas.add(read_only, writable)
         arenas.wait()
-        return DeviceCopier(self.driver, arenas, settings)
+        return DeviceCopier(
+            self.driver,
+            arenas,
+            settings,
+            threads=sum_threads(),
+            checker=ThreadPoolExecutor(1, thread_name_prefix="bench-check"),
+        )
 
     def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory like a node's arena: uint8 [nbytes], all pages present."""
