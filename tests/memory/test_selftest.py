@@ -188,12 +188,16 @@ class TestOnBlocksOfItsOwn:
         made: list[DeviceCopier] = []
 
         def make(device: str, *, threads: int, cache: Cache) -> DeviceCopier:
-            made.append(over_fake(1) if device == "late:0" else over_fake(1, NoFence))
+            made.append(over_fake(1, NoFence) if device == "wrong:0" else over_fake(1))
             return made[-1]
 
-        def get(device: str, allow_unproven: bool = True) -> Copier:
+        def get(device: str, allow_unproven: bool = True, shown: bool = False) -> Copier:
             return proven_copier_for(
-                device, threads=1, cache=cast(Cache, None), allow_unproven=allow_unproven
+                device,
+                threads=1,
+                cache=cast(Cache, None),
+                allow_unproven=allow_unproven,
+                shown_on_nvidia=shown,
             )
 
         assert isinstance(get("cpu", allow_unproven=False), HostCopier)
@@ -206,8 +210,9 @@ class TestOnBlocksOfItsOwn:
             LayoutError,
             match=r"on late:0 copies have not been shown to be exact \(allow_unproven = true",
         ):
-            get("late:0", allow_unproven=False)
+            get("late:0", allow_unproven=False, shown=True)
         assert not made
+        assert get("cuda:0", allow_unproven=False, shown=True) is made[-1]
         assert get("late:0") is made[-1]
         with pytest.raises(LayoutError, match="out of order"):
             get("wrong:0")

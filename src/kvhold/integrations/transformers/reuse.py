@@ -320,6 +320,7 @@ class Reuse:
                     threads=self._threads,
                     cache=self.cache,
                     allow_unproven=self._allow_unproven,
+                    shown_on_nvidia=True,  # `kvhold bench gpu --part model`
                 )
             except (LayoutError, DeviceError) as error:
                 self._refused = looks, str(error)

@@ -64,28 +64,41 @@ def sum_threads() -> int:
     return min(_MOST_SUM_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
 
-def proven_copier_for(device: str, *, threads: int, cache: Cache, allow_unproven: bool) -> Copier:
-    """Make the copier for an untested device, and check its copies.
+def proven_copier_for(
+    device: str, *, threads: int, cache: Cache, allow_unproven: bool, shown_on_nvidia: bool = False
+) -> Copier:
+    """Make a device's copier, and check its copies.
 
-    Raises LayoutError, too, if the check fails, or if `allow_unproven` is False.
+    shown_on_nvidia: the caller's copies were shown to be exact on an NVIDIA GPU
+
+    Raises LayoutError if the check fails, if the device has no streams, or if the caller's copies
+    were not shown to be exact on such a device, and `allow_unproven` is False. Raises DeviceError.
     """
     if device == "cpu":
         return copier_for(device, threads=threads, cache=cache)
-    if not allow_unproven:
+    is_shown = shown_on_nvidia and _is_nvidia(device)
+    if not is_shown and not allow_unproven:
         raise LayoutError(
             f"on {device} copies have not been shown to be exact (allow_unproven = true "
             "serves it if the check at start passes)"
         )
     from kvhold.memory.device.check import check_copies
 
-    log.warning(
-        "kvhold: on %s copies have not been shown to be exact; it serves because "
-        "allow_unproven is set",
-        device,
-    )
+    if not is_shown:
+        log.warning(
+            "kvhold: on %s copies have not been shown to be exact; it serves because "
+            "allow_unproven is set",
+            device,
+        )
     copier = copier_for(device, threads=threads, cache=cache)
     check_copies(copier, device)
     return copier
+
+
+def _is_nvidia(device: str) -> bool:
+    import torch
+
+    return device.startswith("cuda") and torch.version.hip is None
 
 
 def _driver_for(device: str) -> DeviceDriver:
@@ -93,7 +106,7 @@ def _driver_for(device: str) -> DeviceDriver:
 
     from kvhold.memory.device.streams import TorchDriver
 
-    if device.startswith("cuda") and torch.version.hip is None:
+    if _is_nvidia(device):
         try:
             from kvhold.memory.device.cuda import CudaDriver
 

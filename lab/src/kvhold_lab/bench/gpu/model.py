@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from kvhold import open_cache
-from kvhold.core.config import load_config
 from kvhold.integrations.transformers import Reuse
 from kvhold_lab.bench.gpu.rows import GpuRow, check
 from kvhold_lab.bench.gpu.target import Target
@@ -59,7 +58,7 @@ def _model(target: Target) -> Any:
 
 def _of_length(target: Target, model: Any, num_tokens: int) -> Iterator[GpuRow]:
     with open_cache(ram_bytes="64MiB" if target.small else "4GiB") as cache:
-        reuse = Reuse(model, cache, config=load_config({"allow_unproven": True}), model_id="bench")
+        reuse = Reuse(model, cache, model_id="bench")
         alone: list[float] = []
         storing: list[float] = []
         loading: list[float] = []
