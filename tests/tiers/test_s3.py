@@ -526,6 +526,54 @@ async def test_answers_that_moto_never_gives_are_named(
     assert "hidden" not in str(fault)
 
 
+@pytest.mark.parametrize(
+    ("codes", "fault", "asked"),
+    [
+        (["UnknownError", ""], None, 2),  # Ceph, for an object that is replaced at that moment
+        (["UnknownError"] * 3, TierUnavailable, 3),
+        (["AccessDenied"], TierDenied, 1),
+    ],
+)
+async def test_objects_that_are_not_removed_are_removed_again(
+    codes: list[str], fault: type[TierError] | None, asked: int
+) -> None:
+    """codes: of the answers, one after the other; empty: the object is removed"""
+    deletes: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = ""
+        if head.startswith(b"POST"):
+            code = codes[len(deletes)]
+            deletes.append(code)
+            name = tier._name(make_key(1))
+            said = f"<Error><Key>{name}</Key><Code>{code}</Code><Message>no</Message></Error>"
+            removed = f"<Deleted><Key>{name}</Key></Deleted>"
+            body = f"<DeleteResult>{said if code else removed}</DeleteResult>"
+        dates = 'Last-Modified: Thu, 26 Nov 2026 10:00:00 GMT\r\nETag: "1"\r\n'
+        length = 7 if head.startswith(b"HEAD") else len(body)
+        writer.write(
+            f"HTTP/1.1 200 OK\r\n{dates}Content-Length: {length}\r\nConnection: close\r\n\r\n"
+            f"{body}".encode()
+        )
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    url = f"s3://{BUCKET}/p?endpoint=http://127.0.0.1:{port}&access_key_id=k&secret_access_key=k"
+    tier = opened(S3Tier.from_url(parse_url(url)))
+    try:
+        if fault is None:
+            assert await tier.delete([make_key(1)]) == [True]
+        else:
+            with pytest.raises(fault, match=f"objects were not removed: {codes[-1]}"):
+                await tier.delete([make_key(1)])
+    finally:
+        listener.close()
+        await tier.close()
+    assert len(deletes) == asked
+
+
 def test_what_cannot_work_is_refused_when_it_is_made() -> None:
     for text, message in {
         "s3://": "bucket",

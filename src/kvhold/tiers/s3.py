@@ -29,6 +29,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_
 from kvhold.tiers.s3_faults import (
     OBSTORE_FAULTS,
     BucketPlace,
+    code_of_kept,
     fault_of,
     is_conflict,
     is_missing_object,
@@ -45,6 +46,7 @@ _COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
 _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
+_DELETE_ROUNDS = 3
 _ABORT_S = 5.0
 # lets obstore's threads return: one that waits for the GIL at exit aborts the process
 _HAND_BACK_S = 0.01
@@ -123,11 +125,20 @@ class S3Tier:
         ]
         there = {key for key, nbytes in zip(unique, sizes, strict=True) if nbytes is not None}
         if there:
-            try:
-                await obstore.delete_async(self._client(), [self._name(key) for key in there])
-            except OBSTORE_FAULTS as error:
-                raise self._fault(error, "delete") from None
+            await self._delete([self._name(key) for key in there])
         return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
+
+    async def _delete(self, names: list[str]) -> None:
+        """Ceph does not remove an object that is replaced at that moment (UnknownError)."""
+        for turn in range(_DELETE_ROUNDS):
+            try:
+                await obstore.delete_async(self._client(), names)
+            except OBSTORE_FAULTS as error:
+                fault = self._fault(error, "delete")
+                if code_of_kept(error) in ("", "AccessDenied") or turn == _DELETE_ROUNDS - 1:
+                    raise fault from None
+            else:
+                return
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         async for name in self._names(

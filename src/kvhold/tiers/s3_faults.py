@@ -18,6 +18,7 @@ OBSTORE_FAULTS: Final = (BaseError, OSError, ValueError)
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
+_KEPT = re.compile(r"DeleteObjects request failed for key .*\(code: (\w{1,100})\)")
 _SYSTEM = re.compile(r'(?:message|error): "([^"\\]{1,200})"')
 
 _FULL = frozenset(
@@ -67,6 +68,12 @@ def is_conflict(error: BaseException) -> bool:
     return _code_of(str(error)) == "ConditionalRequestConflict"
 
 
+def code_of_kept(error: BaseException) -> str:
+    """Return why the server did not remove one of the objects; empty: it is another fault."""
+    match = _KEPT.search(str(error))
+    return match[1] if match else ""
+
+
 def fault_of(error: BaseException, *, operation: str, place: BucketPlace) -> TierError:
     text = str(error)
     status, code = status_of(error), _code_of(text)
@@ -93,6 +100,9 @@ def fault_of(error: BaseException, *, operation: str, place: BucketPlace) -> Tie
                 f"({_answer(text, status, code)})"
             ),
         )
+    elif code_of_kept(error):
+        kind = TierDenied if code_of_kept(error) == "AccessDenied" else TierUnavailable
+        detail = f"objects were not removed: {code_of_kept(error)}"
     elif status in (401, 403):
         kind, detail = TierDenied, f"wrong credentials or rights ({_answer(text, status, code)})"
     elif status is None:
