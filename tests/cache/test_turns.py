@@ -15,7 +15,7 @@ from kvhold.core.config import Config
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, ChunkNames, Namespace, Prompt, Query
 from kvhold.core.layout import Group, Layout
-from kvhold.core.reasons import CLEARED, EVICTED
+from kvhold.core.reasons import CLEARED, EVICTED, NEVER_STORED
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.stack import TierPlace
@@ -302,6 +302,27 @@ class TestLongLookups:
         state.release_owner("worker")
         finish_chores(state)
         assert state.ram.used_bytes == 0
+
+
+def test_why_a_hit_of_many_groups_and_shards_ends_is_found_by_few_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk of 4,096 rows is no longer turn than another one."""
+    layout = Layout((FULL,) * 16, tokens_per_chunk=2)
+    space = Namespace("many rows", layout, shards=256)
+    state = new_state(Config(), arena_of(64 << 20))
+    state.register(layout)
+    looked: list[bytes] = []
+    find = RamTier.find
+
+    def counted(ram: RamTier, key: bytes) -> Any:
+        looked.append(key)
+        return find(ram, key)
+
+    monkeypatch.setattr(RamTier, "find", counted)
+    found = state.lookup("reader", prompt_of(1, space).query())
+    assert (found.num_tokens, found.reason) == (0, NEVER_STORED)
+    assert len(looked) < 300
 
 
 def test_a_query_of_too_many_groups_and_shards_is_refused() -> None:

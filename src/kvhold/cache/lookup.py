@@ -10,6 +10,7 @@ steps, a lookup may be released or cleared. No I/O.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
 from kvhold.cache.counts import count_lookup
@@ -46,6 +47,7 @@ _MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
 _MOST_ROWS = 1 << 12  # groups times shards, which some steps look at together
 _MOST_NOTED = 250  # missing chunks of a lookup per step
 _MOST_USED = 64  # present ones
+_MOST_SIBLINGS = 256  # keys of the missing chunk, for the reason
 _USED_UNITS = 7  # each, if all are leaves
 _LEARNING = 4  # with a policy that learns, a lookup takes as long as one of so many keys for each
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
@@ -484,7 +486,8 @@ class Lookups:
             # the tiers are being cleared, so they were not probed
             return CLEARED
         places = search.places if search is not None else ()
-        partly = any(key in places or self._ram.find(key) is not None for key in gap.siblings)
+        siblings = islice(gap.siblings(), _MOST_SIBLINGS)
+        partly = any(key in places or self._ram.find(key) is not None for key in siblings)
         return self._evictions.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
 
     def _gap_anywhere(

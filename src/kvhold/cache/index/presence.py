@@ -5,8 +5,9 @@
 A key that `find` has found must stay, as pinned chunks do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar, overload
 
@@ -98,10 +99,13 @@ class Prefix(Generic[Found]):
 
 @dataclass(frozen=True)
 class Gap:
-    """The first missing key. siblings: the other keys of its chunk."""
+    """The first missing key. keys: of its chunk, in order, in all groups and shards."""
 
     key: bytes
-    siblings: list[bytes]
+    keys: Callable[[], Iterator[bytes]]
+
+    def siblings(self) -> Iterator[bytes]:
+        return (key for key in self.keys() if key != self.key)
 
 
 class Presence(Generic[Found]):
@@ -183,7 +187,7 @@ class Presence(Generic[Found]):
         """Return the first key missing for a longer hit."""
         if extent.num_tokens == self.asked_tokens:
             return None
-        layout, shards = self._layout, range(self._query.shards)
+        layout = self._layout
         tail = len(self._query.tail_lengths) - 1 if extent.whole == self._num_whole else None
         end = (
             self.asked_tokens if tail is not None else (extent.whole + 1) * layout.tokens_per_chunk
@@ -195,20 +199,17 @@ class Presence(Generic[Found]):
             for group, geometry in enumerate(layout.groups)
         ]
         for chunk in range(min(firsts), extent.whole + 1):
-            keys = [
-                [self._key(g, s, chunk, tail if chunk == extent.whole else None) for s in shards]
-                for g in range(len(firsts))
-            ]
-            absent = [
-                key
-                for first, row in zip(firsts, keys, strict=True)
-                if chunk >= first
-                for key in row
-                if self._find_key(key) is None
-            ]
-            if absent:
-                return Gap(absent[0], [key for row in keys for key in row if key != absent[0]])
+            of_tail = tail if chunk == extent.whole else None
+            groups = [group for group, first in enumerate(firsts) if chunk >= first]
+            for key in self._keys(groups, chunk, of_tail):
+                if self._find_key(key) is None:
+                    return Gap(key, partial(self._keys, range(len(firsts)), chunk, of_tail))
         return None
+
+    def _keys(self, groups: Iterable[int], chunk: int, tail: int | None) -> Iterator[bytes]:
+        for group in groups:
+            for shard in range(self._query.shards):
+                yield self._key(group, shard, chunk, tail)
 
     def missing(self) -> list[bytes]:
         return finish(self.missing_turns())
