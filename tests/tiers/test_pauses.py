@@ -7,12 +7,17 @@ import pytest
 from kvhold.tiers.files.pauses import with_pauses
 
 
-@pytest.mark.parametrize(("num_items", "num_pauses"), [(0, 0), (99, 0), (100, 1), (250, 2)])
-def test_every_item_is_yielded_and_each_hundredth_is_followed_by_a_pause(
-    monkeypatch: pytest.MonkeyPatch, num_items: int, num_pauses: int
+@pytest.mark.parametrize(("item_s", "num_pauses"), [(0.0, 0), (0.0002, 4), (0.002, 12)])
+def test_every_item_is_yielded_and_each_half_millisecond_of_work_is_followed_by_a_pause(
+    monkeypatch: pytest.MonkeyPatch, item_s: float, num_pauses: int
 ) -> None:
-    pauses: list[float] = []
+    now_s, pauses = [5.0], list[float]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", pauses.append)
-    assert list(with_pauses(range(num_items))) == list(range(num_items))
+    found = []
+    for item in with_pauses(range(12)):
+        found.append(item)
+        now_s[0] += item_s
+    assert found == list(range(12))
     assert len(pauses) == num_pauses
     assert all(0 < pause_s <= 0.001 for pause_s in pauses)

@@ -11,13 +11,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BETWEEN_PAUSES = 100  # one to four milliseconds of calls
+_WORK_S = 0.0005
 _PAUSE_S = 0.0001
 
 
 def with_pauses(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items. Sleep for a moment after each 100 of them."""
-    for number, item in enumerate(items, 1):
+    """Yield the items. Sleep for a moment after each half of a millisecond."""
+    until_s = time.perf_counter() + _WORK_S
+    for item in items:
         yield item
-        if number % _BETWEEN_PAUSES == 0:
+        if time.perf_counter() >= until_s:
             time.sleep(_PAUSE_S)
+            until_s = time.perf_counter() + _WORK_S
