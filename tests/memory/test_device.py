@@ -27,6 +27,7 @@ from kvhold.memory.device import (
     PinnedArenas,
     Ring,
     Settings,
+    new_checkers,
 )
 from kvhold.memory.device.batches import batches
 from kvhold.memory.device.copier import DeviceTransfer
@@ -74,8 +75,8 @@ class World:
         if self.random.random() < 0.8:
             self.arenas.add(self.arena.read_only, self.arena.writable)
         # a checker waits beside the caller, and a device that waits runs all streams
-        self.checker = ThreadPoolExecutor(1) if self.random.random() < 0.3 else None
-        self.copier = DeviceCopier(self.driver, self.arenas, sizes, checker=self.checker)
+        checkers = new_checkers() if self.random.random() < 0.3 else None
+        self.copier = DeviceCopier(self.driver, self.arenas, sizes, checkers=checkers)
 
     def rows_of(self, blocks: int) -> int:
         """Rows of the view."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvhold.core.api import Cache
 from kvhold.core.errors import LayoutError
 from kvhold.memory.copier import Copier, HostCopier
-from kvhold.memory.device.copier import DeviceCopier, Settings
+from kvhold.memory.device.copier import Checkers, DeviceCopier, Settings
 from kvhold.memory.device.driver import Copies, DeviceDriver, DeviceEvent, Lane
 from kvhold.memory.device.pinning import PinnedArenas
 from kvhold.memory.device.ring import Ring
@@ -28,6 +28,7 @@ __all__ = [
     "Ring",
     "Settings",
     "copier_for",
+    "new_checkers",
     "proven_copier_for",
     "sum_threads",
 ]
@@ -52,11 +53,18 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
         PinnedArenas(driver, report=cache.report_pinned),
         mappings=cache.map_for_device,
         threads=threads or sum_threads(),
-        checker=ThreadPoolExecutor(1, thread_name_prefix="kvhold-check"),
+        checkers=new_checkers(),
     )
     if driver.has_direct_copies:
         copier.measure(device)
     return copier
+
+
+def new_checkers() -> Checkers:
+    return {
+        lane: ThreadPoolExecutor(1, thread_name_prefix="kvhold-check")
+        for lane in (Lane.STORE, Lane.LOAD)
+    }
 
 
 def sum_threads() -> int:

@@ -13,7 +13,7 @@ A device's fault is permanent; earlier copies are still waited for.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 Mappings: TypeAlias = Callable[[], tuple[Buffer, Buffer]]
 Way: TypeAlias = Literal["ring", "direct"]
+Checkers: TypeAlias = Mapping[Lane, Executor]
+"""For stores and for loads, so that no load's check waits for a store. One thread each."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,17 @@ class DeviceCopier:
         *,
         mappings: Mappings | None = None,
         threads: int = 1,
-        checker: Executor | None = None,
+        checkers: Checkers | None = None,
     ) -> None:
-        """threads: that take checksums
-        checker: takes them while later batches are copied; None: `Transfer.wait` does
+        """threads:  that take checksums
+        checkers: take them while later batches are copied; None: `Transfer.wait` does
         """
         self._driver = driver
         self._arenas = arenas
         self._settings = settings or Settings()
         self._mappings = mappings
         self._threads = threads
-        self._checker = checker
+        self._checkers = checkers or {}
         # a load may wait long for its ring
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
@@ -137,8 +139,8 @@ class DeviceCopier:
     def close(self) -> None:
         """Unpin the arenas, after the end of all transfers."""
         self._arenas.close()
-        if self._checker is not None:
-            self._checker.shutdown(wait=False)
+        for checker in self._checkers.values():
+            checker.shutdown(wait=False)
 
     def _submit(
         self,
@@ -157,7 +159,7 @@ class DeviceCopier:
             self._arenas,
             lambda: self._noting_faults(before=False),
             self._threads,
-            self._checker,
+            self._checkers.get(lane),
         )
         try:
             for number, piece in enumerate(pieces):

@@ -1,7 +1,6 @@
 import mmap
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Literal, TypeAlias
 
@@ -15,6 +14,7 @@ from kvhold.memory.device import (
     DeviceDriver,
     PinnedArenas,
     Settings,
+    new_checkers,
     sum_threads,
 )
 from kvhold.testing.device import FakeDevice, FakeDriver
@@ -65,7 +65,7 @@ class Target:
             arenas,
             settings,
             threads=sum_threads(),
-            checker=ThreadPoolExecutor(1, thread_name_prefix="bench-check"),
+            checkers=new_checkers(),
         )
 
     def arena(self, nbytes: int) -> npt.NDArray[np.uint8]:
