@@ -404,13 +404,10 @@ def test_a_model_that_moved_to_a_refused_device_is_never_served_with_the_old_geo
     monkeypatch.setattr(
         reuse,
         "geometry_of",
-        lambda *args, **kwargs: replace(
-            geometry_of(*args, **kwargs), device=torch.device("cuda:0")
-        ),
+        lambda *args, **kwargs: replace(geometry_of(*args, **kwargs), device=torch.device("xpu:0")),
     )
-    monkeypatch.setattr(reuse, "warm_up", lambda device: None)
-    one._looked_at = (torch.device("cuda:0"), torch.float16)  # as after `model.to("cuda")`
+    one._looked_at = (torch.device("xpu:0"), torch.float16)  # as after `model.to("xpu")`
     for _ in range(3):
         one.forward(prompt_of(40))
         assert (one.last.num_loaded, one.last.num_stored) == (0, 0), one.last
-        assert "cuda:0" in one.last.reason
+        assert "xpu:0" in one.last.reason

@@ -312,7 +312,6 @@ class Reuse:
         if self._refused is not None and self._refused[0] == looks:
             raise LayoutError(self._refused[1])
         device = str(geometry.device)
-        warm_up(device)
         if device != self._copies_on:
             try:
                 self._copier = proven_copier_for(
@@ -326,6 +325,8 @@ class Reuse:
                 self._refused = looks, str(error)
                 raise
             self._copies_on = device
+            # rows of every later cache are as wide
+            warm_up(device, [geometry.view(geometry.allocated(1, self._tokens_per_chunk))])
         self._looked_at = looks  # last: a refused device must not count as the one in use
         return geometry
 
