@@ -19,7 +19,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvhold.memory.slab import ALIGNMENT, LARGE_BYTES, SLAB_BYTES, SlabAllocator, size_class
+from kvhold.memory.slab import (
+    ALIGNMENT,
+    LARGE_BYTES,
+    SLAB_BYTES,
+    SlabAllocator,
+    ZonedSlabs,
+    size_class,
+    zone_bytes,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -278,3 +286,54 @@ class Allocating(RuleBasedStateMachine):
 
 TestAllocating = Allocating.TestCase
 TestAllocating.settings = settings(max_examples=80, stateful_step_count=50)
+
+
+class TestZones:
+    def test_an_object_lies_in_the_wanted_zone_while_that_has_room(self) -> None:
+        slabs = ZonedSlabs(48 * MIB, 3)
+        assert (slabs.capacity, zone_bytes(48 * MIB, 3)) == (48 * MIB, 16 * MIB)
+        for zone in (2, 0, 1, 1):
+            offset = slabs.allocate(MIB, zone)
+            assert offset is not None
+            assert slabs.zone_of(offset) == zone
+        # without a wish, the emptiest
+        assert slabs.zone_of(slabs.allocate(MIB) or 0) in (0, 2)
+
+    def test_a_full_zone_is_no_room_until_enough_is_free_elsewhere(self) -> None:
+        slabs = ZonedSlabs(64 * MIB, 2)
+        while slabs.allocate_all([MIB], 0) is not None and slabs.used_bytes < 32 * MIB:
+            pass
+        (far,) = slabs.allocate_all([MIB], 0) or [0]
+        assert slabs.zone_of(far) == 1, "half of the bytes are free there"
+        others = [slabs.allocate(MIB, 1) for _ in range(31)]
+        assert slabs.used_bytes == slabs.capacity
+        slabs.free(others[0] or 0)
+        assert slabs.allocate_all([MIB], 0) is None
+        assert slabs.allocate_all([MIB]) == [others[0]]
+
+    def test_what_does_not_fit_whole_leaves_nothing_allocated(self) -> None:
+        slabs = ZonedSlabs(8 * MIB, 2)
+        assert slabs.allocate_all([3 * MIB, 3 * MIB, 3 * MIB], 0) is None
+        assert slabs.used_bytes == 0
+
+    @given(st.lists(st.tuples(sizes, st.sampled_from([None, 0, 1]), st.booleans()), max_size=60))
+    @settings(max_examples=60, deadline=None)
+    def test_objects_never_overlap_and_all_come_back(
+        self, steps: list[tuple[int, int | None, bool]]
+    ) -> None:
+        slabs = ZonedSlabs(12 * MIB, 2)
+        held: dict[int, int] = {}
+        for nbytes, zone, frees in steps:
+            if frees and held:
+                offset = next(iter(held))
+                del held[offset]
+                slabs.free(offset)
+            offset_or_none = slabs.allocate(nbytes, zone)
+            if offset_or_none is not None:
+                held[offset_or_none] = nbytes
+            ends = sorted((start, start + size) for start, size in held.items())
+            assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+            assert not ends or ends[-1][1] <= slabs.capacity
+        for offset in held:
+            slabs.free(offset)
+        assert (slabs.used_bytes, slabs.free_bytes) == (0, slabs.capacity)

@@ -6,6 +6,8 @@ Torch has streams for the CPU, too, which run at once: the same code, without la
 import inspect
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -16,7 +18,13 @@ from kvhold.core.api import Cache
 from kvhold.core.errors import DeviceError, DeviceRefused
 from kvhold.core.holdings import ChunkBytes
 from kvhold.memory.copier import HostCopier, Piece
-from kvhold.memory.device import DeviceCopier, PinnedArenas, Settings, copier_for
+from kvhold.memory.device import (
+    DeviceCopier,
+    PinnedArenas,
+    Settings,
+    copier_for,
+    numa_node_of,
+)
 from kvhold.memory.device.streams import TorchDriver, device_errors
 from tests.kernels.engines import make
 
@@ -79,6 +87,22 @@ def test_the_host_s_copier_takes_no_blocks_of_a_device() -> None:
     for copy in (HostCopier().gather, HostCopier().scatter):
         with pytest.raises(ValueError, match="blocks on cuda:0 need a copier of that device"):
             copy([piece], after=None)
+
+
+def test_the_numa_node_of_a_gpu_is_that_of_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = tmp_path / "0001:3b:00.0"
+    slot.mkdir()
+    (slot / "numa_node").write_text("1\n")
+    found = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert numa_node_of("cuda:0", tmp_path) == 1
+    found.pci_bus_id = 0x3C
+    assert numa_node_of("cuda:0", tmp_path) == -1, "there is no such slot"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    assert numa_node_of("cuda:0", tmp_path) == -1, "an older torch does not tell"
+    assert numa_node_of("cpu", tmp_path) == -1
 
 
 def test_the_calls_of_the_cuda_driver_are_those_of_the_library() -> None:

@@ -163,7 +163,7 @@ def test_a_client_with_a_device_that_holds_nothing_leaves_at_once_and_leaves_no_
             with shared_node.client() as other:
                 read_only, writable = other.map_for_device()
                 other.map_for_device()
-                other.report_pinned(4096)
+                other.report_pinned(4096, numa_node=0)
                 assert [(one.device, one.pinned_bytes) for one in client.clients()] == [
                     (False, 0),
                     (True, 4096),

@@ -22,7 +22,8 @@ from kvhold.node import NodeClient
 from kvhold.node.host import node_environment
 from kvhold.node.logs import RepeatFilter
 from kvhold.node.server import Node
-from tests.node.nodes import PATIENT, PATIENT_S, clean_environ
+from kvhold.testing.cache import a_prompt
+from tests.node.nodes import PATIENT, PATIENT_S, SPACE, clean_environ
 
 # An engine as vLLM's worker on CPUs is, and worse: bound to one core and one NUMA node, nice, with
 # blocked signals and open files.
@@ -122,6 +123,29 @@ def test_a_node_is_given_a_written_list_of_variables_and_those_that_settings_nam
         encryption=EncryptionConfig(keys=("acme=env:KEY",)), node=NodeConfig(environment=("MINE",))
     )
     assert node_environment(environ, config).keys() == {"PATH", "KEY", "MINE", "LC_ALL"}
+
+
+def test_chunks_lie_near_the_device_that_stores_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This host may have one NUMA node: the second one here has no memory."""
+    monkeypatch.setattr("kvhold.node.server.memory_nodes", lambda: [0, 1])
+    config = Config(ram_bytes=8 << 20, node=NodeConfig(socket=str(tmp_path / "s"), numa="near"))
+    zones: dict[int, set[int]] = {}
+
+    def ready(node: Node) -> None:
+        node.state.register(SPACE.layout)
+        for numa_node in (1, 0, 5):
+            node.state.place_near("rank", numa_node)
+            names = a_prompt(SPACE, 64, numa_node).chunks()
+            granted = node.state.reserve("rank", SPACE.layout, names, 0)
+            zones[numa_node] = {offset // (4 << 20) for offset in granted.offsets[0]}
+        node.stop()
+
+    asyncio.run(Node(config).serve(on_ready=ready))
+    assert (zones[0], zones[1]) == ({0}, {1})
+    assert zones[5] <= {0, 1}
+    assert 1 in memory_nodes() or "on NUMA node 1" in caplog.text
 
 
 @pytest.mark.parametrize("numa", ["all", "0,x", "1023"])

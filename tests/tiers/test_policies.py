@@ -24,6 +24,7 @@ from kvhold.tiers.policies import (
     make_policy,
 )
 from kvhold.tiers.ram import Entry, RamTier, Wanted
+from tests.cache.scripted import arena_of
 
 
 class TestLruPolicy(PolicyContract):
@@ -304,6 +305,36 @@ class TestMemory:
             policy.remove(space + bytes(24))
         assert (len(policy._chunks), len(policy._continued), len(policy._spaces)) == (0, 0, 0)
         assert len(policy._dropped) <= 1
+
+
+def test_chunks_stay_near_their_writers_in_memory_that_is_full() -> None:
+    """Two ranks store equal numbers of chunks, as tensor parallel workers do."""
+    chunk_bytes, numa_nodes = 128 << 10, (3, 7)
+    ram = RamTier(arena_of(64 << 20), make_policy("lru"), Metrics(), numa_nodes=numa_nodes)
+    near = [0, 0]
+    for number in range(4_000):
+        for rank, numa_node in enumerate(numa_nodes):
+            entries = ram.reserve_all(
+                [Wanted(key(2 * number + rank), chunk_bytes, None)],
+                num_tokens=1,
+                first_token=0,
+                numa_node=numa_node,
+            )
+            assert entries is not None
+            ram.commit(entries[0])
+            near[rank] += number >= 1_000 and entries[0].offset // (32 << 20) == rank
+    assert min(near) >= 0.95 * 3_000
+    assert ram.used_bytes >= 0.97 * ram.capacity_bytes
+
+
+def test_a_writer_whose_numa_node_is_unknown_gets_memory_anywhere() -> None:
+    ram = RamTier(arena_of(8 << 20), make_policy("lru"), Metrics(), numa_nodes=(0, 1))
+    for number in range(200):
+        wanted = [Wanted(key(number), 128 << 10, None)]
+        entries = ram.reserve_all(wanted, num_tokens=1, first_token=0, numa_node=number % 3 + 1)
+        assert entries is not None
+        ram.commit(entries[0])
+    assert ram.used_bytes >= 0.9 * ram.capacity_bytes
 
 
 class TestRamKeepsPrefixes:

@@ -75,6 +75,7 @@ class _Holdings:
     leases: dict[int, list[Entry]] = field(default_factory=dict)
     lease_bytes: dict[int, int] = field(default_factory=dict)
     reservations: dict[int, ReservedChunks] = field(default_factory=dict)
+    numa_node: int | None = None
 
 
 class Leases:
@@ -244,8 +245,9 @@ class Leases:
 
         groups: `[group][chunk]`, one byte each, 0: not written; None: all
         """
-        number, reservation = next(self._numbers), ReservedChunks(layout, store_options, {})
-        self._of(owner).reservations[number] = reservation
+        held, number = self._of(owner), next(self._numbers)
+        reservation = ReservedChunks(layout, store_options, {}, held.numa_node)
+        held.reservations[number] = reservation
         try:
             offsets = yield from self._reservations.reserve_turns(
                 reservation, names, shard, groups=groups
@@ -270,6 +272,10 @@ class Leases:
         if (reserved := reservations.get(reservation)) is not None:
             yield from self._reservations.abandon_turns(reserved)
             reservations.pop(reservation, None)
+
+    def place_near(self, owner: Owner, numa_node: int | None) -> None:
+        """Prefer memory of this NUMA node for an owner's later reservations."""
+        self._of(owner).numa_node = numa_node
 
     def touches_memory(self, owner: Owner) -> bool:
         held = self._holdings.get(owner)

@@ -74,7 +74,7 @@ class LocalCache(WholePrompts):
         self._check_open()
         return self._read_only, self._buffer
 
-    def report_pinned(self, nbytes: int) -> None:
+    def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
         pass
 
     def register(self, namespace: Namespace) -> None:

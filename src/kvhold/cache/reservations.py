@@ -48,11 +48,15 @@ class Grant:
 
 @dataclass
 class ReservedChunks:
-    """Reserved chunks. is_given_up: others do not wait for its writer."""
+    """Reserved chunks. is_given_up: others do not wait for its writer.
+
+    numa_node: of the writer
+    """
 
     layout: Layout
     store_options: StoreOptions
     chunks: dict[int, list[Entry]]
+    numa_node: int | None = None
     nbytes: int = 0
     is_given_up: bool = False
 
@@ -143,6 +147,7 @@ class Reservations:
                     first_token=first_token,
                     expires_at=expires_at,
                     if_worth=self._writes is None,  # tiers get only what memory takes
+                    numa_node=reservation.numa_node,
                 )
                 self._ram.unpin_all(there)
                 if entries is None:  # later chunks are useless

@@ -43,10 +43,17 @@ from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import TierPlace
 
 
-def new_state(config: Config, arena: Arena, policy: Policy | None = None) -> "CacheState":
+def new_state(
+    config: Config,
+    arena: Arena,
+    policy: Policy | None = None,
+    *,
+    numa_nodes: Sequence[int] = (),
+) -> "CacheState":
     """Raises ConfigError.
 
-    policy: of memory, instead of the one that `config.policy` names
+    policy:     of memory, instead of the one that `config.policy` names
+    numa_nodes: see `RamTier`
     """
     if config.policy_for != "tokens" and config.policy != "learned":
         raise ConfigError(
@@ -55,7 +62,13 @@ def new_state(config: Config, arena: Arena, policy: Policy | None = None) -> "Ca
     metrics = Metrics()
     if policy is None:
         policy = make_policy(config.policy)
-    ram = RamTier(arena, policy, metrics, quota_bytes=config.namespace_quota_bytes)
+    ram = RamTier(
+        arena,
+        policy,
+        metrics,
+        quota_bytes=config.namespace_quota_bytes,
+        numa_nodes=numa_nodes,
+    )
     write_behind_bytes = config.write_behind_bytes or arena.nbytes // 4
     return CacheState(
         ram,
@@ -223,6 +236,9 @@ class CacheState:
 
     def abandon_turns(self, owner: Owner, reservation: int) -> Turns[None]:
         return self._leases.abandon_turns(owner, reservation)
+
+    def place_near(self, owner: Owner, numa_node: int | None) -> None:
+        self._leases.place_near(owner, numa_node)
 
     lookup = in_one_turn(lookup_turns)
     refresh = in_one_turn(refresh_turns)

@@ -276,8 +276,11 @@ class Cache(Protocol):
         Raises NodeError where a device cannot be served.
         """
 
-    def report_pinned(self, nbytes: int) -> None:
-        """Report how many arena bytes are registered with a device, for the node's status."""
+    def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
+        """Report how many arena bytes are registered with a device.
+
+        numa_node: of the device, for later reservations (`node.numa = "near"`); -1: unknown
+        """
 
     def register(self, namespace: Namespace) -> None:
         """Make a namespace and its layout known, before any other call about it.

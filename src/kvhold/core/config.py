@@ -91,8 +91,8 @@ class NodeConfig:
     )
     numa: str = setting(
         "spread",
-        "NUMA nodes of the cached KV: spread over all, engine (those of the engine that "
-        "starts the node), or a list such as 0,1",
+        "NUMA nodes of the cached KV: spread over all, near (chunks near the GPU that stores "
+        "them), engine (those of the engine that starts the node), or a list such as 0,1",
     )
     environment: tuple[str, ...] = setting(
         (), "more variables that a node takes over from the engine that starts it, by name"

@@ -16,6 +16,8 @@ from functools import lru_cache
 ALIGNMENT = 4096  # for O_DIRECT and huge pages
 SLAB_BYTES = 1 << 20
 LARGE_BYTES = SLAB_BYTES // 8  # a slab of smaller slots loses at most an eighth
+_ZONE_ALIGNMENT = 2 << 20
+_SLACK_PART = 64
 
 
 class SlabAllocator:
@@ -51,17 +53,12 @@ class SlabAllocator:
         self.used_bytes += size
         return offset
 
-    def allocate_all(self, sizes: Sequence[int]) -> list[int] | None:
-        """Return an offset per size. None: one does not fit, and nothing is allocated."""
-        offsets: list[int] = []
-        for nbytes in sizes:
-            offset = self.allocate(nbytes)
-            if offset is None:
-                for taken in offsets:
-                    self.free(taken)
-                return None
-            offsets.append(offset)
-        return offsets
+    def allocate_all(self, sizes: Sequence[int], zone: int | None = None) -> list[int] | None:
+        """Return an offset per size. None: one does not fit, and nothing is allocated.
+
+        zone: see `ZonedSlabs`
+        """
+        return _allocate_all(self, sizes)
 
     def free(self, offset: int) -> None:
         """Asserts that the object is allocated."""
@@ -103,6 +100,77 @@ class SlabAllocator:
         slab = self._slabs[self._slab_starts[at]]
         assert offset < slab.start + slab.nbytes, "not allocated here"
         return slab
+
+
+class ZonedSlabs:
+    """Allocates in equal parts of the range (zones), such as the memory of NUMA nodes.
+
+    An object goes to the wanted zone. While that is full, there is no room until a part of all
+    bytes is free in other zones: the caller evicts more, and the writers of the other zones take
+    what this one leaves.
+    """
+
+    def __init__(self, capacity: int, zones: int) -> None:
+        self._zone_bytes = zone_bytes(capacity, zones)
+        self._zones = [SlabAllocator(self._zone_bytes) for _ in range(zones)]
+        self.capacity = sum(zone.capacity for zone in self._zones)
+        self._slack = self.capacity // _SLACK_PART
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(zone.used_bytes for zone in self._zones)
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(zone.free_bytes for zone in self._zones)
+
+    def allocate(self, nbytes: int, zone: int | None = None) -> int | None:
+        """zone: None: the emptiest"""
+        if zone is not None:
+            offset = self._zones[zone].allocate(nbytes)
+            if offset is not None:
+                return zone * self._zone_bytes + offset
+            if self.capacity - self.used_bytes <= self._slack:
+                return None
+        emptiest = sorted(range(len(self._zones)), key=lambda n: self._zones[n].used_bytes)
+        for number in emptiest:
+            offset = self._zones[number].allocate(nbytes)
+            if offset is not None:
+                return number * self._zone_bytes + offset
+        return None
+
+    def allocate_all(self, sizes: Sequence[int], zone: int | None = None) -> list[int] | None:
+        """As `SlabAllocator.allocate_all`."""
+        return _allocate_all(self, sizes, zone)
+
+    def free(self, offset: int) -> None:
+        self._zones[self.zone_of(offset)].free(offset % self._zone_bytes)
+
+    def zone_of(self, offset: int) -> int:
+        return offset // self._zone_bytes
+
+
+def zone_bytes(capacity: int, zones: int) -> int:
+    """Return the size of a zone: whole slabs and huge pages."""
+    return capacity // zones // _ZONE_ALIGNMENT * _ZONE_ALIGNMENT
+
+
+def _allocate_all(
+    slabs: "SlabAllocator | ZonedSlabs", sizes: Sequence[int], zone: int | None = None
+) -> list[int] | None:
+    offsets: list[int] = []
+    for nbytes in sizes:
+        offset = (
+            slabs.allocate(nbytes)
+            if isinstance(slabs, SlabAllocator)
+            else slabs.allocate(nbytes, zone)
+        )
+        if offset is None:
+            for taken in offsets:
+                slabs.free(taken)
+            return None
+        offsets.append(offset)
+    return offsets
 
 
 @lru_cache(maxsize=256)

@@ -307,9 +307,12 @@ class UseDevice(Message, frozen=True):
     """Report that a device copies for this client.
 
     Then its memory is taken back only after its process has ended or sent `Departed`.
+
+    numa_node: of the device; -1: unknown
     """
 
     pinned_bytes: int = 0
+    numa_node: int = -1
 
 
 class Departed(Message, frozen=True):

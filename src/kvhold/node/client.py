@@ -118,10 +118,10 @@ class NodeClient(WholePrompts):
         self._call(m.UseDevice(), m.Done, None, link)
         return link.mappings()
 
-    def report_pinned(self, nbytes: int) -> None:
+    def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
         link = self._current("arena")
         link.uses_device = True
-        self._call(m.UseDevice(nbytes), m.Done, None, link)
+        self._call(m.UseDevice(nbytes, numa_node), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
         """Register a namespace with this and each later node."""

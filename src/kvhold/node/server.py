@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from secrets import randbits
@@ -28,9 +28,10 @@ from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
 from kvhold.core.status import NodeStatus, TiersStatus
-from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
+from kvhold.memory.arena import Arena, Region, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
 from kvhold.memory.placement import format_list, interleave, memory_nodes, parse_list
+from kvhold.memory.slab import zone_bytes
 from kvhold.net import messages as m
 from kvhold.node.connection import ClientConnection
 from kvhold.node.host import raise_descriptor_limit
@@ -72,7 +73,8 @@ class Node:
         except BaseException:
             self._lock.close()
             raise
-        self._prepare(config, arena, new_state(config, arena))
+        zones = memory_nodes() if config.node.numa == "near" else []
+        self._prepare(config, arena, new_state(config, arena, numa_nodes=zones))
         try:
             _place_arena(self.arena, config.node.numa)
             self._tier_worker = make_tier_worker(
@@ -373,6 +375,9 @@ def _most_clients(descriptors: int) -> int:
 def _place_arena(arena: Arena, numa: str) -> None:
     """Raises ConfigError: the setting names no NUMA node with memory."""
     nodes = memory_nodes()
+    if numa == "near":
+        _place_zones(arena, nodes)
+        return
     # an engine that starts a node names its NUMA nodes
     if numa in ("spread", "engine"):
         if len(nodes) < 2:
@@ -383,7 +388,7 @@ def _place_arena(arena: Arena, numa: str) -> None:
             wanted = parse_list(numa)
         except ValueError as error:
             raise ConfigError(
-                f"node.numa = {numa!r}: spread, engine, or a list of NUMA nodes such as "
+                f"node.numa = {numa!r}: spread, near, engine, or a list of NUMA nodes such as "
                 f"0,1 ({error})"
             ) from None
         if not wanted or not set(wanted) <= set(nodes):
@@ -395,3 +400,15 @@ def _place_arena(arena: Arena, numa: str) -> None:
         log.warning(
             "the host does not let the arena be spread over NUMA nodes %s", format_list(wanted)
         )
+
+
+def _place_zones(arena: Arena, nodes: Sequence[int]) -> None:
+    """Place an equal part of the arena on each NUMA node, as `RamTier` divides it."""
+    if len(nodes) < 2:
+        return
+    nbytes = zone_bytes(arena.nbytes, len(nodes))
+    for region in arena.regions:
+        for zone, node in enumerate(nodes):
+            part = Region(region.address + zone * nbytes, nbytes, region.writable)
+            if not interleave([part], [node]):
+                log.warning("the host does not let a part of the arena be on NUMA node %d", node)

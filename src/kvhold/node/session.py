@@ -325,6 +325,7 @@ class Session:
     def _use_device(self, request: m.UseDevice) -> m.Answer:
         self._watch_process()
         self.uses_device, self.pinned_bytes = True, max(0, request.pinned_bytes)
+        self._state.place_near(self, request.numa_node if request.numa_node >= 0 else None)
         return m.Done()
 
     def _departed(self, request: m.Departed) -> m.Answer:

@@ -26,7 +26,7 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import CLEARED, DECLINED, EVICTED, EXPIRED, NO_ROOM, Reason
 from kvhold.memory.arena import Arena
-from kvhold.memory.slab import SlabAllocator, size_class
+from kvhold.memory.slab import SlabAllocator, ZonedSlabs, size_class
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold.tiers.policies import Policy
 from kvhold.tiers.table import SPREAD, KeyTable
@@ -34,6 +34,7 @@ from kvhold.tiers.table import SPREAD, KeyTable
 ADMITTED, REPLACED = "admitted", "replaced"
 NEVER = (1 << 63) - 1
 _REMOVE_UNITS = 8  # see `cache/chores.py`
+_TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
 
 
 @dataclass(slots=True)
@@ -104,11 +105,19 @@ class RamTier:
         metrics: Metrics,
         *,
         quota_bytes: int = 0,
+        numa_nodes: Sequence[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """quota_bytes: limit of each namespace, beyond which it evicts its own chunks; 0: none."""
+        """quota_bytes: limit of each namespace, beyond which it evicts its own chunks; 0: none
+        numa_nodes: each has an equal part of the arena; fewer than two: the arena is one
+        """
         self._arena = arena
-        self._slabs = SlabAllocator(arena.nbytes)
+        self._zones: dict[int | None, int] = {node: zone for zone, node in enumerate(numa_nodes)}
+        self._slabs = (
+            ZonedSlabs(arena.nbytes, len(numa_nodes))
+            if len(numa_nodes) > 1
+            else SlabAllocator(arena.nbytes)
+        )
         self._policy = policy
         self._metrics = metrics
         self._quota_bytes = quota_bytes
@@ -211,13 +220,15 @@ class RamTier:
         first_token: int,
         expires_at: int = 0,
         if_worth: bool = False,
+        numa_node: int | None = None,
     ) -> list[Entry] | None:
         """Reserve memory for `wanted`, all of one namespace, and evict to make room.
 
         Without room, returns None and reserves nothing; `refusal` says why. Replaces visible
         entries. No key may be being written.
 
-        if_worth: the policy may decline, if the chunks to evict are worth more
+        if_worth:  the policy may decline, if the chunks to evict are worth more
+        numa_node: of the writer
         """
         namespace, sizes = wanted[0].key[:NAMESPACE_BYTES], []
         for one in wanted:
@@ -225,7 +236,9 @@ class RamTier:
             if one.parent is not None:
                 self._to_be_continued[one.parent] = self._to_be_continued.get(one.parent, 0) + 1
         self.refusal = NO_ROOM
-        offsets = self._allocate(namespace, sizes, wanted[0].key if if_worth else None)
+        offsets = self._allocate(
+            namespace, sizes, wanted[0].key if if_worth else None, self._zones.get(numa_node)
+        )
         if offsets is None:
             for one in wanted:
                 self._is_continued(one.parent)
@@ -470,17 +483,21 @@ class RamTier:
         self.commit(entry)
 
     def _allocate(
-        self, namespace: bytes, sizes: list[int], wanted: bytes | None
+        self, namespace: bytes, sizes: list[int], wanted: bytes | None, zone: int | None
     ) -> list[int] | None:
         needed = sum(sizes)
         if needed > self._slabs.capacity or not self._make_quota(namespace, needed, wanted):
             return None
-        while (offsets := self._slabs.allocate_all(sizes)) is None:
+        tries = 0
+        while (offsets := self._slabs.allocate_all(sizes, zone)) is None:
             # evict only the missing bytes, then one by one until one slab has them
             if not self._evict(
                 max(1, needed - (self._slabs.capacity - self._slabs.used_bytes)), wanted=wanted
             ):
-                return None
+                return self._slabs.allocate_all(sizes)  # in any zone
+            tries += 1
+            if tries == _TRIES_NEAR:
+                zone = None
         return offsets
 
     def _make_quota(self, namespace: bytes, needed: int, wanted: bytes | None) -> bool:

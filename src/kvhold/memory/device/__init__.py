@@ -8,6 +8,8 @@ The contract is in `driver.py`.
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 from kvhold.core.api import Cache
 from kvhold.core.errors import LayoutError
@@ -29,6 +31,7 @@ __all__ = [
     "Settings",
     "copier_for",
     "new_checkers",
+    "numa_node_of",
     "proven_copier_for",
     "sum_threads",
 ]
@@ -50,7 +53,7 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
     log.info("kvhold: copies between %s and the arena: %s", device, type(driver).__name__)
     copier = DeviceCopier(
         driver,
-        PinnedArenas(driver, report=cache.report_pinned),
+        PinnedArenas(driver, report=partial(cache.report_pinned, numa_node=numa_node_of(device))),
         mappings=cache.map_for_device,
         threads=threads or sum_threads(),
         checkers=new_checkers(),
@@ -58,6 +61,20 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
     if driver.has_direct_copies:
         copier.measure(device)
     return copier
+
+
+def numa_node_of(device: str, devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Return a GPU's NUMA node; -1: unknown."""
+    import torch
+
+    if not device.startswith("cuda"):
+        return -1
+    found = torch.cuda.get_device_properties(torch.device(device))
+    try:
+        slot = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return int((devices / slot / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return -1
 
 
 def new_checkers() -> Checkers:
