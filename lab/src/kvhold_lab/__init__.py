@@ -1,1 +1,1 @@
-"""Measurements, proofs and demonstrations of kvhold, which itself never imports this package."""
+"""Measurements, proofs and demonstrations of kvhold. kvhold never imports this package."""

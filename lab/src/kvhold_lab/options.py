@@ -33,7 +33,10 @@ class Number(click.FloatRange):
 
 
 class OutputFile(click.Path):
-    """A file written at the end of a run, checked before. endings: allowed suffixes."""
+    """A file that is written at the end of a run, and checked at the start.
+
+    endings: allowed suffixes
+    """
 
     def __init__(self, *endings: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -76,7 +79,7 @@ def model_size_option(default: str = "small") -> Option:
         type=click.Choice(list(SIZES)),
         default=default,
         show_default=True,
-        help="tiny 5M, small 50M, mid 206M parameters.",
+        help="Size of the model: tiny 5M, small 50M, mid 206M parameters.",
     )
 
 
@@ -98,18 +101,18 @@ def default_option(
 
 
 def threads_option(
-    what: str = "Threads of each engine; fewer where others use the cores.",
+    what: str = "Threads of each engine; use fewer if others use the cores.",
 ) -> Option:
     """`--threads`, as `threads: int | None`; None: all cores."""
     return click.option("--threads", type=click.IntRange(1), help=f"{what} [default: all cores]")
 
 
 def folder_option() -> Option:
-    """`--folder`, as `folder: Path | None`: where the files of disks are made."""
+    """`--folder`, as `folder: Path | None`: the place of disk tiers' files."""
     return click.option(
         "--folder",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="On which disk. [default: the one of temporary files]",
+        help="Folder on the disk to use. [default: that of temporary files]",
     )
 
 
@@ -125,5 +128,5 @@ def lmcache_option() -> Option:
     return click.option(
         "--lmcache-env",
         type=click.Path(file_okay=False, path_type=Path),
-        help="LMCache's environment. [default: in your cache folder]",
+        help="Virtual environment of LMCache. [default: in your cache folder]",
     )

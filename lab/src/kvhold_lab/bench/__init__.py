@@ -1,1 +1,1 @@
-"""Measurements of kvhold's parts, each beside a limit measured in the same run."""
+"""Measurements of kvhold's parts, each with a limit measured in the same run."""

@@ -1,4 +1,4 @@
-"""Codecs on one core: ratio, speed and error, beside a memcpy of the same bytes.
+"""Codecs on one core: ratio, speed and error, compared with a memcpy of the same bytes.
 
 Medians of interleaved rounds. Trained models have a few key channels many times larger than others
 (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024), as `synthetic` has.
@@ -30,7 +30,7 @@ TRAINED_CHUNKS = 16
 class CodecRow:
     """One codec on one kind of KV.
 
-    enc_mb_s, dec_mb_s: plain bytes / 1e6 a second
+    enc_mb_s, dec_mb_s: unencoded bytes / 1e6 a second
     error:              largest |decoded - original| / largest |original|, in the worst layer
     accuracy_drop:      points lost in `kvhold bench quality`; None: not measured
     memcpy_mb_s:        the limit
@@ -151,7 +151,7 @@ def rows(
 ) -> Iterator[CodecRow]:
     """drops: accuracy lost by each codec, in points
 
-    Raises ConfigError for an unusable codec, AssertionError for one beyond its stated error.
+    Raises ConfigError for an unusable codec, AssertionError for an error beyond the stated bound.
     """
     codecs = [make_codec(name) for name in names]
     for data, sample in samples.items():

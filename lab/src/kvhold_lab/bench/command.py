@@ -37,7 +37,7 @@ _MARKS = {True: "yes", False: "NO", None: "-"}
 @click.group()
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Measure kvhold beside limits from the same run.
+    """Measure kvhold, and limits in the same run.
 
     Values are medians. Machines are noisy, so trust the ratios.
     """
@@ -50,11 +50,11 @@ def command(context: click.Context) -> None:
     "--profile",
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Keep a profile of what is under 0.8 of its limit in this folder.",
+    help="Folder for a profile of each row that is under 0.8 of its limit.",
 )
 @json_option()
 def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Hashing, index, policies, lookup, frames, gather and scatter, memory, wire, start-up."""
+    """Measure hashing, index, policies, lookup, frames, copies, memory, wire and start-up."""
     from kvhold_lab.bench.profiles import Profiles
 
     _check_names(only, _PARTS)
@@ -72,7 +72,7 @@ def micro(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 @folder_option()
 @json_option()
 def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) -> None:
-    """Put and get of each tier, beside the plainest means of the same place."""
+    """Put and get of each tier, compared with the plainest program for the same store."""
     with needing("'kvhold[lab,s3]' redis hiredis"):
         from kvhold_lab.bench.tiers import TIERS, TierRow, rows
         from kvhold_lab.servers.base import NotInstalled
@@ -101,12 +101,12 @@ def tiers(only: tuple[str, ...], folder: Path | None, json_file: Path | None) ->
 @click.option(
     "--model",
     type=click.Path(exists=True, path_type=Path),
-    help="Also on the KV of this checkpoint, a folder for transformers.",
+    help="Measure also on the KV of this checkpoint, a folder for transformers.",
 )
 @click.option(
     "--accuracy/--no-accuracy",
     default=True,
-    help="Also what each costs in answers, as `kvhold bench quality` says. [default: yes]",
+    help="Measure also the cost in answers, as `kvhold bench quality`. [default: yes]",
 )
 @json_option()
 def codecs(
@@ -146,7 +146,7 @@ def codecs(
 @only_option("--fault", "only", ", such as 'dies mid-put'")
 @json_option()
 def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None) -> None:
-    """Each fault of each tier: outputs, node, deadlines. Exits with 1 if one is not right."""
+    """Make each tier fail in each way: are bytes, node and deadlines right? If not, exit with 1."""
     with needing("'kvhold[lab,s3]'"):
         from kvhold_lab.bench.faults import FAULTS, FaultRow, rows
         from kvhold_lab.bench.places import PLACES
@@ -179,8 +179,8 @@ def faults(tiers: tuple[str, ...], only: tuple[str, ...], json_file: Path | None
 @only_option("--codec", "only", ", by name")
 @model_size_option()
 @tokens_option(least=256)
-@default_option("--prompts", 5, "So many of them.")
-@default_option("--gbit-s", 1.0, "Of the link, in each direction.", Number(0.001))
+@default_option("--prompts", 5, "Number of prompts.")
+@default_option("--gbit-s", 1.0, "Rate of the link in each direction.", Number(0.001))
 @json_option()
 def link(
     only: tuple[str, ...],
@@ -233,10 +233,10 @@ def link(
 @command.command()
 @default_option("--clients", 256, "Connections to the node.", click.IntRange(1, 10_000))
 @default_option(
-    "--chunks", 1_000_000, "In memory's index, and as many on disk.", click.IntRange(1_000)
+    "--chunks", 1_000_000, "Chunks in memory's index, and as many on disk.", click.IntRange(1_000)
 )
 @default_option(
-    "--tokens", 1_000_000, "Of the long prompt: 6 groups, 8 shards.", click.IntRange(1_000)
+    "--tokens", 1_000_000, "Tokens of the long prompt (6 groups, 8 shards).", click.IntRange(1_000)
 )
 @json_option()
 def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> None:

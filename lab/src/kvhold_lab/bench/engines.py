@@ -1,4 +1,4 @@
-"""Real vLLM engines under measurement, each in its own process, and connectors' settings.
+"""Real vLLM engines that are measured, each in its own process, and settings of connectors.
 
 Identical vLLM processes differ on a CPU by up to a third: by addresses, and because glibc may
 return memory after each pass. `alike` prevents both.
@@ -26,7 +26,7 @@ PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 _MOMENT_S = 0.05
 _ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
 _ASK_PERSONALITY = 0xFFFFFFFF
-# glibc: map no block by itself, return none
+# glibc: map no single block, return no memory
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -38,7 +38,7 @@ class OutputsDiffer(KVHoldError):
 class Served:
     """The result of a prompt, or of a burst.
 
-    seconds: to the first token; of a burst: to the end
+    seconds:       to the first token; for a burst: to the end
     cached_tokens: of the shortest hit
     """
 
@@ -50,7 +50,7 @@ class Served:
 
 @dataclass(frozen=True)
 class System:
-    """rules: kvhold's, for its requests."""
+    """rules: kvhold's rules for its requests"""
 
     engine: Engine
     pids: tuple[int, ...]
@@ -75,7 +75,7 @@ class System:
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Make processes started in the block keep their memory and have fixed addresses."""
+    """Give processes that are started in the block fixed addresses; they keep their memory."""
     before = {name: os.environ.get(name) for name in _KEEPS_MEMORY}
     libc = ctypes.CDLL(None)
     personality = libc.personality(ctypes.c_ulong(_ASK_PERSONALITY))

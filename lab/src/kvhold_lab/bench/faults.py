@@ -1,14 +1,14 @@
-"""The fault matrix: how a node and its client cope with each fault of each tier.
+"""The fault matrix: what each fault of each tier does to a node and its client.
 
-Every byte of a chunk follows from its key. A row says
+Every byte of a chunk follows from its key. A row has these checks:
 
   right        all loaded bytes were right
   alive        no call raised, and the node still served
-  in_deadline  no call took longer than its deadline and a second
+  in_deadline  no call took longer than its deadline and 1 s
   baseline     after a clear nothing was held
   counted      the fault is in the counters
 
-The `faults` wrapper damages bytes. Other faults happen in the place itself.
+The `faults` wrapper damages bytes. Other faults happen in the tier's place itself.
 """
 
 import os

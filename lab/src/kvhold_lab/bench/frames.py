@@ -1,6 +1,6 @@
-"""Framing and checking raw chunks, beside xxh3 over the same bytes.
+"""Framing and checking raw chunks, compared with xxh3 over the same bytes.
 
-Only checksums and headers are measured. Several chunks of 16 MiB defeat the caches.
+Only checksums and headers are measured. Several chunks of 16 MiB do not fit into the caches.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Gather and scatter in host memory, beside a memcpy by as many threads.
+"""Gather and scatter in host memory, compared with a memcpy by as many threads.
 
-KV of a Llama-3-8B: random blocks of 16 tokens, to chunks of 256. kvhold prefetches, so it may be
-faster than the limit, one libc memcpy a thread.
+The KV is that of a Llama-3-8B: random blocks of 16 tokens, chunks of 256. kvhold prefetches, so it
+may be faster than the limit, one libc memcpy in each thread.
 """
 
 import ctypes

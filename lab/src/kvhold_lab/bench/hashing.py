@@ -1,4 +1,4 @@
-"""Naming a prompt's chunks, beside the same hash over the same bytes in one call."""
+"""Naming a prompt's chunks, compared with the same hash over the same bytes in one call."""
 
 from hashlib import blake2b
 

@@ -4,8 +4,8 @@
     kvhold bench history --add micro.json     # append to benchmarks/history.jsonl
     kvhold bench history --name 'retrieve*'   # a line per row and machine, oldest run first
 
-Only ratios to a limit of the same run can be compared, and only between machines of one kind, so
-each machine has lines of its own.
+Only ratios to a limit of the same run can be compared, and only between machines of one kind. So
+each machine has its own lines.
 """
 
 import os
@@ -28,7 +28,7 @@ _MOST_COLUMNS = 8
 
 
 class KeptRow(msgspec.Struct, frozen=True):
-    """One measured number. ratio: to its limit, where it has one."""
+    """One measured number. ratio: to its limit, if it has one"""
 
     name: str
     value: float
@@ -63,20 +63,22 @@ class KeptRun(msgspec.Struct, frozen=True):
     type=click.Path(path_type=Path, dir_okay=False),
     default=DEFAULT_FILE,
     show_default=True,
-    help="Where the runs are kept, one a line.",
+    help="File of the kept runs, one a line.",
 )
-@click.option("--name", "pattern", default="*", help="Only rows with such names, as in a shell.")
+@click.option(
+    "--name", "pattern", default="*", help="Only rows whose names match this shell pattern."
+)
 @click.option(
     "--last",
     type=click.IntRange(1),
     default=_MOST_COLUMNS,
     show_default=True,
-    help="Show so many runs of each row.",
+    help="Runs to show of each row.",
 )
 def command(results: tuple[Path, ...], file: Path, pattern: str, last: int) -> None:
     """Keep results with machine and commit, and show how they changed.
 
-    `change` is the last run over the median of the earlier ones.
+    `change` is the last run divided by the median of the earlier runs.
     """
     if results:
         runs = [_run_of(path) for path in results]

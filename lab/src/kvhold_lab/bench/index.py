@@ -1,6 +1,6 @@
 """The index in one process: a hit, a miss, and a store, at several sizes.
 
-Limits are as many probes of, and inserts into, a dict with the same keys. A miss is one probe.
+Limits are as many probes of a dict with the same keys, and as many inserts. A miss is one probe.
 Chunks have one byte a token and are not written, so the arena takes no memory.
 """
 

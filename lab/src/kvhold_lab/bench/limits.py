@@ -1,4 +1,4 @@
-"""Limits of tiers: the same bytes by the plainest means. Each call moves all values once.
+"""Limits of tiers: the plainest programs for the same bytes. Each call moves all values once.
 
 RawFiles(folder, values, threads=4, direct=True).write()    # or .read(into)
 RawRedis(port, password, values, connections=4).set()       # or .get(into)

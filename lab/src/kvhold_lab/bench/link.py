@@ -34,11 +34,11 @@ _PATIENT_S = 120.0
 class LinkRow:
     """One codec.
 
-    ratio:        plain bytes / frame bytes written
-    ttft_p50_s:   of hits; in row COLD of computed prompts
+    ratio:        unencoded bytes / frame bytes written
+    ttft_p50_s:   of hits; in the row COLD, of computed prompts
     link_s:       the link's time for a prompt's bytes
     kl:           mean KL(computed || loaded) of the first token, in nats
-    cached_share: share of the prompts that was loaded
+    cached_share: the loaded share of the prompts
     """
 
     codec: str
@@ -59,7 +59,7 @@ def rows(
     gbit_s: float,
     num_threads: int,
 ) -> Iterator[LinkRow]:
-    """Yield the row without kvhold, then one a codec. Raises EngineFailed, NotInstalled."""
+    """Yield the row without kvhold, then one for each codec. Raises EngineFailed, NotInstalled."""
     rng = np.random.default_rng(0)
     prompts = [
         [int(token) for token in rng.integers(10, 250, num_tokens)] for _ in range(num_prompts)

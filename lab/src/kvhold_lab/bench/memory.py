@@ -1,4 +1,4 @@
-"""Store and retrieve through a real node's memory, beside a memcpy.
+"""Store and retrieve through a real node's memory, compared with a memcpy.
 
 A store is reserve, gather and commit of a new prompt. A retrieve is lookup, claim, scatter and
 release. Layout, engine and memcpy are those of `gather.py`.

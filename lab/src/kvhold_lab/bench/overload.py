@@ -1,4 +1,4 @@
-"""One overloaded node: its longest loop turns, index sizes, and how soon a full disk serves.
+"""One overloaded node: its longest loop turns, its index sizes, and the start of a full disk.
 
 Chunks have one byte a token and are never written. 64 engines store while one client looks up. The
 goals assume an idle machine.
@@ -189,7 +189,7 @@ def _stores_and_lookups(
 
 
 def store_steadily(path: str, count: int) -> None:
-    """Clients store until standard input ends. A process's entry."""
+    """Store with all clients until standard input ends. The entry point of a process."""
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")

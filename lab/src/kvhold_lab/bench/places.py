@@ -27,10 +27,10 @@ class BenchPlace(Protocol):
         pass
 
     def full_url(self) -> str | None:
-        """Of a place with a few MiB; None if impossible."""
+        """Return the URL of a full place, with a few MiB; None if impossible."""
 
     def denied_url(self) -> str | None:
-        """With wrong credentials or rights; None without any."""
+        """Return a URL with wrong credentials or rights; None if the place has none."""
 
     def kill(self) -> None:
         pass

@@ -1,6 +1,6 @@
-"""The index with `policy = "learned"` beside the index with LRU, at several sizes.
+"""The index with `policy = "learned"`, compared with LRU, at several sizes.
 
-    hit                                a prompt that is all here
+    hit                                a prompt that is completely in memory
     reserve and commit                 a prompt that was looked up before
     miss, reserve and commit           with the lookup that finds nothing
     miss, evict, reserve and commit    the same in full memory
@@ -65,7 +65,7 @@ class _Memory:
         self.store(names)
 
     def replace(self, names: ChunkNames) -> None:
-        """Look up and store in full memory, whatever the policy would rather keep."""
+        """Look up and store in full memory, even if the policy would decline the chunks."""
         assert not self.look_up(names)
         entries, parent = [], None
         for key in keys_of(names):
@@ -88,7 +88,7 @@ class _Memory:
 
 
 class _Both:
-    """A memory of each policy."""
+    """One memory with each policy."""
 
     def __init__(self, arena: Arena, num_chunks: int, profiles: Profiles) -> None:
         self._memories = {policy: _Memory(arena, policy) for policy in (MEASURED, BESIDE)}
@@ -133,7 +133,7 @@ class _Both:
         *,
         after: Callable[[_Memory], None] | None = None,
     ) -> Row:
-        """Time a call with the same prompts by each policy."""
+        """Time a call with each policy and the same prompts."""
         work, clear = {}, {}
         for (policy, memory), own in zip(self._memories.items(), tee(prompts), strict=True):
             work[policy] = partial(_call_next, call, memory, own)
@@ -156,6 +156,6 @@ def _call_next(
 
 
 def _fresh_prompts() -> Iterator[ChunkNames]:
-    """Make those that are timed beforehand."""
+    """Make the timed prompts in advance."""
     made = [fresh(PASSING) for _ in range(1 + ROUNDS)]
     return chain(made, (fresh(PASSING) for _ in count()))

@@ -3,7 +3,7 @@
     profiles = Profiles(folder)
     row = profiles.of(row, lambda: of_calls(work))
 
-cProfile slows Python's calls most, so it shows counts; the rows show times.
+cProfile slows calls in Python most, so use it for counts; the rows show times.
 """
 
 import cProfile
@@ -29,7 +29,7 @@ Work = Callable[[], object]
 
 class Profiles:
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: None: keep none."""
+        """folder: None: keep no profiles"""
         self._folder = folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class Profiles:
 
 
 def of_calls(work: Work, *, after: Work | None = None) -> str:
-    """after: called after each, not profiled."""
+    """after: called after each call, not profiled"""
     profile = cProfile.Profile()
     until = time.perf_counter() + SECONDS
     while True:

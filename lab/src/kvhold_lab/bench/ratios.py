@@ -34,13 +34,13 @@ class Ratio:
 
     @property
     def apart(self) -> float:
-        """The factor between the two, 1 or more."""
+        """Return the factor between the two, 1 or more."""
         return max(self.median, 1 / self.median)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal: `what` holds when the ratio is at most `most`.
+    """A goal: the ratio described by `what` is at most `most`.
 
     noise: factor between two identical engines; infinity: unknown
     """
@@ -52,7 +52,7 @@ class Goal:
 
     @property
     def verdict(self) -> str:
-        """Whether it is reached; "undecided" if the interval, widened by noise, contains it."""
+        """Whether the goal is reached; "undecided" if the widened interval contains `most`."""
         low, high = self.ratio.low / self.noise, self.ratio.high * self.noise
         if low <= self.most < high:
             return "undecided"

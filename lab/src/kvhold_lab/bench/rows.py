@@ -1,4 +1,4 @@
-"""A measured number beside its limit: timing, printing and writing.
+"""A measured number and its limit: timing, printing and writing.
 
 seconds = in_turn({"kvhold": look_up, "dict": probe}, rounds=9)
 row = time_row("lookup", seconds["kvhold"], seconds["dict"], unit="us")
@@ -42,7 +42,7 @@ def machine_and_load() -> str:
 
 
 def write_rows(path: Path | None, rows: Sequence[Any]) -> None:
-    """For `--json`."""
+    """Write the file of `--json`."""
     if path is not None:
         path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 

@@ -1,9 +1,9 @@
-"""kvhold's servers, each in its own process. They raise NodeError if they do not start.
+"""kvhold's servers, each in its own process. Both calls raise NodeError if it does not start.
 
     with running_node() as client: client.ping()
     with running_central() as url: tier, _ = make_tier(url)
 
-`under` are arguments of their interpreter, such as a profiler.
+`under` has arguments for the interpreter, such as a profiler.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""kvhold's import, a node's start, and a node's memory beside its arena.
+"""kvhold's import, a node's start, and a node's memory without its arena.
 
-Limits are a bare interpreter, and for the node one that imports its libraries.
+The limit is a bare interpreter, and for the node an interpreter that imports its libraries.
 """
 
 import subprocess

@@ -25,7 +25,7 @@ class _Bucket:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Wait until the link could have sent so many bytes after earlier ones."""
+        """Wait as long as the link takes to send so many bytes after the earlier ones."""
         with self._lock:
             self._free_at = max(time.monotonic(), self._free_at) + nbytes / self._bytes_per_s
             self.nbytes += nbytes

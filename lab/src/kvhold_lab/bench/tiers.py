@@ -1,6 +1,6 @@
-"""Each tier's put and get, and the plainest means of the same place, in turn.
+"""Each tier's put and get, and in turn the plainest program for the same store.
 
-Limits: new files with O_DIRECT and by the page cache; blocking sockets and redis-py for Redis;
+Limits: new files with O_DIRECT and through the page cache; blocking sockets and redis-py for Redis;
 obstore for S3; TCP for a central cache.
 """
 

@@ -22,7 +22,7 @@ from kvhold_lab.options import (
 @click.command()
 @model_size_option()
 @tokens_option()
-@default_option("--repeats", 3, "How many prompts; the times are medians.", click.IntRange(1, 20))
+@default_option("--repeats", 3, "Number of prompts; the times are medians.", click.IntRange(1, 20))
 @json_option("the figures")
 @plot_option("the table as a picture, such as demo.png", "--picture")
 def command(

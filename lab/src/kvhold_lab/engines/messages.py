@@ -16,7 +16,7 @@ DriverName = Literal["vllm", "transformers"]
 
 
 class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
-    """None leaves a choice to the driver."""
+    """The options of an engine. None: the driver chooses."""
 
     model_path: str
     max_model_len: int  # prompt and output

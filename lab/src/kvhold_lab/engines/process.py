@@ -113,7 +113,7 @@ class LoggedProcess:
             self._log.close()
 
     def log_tail(self, nbytes: int = 0) -> str:
-        """The end of the log. nbytes: 0 is the default; ignored after the end."""
+        """Return the end of the log. nbytes: 0: the default; ignored after the process has ended"""
         if self._log.closed:
             return self._last_words
         size, nbytes = os.fstat(self._log.fileno()).st_size, nbytes or self._tail_bytes
@@ -163,7 +163,7 @@ class LoggedProcess:
         return self.failure(doing, "was silent for too long and was killed")
 
     def _dump_stacks(self) -> None:
-        """Without faulthandler the signal ends the child."""
+        """Write the threads' stacks to the log. Without faulthandler the signal ends the child."""
         size = os.fstat(self._log.fileno()).st_size
         self._tail_bytes = _STACKS_TAIL_BYTES
         os.kill(self._process.pid, signal.SIGUSR1)
@@ -202,7 +202,7 @@ class Child(ABC):
         return self
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Kill after `timeout_s`. Idempotent."""
+        """Stop the process; kill it after `timeout_s`. Idempotent."""
         try:
             if self._process is not None and self._process.is_alive:
                 self._ask_to_end(self._process, timeout_s)
@@ -244,7 +244,7 @@ class Child(ABC):
         """Raises EngineFailed."""
 
     def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
-        """May raise EngineFailed."""
+        """Ask the process to end. May raise EngineFailed."""
         process.terminate()
 
 

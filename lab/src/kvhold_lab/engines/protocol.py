@@ -127,7 +127,7 @@ def serve(
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return stdin and stdout on other descriptors; replace them by nothing and the log."""
+    """Return stdin and stdout on other descriptors; stdin is then empty, stdout is the log."""
     operations, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -112,7 +112,7 @@ class SteppedEngine:
         return name
 
     def request(self, name: str) -> Any:
-        """The scheduler's request, or None when it ended and released its blocks."""
+        """Return the scheduler's request, or None if it has ended and released its blocks."""
         return self.core.scheduler.requests.get(self._inner_names[name])
 
     def inner_name(self, name: str) -> str:
@@ -125,7 +125,7 @@ class SteppedEngine:
         return bool(self.engine.has_unfinished_requests())
 
     def step(self) -> list[Any]:
-        """If nothing could be computed, wait a millisecond, as vLLM does."""
+        """Run one step. If nothing could be computed, wait a millisecond, as vLLM does."""
         began = time.perf_counter()
         outputs: list[Any] = self.engine.step()
         if not outputs and time.perf_counter() - began < 0.002:

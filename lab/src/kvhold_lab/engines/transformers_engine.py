@@ -87,7 +87,7 @@ class TransformersDriver:
 
 
 class _FirstToken:
-    """Notes the time of the first token; it gets the prompt first."""
+    """Note the time of the first token. It gets the prompt before."""
 
     def __init__(self) -> None:
         self.at: float | None = None

@@ -1,7 +1,7 @@
 """A vLLM engine in this process, stepped by hand.
 
-One engine a process: the environment must be set before torch loads. Eager, because compiling takes
-longer than it saves. Float32 is faster than bfloat16 on CPUs.
+A process has one engine, because the environment must be set before torch loads. The engine is
+eager, because compiling takes longer than it saves. float32 is faster than bfloat16 on CPUs.
 """
 
 import os

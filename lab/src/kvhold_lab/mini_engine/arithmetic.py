@@ -1,10 +1,10 @@
-"""Arithmetic whose results do not depend on the order of a sum, hence not on batch or device.
+"""Arithmetic whose results do not depend on the order of a sum, and so not on batch or device.
 
 All values are float64 multiples of a small power of two with few bits, so products and partial sums
 are integer multiples of one power of two below 2**53: exact. exp and sigmoid have no unique
 rounding; (1 + x / 64) ** 64 and a line with two bends replace them.
 
-Bits, at most: activations and KV 17, weights 15, attention weights 17.
+Most bits: activations and KV 17, weights 15, attention weights 17.
 """
 
 import torch

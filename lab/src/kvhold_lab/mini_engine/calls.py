@@ -2,7 +2,7 @@
 
 The first (`v1/worker/gpu_model_runner.py`) calls `handle_preemptions` before it zeroes and copies
 blocks, and ends the connector's step before it samples. The second
-(`v1/worker/gpu/model_runner.py`, used with Triton) does both the other way round.
+(`v1/worker/gpu/model_runner.py`, used with Triton) does both in the opposite order.
 """
 
 from collections.abc import Callable, Iterator

@@ -74,7 +74,7 @@ class MiniEngineOptions:
     max_running:   requests in one pass
     max_tokens:    of one request with its answer
     asynchronous:  schedule a step before the previous one is computed
-    second_runner: see `calls.py`; None: vLLM's choice
+    second_runner: see `calls.py`; None: vLLM chooses
     zero_blocks:   zero new blocks, as vLLM does for state models
     """
 

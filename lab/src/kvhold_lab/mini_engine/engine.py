@@ -126,7 +126,7 @@ class MiniEngine:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> bool:
-        """Compute when the queue of passes is full. Returns whether a pass was scheduled."""
+        """Schedule a pass; compute one if the queue is full. Returns whether it has tokens."""
         output = self.scheduler.schedule()
         self._passes.append(output)
         computes = bool(output.total_num_scheduled_tokens)

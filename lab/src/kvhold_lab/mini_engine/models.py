@@ -43,7 +43,7 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class ModelSpan:
-    """Queries of one request, or one query each of several.
+    """Queries of one request, or one query of each of several requests.
 
     rows: int64 `[batch, queries]`, into the pass's tokens; keys: by KV cache group
     """

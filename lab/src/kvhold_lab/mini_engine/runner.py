@@ -1,4 +1,4 @@
-"""In place of vLLM's model runner: compute a scheduler's output over the blocks.
+"""Compute a scheduler's output over the blocks, in place of vLLM's model runner.
 
 For the second runner (`calls.py`), a resumed request arrives as a new one.
 """
@@ -101,7 +101,7 @@ class Runner:
         return found
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """By group; blocks outside a window may be another request's."""
+        """Return the blocks by group; those outside a window may belong to another request."""
         return [list(ids) for ids in self._running[request_id].blocks]
 
     def _update(self, output: SchedulerOutput) -> None:
@@ -167,7 +167,7 @@ class Runner:
             self._connector.save_kv_layer(layer, self._caches[layer], None)
 
     def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> ModelBatch:
-        """One span for all requests of one token, pieces for others."""
+        """Make one span for all requests of one token, and pieces for the others."""
         ends = np.cumsum(counts)
         tokens = [
             token

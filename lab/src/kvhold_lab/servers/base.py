@@ -1,4 +1,4 @@
-"""A server process that ends with its `with`, and can be disturbed.
+"""A server process that ends with its `with` block, and can be killed and paused.
 
     with RedisServer() as server:
         server.port; server.kill(); server.start(); server.pause(); server.resume()
@@ -47,12 +47,12 @@ class ServerProcess:
         return dict(os.environ)
 
     def answers(self) -> bool:
-        """OSError also means no."""
+        """Whether the server answers. OSError also means no."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
 
     def start(self) -> Self:
-        """Keep port and folder. Returns when the server answers."""
+        """Start the server with the same port and folder. Returns when it answers."""
         assert self._process is None or self._process.poll() is not None, "it runs already"
         with self.log.open("ab") as log:
             _Process(
@@ -138,7 +138,7 @@ class ServerProcess:
 
 
 class _Process(subprocess.Popen[bytes]):
-    """A process that its server knows from the fork on: a signal may interrupt `Popen`."""
+    """A process that its server knows as soon as it is forked: a signal may interrupt `Popen`."""
 
     def __init__(self, server: ServerProcess, command: Sequence[str], **options: Any) -> None:
         server._process = self

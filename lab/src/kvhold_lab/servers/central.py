@@ -8,7 +8,7 @@ from kvhold_lab.servers.base import ServerProcess
 
 
 class CentralServer(ServerProcess):
-    """`arguments`: for `kvhold serve`; `environ`: more variables."""
+    """arguments: for `kvhold serve`; environ: additional variables"""
 
     def __init__(
         self, *arguments: str, ram_bytes: str = "64MiB", environ: Mapping[str, str] | None = None
@@ -33,7 +33,7 @@ class CentralServer(ServerProcess):
         )
 
     def environ(self) -> dict[str, str]:
-        """Without the user's settings."""
+        """Return the environment without the user's settings."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
         } | self._environ

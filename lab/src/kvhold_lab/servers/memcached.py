@@ -6,7 +6,7 @@ from kvhold_lab.servers.base import ServerProcess, program
 
 
 class MemcachedServer(ServerProcess):
-    """item_bytes: the largest item; evict: when full, or refuse."""
+    """item_bytes: of the largest item; evict: a full server evicts; False: it refuses"""
 
     def __init__(
         self, *, item_bytes: int = 1 << 20, memory_bytes: int = 128 << 20, evict: bool = True

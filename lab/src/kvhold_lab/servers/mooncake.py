@@ -1,7 +1,7 @@
 """The master of a Mooncake Store.
 
-It listens on loopback, but its clients do not (see `kvhold.tiers.mooncake`). Clients lend the
-memory.
+It listens on loopback, but its clients do not (see `kvhold.tiers.mooncake`). The clients provide
+the memory.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from kvhold_lab.servers.base import NotInstalled, ServerProcess, free_port
 
-LEASE_MS = 200  # no removal for so long after a read
+LEASE_MS = 200  # time after a read without removal
 
 
 class MooncakeMaster(ServerProcess):

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
-    """Install missing packages if allowed, and report the rest with `say`."""
+    """Install missing packages if allowed, and report those that are still missing with `say`."""
     lacking = missing(wanted)
     if lacking and may_install(os.environ):
         say(f"installing {_packages(lacking)} (KVHOLD_SETUP_SERVERS=0 leaves them out) ...")

@@ -121,7 +121,7 @@ class RedisServer(ServerProcess):
 
 
 class RedisCluster:
-    """Three primaries. A failure takes a minute of silence, so the others go on if one dies."""
+    """Three primaries. A failure takes a minute of silence, so without one the others continue."""
 
     def __init__(self) -> None:
         self._buses = [free_port() for _ in range(3)]
@@ -176,7 +176,7 @@ class RedisCluster:
 class RedisSentinels:
     """A primary, a replica, and three sentinels that watch them as `service`.
 
-    Failover takes a minute of silence, or half a second after `be_quick`.
+    Failover begins after a minute of silence, or after half a second if `be_quick` was called.
     """
 
     service = "held"
@@ -209,7 +209,7 @@ class RedisSentinels:
             sentinel.call("SENTINEL", "SET", self.service, "down-after-milliseconds", _QUICK_MS)
 
     def wait_until_primary(self, server: RedisServer) -> None:
-        """Every sentinel names `server`, and it is writable."""
+        """Wait until every sentinel names `server`, and it is writable."""
         for sentinel in self.sentinels:
             if sentinel.running:
                 wait_for(partial(self._names, sentinel, server))
@@ -255,7 +255,7 @@ class RedisSentinels:
 
 
 class _Sentinel(RedisServer):
-    """Knows the other sentinels: discovery takes seconds."""
+    """One sentinel. It is told the other ones, because discovery takes seconds."""
 
     def __init__(self, service: str, primary: int, replica: int) -> None:
         super().__init__()

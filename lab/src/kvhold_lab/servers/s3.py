@@ -4,7 +4,7 @@
         server.create_bucket("kv")
         tier = S3Tier.from_url(parse_url(server.url("kv/prefix")))
 
-Buckets end with the process, and need boto3. `CephGateway` takes 16 s to start on idle cores, and
+Buckets end with the process, and need boto3. `CephGateway` starts in 16 s on idle cores, and takes
 200 MB.
 """
 
@@ -64,7 +64,7 @@ class MotoServer(ServerProcess):
         return tier_url(self, place, options)
 
     def demand_credentials(self) -> None:
-        """Refuse all but a new user's keys, which `url` then has."""
+        """Refuse all keys but those of a new user. `url` then has the new keys."""
         iam = boto_client(self, "iam")
         iam.create_user(UserName="kvhold")
         iam.put_user_policy(UserName="kvhold", PolicyName="all", PolicyDocument=_ALL_RIGHTS)
@@ -83,7 +83,7 @@ class MotoServer(ServerProcess):
 
 
 class CephGateway(ServerProcess):
-    """Ceph's gateway over a cluster of one."""
+    """Ceph's gateway with a cluster of one."""
 
     def __init__(self) -> None:
         super().__init__()

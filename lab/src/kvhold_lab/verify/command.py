@@ -89,16 +89,19 @@ class _Classes(_Names):
 @click.option(
     "--all-classes",
     is_flag=True,
-    help="Every class of model, on small checkpoints that are made here.",
+    help="Verify every class of models, on small checkpoints that are made here.",
 )
 @click.option("--classes", type=_Classes(), help="Only these classes, such as llama,gemma3.")
-@default_option("--paths", ",".join(DEFAULT), f"Of {', '.join(PATHS)}.", _Names(list(PATHS)))
+@default_option(
+    "--paths", ",".join(DEFAULT), f"Paths to run, of {', '.join(PATHS)}.", _Names(list(PATHS))
+)
 @json_option()
 @click.option(
     "--dtype",
     default="float32",
     show_default=True,
-    help="With others, tokens may differ from run to run without kvhold, too.",
+    help="Type of the model. With other types, tokens may differ from run to run without kvhold, "
+    "too.",
 )
 @click.option(
     "--adapter",
@@ -114,20 +117,20 @@ class _Classes(_Names):
     "--engine-args",
     type=_Json(),
     default={},
-    help="Further engine arguments of vLLM, stronger than a path's.",
+    help="Further engine arguments of vLLM; they override those of a path.",
 )
 @default_option(
-    "--max-model-len", 4_096, "Tokens of a prompt and its answer.", click.IntRange(min=64)
+    "--max-model-len", 4_096, "Most tokens of a prompt and its answer.", click.IntRange(min=64)
 )
 @click.option("--kv-memory", default="1GiB", show_default=True, help="The engine's own KV memory.")
-@threads_option("Of the engine's arithmetic.")
+@threads_option("Threads of the engine.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=Number(1),
     default=900.0,
     show_default=True,
-    help="Seconds a start or a batch may take.",
+    help="Seconds that a start or a batch may take.",
 )
 def command(
     model: str | None,
@@ -147,7 +150,7 @@ def command(
     """Compare MODEL with and without kvhold: every token of the answers, every bit of loaded KV.
 
     Exits with 1 unless every row passed. Paths that vLLM does not run or turns off fail only when
-    nothing else passed. With --all-classes this also holds for what kvhold refuses.
+    nothing else passed. With --all-classes this also holds for rows that kvhold refuses.
     """
     if (model is None) == (not all_classes and classes is None):
         raise click.UsageError("give a MODEL, or --all-classes, or --classes NAMES")

@@ -143,7 +143,7 @@ class VerifyDriver:
 
 
 def _choice(best: dict[int, Any]) -> Choice:
-    """The token and its best rival; vLLM's `logprob` is a logit here."""
+    """Return the token and the best other one; vLLM's `logprob` is a logit here."""
     (chosen, first), *others = best.items()
     rival, second = max(others, key=lambda item: float(item[1].logprob))
     return Choice(tokens=(chosen, rival), logits=(first.logprob, second.logprob))
@@ -157,7 +157,8 @@ def _collect_later(generation: int = 2) -> int:
 def _keep_kernels() -> None:
     """Keep registered kernels for the process's next engine.
 
-    To register again, vLLM searches every module, and fails on llvmlite, which the connector loads.
+    To register them again, vLLM searches every module, and fails on llvmlite, which the connector
+    loads.
     """
     from vllm.platforms import current_platform
 

@@ -67,7 +67,7 @@ class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Serve(ChildOperation, frozen=True, kw_only=True, tag="serve"):
-    """Decode greedily requests that arrive while others run."""
+    """Greedily decode requests that arrive while others run."""
 
     arrivals: list[VerifyArrival]
     margins: bool = False
@@ -83,7 +83,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
     """The settings that vLLM derived from the arguments.
 
-    block_sizes: tokens a block, by KV cache group; a recurrent group's does not limit prompts
+    block_sizes: tokens of a block, by KV cache group; that of a recurrent group does not limit
+                 prompts
     token_bytes: KV of one token in all layers and workers
     """
 

@@ -1,4 +1,4 @@
-"""The witness's notes: engine processes write them, the command reads them without vLLM."""
+"""The notes of the witness. Engine processes write them; the command reads them without vLLM."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Verdict:
 
 
 class Notes:
-    """One worker's notes; a miss reads the other engines' notes."""
+    """One worker's notes. If they lack a name, the other engines' notes are read."""
 
     def __init__(self, folder: Path, *, worker: int) -> None:
         self._folder = folder
@@ -60,7 +60,7 @@ class Notes:
         return name in self._known
 
     def is_computed(self, group: int, content: bytes, digest: bytes) -> bool:
-        """A repetition may compute other bytes."""
+        """Whether these bytes were computed. A repetition may compute other bytes."""
         name = self._name(group, content)
         if digest not in self._known.get(name, ()):
             self._read_others()

@@ -14,7 +14,8 @@ class VerifyRow:
     """One model in one path.
 
     kv_exact:     all loaded blocks held the computed bytes; None: none was compared
-    tokens_equal: all tokens equal vLLM's own, near ties excepted; None: not run, or no proof
+    tokens_equal: all tokens equal those of vLLM alone, except at near ties; None: not run, or no
+        proof
     outcome:      "refused": by kvhold; "unsupported": vLLM does not run it, or not reproducibly;
         "off": vLLM turns the path off
     ties:         answers that differ after a near tie

@@ -57,7 +57,7 @@ class VerifySettings:
 
 @dataclass
 class EngineAnswers:
-    """unsteady: questions that it does not always answer alike."""
+    """unsteady: questions that the engine does not always answer in the same way"""
 
     started: Started
     token_ids: list[list[int]] = field(default_factory=list)
@@ -95,7 +95,10 @@ class Verification:
         self._references: dict[str, EngineAnswers] = {}
 
     def rows(self) -> Iterator[VerifyRow]:
-        """One row a path, or one if vLLM does not run the model. Failures are rows, too."""
+        """Yield a row for each path, or one row if vLLM does not run the model.
+
+        Failures are rows, too.
+        """
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:
@@ -163,7 +166,7 @@ class Verification:
         return self._references[name]
 
     def _unsteady(self, asked: EngineAnswers, path: Path) -> set[int]:
-        """Return questions that vLLM answers otherwise from its prefix cache or one by one."""
+        """Return questions that vLLM answers differently from its prefix cache or one by one."""
         again, alone = EngineAnswers(asked.started), EngineAnswers(asked.started)
         self._ask_all(again, path)
         self._engines.reset()
@@ -297,8 +300,9 @@ def judged(
     rounds: list[EngineAnswers],
     verdict: Verdict,
 ) -> VerifyRow:
-    """Tokens prove nothing when half of the questions are unsteady, or when nothing differs but
-    half are unsteady or tied.
+    """Return the row. Tokens prove nothing if half of the questions are unsteady.
+
+    They also prove nothing if none differs, but half of the questions are unsteady or tied.
     """
     differ: list[str] = []
     tied: dict[str, int] = {}

@@ -1,8 +1,9 @@
 """Check the blocks that KVHoldConnector loads, without using the connector's code.
 
-vLLM's own calls tell the witness which blocks a pass computes and a load fills. It takes a digest
-of each block when it becomes whole. After a load it looks for the digest among those computed for
-the same adapter, images and tokens, in this engine or an earlier one.
+vLLM's own calls tell the witness which blocks a pass computes and which blocks a load fills. The
+witness takes a digest of each block when the block is whole. After a load it looks for the digest
+among those of blocks that were computed for the same adapter, images and tokens, in this engine or
+an earlier one.
 
 The engines of a path share `witness_folder`. Runs on the engine's thread.
 """
@@ -39,7 +40,7 @@ _NO_BLOCK = 0
 
 @dataclass(frozen=True)
 class WitnessHeld:
-    """In one group. contents: hashes of the expected contents."""
+    """Blocks of one group. contents: hashes of the expected contents"""
 
     request_id: str
     group: int
@@ -277,7 +278,7 @@ def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[bytes]:
-    """For each block, over everything that its KV depends on."""
+    """Return a hash for each block, over everything that its KV depends on."""
     request = followed.request
     hashes = followed.hashes.setdefault(block_size, [])
     if len(hashes) < count:
@@ -327,7 +328,7 @@ class _Reader:
         self._computed = []
 
     def loaded(self, failed: set[int]) -> None:
-        """failed: blocks that the connector reports."""
+        """failed: blocks that the connector reports"""
         for request_id in self.ended:
             for held in self._loading.pop(request_id, []):
                 there = [

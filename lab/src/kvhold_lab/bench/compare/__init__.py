@@ -1,1 +1,1 @@
-"""`kvhold bench compare`: kvhold in a real vLLM beside other caches."""
+"""`kvhold bench compare`: kvhold and other caches in a real vLLM."""

@@ -45,7 +45,7 @@ _ROUNDS = click.IntRange(1, 100)
 @click.command()
 @only_option("--tier", "tiers", type=click.Choice(TIERS))
 @only_option("--workload", "names", " working sets", type=click.Choice(list(WORKLOADS)))
-@default_option("--rounds", 5, "Of each share of reuse in each working set.", _ROUNDS)
+@default_option("--rounds", 5, "Rounds for each share of reuse in each working set.", _ROUNDS)
 @model_size_option()
 @tokens_option(
     None,
@@ -72,13 +72,13 @@ def command(
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
-    """kvhold in a real vLLM beside vLLM alone, its prefix cache and offloading, and LMCache 0.5.6.
+    """Compare kvhold, vLLM alone, its prefix cache and offloading, and LMCache 0.5.6.
 
-    TTFT and throughput by tier, working set and reuse. LMCache gets its own environment, made the
-    first time (2 GB). Root on Debian or Ubuntu gets missing packages (redis-server, libibverbs1),
-    unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if kvhold failed, answered differently, or reused
-    nothing. Times do not decide that; the goals' verdicts are printed. Ctrl-C shows the results so
-    far.
+    All run in real vLLM engines. Shows TTFT and throughput by tier, working set and reuse. The
+    first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
+    missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
+    kvhold failed, answered differently, or reused nothing. Times do not decide that; the goals'
+    verdicts are printed. Ctrl-C shows the results so far.
     """
     tiers = tuple(tier for tier in TIERS if tier in (tiers or TIERS))
     workloads = [WORKLOADS[name] for name in WORKLOADS if name in (names or WORKLOADS)]
@@ -95,22 +95,20 @@ def command(
 @click.command()
 @model_size_option()
 @tokens_option()
-@default_option("--rounds", 7, "Beside one that does not count.", _ROUNDS)
+@default_option("--rounds", 7, "Rounds, after one that does not count.", _ROUNDS)
 @click.option(
     "--reuse",
     multiple=True,
     type=click.Choice([str(share) for share in SHARES]),
-    help="These shares alone, in %. [default: all]",
+    help="Only these shares of reuse, in %. [default: all]",
 )
 @threads_option()
 @peer_option()
-@click.option(
-    "--layerwise", is_flag=True, help="Also loads and stores a layer at a time, beside the default."
-)
+@click.option("--layerwise", is_flag=True, help="Measure also loads and stores a layer at a time.")
 @click.option(
     "--unchecked",
     is_flag=True,
-    help="Also with client.check_memory off: what comparing checksums costs a hit.",
+    help="Measure also with client.check_memory off: the cost of checksums for a hit.",
 )
 @json_option()
 @plot_option("the curve of TTFT over reuse, such as curve.png")
@@ -126,11 +124,11 @@ def vllm(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """`kvhold bench compare` in memory alone: the cost of kvhold, and its gain by reuse.
+    """`kvhold bench compare` only in memory: the cost of kvhold, and its gain by reuse.
 
-    A real vLLM with kvhold beside vLLM alone, its offloading, and an unlimited prefix cache, in a
-    working set larger than vLLM's own memory. Exits with 1 if two systems answered differently, or
-    if kvhold reused nothing. Times do not decide that; the goals' verdicts are printed. Ctrl-C
+    Compares a real vLLM with kvhold, vLLM alone, its offloading, and an unlimited prefix cache, in
+    a working set larger than vLLM's own memory. Exits with 1 if two systems answered differently,
+    or if kvhold reused nothing. Times do not decide that; the goals' verdicts are printed. Ctrl-C
     shows the results so far.
     """
     needing_pictures(plot)

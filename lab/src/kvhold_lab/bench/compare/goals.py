@@ -1,4 +1,4 @@
-"""Goals, from cells and rows. No I/O."""
+"""Compute the goals from cells and rows. No I/O."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ def repeating_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> 
 def _cost(
     unused: Sequence[Cell], tier: str, *, where: str = "", unknown: float = 1.0, cpu: bool = False
 ) -> Iterator[Goal]:
-    """unknown: noise where no copy shows it"""
+    """unknown: the noise if no identical engine shows it"""
     ours = names.key(names.KVHOLD, tier)
     alone, bursts = split(unused)
     kinds: list[tuple[str, list[Cell], _Times]] = [
@@ -97,5 +97,5 @@ def _noise(
     *,
     unknown: float = 1.0,
 ) -> float:
-    """Factor between two equal systems."""
+    """Return the factor between two equal systems."""
     return ratio(cells, name, other, times).apart if shared(cells, name, other) else unknown

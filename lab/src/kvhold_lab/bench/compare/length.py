@@ -16,7 +16,7 @@ from kvhold_lab.engines.prompts import make_prompt
 LENGTHS = (1_100, 600)
 
 _MOST_S = 45 * 60
-_AROUND = 1.3  # a visit's time / computing its prompts
+_AROUND = 1.3  # time of a visit / time to compute its prompts
 _SEEDS = range(999_990, 999_993)
 
 

@@ -1,4 +1,4 @@
-"""Shows the rows as tables, and as a picture."""
+"""Show the rows as tables and as a picture."""
 
 from collections.abc import Sequence
 from itertools import groupby

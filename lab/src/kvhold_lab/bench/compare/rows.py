@@ -1,4 +1,4 @@
-"""From cells to rows: medians, and ratios within cells. No I/O."""
+"""Make rows from cells: medians, and ratios within cells. No I/O."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from kvhold_lab.bench.compare.names import (
 from kvhold_lab.bench.compare.run import CompareMeasurement
 from kvhold_lab.bench.ratios import Cell, Ratio, rates_of, ratio, seconds_of, shared
 
-# no system's peers: copies of others, and what no user runs
+# not peers of any system: copies of others, and systems that no user runs
 _CONTROLS = (AGAIN, LIMIT, UNCHECKED, *COPIES)
 
 

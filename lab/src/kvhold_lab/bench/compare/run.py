@@ -1,7 +1,7 @@
 """The rounds: every system gets the same prompts, in an order that changes from cell to cell.
 
 Times are compared within a cell. Systems without tiers are asked once for all tiers. A system that
-fails, or answers differently from "recompute", is dropped; of a strict plan it ends the run.
+fails, or answers differently from "recompute", is dropped; with a strict plan it ends the run.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""The compared systems: each a real vLLM in its own process, all alive.
+"""The compared systems: each a real vLLM in its own process. All run at the same time.
 
-kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", 2.5
-prompts above a lower tier. Offloading always has as much as in "ram".
+kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", and
+2.5 prompts above a lower tier. Offloading always has as much as in "ram".
 """
 
 import math
@@ -77,13 +77,13 @@ class Sizes:
 
     @property
     def below_bytes(self) -> int:
-        """Size of a lower tier, more than memory has in "ram"."""
+        """Size of a lower tier; larger than memory in "ram"."""
         return 3 * self.prompts * self.prompt_bytes // 2
 
 
 @dataclass
 class RunningSystem:
-    """By name or `key`. errors: why others do not run."""
+    """By name or `key`. errors: why other systems do not run"""
 
     systems: dict[str, System] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def started(
     lmcache: the Python of LMCache's environment, or why there is none
     folder: for disk tiers
 
-    Raises EngineFailed if kvhold or a baseline does not start; of a strict plan, if any does not.
+    Raises EngineFailed if kvhold or a baseline does not start; with a strict plan, if any does not.
     """
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,

@@ -1,8 +1,8 @@
 """The requests of a run: stages of visits to documents.
 
-`visiting` (`kvhold bench compare`): documents are visited in a circle, each time followed by other
-text. A set half as large as an engine's KV memory is still there at the next visit, one twice as
-large never is. Shares of reuse fall, so earlier visits had the reused part.
+`visiting` (`kvhold bench compare`): documents are visited in turn, each time followed by other
+text. At the next visit, an engine's KV memory still holds a set that is half as large as it, but
+never a set that is twice as large. Shares of reuse fall, so earlier visits had the reused part.
 
 `rounds.repeating` (`kvhold bench vllm`) makes another plan.
 """
@@ -60,10 +60,10 @@ WORKLOADS = {
 class Visit:
     """One cell.
 
-    reuse: per cent of a prompt that comes from its document
-    counts: False: not timed
-    asked: keys of the systems; empty: all but the copies of the kvhold engine
-    forgets: engines first clear their own prefix cache, but for the limit's
+    reuse:   per cent of a prompt that comes from its document
+    counts:  False: not timed
+    asked:   keys of the systems; empty: all but the copies of the kvhold engine
+    forgets: all engines but the limit first clear their own prefix cache
     """
 
     reuse: int
@@ -79,7 +79,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Stage:
-    """Visits of one share of reuse in one workload. what: for the user"""
+    """Visits of one share of reuse in one workload. what: text for the user"""
 
     workload: str
     what: str

@@ -1,1 +1,1 @@
-"""`kvhold bench compare-engines`: kvhold beside LMCache without an engine."""
+"""`kvhold bench compare-engines`: kvhold and LMCache without an engine."""

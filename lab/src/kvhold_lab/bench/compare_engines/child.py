@@ -1,4 +1,4 @@
-"""One cache in its own process, which plays the engine, over lines of JSON.
+"""One cache in its own process, which acts as the engine. It reads and writes lines of JSON.
 
     python -m kvhold_lab.bench.compare_engines.child kvhold_lab.bench.compare_engines.kvhold_child
     .../lmcache/bin/python child.py lmcache_child torch    # in LMCache's environment
@@ -91,7 +91,7 @@ class ChildDriver(Protocol):
         """The engine's pool, [2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce the next store to `settle`. Not timed."""
+        """Announce the next store for `settle`. Not timed."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
         """Returns when the engine may write to its blocks again."""
@@ -225,7 +225,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def own_bytes(pid: int, cache_bytes: int) -> int:
-    """Proportional set size without mappings that hold KV, named or as large as the cache."""
+    """Return the proportional set size without mappings of KV, known by name or by size."""
     return sum(
         nbytes
         for name, size, nbytes in _mappings(pid)

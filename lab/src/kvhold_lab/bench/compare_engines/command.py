@@ -30,17 +30,24 @@ _DEFAULT = Work()
 @only_option(
     "--tier",
     "tiers",
-    "; start-up, memory and imports go with ram",
+    "; start-up, memory and imports are measured with ram",
     type=click.Choice(TIERS),
 )
-@default_option("--rounds", _DEFAULT.rounds, "Beside one that does not count.")
-@default_option("--tokens", _DEFAULT.num_tokens, "Of a prompt: whole chunks.", click.IntRange(256))
-@default_option("--lookup-tokens", _DEFAULT.lookup_tokens, "0: no long lookup.", click.IntRange(0))
+@default_option("--rounds", _DEFAULT.rounds, "Rounds, after one that does not count.")
+@default_option(
+    "--tokens", _DEFAULT.num_tokens, "Tokens of a prompt, in whole chunks.", click.IntRange(256)
+)
+@default_option(
+    "--lookup-tokens",
+    _DEFAULT.lookup_tokens,
+    "Tokens of the long lookup; 0: none.",
+    click.IntRange(0),
+)
 @click.option("--layers", type=click.IntRange(1), default=_DEFAULT.layers, show_default=True)
 @default_option("--heads", _DEFAULT.heads, "KV heads.")
 @click.option("--head-dim", type=click.IntRange(8), default=_DEFAULT.head_dim, show_default=True)
-@default_option("--block-tokens", _DEFAULT.tokens_per_block, "In the engine's blocks.")
-@threads_option("That copy, in each system; fewer where others use the cores.")
+@default_option("--block-tokens", _DEFAULT.tokens_per_block, "Tokens of an engine's block.")
+@threads_option("Copying threads of each system; use fewer if others use the cores.")
 @folder_option()
 @lmcache_option()
 @json_option()
@@ -59,9 +66,9 @@ def command(
     lmcache_env: Path | None,
     json_file: Path | None,
 ) -> None:
-    """kvhold beside LMCache 0.5.6 without an engine, on the CPU: the same tokens, bytes and tiers.
+    """Compare kvhold and LMCache 0.5.6 without an engine, on the CPU: same tokens, bytes, tiers.
 
-    LMCache gets its own environment, made the first time (2 GB). Root on Debian or Ubuntu gets
+    The first run makes an environment for LMCache (2 GB). As root on Debian or Ubuntu, it installs
     missing packages (redis-server, libibverbs1), unless KVHOLD_SETUP_SERVERS=0. Exits with 1 if
     kvhold failed, or loaded wrong bytes. Times do not decide that; the goals' verdicts are printed.
     """

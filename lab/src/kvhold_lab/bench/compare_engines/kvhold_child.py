@@ -1,4 +1,4 @@
-"""kvhold under measurement: a node and its client."""
+"""The measured kvhold: a node and its client."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from kvhold.node import connect
 if TYPE_CHECKING:
     from kvhold_lab.bench.compare_engines.child import ChildOptions, Layers
 
-_PATIENCE_S = 60.0  # cores may be busy: late is slow, not an error
+_PATIENCE_S = 60.0  # cores may be busy: a late answer is slow, not an error
 _IDLE_EXIT_S = 20.0
 _COPY_THREADS = 2
 _SPARE_BYTES = 8 << 20
@@ -104,7 +104,7 @@ class KVHold:
         return hit.num_tokens, hit.close
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """Scatter from memory, then from a lower tier as chunks arrive.
+        """Scatter chunks from memory, then those of a lower tier as they arrive.
 
         Raises KVHoldError if a lower tier's chunk was still in memory.
         """

@@ -1,10 +1,10 @@
-"""LMCache 0.5.6 under measurement, by the calls of its own integrations.
+"""The measured LMCache 0.5.6, with the calls of its own integrations.
 
   in-process      our connector calls its host copies; it has none for CPUs
   engine-driven   server; this process copies through shared memory (default on CPUs)
   lmcache-driven  server; it maps this process's blocks and copies
 
-LMCache would guess the layout of blocks wrongly and copy more slowly, so it is given.
+LMCache would guess the layout of blocks wrongly and copy more slowly, so the layout is given.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""From times to rows: medians, and ratios within cells. No I/O.
+"""Make rows from times: medians, and ratios within cells. No I/O.
 
 A cell is one operation in one tier in one round.
 """
@@ -66,8 +66,8 @@ class Measured:
 class CompareRow:
     """One operation of one system in one tier. None: not measured or not applicable.
 
-    ratio_to_best_peer: below 1 the system is faster or smaller
-    ratios: to each other system and limit
+    ratio_to_best_peer: below 1, the system is faster or smaller
+    ratios:             to each other system and limit
     """
 
     operation: str

@@ -55,7 +55,7 @@ Launch = Callable[[str], PeerSystem]
 
 @dataclass(frozen=True)
 class Work:
-    """Two bytes an element."""
+    """The work of a run. An element has two bytes."""
 
     num_tokens: int = 4096
     lookup_tokens: int = 128_000
@@ -189,7 +189,7 @@ def _round(
     count: bool,
     nbytes: int,
 ) -> None:
-    """Store, forget above a lower tier, retrieve. Failed systems leave `peers`."""
+    """Store, clear memory above a lower tier, retrieve. Remove failed systems from `peers`."""
     stored: dict[str, float] = {}
     written: dict[str, float] = {}
     retrieved: dict[str, float] = {}
@@ -262,7 +262,7 @@ def _lookups(
 def _alone(
     work: Work, systems: Sequence[str], launch: Launch, folder: Path, measured: Measured
 ) -> None:
-    """Start-up and memory of one system at a time: memory shared by two counts half."""
+    """Measure start-up and memory of one system at a time: memory of two would count half."""
     options = work.options("ram")
     for _ in range(_alone_rounds(work)):
         started_s: dict[str, float] = {}

@@ -42,7 +42,7 @@ _HERE = Path(__file__).parent
 
 
 class PeerFailed(KVHoldError):
-    """The message is the system's."""
+    """A system has failed. The message is that of the system."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class PeerSystem:
         return answer
 
     def close(self) -> None:
-        """Kill it; idempotent. For an orderly end, do `stop` before."""
+        """Kill the process. Idempotent. For an orderly end, send `stop` first."""
         self._end()
 
 
@@ -113,7 +113,7 @@ def new_folder(within: Path) -> str:
 
 
 def import_command(name: str, *, client: bool, python: Path | None) -> list[str]:
-    """client: only a client's part."""
+    """client: only the part of a client"""
     ours = "kvhold.node, kvhold.memory.copy, kvhold.memory.views" if client else "kvhold"
     theirs = (
         "lmcache.v1.multiprocess.transfer_context, lmcache.v1.multiprocess.transport.factory"

@@ -1,7 +1,8 @@
 """Limits of a lower tier: the plainest program with equal values, in the same rounds.
 
-Disk: new preallocated files, read without cached pages unless `page_cache`. A further read checks
-each value as kvhold does and copies it once. Redis: as many blocking sockets as kvhold's.
+Disk: new preallocated files, read without cached pages unless `page_cache`. A second kind of read
+also checks each value as kvhold does and copies it once. Redis: as many blocking sockets as kvhold
+has.
 """
 
 import mmap
@@ -46,7 +47,7 @@ class DiskLimits:
         self._page_cache = page_cache
 
     def measure(self) -> dict[str, Moved]:
-        """Leave O_DIRECT out where the file system lacks it."""
+        """Measure the limits, without O_DIRECT if the file system lacks it."""
         moved = {}
         for name, direct in DISK_LIMITS.items():
             try:

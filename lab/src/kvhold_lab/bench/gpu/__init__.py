@@ -1,5 +1,5 @@
-"""`kvhold bench gpu`: kvhold's copies on a GPU, each beside a limit from the same run.
+"""`kvhold bench gpu`: kvhold's copies on a GPU, each with a limit from the same run.
 
-Parts run on `cuda`, on `cpu` with the host's copier, and on `fake` with the device's copier over
+Parts run on `cuda`, on `cpu` with the host's copier, and on `fake` with the device's copier and
 late streams. Only `cuda` numbers describe a GPU.
 """

@@ -1,6 +1,6 @@
-"""Copies that encode and decode (`memory_codec`), compared bit by bit with the host's.
+"""Copies that encode and decode (`memory_codec`), compared bit by bit with the host's copies.
 
-The limit is a copy of the blocks in the device.
+The limit is a copy of the blocks within the device.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ _MARKS = {True: "ok", False: "NOT MET", None: ""}
     type=click.Choice(["cuda", "cpu", "fake"]),
     default="cuda",
     show_default=True,
-    help="What copies.",
+    help="The device that copies.",
 )
 @only_option("--part", "only", ", in this order", type=click.Choice(PARTS))
 @json_option("the rows, after every part,")
@@ -31,7 +31,7 @@ _MARKS = {True: "ok", False: "NOT MET", None: ""}
 def command(
     context: click.Context, kind: str, only: tuple[str, ...], json_file: Path | None
 ) -> None:
-    """A GPU's copies: limits, orders, pieces, kernels, coding, decoding, kills, two engines.
+    """Measure a GPU's copies: limits, orders, pieces, kernels, coding, decoding, kills, engines.
 
     Exits with 1 if a check fails or a goal is not met. `cpu` and `fake` need no GPU.
     """

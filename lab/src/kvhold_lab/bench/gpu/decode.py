@@ -1,12 +1,12 @@
 """How much stores and loads slow a decoding engine. The device measures the time.
 
-Windows of steps without and with copies alternate. Copies go as in vLLM's worker: with a mark after
-a step, on threads of their own, and for stores with a fence before the next step. Stores commit
+Windows of steps without and with copies alternate. Copies run as in vLLM's worker: with a mark
+after a step, on their own threads, and for stores with a fence before the next step. Stores commit
 their reservation, loads compare checksums.
 
 A step stores as much as a prefill of 25,000 tokens a second computes (Llama-3-8B: 16 MiB in 5 ms).
-Loads go as fast as they can. A path has a goal for the sizes that take it by default. A store
-without a ring has none: it holds the next step until the bus has carried it.
+Loads run as fast as they can. A path has a goal for the sizes that take it by default. A store
+without a ring has no goal: the next step waits until the bus has transferred it.
 """
 
 from collections import deque
@@ -99,7 +99,7 @@ def rows(target: Target) -> Iterator[GpuRow]:
 
 
 def _paths(target: Target, *, large: bool) -> Iterator[tuple[Verb, str, bool]]:
-    """Yield the paths of pieces of one size, and whether they serve in the normal case."""
+    """Yield the paths of pieces of one size, and whether each is that size's default."""
     if target.driver is None:
         yield from (("stores", "", True), ("loads", "", True))
         return
@@ -126,19 +126,23 @@ class Beside(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Copies that have not ended, or are not committed or compared."""
+        """Return the copies that have not ended, or are not committed or compared."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Medians. alone_s, beside_s: of a step; copied_bytes_a_s: within the windows with copies"""
+    """Medians.
+
+    alone_s, beside_s: a step without copies, and with copies
+    copied_bytes_a_s:  in the windows with copies
+    """
 
     alone_s: float
     beside_s: float
     copied_bytes_a_s: float
 
     def rows(self, title: str, most_slower: float | None) -> Iterator[GpuRow]:
-        """Without a copied byte, nothing was measured: both rows fail."""
+        """Return both rows. They fail if no byte was copied, because nothing was measured."""
         slower, copied = self.beside_s / self.alone_s, self.copied_bytes_a_s > 0
         ok = None if most_slower is None else slower <= most_slower
         yield GpuRow(
@@ -160,7 +164,7 @@ class Compared:
 
 
 def compare(decoder: Decoder, copies: Beside, *, rounds: int, steps: int) -> Compared:
-    """Alternate windows alone and beside copies. rounds: even.
+    """Alternate windows without and with copies. rounds: even.
 
     The first round does not count. Raises RuntimeError if copies run in a window without them, and
     the copies' errors.
@@ -220,7 +224,7 @@ class Copies:
         """Store once, so that loads find chunks. Raises the errors of `Copier.gather`."""
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")
-        # A store's next step waits until it is submitted, not until it is committed.
+        # The step after a store waits until the store is submitted, not until it is committed.
         self._settler = ThreadPoolExecutor(1) if verb == "stores" else self._worker
         self._running: list[_Running] = []
         with sample.reserve() as reservation:

@@ -1,7 +1,7 @@
-"""A decoding engine without a scheduler: steps on a stream of its own, timed by the device.
+"""A decoding engine without a scheduler: steps on its own stream, timed by the device.
 
     decoder = decoder_of(target)
-    with decoder.current():                             # its stream is the thread's
+    with decoder.current():                             # the thread uses its stream
         began = decoder.tick()
         decoder.step()
         ended = decoder.tick()
@@ -9,7 +9,7 @@
         seconds = ended.seconds_since(began)
 
 A step reads all weights, and the KV of all requests, once. On a GPU it is one CUDA graph, as in
-vLLM, and reads up to 12 GiB: caches of the device hold none of it.
+vLLM, and reads up to 12 GiB, too much for the caches of the device.
 """
 
 import time
@@ -29,10 +29,10 @@ class Tick(Protocol):
     """A point in the decoder's stream."""
 
     def wait(self) -> None:
-        """Wait until the stream is there. The thread sleeps."""
+        """Wait until the stream has reached the tick. The thread sleeps."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Return the device's time between two ticks that it has passed."""
+        """Return the device's time between two ticks that it has reached."""
 
 
 class Decoder(Protocol):
@@ -52,7 +52,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: layers of two products, and of attention over a KV cache.
+    """The sizes of a model. A layer has two products, and attention over a KV cache.
 
     width:    of a token's state
     requests: each decodes one token in a step
@@ -186,7 +186,7 @@ class GpuTick:
 
 
 class QueueDecoder:
-    """A decoder on a driver's engine stream. The device reads the clock when it gets to a tick."""
+    """A decoder on a driver's engine stream. The device reads the clock when it reaches a tick."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class QueueDecoder:
 
 
 class HostDecoder:
-    """A decoder whose steps end in their call."""
+    """A decoder whose steps end before their call returns."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -239,7 +239,7 @@ class HostDecoder:
 
 @dataclass(frozen=True)
 class QueueTick:
-    """times: of the tick; empty until the device has passed it"""
+    """times: of the tick; empty until the device has reached it"""
 
     times: list[float]
     wait_for_device: Callable[[], None]

@@ -1,6 +1,6 @@
-"""The copy kernels: Llama-3-8B's KV, NHD and HND, and odd sizes, against a copy in the device.
+"""The copy kernels, compared with a copy within the device.
 
-On a GPU also with chunks in pinned host memory.
+KV of Llama-3-8B in NHD and HND, and odd sizes. On a GPU also with chunks in pinned host memory.
 """
 
 from collections.abc import Iterator

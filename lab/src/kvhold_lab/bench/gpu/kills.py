@@ -1,8 +1,8 @@
-"""Kills processes while they copy: no byte of theirs may reach memory that is reserved again.
+"""Kills processes while they copy: none of their bytes may reach memory that is reserved again.
 
 Children reserve memory and copy one byte value into it. They are killed at random moments. Their
 memory is then reserved and filled with another value, which must stay. The control is a child that
-goes on copying after it has given its memory back: that must be found.
+continues to copy after it has returned its memory: this must be found.
 
     python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER [astray]   # a child; prints "copying"
 """
@@ -145,9 +145,9 @@ def _stray_bytes(client: NodeClient) -> int:
 
 
 def copy_until_killed(socket: Path, kind: Kind, number: int, *, astray: bool = False) -> None:
-    """Copy over and over into memory that is never committed. A child's entry.
+    """Copy again and again into memory that is never committed. The entry point of a child.
 
-    astray: into memory that was given back
+    astray: copy into memory that was returned
     """
     target = Target(kind)
     blocks = [

@@ -1,6 +1,6 @@
-"""Real requests: the mini engine without kvhold, storing, and loading another engine's KV.
+"""Real requests of the mini engine: without kvhold, with stores, and with another engine's KV.
 
-Tokens and KV bytes must be equal. Models are too small for real TTFTs.
+Tokens and KV bytes must be equal. The models are too small for realistic TTFTs.
 """
 
 import random

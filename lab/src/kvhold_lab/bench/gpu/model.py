@@ -1,4 +1,4 @@
-"""A model in transformers, with `Reuse`: KV bytes that come back, and the time to the first token.
+"""A model in transformers, with `Reuse`: loaded KV bytes, and the time to the first token.
 
 On a GPU it has Llama-3-8B's sizes. Its weights are random: time and bytes do not depend on them.
 """

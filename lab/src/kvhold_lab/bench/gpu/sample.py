@@ -1,4 +1,4 @@
-"""Blocks of one piece size, and an arena with chunks of half of them.
+"""Blocks of one piece size, and an arena with the chunks of half of the blocks.
 
     sample = Sample(target, piece_bytes=8 << 10, total_bytes=64 << 20)
     with sample.reserve() as reservation:
@@ -7,7 +7,7 @@
     with sample.lease() as lease:
         copier.scatter([sample.load_from(lease)], after=copier.mark()).wait()
 
-Reservations and leases are the product's. No cache stands behind them: all have the same chunks.
+Reservations and leases are kvhold's own. They have no cache: all have the same chunks.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ ROUNDS = 7
 
 
 class Target:
-    """A device, and its copier. small: use small sizes, without a GPU."""
+    """A device, and its copier. small: use small sizes; there is no GPU"""
 
     def __init__(self, kind: Kind) -> None:
         """Raises DeviceError; ImportError without cuda-bindings."""
@@ -87,7 +87,7 @@ class Target:
     def seconds(
         self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
     ) -> dict[str, float]:
-        """Return each median in seconds, synchronised, without the first round."""
+        """Return the median of each call in seconds, synchronised, without the first round."""
         taken: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(1 + rounds):
             for name, call in calls.items():

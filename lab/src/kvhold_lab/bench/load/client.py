@@ -37,7 +37,7 @@ class Endpoint:
 
     base_url: without a path, /v1 is added
     api_key: in no message and no repr
-    ignore_eos: ask for full length; others than vLLM and SGLang may refuse it
+    ignore_eos: request full length; servers other than vLLM and SGLang may refuse this
     user_header: header for the user's number, for routers
     timeout_s: for a whole answer
     """
@@ -214,7 +214,7 @@ def _body(endpoint: Endpoint, request: Request, *, as_tokens: bool) -> dict[str,
 
 
 def _merged(turns: tuple[Turn, ...]) -> list[Turn]:
-    """Many chat templates require that neighbours of one role are merged."""
+    """Merge neighbours of one role; many chat templates require this."""
     merged: list[Turn] = []
     for turn in turns:
         if merged and merged[-1].role == turn.role:

@@ -50,22 +50,22 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 
 @click.group()
 def command() -> None:
-    """A workload against any OpenAI-compatible server: times, rates, hits, errors.
+    """Send a workload to any OpenAI-compatible server: times, rates, hits, errors.
 
-    Ctrl-C ends a run with its results so far. Exits with 1 if an expectation is not met, or if no
-    request succeeded.
+    Ctrl-C ends a run and shows the results so far. Exits with 1 if an expectation is not met, or if
+    no request succeeded.
     """
 
 
 @command.command("long-doc-qa")
-@default_option("--documents", 8, "How many.")
-@default_option("--document-tokens", 20_000, "Of each.")
-@default_option("--question-tokens", 32, "Of each question; 0: the very same prompt again.", COUNT)
-@default_option("--output-tokens", 100, "Of each answer.")
-@default_option("--repeats", 2, "Questions to each document in the warm round.")
-@default_option("--order", "random", "Of the warm round.", click.Choice(get_args(Command)))
-@default_option("--max-in-flight", 20, "Requests at a time.")
-@default_option("--pause-s", 0.0, "Between the rounds.", SECONDS)
+@default_option("--documents", 8, "Number of documents.")
+@default_option("--document-tokens", 20_000, "Tokens of each document.")
+@default_option("--question-tokens", 32, "Tokens of each question; 0: repeat the prompt.", COUNT)
+@default_option("--output-tokens", 100, "Tokens of each answer.")
+@default_option("--repeats", 2, "Questions about each document in the warm round.")
+@default_option("--order", "random", "Order of the warm round.", click.Choice(get_args(Command)))
+@default_option("--max-in-flight", 20, "Most requests at a time.")
+@default_option("--pause-s", 0.0, "Pause between the rounds.", SECONDS)
 @with_options(GAINS)
 @with_common
 def long_doc_qa(
@@ -75,7 +75,7 @@ def long_doc_qa(
     expect_latency_gain: float | None,
     **arguments: Any,
 ) -> None:
-    """Long documents: each once, cold; then questions to all, warm."""
+    """Long documents: each once, cold; then questions about all, warm."""
     run(
         "long-doc-qa",
         common,
@@ -85,23 +85,23 @@ def long_doc_qa(
 
 
 @command.command("multi-doc-qa")
-@default_option("--documents", 100, "How many.")
-@default_option("--documents-per-request", 5, "In each prompt of the warm round.")
-@default_option("--requests", 100, "Of the warm round.")
-@default_option("--document-tokens", 1_000, "Of each.")
-@default_option("--system-tokens", 64, "Of the system prompt.", COUNT)
-@default_option("--question-tokens", 32, "Of each question.", COUNT)
-@default_option("--output-tokens", 10, "Of each answer.")
+@default_option("--documents", 100, "Number of documents.")
+@default_option("--documents-per-request", 5, "Documents in each prompt of the warm round.")
+@default_option("--requests", 100, "Requests of the warm round.")
+@default_option("--document-tokens", 1_000, "Tokens of each document.")
+@default_option("--system-tokens", 64, "Tokens of the system prompt.", COUNT)
+@default_option("--question-tokens", 32, "Tokens of each question.", COUNT)
+@default_option("--output-tokens", 10, "Tokens of each answer.")
 @default_option(
     "--sampling", "random", "How documents are drawn.", click.Choice(get_args(Sampling))
 )
 @click.option(
     "--separator",
-    help="Between documents: text, or token ids with commas between them. [default: ' # # ', or "
+    help="Separator of documents: text, or token ids separated by commas. [default: ' # # ', or "
     "4 ids]",
 )
-@default_option("--max-in-flight", 20, "Requests at a time.")
-@default_option("--pause-s", 0.0, "Between the rounds.", SECONDS)
+@default_option("--max-in-flight", 20, "Most requests at a time.")
+@default_option("--pause-s", 0.0, "Pause between the rounds.", SECONDS)
 @with_options(GAINS)
 @with_common
 def multi_doc_qa(
@@ -120,37 +120,39 @@ def multi_doc_qa(
 
 
 @command.command("multi-round-qa")
-@default_option("--users", 10, "At a time.")
+@default_option("--users", 10, "Users at a time.")
 @default_option("--rounds", 5, "Questions of each user.")
 @default_option("--qps", 1.0, "Questions a second, of all users together.", FACTOR)
-@default_option("--system-tokens", 1_000, "Of the system prompt that all users share.", COUNT)
-@default_option("--history-tokens", 2_000, "Of each user's own beginning.", COUNT)
-@default_option("--question-tokens", 32, "Of each question.")
-@default_option("--answer-tokens", 100, "Of each answer.")
+@default_option("--system-tokens", 1_000, "Tokens of the system prompt that users share.", COUNT)
+@default_option("--history-tokens", 2_000, "Tokens of each user's own beginning.", COUNT)
+@default_option("--question-tokens", 32, "Tokens of each question.")
+@default_option("--answer-tokens", 100, "Tokens of each answer.")
 @click.option(
-    "--ramp-up-s", type=SECONDS, help="Over how long the first users come. [default: users / qps]"
+    "--ramp-up-s", type=SECONDS, help="Time in which the first users come. [default: users / qps]"
 )
 @click.option(
     "--staggered/--together",
     default=True,
-    help="First users in the midst of their conversations, or at their beginning.",
+    help="Start the first users in the middle of their conversations, or at the beginning.",
 )
 @click.option(
     "--duration-s",
     type=FACTOR,
-    help="New users follow until then. [default: each of the first finishes]",
+    help="Time in which new users follow. [default: until all first users have finished]",
 )
-@default_option("--first-user", 0, "Number of the first; other users have other texts.", COUNT)
+@default_option(
+    "--first-user", 0, "Number of the first user; other numbers have other texts.", COUNT
+)
 @click.option(
     "--sharegpt",
     type=INPUT,
-    help="Conversations in the form of ShareGPT, whose questions are asked. [default: made up]",
+    help="Conversations in ShareGPT's format, whose questions are asked. [default: made up]",
 )
 @with_common
 def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **arguments: Any) -> None:
     """Conversations: users ask at a rate, with all answers in the prompt.
 
-    One group of figures for each round.
+    The report has a group of figures for each round.
     """
     recorded = read_conversations(sharegpt, rounds=rounds) if sharegpt is not None else ()
     run(
@@ -165,19 +167,21 @@ def multi_round_qa(common: Common, *, rounds: int, sharegpt: Path | None, **argu
 @default_option("--chats-s", 0.2, "New chats a second.", FACTOR)
 @default_option("--think-s", 30.0, "Median time between two questions of a chat.", FACTOR)
 @default_option("--think-sigma", 1.0, "How much think times differ; 0: not at all.", SECONDS)
-@default_option("--questions", 5.0, "Mean number of a chat.", Number(1))
-@default_option("--system-tokens", 256, "Of the system prompt that all chats share.", COUNT)
-@default_option("--history-tokens", 800, "Median of each chat's own beginning.")
-@default_option("--question-tokens", 100, "Median of each question.")
-@default_option("--answer-tokens", 200, "Median of each made-up answer in the next prompt.")
-@default_option("--output-tokens", 8, "Of each answer that is asked of the server.")
-@default_option("--most-tokens", 4_000, "A chat ends before a longer prompt and answer.")
-@default_option("--duration-s", 360.0, "How long questions come.", FACTOR)
+@default_option("--questions", 5.0, "Mean number of questions of a chat.", Number(1))
+@default_option("--system-tokens", 256, "Tokens of the system prompt that all chats share.", COUNT)
+@default_option("--history-tokens", 800, "Median tokens of each chat's own beginning.")
+@default_option("--question-tokens", 100, "Median tokens of each question.")
+@default_option("--answer-tokens", 200, "Median tokens of each made-up answer in later prompts.")
+@default_option("--output-tokens", 8, "Tokens of each answer that the server computes.")
+@default_option(
+    "--most-tokens", 4_000, "Most tokens of a prompt and its answer; a longer chat ends."
+)
+@default_option("--duration-s", 360.0, "Time in which questions come.", FACTOR)
 @with_common
 def chats(common: Common, **arguments: Any) -> None:
-    """Chats with think times: people come, ask, think, ask again, and leave.
+    """Chats with think times: users come, ask, think, ask again, and leave.
 
-    Times, lengths and texts follow from --seed alone; prompts have made-up answers.
+    Times, lengths and texts depend only on --seed; prompts have made-up answers.
     """
     run("chats", common, Chats(seed=common.seed, **arguments), Gates())
 
@@ -187,24 +191,26 @@ def chats(common: Common, **arguments: Any) -> None:
 @click.option(
     "--poisson",
     is_flag=True,
-    help="Arrivals at random, of that mean rate. [default: evenly spaced]",
+    help="Questions arrive at random, with this mean rate. [default: evenly spaced]",
 )
-@default_option("--requests", 100, "At most so many.")
+@default_option("--requests", 100, "Most requests.")
 @click.option(
     "--dataset",
     type=INPUT,
     help='JSON list of {"question": ..., "ctxs": [...], "answers": [...]}. [default: made up]',
 )
-@default_option("--score", "f1", "Of answers: f1 of words, or rouge-l.", click.Choice(list(SCORES)))
-@default_option("--documents", 50, "Made-up ones.")
-@default_option("--documents-per-request", 2, "Of made-up ones.")
-@default_option("--document-tokens", 1_000, "Of each made-up one.")
-@default_option("--system-tokens", 64, "Of the system prompt.", COUNT)
-@default_option("--question-tokens", 32, "Of each made-up question.", COUNT)
-@default_option("--output-tokens", 32, "Of each answer.")
-@default_option("--kv-storage", "0", "Before, prefill as many documents as this holds.", Size())
+@default_option(
+    "--score", "f1", "Score of answers: f1 of words, or rouge-l.", click.Choice(list(SCORES))
+)
+@default_option("--documents", 50, "Number of made-up documents.")
+@default_option("--documents-per-request", 2, "Made-up documents in each prompt.")
+@default_option("--document-tokens", 1_000, "Tokens of each made-up document.")
+@default_option("--system-tokens", 64, "Tokens of the system prompt.", COUNT)
+@default_option("--question-tokens", 32, "Tokens of each made-up question.", COUNT)
+@default_option("--output-tokens", 32, "Tokens of each answer.")
+@default_option("--kv-storage", "0", "First prefill as many documents as fit into this.", Size())
 @click.option(
-    "--kv-bytes-per-token", type=POSITIVE, help="What a token's KV takes, for --kv-storage."
+    "--kv-bytes-per-token", type=POSITIVE, help="Bytes of a token's KV, for --kv-storage."
 )
 @with_common
 def rag(
@@ -218,7 +224,9 @@ def rag(
 ) -> None:
     """Retrieval: questions at a rate, each with a few documents that may be prefilled."""
     if kv_storage and kv_bytes_per_token is None:
-        raise click.UsageError("--kv-storage needs --kv-bytes-per-token, to know what it holds")
+        raise click.UsageError(
+            "--kv-storage needs --kv-bytes-per-token, to know how many documents fit"
+        )
     workload = Rag(
         seed=common.seed,
         storage_tokens=kv_storage // (kv_bytes_per_token or 1),
@@ -236,14 +244,17 @@ def rag(
     metavar="N,N,...",
     default=",".join(map(str, LENGTHS)),
     show_default=True,
-    help="Tokens of the contexts.",
+    help="Lengths of the contexts, in tokens.",
 )
 @default_option("--following", 1, "Warm requests after each cold one.")
-@default_option("--runs", 1, "All of it so many times.")
-@default_option("--question-tokens", 16, "Of the question after each context.", COUNT)
-@default_option("--output-tokens", 1, "Of each answer.")
+@default_option("--runs", 1, "Repetitions of the whole sweep.")
+@default_option("--question-tokens", 16, "Tokens of the question after each context.", COUNT)
+@default_option("--output-tokens", 1, "Tokens of each answer.")
 @default_option(
-    "--flush-tokens", 0, "Of other text before each warm one; the engine forgets.", COUNT
+    "--flush-tokens",
+    0,
+    "Tokens of other text before each warm request, so that the engine's own cache forgets.",
+    COUNT,
 )
 @with_options(GAINS)
 @with_common
@@ -263,14 +274,18 @@ def ttft_sweep(
 @default_option(
     "--time-scale",
     1.0,
-    "2: twice as fast as it was; inf: all at once.",
+    "Speed of the replay; 2: twice as fast as recorded; inf: all at once.",
     Number(0, min_open=True, infinite=True),
 )
-@click.option("--max-requests", type=POSITIVE, help="So many of the beginning. [default: all]")
-@click.option("--max-input-tokens", type=POSITIVE, help="Longer prompts are cut at their end.")
-@click.option("--max-output-tokens", type=POSITIVE, help="Longer answers are asked shorter.")
 @click.option(
-    "--max-in-flight", type=POSITIVE, help="What arrives beyond it waits. [default: nothing waits]"
+    "--max-requests", type=POSITIVE, help="Only the first so many requests. [default: all]"
+)
+@click.option("--max-input-tokens", type=POSITIVE, help="Longer prompts are cut at their end.")
+@click.option("--max-output-tokens", type=POSITIVE, help="Longest answer that is requested.")
+@click.option(
+    "--max-in-flight",
+    type=POSITIVE,
+    help="Most requests at a time; others wait. [default: no limit]",
 )
 @with_common
 def replay(common: Common, **arguments: Any) -> None:

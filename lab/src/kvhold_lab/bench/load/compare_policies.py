@@ -1,6 +1,6 @@
-"""One workload on several demo servers of one model, whose nodes differ in their policy.
+"""One workload on several demo servers of one model, whose nodes have different policies.
 
-All servers run at once, and get each request one after the other (`in_turns.py`).
+All servers run at the same time. Each request goes to one after the other (`in_turns.py`).
 """
 
 import asyncio

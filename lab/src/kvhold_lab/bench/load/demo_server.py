@@ -1,6 +1,6 @@
 """A server to try workloads: vLLM with kvhold and a small model.
 
-The engine's own memory holds one longest prompt.
+The engine's own memory holds one prompt of the greatest length.
 """
 
 import tempfile
@@ -27,8 +27,8 @@ def demo_server(
     prefix_caching: bool = True,
 ) -> Iterator[OpenAIServer]:
     """context_tokens: the longest prompt with its output
-    policy: of the node
-    prefix_caching: the engine's own
+    policy:         of the node
+    prefix_caching: whether the engine's own prefix cache is on
 
     Raises ConfigError without vLLM, EngineFailed if it does not start.
     """

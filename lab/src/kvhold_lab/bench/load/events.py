@@ -25,7 +25,7 @@ class BadStream(ValueError):
 
 
 class EventLines:
-    """Data of several lines is not supported."""
+    """Split received bytes into events. Data of several lines is not supported."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -82,7 +82,7 @@ _DONE = b"[DONE]"
 
 
 class EventStream:
-    """Times are in seconds of a monotonic clock."""
+    """The tokens of an answer. Times are in seconds of a monotonic clock."""
 
     def __init__(self, began: float, *, content: Literal["text", "tokens"]) -> None:
         self._began = began

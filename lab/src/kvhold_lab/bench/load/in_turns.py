@@ -16,7 +16,7 @@ from kvhold_lab.bench.load.work import Reply, Request, Result
 
 @dataclass
 class InTurns:
-    """sends: by the server's name. keep: gets the results, of a request that all have answered"""
+    """sends: by the server's name. keep: gets the results of a request that all have answered"""
 
     sends: Mapping[str, Send]
     keep: Callable[[str, Result], None]
@@ -25,7 +25,7 @@ class InTurns:
     _num_requests: int = 0
 
     async def send(self, request: Request) -> Reply:
-        """Return the first server's reply, from which a session goes on."""
+        """Return the first server's reply, with which a session continues."""
         due = time.perf_counter()
         async with self._turn:
             waited_s = time.perf_counter() - due

@@ -100,7 +100,7 @@ async def _measure_phase(
     sides: Sequence[tuple[LoadClient, LoadMeasurement]],
     progress_s: float,
 ) -> None:
-    """Progress is told of the first side."""
+    """Run a phase. Progress is reported for the first side."""
     measured = sides[0][1]
     before = [await _counts(client) for client, _ in sides]
     first = len(measured.results)
@@ -126,7 +126,7 @@ async def model_of(endpoint: Endpoint) -> str:
 
 
 async def _prewarm(client: LoadClient, prompts: Prompts, count: int) -> None:
-    """First requests pay for connections, compilation and the tokenizer."""
+    """Send requests that pay for connections, compilation and the tokenizer."""
     failures = []
     for number in range(count):
         turns = (Turn("user", prompts.piece("prewarm", number, _PREWARM_TOKENS)),)

@@ -1,6 +1,6 @@
-"""From results to figures: times, rates, errors, and the gain of warm requests. No I/O.
+"""Make figures from results: times, rates, errors, and the gain of warm requests. No I/O.
 
-Times and rates are of successful requests.
+Times and rates are those of successful requests.
 """
 
 from collections import Counter
@@ -67,7 +67,7 @@ class Figures:
 class Gains:
     """Gains of warm requests: 2 is twice as fast.
 
-    latency: ratio of time in flight a request
+    latency: ratio of the times in flight per request
     """
 
     ttft: float
@@ -142,7 +142,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
-    """A partial sum would mislead: None if any is unknown."""
+    """Return None if any is unknown: a partial sum would mislead."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 

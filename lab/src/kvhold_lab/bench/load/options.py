@@ -56,27 +56,29 @@ class Common:
 _OPTIONS = (
     click.option(
         "--base-url",
-        help="The server's, as OpenAI clients call it, such as http://localhost:8000/v1.",
+        help="URL of the server, as for OpenAI clients, such as http://localhost:8000/v1.",
     ),
     click.option("--model", help="Name of the model. [default: the server's only one]"),
     default_option(
-        "--api", "completions", "Which of the two.", click.Choice(["completions", "chat"])
+        "--api", "completions", "The API that is called.", click.Choice(["completions", "chat"])
     ),
     click.option(
         "--api-key-env",
         default="OPENAI_API_KEY",
         show_default=True,
-        help="Environment variable that has the server's key, if any.",
+        help="Environment variable with the server's key, if it needs one.",
     ),
     click.option(
         "--prompts",
         type=click.Choice(["tokens", "text"]),
-        help="Token ids or words. [default: tokens; of --api chat: text]",
+        help="Prompts of token ids or of words. [default: tokens; with --api chat: text]",
     ),
-    default_option("--first-token-id", FIRST_ID, "Token ids are drawn from this one ...", COUNT),
-    default_option("--vocab-size", VOCAB_SIZE, "... up to this one; at most the model's."),
+    default_option("--first-token-id", FIRST_ID, "First token id that may be drawn.", COUNT),
     default_option(
-        "--seed", 0, "Another one gives other texts, so that nothing is cached yet.", COUNT
+        "--vocab-size", VOCAB_SIZE, "End of the token ids; at most the model's vocabulary."
+    ),
+    default_option(
+        "--seed", 0, "Seed of the texts; texts of a new seed are not cached yet.", COUNT
     ),
     click.option(
         "--ignore-eos/--no-ignore-eos",
@@ -91,11 +93,11 @@ _OPTIONS = (
         callback=_header,
         help="Header that tells a router the user of multi-round-qa, such as x-user-id.",
     ),
-    default_option("--timeout-s", 600.0, "For a whole answer.", FACTOR),
-    default_option("--connect-timeout-s", 10.0, "For a connection.", FACTOR),
-    default_option("--prewarm", 5, "Short requests before, which do not count.", COUNT),
+    default_option("--timeout-s", 600.0, "Time limit for a whole answer.", FACTOR),
+    default_option("--connect-timeout-s", 10.0, "Time limit for a connection.", FACTOR),
+    default_option("--prewarm", 5, "Short requests at the beginning, which do not count.", COUNT),
     default_option(
-        "--progress-s", 30.0, "How often progress is told where there is no terminal.", FACTOR
+        "--progress-s", 30.0, "Time between reports of progress without a terminal.", FACTOR
     ),
     click.option(
         "--json",
@@ -104,34 +106,37 @@ _OPTIONS = (
         help="Write a line of JSON for each request, and one with the summary.",
     ),
     plot_option("the times, such as load.png"),
-    click.option("--html", type=OutputFile(), help="Write a page with everything, in one file."),
+    click.option("--html", type=OutputFile(), help="Write an HTML page with all results."),
     click.option("--expect-max-errors", type=COUNT, help="Exit with 1 if more requests fail."),
     click.option(
         "--serve-demo",
         type=click.Choice(["tiny", "small", "mid"]),
-        help="Start vLLM with kvhold and a model made here, instead.",
+        help="Start vLLM with kvhold and a small random model, instead of --base-url.",
     ),
     default_option(
-        "--demo-context", 8_192, "Its longest prompt and answer.", click.IntRange(1_024, 32_768)
+        "--demo-context",
+        8_192,
+        "Most tokens of a prompt and its answer, for --serve-demo.",
+        click.IntRange(1_024, 32_768),
     ),
-    default_option("--demo-ram", "1GiB", "Its kvhold's memory.", Size()),
+    default_option("--demo-ram", "1GiB", "kvhold's memory, for --serve-demo.", Size()),
     click.option(
         "--compare-policy",
         multiple=True,
         type=click.Choice(list(POLICIES)),
-        help="Start a demo server for each policy named, and compare them.",
+        help="Start a demo server with this policy; name two or more, to compare them.",
     ),
 )
 GAINS = (
     click.option(
         "--expect-ttft-gain",
         type=FACTOR,
-        help="Exit with 1 if warm requests' mean TTFT is not so many times shorter.",
+        help="Exit with 1 if the mean TTFT of warm requests is not shorter by this factor.",
     ),
     click.option(
         "--expect-latency-gain",
         type=FACTOR,
-        help="Exit with 1 if the warm round is not so many times faster, a request.",
+        help="Exit with 1 if the time per request of the warm round is not shorter by this factor.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""From the results of several policies to rows: hit tokens and TTFT with intervals. No I/O.
+"""Make rows from the results of several policies: hit tokens and TTFT with intervals. No I/O.
 
 Intervals are of 95 %, by bootstrap. The requests of one user are drawn together, because they
 depend on each other.
@@ -22,7 +22,7 @@ class PolicyRow:
 
     hit_tokens: prompt tokens that the server did not compute
     ttft_low_s, ttft_high_s: interval of the mean
-    waited_mean_s: for other requests, before sending
+    waited_mean_s: wait for other requests, before sending
     """
 
     policy: str
@@ -43,7 +43,7 @@ class PolicyRow:
 class PolicyDifference:
     """A policy minus another, by pairs of equal requests that both have answered.
 
-    equal_hits: only pairs with equal hits, whose TTFT shows how well the servers are comparable
+    equal_hits: only pairs with equal hits, whose TTFT shows whether the servers are comparable
     hit_share: of the prompt tokens
     """
 
@@ -189,7 +189,7 @@ def tables(
 
 
 def _answered(results: Sequence[Result]) -> dict[Hashable, Result]:
-    """By group, labels, and number among equal ones."""
+    """Return the answered requests by group, labels, and number among equal ones."""
     found: dict[Hashable, Result] = {}
     seen: Counter[Hashable] = Counter()
     for result in sorted(results, key=lambda result: result.started_s):

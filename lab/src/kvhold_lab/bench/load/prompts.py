@@ -1,4 +1,4 @@
-"""Made-up prompts: a name and a number decide the text.
+"""Made-up prompts: a name and a number determine the text.
 
     prompts = TokenPrompts(seed=0); prompts.piece("document", 3, 20_000)
 
@@ -77,7 +77,7 @@ class TextPrompts:
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
     """The number's digits, then random ones, [count], each below `base`."""
     digits, rest = [], number
-    # equally many for each number: else one could be another's prefix
+    # as many digits for each number: otherwise one could be the prefix of another
     for _ in range(math.ceil(63 / math.log2(base))):
         rest, digit = divmod(rest, base)
         digits.append(digit)

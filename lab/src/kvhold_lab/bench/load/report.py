@@ -15,7 +15,7 @@ NO_COUNTERS = "hit tokens by tier are not known: the server's /metrics has no co
 
 @dataclass(frozen=True)
 class Summary:
-    """hits: by phase; None: see `hits_note`."""
+    """hits: by phase; None: see `hits_note`"""
 
     workload: str
     arguments: Mapping[str, Any]

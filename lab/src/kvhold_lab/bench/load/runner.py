@@ -1,7 +1,8 @@
 """Sends a workload's requests when they are due, and keeps the results.
 
-A request with an arrival time is sent then (open loop), others when there is room (closed loop).
-Runs in one asyncio loop. Cancelling it drops requests in flight.
+A request with an arrival time is sent at that time (open loop), others when fewer than
+`max_in_flight` are in flight (closed loop). Runs in one asyncio loop. Cancelling it drops requests
+in flight.
 """
 
 import asyncio
@@ -71,6 +72,6 @@ class Run:
 
 
 async def _until(request: Request, began: float) -> None:
-    """Wait for the arrival time; always yields to others."""
+    """Wait for the arrival time; always let other tasks run."""
     at_s = request.at_s if request.at_s is not None else 0.0
     await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - began)))

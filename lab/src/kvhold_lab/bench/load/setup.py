@@ -1,4 +1,4 @@
-"""What the options of a load test stand for: prompts, endpoint, JSON file, arguments."""
+"""Make prompts, endpoint, JSON file and arguments from the options of a load test."""
 
 import asyncio
 import json
@@ -88,7 +88,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def arguments_of(workload: Workload) -> dict[str, Any]:
-    """A data set becomes its size."""
+    """Return the arguments, with the size of a data set in place of its content."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
     return {
         name: len(value) if name in ("examples", "recorded") else _plain(value)

@@ -31,7 +31,7 @@ class Turn:
 class Request:
     """One request.
 
-    at_s: arrival in seconds from the phase's start; None: when there is room
+    at_s:  arrival in seconds from the phase's start; None: when the phase's limit allows it
     score: rates the answer's text, 0 to 1
     """
 

@@ -25,7 +25,7 @@ from kvhold_lab.options import (
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     required=True,
-    help="In the form of FAST'25's.",
+    help="Trace of requests, in Mooncake's format (FAST 2025).",
 )
 @click.option(
     "--requests",
@@ -33,9 +33,9 @@ from kvhold_lab.options import (
     type=click.IntRange(2, 10_000),
     default=60,
     show_default=True,
-    help="Drawn from the trace.",
+    help="Number of requests that are drawn from the trace.",
 )
-@default_option("--seed", 1, "Which of the trace's conversations.", click.INT)
+@default_option("--seed", 1, "Seed of the choice of conversations.", click.INT)
 @click.option(
     "--speed",
     "speeds",
@@ -43,7 +43,7 @@ from kvhold_lab.options import (
     multiple=True,
     default=(0.1, 1.0, 10.0),
     show_default=True,
-    help="Of the link; 1: as fast as the engine computes KV.",
+    help="Speed of the link; 1: as fast as the engine computes KV.",
 )
 @model_size_option("tiny")
 @threads_option("Threads of each engine.")
@@ -57,10 +57,10 @@ def command(
     threads: int | None,
     json_file: Path | None,
 ) -> None:
-    """A trace's conversations through a real vLLM over a slow link: load, compute, or plan.
+    """Send conversations of a trace to real vLLMs behind a slow link: load, compute, or plan.
 
-    Exits with an error if two answers differ. Times do not decide that. Root on Debian or Ubuntu
-    gets redis-server, unless KVHOLD_SETUP_SERVERS=0.
+    Exits with an error if two answers differ. Times do not decide that. As root on Debian or
+    Ubuntu, it installs redis-server, unless KVHOLD_SETUP_SERVERS=0.
     """
     if not is_vllm_available():
         raise click.ClickException("vLLM is not installed here: this command measures a real one")

@@ -1,4 +1,4 @@
-"""From cells to a row: planning against always loading and always computing. No I/O.
+"""From cells to a row: planning, always loading and always computing are compared. No I/O.
 
 An engine's times are summed and divided by its compute times. Intervals: 95 %, by bootstrap over
 requests.
@@ -28,7 +28,7 @@ class PlannerRow:
 
     speed: 1 loads KV as fast as the engine computes it
     load, plan: times / compute times
-    to_best: planning / the better of both
+    to_best: planning / the better of loading and computing
     """
 
     speed: float

@@ -1,9 +1,9 @@
 """The engines and rounds: each request is computed, and loaded or planned.
 
-Two real vLLMs, each with its own node, and its own Redis behind a throttled link. One always loads,
-the other plans. Both also compute every request, under names that no lookup finds. Times are ratios
-to the same engine's compute time, because processes differ. Between turns all is written, and
-memory is filled with other KV.
+There are two real vLLMs, each with its own node, and its own Redis behind a throttled link. One
+always loads, the other plans. Both also compute every request, under names that no lookup finds.
+Times are ratios to the same engine's compute time, because processes differ. Between two requests
+all chunks are written to Redis, and memory is filled with other KV.
 """
 
 import random
@@ -37,7 +37,7 @@ _PIECES = 40
 
 @dataclass(frozen=True)
 class PlannerCell:
-    """Seconds to the first token by engine: computed, and its own way."""
+    """Seconds to the first token by engine: computed, and loaded or planned."""
 
     num_tokens: int
     computed_s: dict[str, float] = field(default_factory=dict)

@@ -13,22 +13,22 @@ from kvhold_lab.options import default_option, json_option, plot_option
 
 @click.command()
 @click.option(
-    "--codecs", "only", help="Only these, separated by commas. [default: all, plugins too]"
+    "--codecs", "only", help="Only these codecs, separated by commas. [default: all, plugins too]"
 )
 @click.option(
     "--model",
-    help="A causal language model for transformers, a folder or a name. [default: the small one "
+    help="Folder or name of a causal language model for transformers. [default: the small model "
     "of a checkout]",
 )
 @click.option(
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Ask how this text goes on, not questions.",
+    help="Predict how this text continues, instead of asking questions.",
 )
 @click.option(
     "--contexts",
     type=click.IntRange(2),
-    help=f"How many. [default: {CONTEXTS}, {OTHER_CONTEXTS} with --model]",
+    help=f"Number of contexts. [default: {CONTEXTS}, {OTHER_CONTEXTS} with --model]",
 )
 @default_option("--chunk-tokens", CHUNK_TOKENS, "Tokens of a chunk.")
 @json_option()
@@ -42,10 +42,10 @@ def command(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """The cost of each codec in answers: KV through frames and back, then questions.
+    """Measure the cost of each codec in answers: encode and decode KV, then ask questions.
 
-    Every codec gets the questions of the untouched KV. A drop is in points of accuracy, with its
-    standard error.
+    Every codec gets the same questions as the unchanged KV. A drop is in points of accuracy, with
+    its standard error.
     """
     known = codec_names()
     names = tuple(name.strip() for name in only.split(",")) if only is not None else known

@@ -1,4 +1,4 @@
-"""Answers on KV that went through a codec, beside answers on the untouched KV.
+"""Compare answers on KV that a codec has encoded and decoded with answers on the unchanged KV.
 
 Differences are paired. Standard errors are over contexts, because answers of one context depend on
 each other.
@@ -26,10 +26,11 @@ class QualityRow:
     """The costs of one codec.
 
     accuracy:         share of answer tokens that were the first guess; None without recall
-    accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY` without a codec
+    accuracy_drop:    points (hundredths) lost; None also if accuracy without a codec is below
+                      `LEAST_ACCURACY`
     accuracy_drop_se: its standard error
-    kl:               mean KL(untouched || codec) before each answer token, in nats
-    perplexity_ratio: of the answer tokens, codec / untouched
+    kl:               mean KL(unchanged || codec) before each answer token, in nats
+    perplexity_ratio: of the answer tokens, codec / unchanged
     error:            largest |decoded - original| / largest |original|, in the worst layer
     answers:          answer tokens
     """
@@ -71,7 +72,7 @@ def measure(
     *,
     recall: bool = True,
 ) -> list[QualityRow]:
-    """recall: the context contains the answers."""
+    """recall: the context contains the answers"""
     tallies = [_Tally(codec.name) for codec in codecs]
     for exams in batches:
         kv = subject.prefill(exams.contexts)

@@ -1,4 +1,4 @@
-"""KV through a codec's frames, as in a tier. Chunks that a codec does not accept stay raw."""
+"""Encode and decode KV, as for a tier. Chunks that a codec does not accept stay raw."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Shows the rows as a table, and as a picture of accuracy over ratio."""
+"""Show the rows as a table, and as a picture of accuracy over ratio."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from kvhold_lab.bench.quality.measure import MeasuredChannels, QualityRow
 
 _LEAST_SPREAD = 0.02
 
-# points from the dot; neighbours differ so that names do not overlap
+# distance from the dot; neighbours differ, so that names do not overlap
 _LABELS = (10, -10, 24, -24)
 
 
@@ -29,7 +29,7 @@ def render_channels(channels: MeasuredChannels) -> str:
 
 
 def draw(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """Accuracy, or KL without it, over ratio. PNG, SVG or PDF.
+    """Draw accuracy, or else KL, over ratio. PNG, SVG or PDF.
 
     Raises ClickException without matplotlib.
     """

@@ -1,4 +1,4 @@
-"""From names to rows: which model and which questions."""
+"""Choose the model and the questions, and measure each codec."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def evaluate(
     num_contexts: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Evaluation:
-    """Ask on KV through each codec.
+    """Ask questions on KV that each codec has encoded and decoded.
 
     model: a folder or name for transformers; None: the small trained one
     text:  ask for its continuation instead of questions

@@ -29,7 +29,7 @@ NO_KIND = 0
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions for a context, which has as many runs and twice as many two hops."""
+    """Numbers of questions for a context, which has as many runs and twice as many two hops."""
 
     lookups: int
     hops: int

@@ -16,7 +16,7 @@ _seed = click.option(
     "--seed",
     default=1,
     show_default=True,
-    help="Of the random choices, so that a run can be repeated.",
+    help="Seed of the random choices, so that a run can be repeated.",
 )
 
 
@@ -31,25 +31,26 @@ def command() -> None:
     type=click.Choice(["frames", "memory", "tiers"]),
     default="frames",
     show_default=True,
-    help="What is damaged.",
+    help="Place of the damage.",
 )
 @click.option(
     "--count",
     type=int,
-    help="How often; of tiers, over each.  [default: 100,000 frames, else 10,000]",
+    help="Number of damages; with --where tiers, for each tier. [default: 100,000 for frames, else "
+    "10,000]",
 )
 @click.option(
-    "--tier", "tiers", multiple=True, help="With --where tiers: this one alone; may be repeated."
+    "--tier", "tiers", multiple=True, help="With --where tiers: only this tier; may be repeated."
 )
 @_seed
 @_json
 def damage(
     where: str, count: int | None, tiers: tuple[str, ...], seed: int, json_file: Path | None
 ) -> None:
-    """Damage on purpose: is each one noticed?
+    """Damage bytes on purpose: is each damage noticed?
 
     frames: flips, truncations and swaps of frames. memory: flipped bits in a real node's arena.
-        tiers: the same over each tier, before, during and after the write, and in its values.
+        tiers: the same with each tier, before, during and after the write, and in its values.
     """
     if where == "frames":
         from kvhold_lab.bench.soak import damage as run
@@ -73,7 +74,7 @@ def damage(
 @_seed
 @_json
 def kills(rounds: int, seed: int, json_file: Path | None) -> None:
-    """`kill -9` of a node that stores and clears: are all acknowledged chunks hits afterwards?"""
+    """Kill a node while it stores and clears: are all acknowledged chunks hits afterwards?"""
     with needing("'kvhold[lab]'"):
         from kvhold_lab.bench.soak import kills as run
 
@@ -81,17 +82,17 @@ def kills(rounds: int, seed: int, json_file: Path | None) -> None:
 
 
 @command.command()
-@click.option("--minutes", default=30.0, show_default=True, help="How long.")
+@click.option("--minutes", default=30.0, show_default=True, help="Length of the run.")
 @click.option(
     "--every-s",
     default=60.0,
     show_default=True,
-    help="How often Redis is killed; it is away for a sixth of that.",
+    help="Time between two kills of Redis; each time it is down for a sixth of this time.",
 )
 @_seed
 @_json
 def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> None:
-    """A real vLLM over a Redis that is killed repeatedly: wrong tokens, errors, growing memory?"""
+    """Run vLLM with a Redis that is killed repeatedly: wrong tokens, errors, growing memory?"""
     with needing("'kvhold[lab]'"):
         from kvhold_lab.bench.soak import redis as run
 
@@ -99,11 +100,11 @@ def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> 
 
 
 @command.command()
-@click.option("--requests", default=10_000, show_default=True, help="How many.")
+@click.option("--requests", default=10_000, show_default=True, help="Number of requests.")
 @_seed
 @_json
 def requests(requests: int, seed: int, json_file: Path | None) -> None:
-    """Random requests of two vLLM engines over one evicting node: are all tokens right?"""
+    """Send random requests to two vLLMs that share one full node: are all tokens right?"""
     with needing("vLLM and 'kvhold[lab]'"):
         from kvhold_lab.bench.soak import requests as soak
 
@@ -115,19 +116,17 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
     "--seeds",
     default=2_000,
     show_default=True,
-    help="How many; with --mutations, the most for each, from --first on.",
+    help="Number of seeds from --first on; with --mutations, the most for each mutation.",
 )
 @click.option("--first", default=1, show_default=True, help="The first seed.")
-@click.option(
-    "--trace", is_flag=True, help="Print the history of the first seed, and run no other."
-)
+@click.option("--trace", is_flag=True, help="Run only the first seed, and print its history.")
 @click.option(
     "--mutations",
     is_flag=True,
-    help="Damage the code in each of the ways that are kept: is each found?",
+    help="Apply each of the patches that break the code: is each found?",
 )
 @click.option(
-    "--mutation", "names", multiple=True, help="With --mutations: this one alone; may be repeated."
+    "--mutation", "names", multiple=True, help="With --mutations: only this patch; may be repeated."
 )
 @_json
 def simulation(
@@ -138,7 +137,7 @@ def simulation(
     names: tuple[str, ...],
     json_file: Path | None,
 ) -> None:
-    """Node, clients and tiers in virtual time with random faults: is a rule broken?"""
+    """Run node, clients and tiers in virtual time with random faults: is a rule broken?"""
     from kvhold_lab.simulation import soak
 
     def tell(text: str) -> None:

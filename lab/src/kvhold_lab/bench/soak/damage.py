@@ -1,7 +1,7 @@
 """Randomly damaged frames, received as the cache receives them.
 
-Layouts: GQA, MLA, float8 beside float32, an engine's own packing. Damage: flipped bits, truncation,
-another frame, a part of another frame, two exchanged layers.
+Layouts: GQA, MLA, float8 together with float32, an engine's own packing. Damage: flipped bits,
+truncation, another frame, a part of another frame, two exchanged layers.
 """
 
 import random
@@ -60,7 +60,7 @@ _FRAMES_EACH = 8
 
 @dataclass(frozen=True)
 class Damage:
-    """undetected must be 0."""
+    """The result. undetected: must be 0"""
 
     injected: dict[str, int]
     noticed_by: dict[str, int]

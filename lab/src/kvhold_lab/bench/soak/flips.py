@@ -3,9 +3,9 @@
     in_memory(10_000, seed=1)  # a real node, two clients
     in_tiers(10_000, seed=1, names=["disk", ...])  # count in each tier
 
-An engine is a pool of random blocks that stores and loads in each way of the integrations. Loads
-miss or deliver equal blocks. Over a tier, bits are flipped before the commit, during the write, or
-in the tier.
+An engine is a pool of random blocks. It stores and loads in each way of the integrations. A load
+must miss or return equal blocks. With a tier, bits are flipped before the commit, during the write,
+or in the tier.
 """
 
 import asyncio
@@ -199,7 +199,7 @@ def in_memory(count: int, seed: int) -> Flips:
 
 
 def in_tiers(count: int, seed: int, names: Sequence[str] = ()) -> Flips:
-    """Flip `count` bits over each tier."""
+    """Flip `count` bits with each tier."""
     tally = _Tally()
     for name in names or TIERS:
         chance = random.Random(seed)
@@ -271,7 +271,7 @@ def _flip(engine: _Engine, arena: OpenArena, offset: int) -> None:
 
 
 async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.Random) -> None:
-    """Runs in the tier worker's loop."""
+    """Flip a bit in the tier. Runs in the tier worker's loop."""
     assert cache.tier_worker is not None
     tier = cache.tier_worker._stack.guards[0]._tier
     for key, size in zip(keys, await tier.probe(keys), strict=True):

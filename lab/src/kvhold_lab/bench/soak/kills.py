@@ -1,7 +1,7 @@
-"""A node over a disk, killed at random moments while it stores and clears.
+"""A node with a disk tier is killed at random moments while it stores and clears.
 
 A prompt is acknowledged when `flush` has returned. After a restart it must be a full hit with the
-right bytes, and the tier's used bytes must be the file system's.
+right bytes, and the tier must count as many used bytes as the file system.
 """
 
 import logging
@@ -35,7 +35,7 @@ _REREAD = 6
 
 @dataclass(frozen=True)
 class Kills:
-    """lost, wrong and misaccounted must be 0."""
+    """The result. lost, wrong and misaccounted must be 0."""
 
     rounds: int
     acknowledged: int

@@ -1,7 +1,7 @@
-"""A real vLLM whose tier is a Redis that keeps dying.
+"""A real vLLM whose Redis tier is killed again and again.
 
-Most hits come through Redis, which is killed every minute for ten seconds. Answers are compared
-with those of vLLM alone. Memory must not grow after a fifth of the time.
+Most hits come through Redis, which is killed every minute and is down for ten seconds. Answers are
+compared with those of vLLM alone. Memory must not grow after a fifth of the time.
 """
 
 import os

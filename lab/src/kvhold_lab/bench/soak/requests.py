@@ -47,8 +47,8 @@ class Requests:
     """wrong, errors, kv_wrong, kv_unknown and missing must be 0 or empty.
 
     kv_unknown:  blocks that no engine computed, and loads that ended inside a block
-    unsteady:    differing answers that the third engine gives, too, to a lone prompt
-    near_ties:   answers shortened or dropped at a near tie
+    unsteady:    differing answers that the third engine also gives if it gets the prompt alone
+    near_ties:   answers that were shortened or dropped at a near tie
     missing:     events that must occur and did not
     """
 
@@ -74,7 +74,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class SoakAnswer:
-    """near_tie: it was cut there."""
+    """near_tie: the answer was cut at a near tie"""
 
     token_ids: list[int]
     near_tie: bool
