@@ -138,7 +138,7 @@ def multi_doc_qa(
 @click.option(
     "--duration-s",
     type=FACTOR,
-    help="Time in which new users follow. [default: until all first users have finished]",
+    help="Length of the run; new users follow. [default: until all first users have finished]",
 )
 @default_option(
     "--first-user", 0, "Number of the first user; other numbers have other texts.", COUNT

@@ -1,6 +1,6 @@
-"""Chats: people come, ask, think, ask again with all before in the prompt, and leave.
+"""Chats: users come, ask, think, ask again with the whole chat in the prompt, and leave.
 
-The times, lengths and texts of all requests follow from the seed alone. Answers in prompts are made
+The times, lengths and texts of all requests depend only on the seed. Answers in prompts are made
 up, so two servers get equal requests.
 """
 
@@ -21,7 +21,7 @@ _QUESTIONS_OF_A_USER = 1 << 20
 
 @dataclass(frozen=True)
 class _Question:
-    """at_s: arrival. answer_tokens: in the next prompt"""
+    """at_s: arrival; answer_tokens: of the answer in the next prompt"""
 
     at_s: float
     tokens: int
@@ -46,7 +46,8 @@ class Chats:
     think_s: median time between two questions
     questions: mean number of a chat
     history_tokens, question_tokens, answer_tokens: medians
-    output_tokens: asked of the server, which may be fewer than the answer in the next prompt
+    output_tokens: requested from the server; may be fewer than those of the answer in the next
+        prompt
     most_tokens: a chat ends before a longer prompt
     duration_s: no question is due after it
     """

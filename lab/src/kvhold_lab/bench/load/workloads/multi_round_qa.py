@@ -14,9 +14,10 @@ class MultiRoundQA:
     """`users` concurrent users, who together ask `qps` questions a second.
 
     A user has the shared system prompt, its own first message and `rounds` questions.
-    ramp_up_s: over which the first users come; None: users / qps, evenly spread
+    ramp_up_s: time in which the first users come; None: users / qps, evenly spread
     staggered: the first users begin at different rounds, with made-up earlier answers
-    duration_s: no question after it, new users follow; None: each first user finishes, none follows
+    duration_s: time of the last question; new users follow. None: each first user finishes, and
+        none follows
     first_user: runs with different numbers have different histories
     recorded: conversations to take questions from; empty: made up
     """
@@ -62,7 +63,7 @@ class MultiRoundQA:
     def _conversation(
         self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float
     ) -> Session:
-        """Ends after a failed request."""
+        """Yield the requests of one user. Ends after a failed request."""
         turns = [
             Turn("system", prompts.piece("system", 0, self.system_tokens)),
             Turn("user", prompts.piece("history", user, self.history_tokens)),

@@ -1,4 +1,4 @@
-"""Retrieval: questions at a rate, each with a few documents, some prefilled before."""
+"""Retrieval: questions at a rate, each with a few documents. Some documents are prefilled."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ PRECOMPUTE, QUERY = "precompute", "query"
 
 @dataclass(frozen=True)
 class Rag:
-    """First the documents that fit the cache, then the questions, open loop.
+    """First the documents that fit into the cache, then the questions, open loop.
 
     poisson: random arrivals of mean rate `qps`; else evenly spaced
     storage_tokens: prefill up to so many tokens by the server's count; 0: none
@@ -51,7 +51,7 @@ class Rag:
         yield Phase(QUERY, questions, None, total)
 
     def _precompute(self, prompts: Prompts) -> Session:
-        """Made-up documents need no count by the server."""
+        """Yield prefills. For made-up documents, the server need not count tokens."""
         system = Turn("system", prompts.piece("system", 0, self.system_tokens))
         used = 0
         for number, document in enumerate(self._documents(prompts)):

@@ -1,6 +1,6 @@
 """A recorded trace with made-up text: the same arrivals, lengths and sharing.
 
-A block's hash id decides its `BLOCK_TOKENS` tokens. Different ids differ within the first five.
+A block's hash id determines its `BLOCK_TOKENS` tokens. Different ids differ within the first five.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from kvhold_lab.simulate.requests import BLOCK_TOKENS, TimedRequest, read_reques
 
 @dataclass(frozen=True)
 class Replay:
-    """Open loop: requests are sent when the trace says.
+    """Open loop: requests are sent at the times of the trace.
 
-    time_scale: 2 is twice as fast; infinity: all at once, to be bounded by max_in_flight
+    time_scale: 2 is twice as fast; infinity: all at once, bounded by max_in_flight
     """
 
     trace: Path
