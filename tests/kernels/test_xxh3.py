@@ -2,6 +2,9 @@
 pieces.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -14,6 +17,8 @@ from kvhold.memory.views import per_layer
 
 pytest.importorskip("numba", reason="no numba in this environment")
 numba_summed_copy = pytest.importorskip("kvhold.kernels.numba_summed_copy")
+numba_copy = numba_summed_copy.numba_copy
+sum_ranges = pytest.importorskip("kvhold.kernels.numba_sums").sum_ranges
 
 RANDOM = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 
@@ -68,3 +73,42 @@ def test_larger_sizes_from_blocks_of_any_size(
 ) -> None:
     data = RANDOM[at : at + size]
     assert digest(data, streaming=streaming, block=block) == xxh3_64_intdigest(data.data)
+
+
+def ranges_of(sizes: list[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Addresses and sizes of ranges of RANDOM, end to end, and the library's checksums."""
+    nbytes = np.array(sizes, np.int64)
+    starts = np.cumsum(nbytes) - nbytes
+    expected = [
+        xxh3_64_intdigest(RANDOM[start : start + size].data)
+        for start, size in zip(starts.tolist(), sizes, strict=True)
+    ]
+    return starts + RANDOM.ctypes.data, nbytes, expected
+
+
+@given(st.lists(st.integers(241, 20_000), max_size=50), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_checksums_of_ranges_are_the_library_s(sizes: list[int], threads: int) -> None:
+    addresses, nbytes, expected = ranges_of(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvhold.kernels.numba_sums.SLICE_BYTES", 1)
+        assert sum_ranges(addresses, nbytes, threads).tolist() == expected
+
+
+def test_checksums_are_right_though_threads_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper that the pool keeps and has no thread for may begin late."""
+    addresses, nbytes, expected = ranges_of([60_000] * 16)
+    monkeypatch.setattr("kvhold.kernels.numba_sums.SLICE_BYTES", 1)
+    monkeypatch.setattr(numba_copy, "_pool", ThreadPoolExecutor(4))
+    started = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if threads_left.pop():
+            started(thread)
+        else:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    threads_left = [False] * 200 + [True]
+    for _ in range(50):
+        assert sum_ranges(addresses, nbytes, 4).tolist() == expected

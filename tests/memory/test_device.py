@@ -55,13 +55,19 @@ class World:
     """An engine, an arena and a copier of random sizes between them."""
 
     def __init__(
-        self, seed: int, make_driver: Callable[[FakeDevice], FakeDriver] = FakeDriver
+        self,
+        seed: int,
+        make_driver: Callable[[FakeDevice], FakeDriver] = FakeDriver,
+        *,
+        kind: str | None = None,
     ) -> None:
+        """kind: of the engine's arrangement; None: a random one"""
         self.random = Random(seed)
         self.device = FakeDevice(seed)
         self.driver = make_driver(self.device)
         self.arena = Arena(1 << 16)
-        self.engine = make(self.random.choice(list(ARRANGEMENTS)), layers=LAYERS, seed=seed)
+        kind = kind or self.random.choice(list(ARRANGEMENTS))
+        self.engine = make(kind, layers=LAYERS, seed=seed)
         chunk_bytes = (
             LAYERS * self.engine.view.planes * self.rows_of(2) * self.engine.view.row_bytes
         )
@@ -417,15 +423,74 @@ class TestTransfer:
             transfer.wait()
         assert (max(driver.pieces) == 1) == waits
 
-    def test_rows_that_are_skipped_keep_their_bytes_in_the_arena(self) -> None:
-        for seed in range(20):
-            world = World(seed)
-            piece = world.piece([1, -1, 3, 4])
-            world.arena.writable[:] = 55
-            expected = world.arena.writable.copy()
-            HostCopier().gather([replace(piece, buffer=expected)], after=None)
-            world.copier.gather([piece], after=None).wait()
-            assert (world.arena.writable == expected).all()
+    @pytest.mark.parametrize("kind", ARRANGEMENTS)
+    def test_rows_that_are_skipped_keep_their_bytes_in_the_arena(self, kind: str) -> None:
+        """The first chunk is whole, the second in part, and both are in one batch."""
+        world = World(1, kind=kind)
+        world.copier._settings = Settings(1 << 17, 1 << 17, 1 << 17, 1 << 30)
+        piece = world.piece([1, 2, 3, -1, 5, 6])
+        assert [one.is_whole for one in batches(piece, 0, range(LAYERS), 1 << 17)] == [False]
+        world.arena.writable[:] = 55
+        expected = world.arena.writable.copy()
+        HostCopier().gather([replace(piece, buffer=expected)], after=None)
+        world.copier.gather([piece], after=None).wait()
+        assert (world.arena.writable == expected).all()
+
+    def test_damage_is_that_of_its_piece(self) -> None:
+        world = World(2)
+        pieces = []
+        for at in (0, 30_000):
+            sums = Checksums.not_taken(1, LAYERS)
+            written = world.piece([1, 2], at=at, sums=sums)
+            HostCopier().gather([written], after=None)
+            read = Checksums(sums.values, np.zeros_like(sums.known))
+            pieces.append(replace(written, places=replace(written.places, sums=read)))
+        flip(world.arena.writable, int(pieces[1].places.offsets[0]))
+        first, second = world.copier.scatter(pieces, after=world.copier.mark()).wait()
+        assert first is None
+        assert second is not None and list(second.chunks) == [0]
+
+    def test_a_gather_of_one_layer_takes_no_checksum_of_another(self) -> None:
+        for seed in range(5):
+            world, sums = World(seed), Checksums.not_taken(2, LAYERS)
+            world.fill([1, 2, 3, 4], 17, 117)
+            piece = world.piece([1, 2, 3, 4], sums=sums)
+            for layer in (2, 0, 1):
+                layers = range(layer, layer + 1)
+                world.copier.gather([piece], after=world.copier.mark(), layers=layers).wait()
+                assert sums.known[:, layer].all()
+                assert sums.known.sum() == 2 * [2, 0, 1].index(layer) + 2
+            taken = sums.values.copy()
+            piece.planned.take_sums(range(LAYERS), np.arange(2))
+            assert (taken == sums.values).all()
+
+    @pytest.mark.parametrize("beside", [True, False])
+    def test_a_check_that_fails_is_told_when_all_copies_have_ended(self, *, beside: bool) -> None:
+        world = World(3)
+        world.copier._checkers = new_checkers() if beside else {}
+        world.arenas.add(world.arena.read_only, world.arena.writable)
+        world.arenas.wait()
+
+        def report(chunks: np.ndarray) -> None:
+            raise RuntimeError("the report failed")
+
+        wrong = Checksums(np.ones((2, LAYERS), np.uint64), np.zeros((2, LAYERS), np.bool_), report)
+        transfer = world.copier.scatter([world.piece([1, 2, 3, 4], sums=wrong)], after=None)
+        with pytest.raises(RuntimeError, match="the report failed"):
+            transfer.wait()
+        assert all(event.fired() for event in transfer._ends)
+        assert [arena.users for arena in world.arenas._arenas] == [0]
+
+    def test_without_its_checkers_it_checks_itself(self) -> None:
+        """Executors end with the main thread, before a server's other threads do."""
+        world, sums = World(4), Checksums.not_taken(2, LAYERS)
+        world.copier._checkers = new_checkers()
+        world.copier.close()
+        for checker in world.copier._checkers.values():
+            with pytest.raises(RuntimeError):
+                checker.submit(lambda: None)
+        world.copier.gather([world.piece([1, 2, 3, 4], sums=sums)], after=None).wait()
+        assert sums.known.all()
 
 
 class Counting(FakeDriver):
@@ -485,7 +550,31 @@ class TestFaults:
         assert caplog.text.count("nothing is cached any more") == 1
 
 
+class HalfFailing(FakeDriver):
+    """Fails after it has put copies on the stream."""
+
+    def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> FakeEvent:
+        super().copy(lane, after, copies)
+        raise DeviceError("the second batch was refused")
+
+
 class TestPinning:
+    def test_an_arena_stays_pinned_if_copies_may_run_that_nothing_waits_for(self) -> None:
+        device = FakeDevice(4)
+        driver, arena, engine = HalfFailing(device), Arena(1 << 16), make("NHD", layers=LAYERS)
+        arenas = PinnedArenas(driver)
+        arenas.add(arena.read_only, arena.writable)
+        arenas.wait()
+        copier = DeviceCopier(driver, arenas, Settings(1 << 20, 1 << 20, 1 << 20, 1 << 30))
+        places = ChunkBytes(np.zeros(1, np.int64), np.array([2 * engine.view.tokens_per_block]))
+        device.delay(driver._streams[Lane.STORE])
+        piece = Piece(engine.view, np.array([1, 2]), arena.writable, places)
+        with pytest.raises(DeviceError, match="the second batch"):
+            copier.gather([piece], after=copier.mark())
+        copier.close()
+        assert driver.pinned
+        device.synchronize()  # the fake device refuses a copy of memory that is not pinned
+
     def test_an_arena_is_pinned_in_slices_and_unpinned_when_its_copies_have_ended(self) -> None:
         driver = FakeDriver(FakeDevice(1))
         told: list[int] = []

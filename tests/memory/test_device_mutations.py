@@ -153,6 +153,12 @@ MUTATIONS = [
         "lambda: True",
     ),
     Mutation(
+        "chunks in part go through the ring",
+        "memory/device/batches.py",
+        "is_whole[first:last].all()",
+        "is_whole[first:last].any()",
+    ),
+    Mutation(
         "pieces lie over two slices",
         "memory/device/batches.py",
         "while reach.pinned:",

@@ -88,13 +88,13 @@ def warm_up(device: str = "cpu", views: Sequence[View] = ()) -> None:
     """Load or compile the code, which takes up to seconds."""
     worker = _chosen(device.partition(":")[0], True)
     _load(worker)
+    if _imports("numba"):
+        _load_sums()
     if worker == "numba":
         _load_summed()
         if any(view.coding is not None for view in views):
             _load_coded(worker)
     elif worker == "triton":
-        if _imports("numba"):
-            _load_sums()
         for view in views:
             import_module(
                 f"kvhold.kernels.triton_{'copy' if view.coding is None else 'coded_copy'}"
@@ -175,7 +175,7 @@ def _copy(
     else:
         _load(worker)(plan, layers, to_arena, threads)
     if sums is not None:
-        sum_layers(plan, layers, sums)
+        sum_layers(plan, layers, sums, threads=threads)
 
 
 def _copy_coded(plan: Plan, layers: range, to_arena: bool, threads: int, worker: Worker) -> None:

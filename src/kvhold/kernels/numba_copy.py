@@ -8,7 +8,9 @@ larger than the cache, slower for small ones.
 """
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -60,11 +62,12 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
     """Call `work` on `threads` threads, with the caller. A counter divides it."""
-    helpers = _start(work, threads - 1, arguments)
+    helpers = [_Helper(work, arguments) for _ in range(threads - 1)]
+    _start(helpers)
     work(*arguments)
     for helper in helpers:
-        if not helper.cancel():
-            helper.result()
+        if not helper.ended.cancel():  # it has begun
+            helper.ended.result()
 
 
 def _on_lines(plan: Plan, to_arena: bool) -> bool:
@@ -86,16 +89,33 @@ def _on_lines(plan: Plan, to_arena: bool) -> bool:
 _pool: ThreadPoolExecutor | None = None
 
 
-def _start(work: Any, helpers: int, arguments: tuple[Any, ...]) -> list["Future[None]"]:
+class _Helper:
+    """A call that another thread may take, unless it is cancelled before."""
+
+    def __init__(self, work: Any, arguments: tuple[Any, ...]) -> None:
+        self.ended: Future[None] = Future()
+        self._work, self._arguments = work, arguments
+
+    def __call__(self) -> None:
+        if self.ended.set_running_or_notify_cancel():
+            try:
+                self._work(*self._arguments)
+            except BaseException as error:  # noqa: BLE001 - raised by `result`
+                self.ended.set_exception(error)
+            else:
+                self.ended.set_result(None)
+
+
+def _start(helpers: Sequence[_Helper]) -> None:
+    """Without a thread for it, a helper may begin later, or never."""
     global _pool
-    if helpers == 0:
-        return []
+    if not helpers:
+        return
     if _pool is None:
         _pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvhold-copy")
-    try:
-        return [_pool.submit(work, *arguments) for _ in range(helpers)]
-    except RuntimeError:
-        return []
+    with suppress(RuntimeError):
+        for helper in helpers:
+            _pool.submit(helper)
 
 
 def _forget_pool() -> None:

@@ -5,10 +5,11 @@
     copier.fence([transfer])                            # the engine's later work runs after it
     transfer.wait()                                     # all bytes are copied
 
-On a device, the caller keeps three rules:
+On a device, the caller keeps four rules:
 
 - Give each copy the mark of the work that computed or last used its blocks.
 - Write the blocks again only after a `fence`. It delays the device, not the thread.
+- Gather a chunk whole, once, or in parts: a device takes the checksum of a whole copy.
 - Commit a reservation, and close a lease, after `wait`. After a DeviceError keep both until the
   process ends: the device may still use the arena.
 
@@ -58,7 +59,7 @@ class Transfer(Protocol):
     """Copies submitted together."""
 
     def done(self) -> bool:
-        """Return whether `wait` would not block."""
+        """Return whether all copies have ended."""
 
     def wait(self) -> list[DamagedChunks | None]:
         """Return the damaged chunks of each piece.

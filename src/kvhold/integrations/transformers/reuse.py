@@ -30,6 +30,7 @@ from kvhold.integrations.versions import warn_if_untested
 from kvhold.memory.copier import Copier, Piece, Transfer, wait_for
 from kvhold.memory.copy import warm_up
 from kvhold.memory.device import proven_copier_for
+from kvhold.memory.device.streams import device_errors
 from kvhold.memory.views import View
 
 log = logging.getLogger(__name__)
@@ -325,7 +326,7 @@ class Reuse:
                 self._refused = looks, str(error)
                 raise
             self._copies_on = device
-            # rows of every later cache are as wide
+        with device_errors():  # no memory for it is no memory for KV
             warm_up(device, [geometry.view(geometry.allocated(1, self._tokens_per_chunk))])
         self._looked_at = looks  # last: a refused device must not count as the one in use
         return geometry

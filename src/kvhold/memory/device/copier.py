@@ -167,7 +167,8 @@ class DeviceCopier:
                 for batch in batches(piece, number, of_piece, most_bytes):
                     with self._locks[lane], self._noting_faults():
                         submit(batch, marks, transfer)
-        except BaseException:
+        except BaseException as error:
+            transfer.is_lost = isinstance(error, DeviceError)
             transfer.wait()  # before the caller gives the memory back
             raise
         return transfer
@@ -305,6 +306,8 @@ class DeviceTransfer:
         """Events after which the blocks have been read, or written."""
         self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
         """The arena of each piece, held until `wait` returns."""
+        self.is_lost = False
+        """Whether its submission failed in the device: some copies may run without an event."""
         self._damage: list[set[int]] = [set() for _ in pieces]
         self._pinned = arenas
         self._noting_faults = noting_faults
@@ -340,29 +343,34 @@ class DeviceTransfer:
 
     def wait(self) -> list[DamagedChunks | None]:
         """Raises DeviceError. Then the arena stays pinned: the device may still use it."""
-        faults: list[DeviceError] = []
+        faults: list[Exception] = []
         for check in self._checks:
             try:
                 check()
-            except DeviceError as error:
+            except Exception as error:  # noqa: BLE001 - raised below, when all copies have ended
                 faults.append(error)
         for event in self._ends:
             self._ends_well(event, faults)
-        if faults:
-            raise faults[0]
+        fault = next((each for each in faults if isinstance(each, DeviceError)), None)
+        if fault is not None:
+            raise fault
         arenas, self.arenas, self._checks = self.arenas, [], []
         for arena in arenas:
-            if arena is not None:
+            if arena is not None and not self.is_lost:
                 self._pinned.release(arena)
+        if faults:
+            raise faults[0]
         return [DamagedChunks(sorted(chunks)) if chunks else None for chunks in self._damage]
 
     def _later(
         self, check: Callable[[DeviceEvent, Batch], None], event: DeviceEvent, batch: Batch
     ) -> Callable[[], None]:
         """Begin a check beside later copies, if there is a checker. The result waits for it."""
-        if self._checker is None:
-            return partial(check, event, batch)
-        return self._checker.submit(check, event, batch).result
+        if self._checker is not None:
+            # executors refuse work when the main thread has ended, and after `close`
+            with suppress(RuntimeError):
+                return self._checker.submit(check, event, batch).result
+        return partial(check, event, batch)
 
     def _verify(self, event: DeviceEvent, batch: Batch) -> None:
         with self._noting_faults():
@@ -375,7 +383,7 @@ class DeviceTransfer:
             event.wait()
         batch.piece.planned.take_sums(batch.layers, batch.chunks, threads=self._threads)
 
-    def _ends_well(self, event: DeviceEvent, faults: list[DeviceError]) -> bool:
+    def _ends_well(self, event: DeviceEvent, faults: list[Exception]) -> bool:
         try:
             with self._noting_faults():
                 event.wait()

@@ -59,7 +59,7 @@ class CudaDriver(TorchDriver):
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> TorchEvent:
         """Without torch's context of a stream: it takes a tenth of a millisecond."""
         stream, event = self._streams[lane], self.new_event()
-        with device_errors():
+        with device_errors(), self._here():
             for one in after:
                 own_event(one).wait(stream)
             self._submit(lane, copies, cuda.CUstream(stream.cuda_stream))
@@ -67,15 +67,17 @@ class CudaDriver(TorchDriver):
         return event
 
     def pin(self, address: int, nbytes: int) -> None:
-        self._enter()
-        result = cuda.cuMemHostRegister(address, nbytes, cuda.CU_MEMHOSTREGISTER_PORTABLE)
+        with self._here():
+            self._enter()
+            result = cuda.cuMemHostRegister(address, nbytes, cuda.CU_MEMHOSTREGISTER_PORTABLE)
         if result[0] in _REFUSALS:
             raise DeviceRefused(f"cuMemHostRegister: {_text(result[0])}")
         _checked(result)
 
     def unpin(self, address: int) -> None:
-        self._enter()
-        _checked(cuda.cuMemHostUnregister(address))
+        with self._here():
+            self._enter()
+            _checked(cuda.cuMemHostUnregister(address))
 
     def _submit(self, lane: Lane, copies: Copies, stream: Any) -> None:
         self._enter()
@@ -102,23 +104,19 @@ class CudaDriver(TorchDriver):
                 np.ascontiguousarray(each[begin : begin + _MOST_PIECES])
                 for each in (to, of, nbytes)
             ]
-            _checked(
-                (
-                    cuda.CUresult(
-                        self._copy_batch(
-                            *(array.ctypes.data for array in arrays),
-                            arrays[0].size,
-                            self._attributes.getPtr(),
-                            ctypes.addressof(first),
-                            1,
-                            int(stream),
-                        )
-                    ),
-                )
+            code = self._copy_batch(
+                *(array.ctypes.data for array in arrays),
+                arrays[0].size,
+                self._attributes.getPtr(),
+                ctypes.addressof(first),
+                1,
+                int(stream),
             )
+            if code:
+                raise DeviceError(f"CUDA: cuMemcpyBatchAsync: error {code}")
 
     def _enter(self) -> None:
-        """Make the device's context current: torch does not always."""
+        """Make the device's context current: torch does not always. `_here` undoes it."""
         _checked(cuda.cuCtxSetCurrent(self._context))
 
     def _current(self) -> Any:
