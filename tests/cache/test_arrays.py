@@ -111,7 +111,7 @@ def test_what_has_no_whole_arrays_is_refused(cache: LocalCache) -> None:
     packed = Group(2, 2, 1, 64, "int8", packing="x", block_tokens=16, block_bytes=1030)
     for layout, shards, message in (
         (Layout((sliding,), 16), 1, "only a part of a group with sliding attention"),
-        (Layout((packed,), 16, 16), 1, "has the packing 'x'"),
+        (Layout((packed,), 16, 16), 1, "an engine's opaque packing, 'x'"),
         (Layout((FULL,), 16), 2, "a namespace of 2 shards"),
     ):
         space = Namespace("model", layout, shards=shards)

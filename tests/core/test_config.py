@@ -277,7 +277,7 @@ class TestSecrets:
             ("listen.token", True, "must be text"),
             ("encryption.keys", 8675309, "must be a list"),
             ("tiers", 8675309, "must be a list"),
-            ("tiers", ["redis://:8675309@h a"], "a blank in a URL is %20"),
+            ("tiers", ["redis://:8675309@h a"], "write %20 in a URL"),
             ("tiers", [{"path": "8675309"}], "a table with a url"),
         ],
     )

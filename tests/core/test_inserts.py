@@ -203,14 +203,14 @@ class TestBadInserts:
             (
                 [(15, 4, b"x")],
                 (
-                    r"inserts\[0\]\.length is 4: it reaches from 15 to 19, beyond the prompt's "
+                    r"inserts\[0\]\.length is 4: it spans tokens 15 to 19, beyond the prompt's "
                     r"18 tokens"
                 ),
             ),
             (
                 [(18, 1, b"x")],
                 (
-                    r"inserts\[0\]\.length is 1: it reaches from 18 to 19, beyond the prompt's "
+                    r"inserts\[0\]\.length is 1: it spans tokens 18 to 19, beyond the prompt's "
                     r"18 tokens"
                 ),
             ),
@@ -237,7 +237,10 @@ class TestBadInserts:
                 [(0, 9, b"x"), (12, 1, b"x"), (3, 1, b"x")],
                 r"inserts\[2\]\.start is 3, inside inserts\[0\] at 0 to 9",
             ),
-            ([(2, 6, b"")], r"inserts\[0\]\.digest is b''; it must be the content's whole hash"),
+            (
+                [(2, 6, b"")],
+                r"inserts\[0\]\.digest is b''; it must be the full hash of the content",
+            ),
             ([(2, 6, "")], r"inserts\[0\]\.digest is ''; it must be"),
             ([(2, 6, None)], r"inserts\[0\]\.digest is None; it must be"),
             ([(2, 6, 1234)], r"inserts\[0\]\.digest is 1234; it must be"),

@@ -111,7 +111,7 @@ def test_what_an_error_quotes_of_a_request_is_cut_short(asked: Any) -> None:
         ({"tags": ["a"]}, r"kvhold\.tags"),
         (
             {"tags": {"kvhold.max_error": "0.5"}},
-            r"kvhold\.tags: 'kvhold\.max_error' is a name of kvhold's own",
+            r"kvhold\.tags: 'kvhold\.max_error' is reserved",
         ),
         ({"tags": {"tenant": "a" * 65}}, r"tenant"),
         ({"tags": {"a": 1}}, r"kvhold\.tags"),

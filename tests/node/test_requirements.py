@@ -90,7 +90,7 @@ class TestComparison:
             (
                 ["disk:///d?codec=lossless"],
                 ["disk:///d"],
-                "writes disk:///d by the codec raw, and this engine's settings say lossless",
+                "writes disk:///d with the codec raw, but this engine's settings say lossless",
             ),
             (["disk:///d"], ["disk:///d?encrypt=true"], "encrypts disk:///d"),
         ],

@@ -14,8 +14,8 @@ each process claims a lease by the ticket.
 A lookup brings chunks of lower tiers into memory. A hit that is *arriving* may grow. It is final
 once it is settled.
 
-Every call is safe from any thread. A miss is a shorter hit. A fault or a missed deadline raises one
-of our errors and leaves nothing behind.
+Every call is safe from any thread. A miss is a shorter hit. A fault or a missed deadline raises a
+`KVHoldError` and leaves nothing behind.
 """
 
 import time
@@ -330,7 +330,7 @@ class Cache(Protocol):
         """
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Start to bring a prompt's chunks from lower tiers into memory. Do not wait."""
+        """Start to load a prompt's chunks from lower tiers into memory, and return at once."""
 
     def claim(
         self,
@@ -344,10 +344,10 @@ class Cache(Protocol):
         """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
 
         Returns None when the ticket is unknown or no longer valid. A ticket is valid until its hit
-        is closed, for any number of claims, also of one shard. Each lease has its own pins.
+        is closed. One shard may be claimed several times. Each lease has its own pins.
 
-        arriving: lease the whole chunks that have arrived so far, and let the hit go on arriving.
-                  Otherwise the claim settles the hit
+        arriving: lease the whole chunks that have arrived so far; the hit may still grow. Otherwise
+                  the claim settles the hit
         """
 
     def reserve(
@@ -366,9 +366,8 @@ class Cache(Protocol):
 
         store_options: the options under which the chunks are stored
         groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all. A
-                group may leave out chunks that its attention does not need: a hit may skip a chunk
-                whose sliding group is missing, if no missing chunk is in the window at the hit's
-                end
+                group may leave out chunks that its attention does not need. From a sliding group, a
+                hit needs only the chunks in the window at its end
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
@@ -379,8 +378,7 @@ class Cache(Protocol):
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until the chunks committed up to `mark` are written to lower tiers, or given up
-        there.
+        """Wait until lower tiers have written the chunks committed up to `mark`, or given them up.
 
         mark:       from `Reservation.commit`; None: until now
         deadline_s: None: the configured wait for arriving chunks
@@ -407,13 +405,12 @@ class Cache(Protocol):
         query:     only the chunks of this prompt
 
         The codec applies to the chunks that are stored now; later chunks use the tier's own
-        setting. Budgets are kept. A chunk that a lossy codec has written is not given to another
-        lossy codec.
+        setting. The budget of each namespace still applies. A lossy codec never re-encodes a chunk
+        of another lossy codec.
 
         Raises ConfigError (NodeError from a node) for an unknown tier or codec, and for a tier that
-        is read only or cannot replace values. Also for an unknown namespace, unless the codec is
-        `raw` or `lossless` and the tier is not encrypted: the encryption key of an unknown
-        namespace is unknown.
+        is read only or cannot replace values. For an unknown namespace, too, unless the codec is
+        `raw` or `lossless` and the tier is not encrypted: its budget and its key are unknown.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:

@@ -99,8 +99,8 @@ class WholePrompts:
 
         wait_s: as in `lookup`
 
-        Raises LayoutError for layouts with several shards, an engine's packing, or groups of which
-        a hit needs only a part (sliding windows, states).
+        Raises LayoutError for layouts with several shards, an engine's packing, or groups that
+        a hit needs only in part (sliding windows, states).
         """
         layout = prompt.namespace.layout
         _check(prompt, layout)
@@ -159,8 +159,8 @@ def _check(prompt: Prompt, layout: Layout) -> None:
     for number, group in enumerate(layout.groups):
         if group.packing != CANONICAL:
             raise LayoutError(
-                f"group {number} has the packing {group.packing!r}, whose elements only its engine "
-                "knows; use reserve and claim"
+                f"group {number} has an engine's opaque packing, {group.packing!r}; use reserve "
+                "and claim"
             )
 
 

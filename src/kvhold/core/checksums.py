@@ -23,8 +23,8 @@ class Checksums:
     """Checksums of one group's chunks. Slices share memory.
 
     values: [chunks, layers] uint64
-    known:  [chunks, layers] bool: taken, or found right
-    report: takes the numbers of damaged chunks
+    known:  [chunks, layers] bool: computed by the writer, or verified by a reader
+    report: called with the numbers of damaged chunks
     """
 
     values: Values
@@ -47,8 +47,8 @@ class Checksums:
         count = int(np.count_nonzero(present))
         if len(packed) % (BYTES * max(1, count)) or bool(packed) != bool(count):
             raise ProtocolError(
-                f"checksums has {len(packed)} bytes for {count} chunks; {BYTES} for each "
-                "layer of each are needed"
+                f"checksums has {len(packed)} bytes for {count} chunks; it must have {BYTES} for "
+                "each layer of each chunk"
             )
         rows = (
             np.frombuffer(packed, "<u8").reshape(count, -1)

@@ -1,9 +1,9 @@
-"""The settings. Arguments go before the environment, then a file, then the defaults.
+"""The settings. Arguments override the environment, then a file, then the defaults.
 
     config = load_config({"ram_bytes": "8GiB"})  # or KVHOLD_RAM_BYTES=8GiB, or ram_bytes = "8GiB"
     config.node.socket                           # or KVHOLD_NODE_SOCKET, or [node] socket
 
-The file is TOML or YAML. A list may be text with blanks between items. An item with options may be
+The file is TOML or YAML. A list may be text with spaces between items. An item with options may be
 a table: `{url = "disk:///var/cache/kvhold", max_bytes = "100GiB"}`. Errors never contain `secret`
 values.
 """
@@ -25,7 +25,7 @@ _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")
 _INSTALLER = "KVHOLD_SETUP_"  # variables of the installer
 _SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service named kvhold or kvhold-...
-_KUBERNETES = (  # their full names and values
+_KUBERNETES = (  # variables that Kubernetes sets for such a Service: name, value
     (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9a-fA-F:.]*")),
     (re.compile(rf"{_SERVICE}_SERVICE_PORT(_[A-Z0-9_]+)?"), re.compile(r"\d+")),
     (re.compile(rf"{_SERVICE}_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.+")),
@@ -62,49 +62,47 @@ class NodeConfig:
     autostart: bool = setting(True, "start a node when none answers")
     start_timeout_s: float = setting(
         60.0,
-        "how long an engine waits for a node that is being started; one that ends while "
-        "starting is known at once",
+        "how long an engine waits for a node to start; it stops waiting at once if the node ends",
         minimum=0.01,
     )
     any_owner: bool = setting(
         False,
-        "the socket's folder may belong to another user, or others may write to it, as to "
-        "a pod's emptyDir",
+        "allow a socket folder that other users own or can write to, such as a pod's emptyDir",
     )
     on_mismatch: str = setting(
         "warn",
-        "an engine whose settings name tiers, codecs or keys that the node does not have "
-        "joins it with a warning, or not at all; it never "
-        "joins one that would store in clear text what the engine's settings encrypt",
+        "what an engine does if the node lacks tiers, codecs or keys of its settings. "
+        "warn: join with a warning; refuse: do not join. It never joins a node that would store "
+        "in clear text what its settings encrypt",
         choices=("warn", "refuse"),
     )
     require_encryption: bool = setting(
-        False, "an engine joins no node with a tier below memory that is not encrypted"
+        False, "an engine joins a node only if all tiers below memory are encrypted"
     )
     idle_exit_s: float = setting(
-        600.0, "a node that was started by an engine exits after so long without clients", minimum=1
+        600.0, "a node that an engine started exits after this time without clients", minimum=1
     )
     nice: int = setting(
         -5,
-        "nice value of a node that runs in the background, where this user may set it",
+        "nice value of a background node, if this user may set it",
         minimum=-20,
     )
     numa: str = setting(
         "spread",
-        "NUMA nodes of the cached KV: spread over all, near (chunks near the GPU that stores "
-        "them), engine (those of the engine that starts the node), or a list such as 0,1",
+        "NUMA nodes for the cached KV. spread: all of them; near: chunks near the GPU that stores "
+        "them; engine: those of the engine that starts the node; or a list such as 0,1",
     )
     environment: tuple[str, ...] = setting(
-        (), "more variables that a node takes over from the engine that starts it, by name"
+        (), "names of more environment variables that a node takes from the engine that starts it"
     )
     log_bytes: int = size(
-        10 << 20, "largest log file of a node that was started by an engine; then it is rotated"
+        10 << 20, "the log file of a node that an engine started is rotated at this size"
     )
-    log_files: int = setting(3, "log files that are kept, the current one included", minimum=1)
+    log_files: int = setting(3, "number of log files to keep, including the current one", minimum=1)
     reservation_timeout_s: float = setting(
         60.0,
-        "after so long, what one engine reserved and has not written may be written by "
-        "another, in other memory",
+        "after this time, another engine may write the chunks that one engine reserved and has "
+        "not written; it gets other memory",
         minimum=0.01,
     )
 
@@ -112,29 +110,29 @@ class NodeConfig:
 @dataclass(frozen=True)
 class ClientConfig:
     connect_timeout_s: float = setting(
-        5.0, "how long a node that is there may take to answer who joins it", minimum=0.01
+        5.0, "how long a client waits for a running node's answer when it joins", minimum=0.01
     )
     call_timeout_s: float = setting(
-        1.0, "deadline of one call; after it the engine computes for itself", minimum=0.001
+        1.0, "deadline of one call; after it the engine computes without the cache", minimum=0.001
     )
     arrival_timeout_s: float = setting(
-        10.0, "how long a request waits for chunks that come from lower tiers", minimum=0
+        10.0, "how long a request waits for chunks from lower tiers", minimum=0
     )
     reconnect_interval_s: float = setting(
-        1.0, "how often a lost node is looked for, in the background", minimum=0.01
+        1.0, "seconds between attempts to rejoin a lost node, in the background", minimum=0.01
     )
     check_memory: bool = setting(
         True,
-        "compare what is read from memory with the checksums of what was stored; off only "
-        "to measure what that costs",
+        "compare chunks read from memory with their checksums; turn it off only to measure its "
+        "cost",
     )
     heartbeat_interval_s: float = setting(
-        2.0, "how often an idle connection is tried", minimum=0.05
+        2.0, "seconds between heartbeats on an idle connection", minimum=0.05
     )
     cores: str = setting(
         "",
-        "cores for kvhold's threads in an engine, such as 8-15; empty: those that the "
-        "engine binds no thread to; inherit: the engine's",
+        "cores for kvhold's threads in an engine, such as 8-15; empty: cores to which the engine "
+        "binds no thread; inherit: the engine's cores",
     )
 
 
@@ -142,26 +140,26 @@ class ClientConfig:
 class ListenConfig:
     address: str = setting(
         "",
-        "HOST:PORT to listen on; beyond the loopback interface only with a token or client "
-        "certificates",
+        "HOST:PORT to listen on; beyond the loopback interface, a token or client certificates "
+        "are required",
     )
-    token: str = setting("", "what clients must know; better in a file", secret=True)
-    token_file: str = setting("", "a file that holds it")
-    tls_cert: str = setting("", "PEM file of the server's certificate: clients must talk TLS")
-    tls_key: str = setting("", "PEM file of its key; empty: it is in tls_cert")
+    token: str = setting("", "the secret that clients must send; prefer token_file", secret=True)
+    token_file: str = setting("", "file that holds the token")
+    tls_cert: str = setting("", "PEM file of the server's certificate; clients must then use TLS")
+    tls_key: str = setting("", "PEM file of the certificate's key; empty: the key is in tls_cert")
     tls_client_ca: str = setting(
-        "", "PEM file of the authorities that must have signed clients' certificates (mTLS)"
+        "", "PEM file of the authorities that sign clients' certificates (mTLS)"
     )
     insecure: bool = setting(
         False,
-        "listen beyond loopback with a token and without TLS: whoever can listen on the "
-        "network can read both",
+        "listen beyond loopback with a token and without TLS: anyone who can read the network "
+        "traffic sees the token and the KV",
     )
     max_value_bytes: int = size(1 << 30, "larger values are refused")
     max_connections: int = setting(256, "connections at once", minimum=1)
     request_timeout_s: float = setting(
         60.0,
-        "a request that takes longer ends its connection: the client does not read",
+        "a request that takes longer ends its connection, for example if the client does not read",
         minimum=0.1,
     )
 
@@ -171,30 +169,28 @@ class RulesConfig:
     """The rules for all requests. A request may ask for less."""
 
     store: bool = setting(True, "store the KV of requests")
-    load: bool = setting(True, "load what is cached")
+    load: bool = setting(True, "load cached KV")
     plan: bool = setting(
         False,
-        "load only what is faster than computing it, by what was measured; off: load all "
-        "that is found (vLLM)",
+        "load only where measured times say that loading is faster than computing; off: load the "
+        "whole hit (vLLM)",
     )
-    ttl_s: float = setting(0.0, "what is stored is not used after so long; 0: no limit", minimum=0)
+    ttl_s: float = setting(0.0, "stored KV is not used after this time; 0: no limit", minimum=0)
     max_error: float = setting(
         1.0,
-        "the most that codecs of tiers may lose, as |decoded - original| over the largest "
-        "of a layer; 0: nothing; 1: what they state",
+        "largest error of the tiers' codecs: |decoded - original| over the largest |original| of "
+        "a layer; 0: no loss; 1: as the codecs state",
         minimum=0,
     )
     max_bits: float = setting(
         0.0,
-        "the most bits that codecs with a loss may take for an element, as far as "
-        "max_error goes; 0: no limit",
+        "most bits per element that lossy codecs use, if max_error allows; 0: no limit",
         minimum=0,
     )
     tenant: str = setting(
         "",
-        "whose KV it is: with that key it is encrypted below memory. A request whose tag "
-        "`tenant` names another one is not cached; "
-        "empty: the tag decides",
+        "owner of the KV; the owner's key encrypts it below memory. A request whose tag `tenant` "
+        "names another one is not cached; empty: the tag decides",
     )
 
 
@@ -204,8 +200,8 @@ class EncryptionConfig:
 
     keys: tuple[str, ...] = setting(
         (),
-        "TENANT=file:PATH or TENANT=env:NAME, each a key of 32 bytes; no tenant before the "
-        "=: of all who have none of their own",
+        "TENANT=file:PATH or TENANT=env:NAME, each a key of 32 bytes; with no tenant before the "
+        "=, the key of all tenants that have none",
         secret=True,
     )
 
@@ -217,53 +213,53 @@ class Config:
     )
     head_shards: int = setting(
         0,
-        "into how many shards the heads are divided, so that engines with other numbers of "
-        "tensor parallel workers share; 0: one a worker",
+        "number of shards into which the heads are divided; engines with different numbers of "
+        "tensor parallel workers can then share KV; 0: one per worker",
     )
     save_decode: bool = setting(
         False,
-        "store what is generated, too, so that the next turn of a conversation finds it (vLLM)",
+        "also store generated tokens, so that the next turn of a conversation finds them (vLLM)",
     )
     store_tails: bool = setting(
         True,
-        "store the blocks after the last whole chunk, too, at the end of a prompt and of "
-        "what is generated (vLLM)",
+        "also store the blocks after the last whole chunk, of a prompt and of generated tokens "
+        "(vLLM)",
     )
     layerwise: bool = setting(
         False,
-        "load and store a layer at a time inside the engine's passes, not beside and after "
-        "them (vLLM)",
+        "load and store one layer at a time inside the engine's forward passes, not during and "
+        "after them (vLLM)",
     )
     memory_codec: str = setting(
         "none",
-        "int8: chunks take half the memory, and half the bytes cross the bus to a device; "
-        "each element loses up to 1/127 of the largest "
-        "of the (at most 128) elements that share its scale. none: nothing is lost (vLLM)",
+        "int8: chunks take half the memory, and half the bytes cross the bus to a device; each "
+        "element loses up to 1/127 of the largest of the (at most 128) elements that share its "
+        "scale. none: no loss (vLLM)",
         choices=("none", "int8"),
     )
     allow_unproven: bool = setting(
         False,
-        "serve an engine on a device on which copies have not been shown to be exact, if "
-        "the check at start passes",
+        "serve engines on devices whose copies have not been tested to be exact, if the check at "
+        "start passes",
     )
     skip_last_n_tokens: int = setting(
         0,
-        "the last tokens of a text that are neither stored nor looked up: of a prompt; "
-        "with save_decode, of what there is so far (vLLM)",
+        "number of last tokens that are neither stored nor looked up: of the prompt, or with "
+        "save_decode of all tokens so far (vLLM)",
         minimum=0,
     )
     model_id: str = setting(
         "",
-        "a name for the model and its weights, where they cannot be told by content or hub commit",
+        "name of the model and its weights, if neither their content nor a hub commit identifies "
+        "them",
     )
     share: tuple[str, ...] = setting(
         (),
-        "differences between engines that are to share KV all the same: versions, cpu, "
-        "tensor_parallel, data_parallel, expert_parallel, "
-        "environment, or a fact that `kvhold names A B` shows",
+        "differences to ignore, so that these engines share KV: versions, cpu, tensor_parallel, "
+        "data_parallel, expert_parallel, environment, or a fact that `kvhold names A B` shows",
     )
     ram_bytes: int = size(
-        0, "memory for cached KV; 0: a quarter of what is free at start, at most 4 GiB"
+        0, "memory for cached KV; 0: a quarter of the free memory at start, at most 4 GiB"
     )
     policy: str = setting(
         "lru",
@@ -272,34 +268,31 @@ class Config:
     )
     policy_for: str = setting(
         "tokens",
-        "what `learned` maximises with its bytes. tokens: found tokens. ttft: seconds saved, more "
-        "for a chunk later in its prompt, less for one that a tier below brings fast. bytes: bytes "
-        "that are not computed again",
+        "what the policy `learned` maximises. tokens: tokens found. ttft: seconds saved; a chunk "
+        "counts more late in its prompt, and less if a lower tier loads it fast. bytes: bytes "
+        "not computed again",
         choices=("tokens", "ttft", "bytes"),
     )
-    namespace_quota_bytes: int = size(
-        0, "the most memory that the chunks of one namespace may have; 0: no limit"
-    )
+    namespace_quota_bytes: int = size(0, "most memory for the chunks of one namespace; 0: no limit")
     huge_pages: str = setting(
         "auto", "huge pages for the arena", choices=("auto", "never", "always")
     )
     tiers: tuple[str, ...] = setting(
         (),
-        "where chunks live below RAM, the fastest first: URLs such as disk:///var/cache/kvhold",
+        "tiers below RAM, the fastest first: URLs such as disk:///var/cache/kvhold",
         secret=True,
     )
     plugins: tuple[str, ...] = setting(
-        (), "tiers of others that may be loaded: entry points' names, or module:Class"
+        (), "third-party tiers that may be loaded: names of entry points, or module:Class"
     )
     write_behind_bytes: int = size(
         0,
-        "chunks that may wait to be written to lower tiers, beyond which they are dropped; "
-        "0: a quarter of RAM",
+        "most bytes of chunks that wait to be written to lower tiers; chunks beyond it are "
+        "dropped; 0: a quarter of RAM",
     )
     event_buffer: int = setting(
         0,
-        "changes of memory that are remembered for routers and other indexes; 0: none, and "
-        "no events",
+        "number of latest events to keep for routers and other indexes; 0: no events",
         minimum=0,
     )
     clears_file: str = setting(
@@ -309,17 +302,17 @@ class Config:
     )
     scrub_interval_s: float = setting(
         3600.0,
-        "idle chunks of memory are compared with their checksums, all of them once in "
-        "about so long; 0: never",
+        "seconds in which all idle chunks in memory are compared with their checksums once; 0: "
+        "never",
         minimum=0,
     )
     drain_timeout_s: float = setting(
-        5.0, "how long an ending cache goes on writing what waits", minimum=0
+        5.0, "how long a closing cache continues to write waiting chunks to tiers", minimum=0
     )
     copy_threads: int = setting(
         0,
-        "threads that copy between engine and arena, or take the checksums of a device's copies; "
-        "0: 2, with a device half of the cores, at most 8",
+        "threads that copy between engine and arena, or compute the checksums of a device's "
+        "copies; 0: 2, or with a device half of the cores, at most 8",
         minimum=0,
     )
     node: NodeConfig = field(default_factory=NodeConfig)
@@ -412,7 +405,7 @@ def _as_lines(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(value.split())
     if not isinstance(value, (list, tuple)):
-        raise ValueError("must be a list, or text with blanks between its items")
+        raise ValueError("must be a list, or text with spaces between its items")
     return tuple(_as_line(item, number) for number, item in enumerate(value, 1))
 
 
@@ -431,8 +424,7 @@ def _as_line(item: Any, number: int) -> str:
             f"{item['url']}{'&' if '?' in item['url'] else '?'}{urlencode(options)}", number
         )
     raise ValueError(
-        f"item {number} is neither text without blanks (a blank in a URL is %20) nor a "
-        "table with a url"
+        f"item {number} is neither text without spaces (write %20 in a URL) nor a table with a url"
     )
 
 
@@ -529,7 +521,7 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         ) from None
     try:
         values = yaml.safe_load(raw)
-    except yaml.MarkedYAMLError as error:  # its text quotes the file with its secrets
+    except yaml.MarkedYAMLError as error:  # the error's text quotes the file, with its secrets
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(
             f"{path} is not valid YAML: {error.problem or error.context}{line}"

@@ -96,7 +96,7 @@ class DamagedChunks(KVHoldError):
     def __init__(self, chunks: Sequence[int]) -> None:
         super().__init__(
             f"the bytes of {len(chunks)} chunks in memory are not those that were stored; "
-            "they are removed"
+            "the chunks are removed"
         )
         self.chunks = tuple(chunks)
 
@@ -126,7 +126,7 @@ class NodeRefused(NodeError):
 
 
 class DeadlineExceeded(KVHoldError):
-    """No answer in time. The call holds nothing any more."""
+    """No answer in time. The call holds nothing."""
 
     def __init__(self, operation: str, deadline_s: float) -> None:
         super().__init__(f"{operation}: no answer within {deadline_s:g} s")

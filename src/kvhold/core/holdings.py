@@ -176,8 +176,8 @@ class Reservation(Holding):
 
         offsets: [groups, chunks]; ABSENT for chunks that are present, were not requested, or got no
                  memory
-        commit:  called with chunk numbers, each granted and given once, and their checksums: for
-                 each chunk, each granted group and each layer `checksums.BYTES`
+        commit:  called with chunk numbers, each granted and given once, and their checksums:
+                 `checksums.BYTES` for each chunk, granted group and layer
         """
         super().__init__(give_back)
         self.num_tokens = num_tokens

@@ -200,7 +200,7 @@ class Namespace:
     ) -> "Prompt":
         """Raises ValueError that names the invalid field.
 
-        tokens:  [n] integers, best int32
+        tokens:  [n] integers, preferably int32
         extras:  by chunk number, further bytes that determine its KV
         inserts: in any order, without overlap
         """
@@ -269,13 +269,13 @@ def _as_insert(insert: Any, name: str, num_tokens: int) -> Insert:
     digest: Any = insert.digest
     if not isinstance(digest, (bytes, str)) or not digest:
         raise ValueError(
-            f"{name}.digest is {digest!r}; it must be the content's whole hash, as bytes "
+            f"{name}.digest is {digest!r}; it must be the full hash of the content, as bytes "
             "or text, and not empty"
         )
     whole = Insert(**numbers, digest=digest)
     if whole.start + whole.length > num_tokens:
         raise ValueError(
-            f"{name}.length is {whole.length}: it reaches from {_place(whole)}, beyond the "
+            f"{name}.length is {whole.length}: it spans tokens {_place(whole)}, beyond the "
             f"prompt's {num_tokens} tokens"
         )
     return whole
@@ -357,7 +357,7 @@ class _Text(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Prompt(_Text):
-    """`inserts` are in order; after `until`, some may reach beyond the end."""
+    """`inserts` are sorted. After `until`, some may extend beyond the end."""
 
     namespace: Namespace
     tokens: npt.NDArray[np.int32]

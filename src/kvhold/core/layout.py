@@ -40,7 +40,7 @@ Attention = Literal["full", "sliding", "state"]
 
 
 def packing_name(name: str) -> str:
-    """Cut a long name, which then ends with its digest."""
+    """Shorten a long name. The result ends with the digest of the name."""
     return (
         name
         if len(name) <= MOST_PACKING
@@ -56,7 +56,7 @@ class Group:
     attention:   a hit needs all chunks, the last `window` tokens, or the last chunk ("state")
     packing:     CANONICAL, or an engine's opaque arrangement inside a block
     block_bytes: of one opaque block in one layer
-    rotary:      settings of the keys; empty if none or unknown
+    rotary:      rotary settings of the keys; empty if none or unknown
     """
 
     layers: int
@@ -103,8 +103,8 @@ class Group:
             if (getattr(self, field) > 0) != opaque or getattr(self, field) < 0:
                 value = getattr(self, field)
                 raise LayoutError(
-                    f"group.{field} is {value} with packing {self.packing!r}; opaque "
-                    "packings have it, and only they"
+                    f"group.{field} is {value} with packing {self.packing!r}; opaque packings "
+                    "need it, and canonical packing has none"
                 )
 
     @property

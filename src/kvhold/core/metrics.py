@@ -2,8 +2,8 @@
 
     metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000)
 
-An unknown name or label raises KeyError. Each `Metrics` has one writer; a thread that keeps the GIL
-during both dictionary steps may add, too.
+An unknown name or label raises KeyError. Each `Metrics` has one writer thread. Another thread may
+call `add` only if it keeps the GIL during both dictionary steps.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Sample:
-    """counts: of a histogram, cumulative by bucket; `value` is their sum."""
+    """counts: a histogram's observations, cumulative by bucket; `value` is the observed sum."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -53,21 +53,21 @@ TABLE = {
             "counter",
             "tokens",
             (),
-            "Tokens looked up: those found (hit) and those not (missed).",
+            "Tokens looked up, found or missed.",
         ),
         Metric(
             "kvhold_hit_tokens",
             "counter",
             "tokens",
             ("source",),
-            "Tokens found, by the slowest place that a part of their KV was in.",
+            "Tokens found, by the slowest place that held a part of their KV.",
         ),
         Metric(
             "kvhold_missed_tokens",
             "counter",
             "tokens",
             ("reason",),
-            "Tokens not found, by why the hit ended before them.",
+            "Tokens missed, by the reason why the hit ended before them.",
         ),
         Metric("kvhold_leased_chunks", "counter", "chunks", (), "Chunks leased to engines."),
         Metric("kvhold_leased_bytes", "counter", "bytes", (), "Bytes leased to engines."),
@@ -76,21 +76,21 @@ TABLE = {
             "counter",
             "claims",
             ("reason",),
-            "Claims that found their ticket no longer good.",
+            "Claims that failed, by reason: unknown ticket, no such shard.",
         ),
         Metric(
             "kvhold_reserved_chunks",
             "counter",
             "chunks",
             (),
-            "Chunks that memory was reserved for, to be stored.",
+            "Chunks for which memory was reserved.",
         ),
         Metric(
             "kvhold_reserved_bytes",
             "counter",
             "bytes",
             (),
-            "Bytes of those: stored, abandoned, or still being written.",
+            "Bytes reserved for chunks: stored, abandoned, or still being written.",
         ),
         Metric("kvhold_stored_chunks", "counter", "chunks", (), "Chunks committed."),
         Metric("kvhold_stored_bytes", "counter", "bytes", (), "Bytes committed."),
@@ -99,39 +99,51 @@ TABLE = {
             "counter",
             "chunks",
             ("reason",),
-            "Chunks not stored: present, in progress, no room, or declined.",
+            "Chunks not stored, by reason: present, in progress, no room, declined.",
         ),
         Metric(
             "kvhold_stalled_chunks",
             "counter",
             "chunks",
             (),
-            "Chunks whose writer stalled, so that another may write them.",
+            "Chunks whose writer stalled; another may write them.",
         ),
         Metric(
             "kvhold_abandoned_chunks",
             "counter",
             "chunks",
             (),
-            "Chunks reserved that never became visible.",
+            "Reserved chunks that never became visible.",
         ),
-        Metric("kvhold_abandoned_bytes", "counter", "bytes", (), "Bytes of those."),
+        Metric(
+            "kvhold_abandoned_bytes",
+            "counter",
+            "bytes",
+            (),
+            "Bytes of reserved chunks that never became visible.",
+        ),
         Metric(
             "kvhold_damaged_chunks",
             "counter",
             "chunks",
             ("found_by",),
-            "Chunks of memory whose bytes were not those that were stored, by what found "
-            "it: reader, scrubber, writer. Each was removed.",
+            "Chunks in memory whose bytes had changed, by who found them: reader, scrubber, "
+            "writer. Each was removed.",
         ),
         Metric(
             "kvhold_scrubbed_chunks",
             "counter",
             "chunks",
             (),
-            "Idle chunks of memory that the scrubber has compared.",
+            "Idle chunks in memory that the scrubber has checked.",
         ),
-        Metric("kvhold_scrubbed_bytes", "counter", "bytes", (), "Bytes of those."),
+        Metric(
+            "kvhold_scrubbed_bytes",
+            "counter",
+            "bytes",
+            (),
+            "Bytes of idle chunks that the scrubber has checked.",
+        ),
         Metric(
             "kvhold_evicted_chunks", "counter", "chunks", ("tier",), "Chunks evicted to make room."
         ),
@@ -139,23 +151,31 @@ TABLE = {
             "kvhold_evicted_bytes", "counter", "bytes", ("tier",), "Bytes evicted to make room."
         ),
         Metric(
-            "kvhold_cleared_chunks", "counter", "chunks", (), "Chunks of memory removed by clear."
+            "kvhold_cleared_chunks", "counter", "chunks", (), "Chunks removed from memory by clear."
         ),
-        Metric("kvhold_cleared_bytes", "counter", "bytes", (), "Bytes of those."),
+        Metric(
+            "kvhold_cleared_bytes", "counter", "bytes", (), "Bytes removed from memory by clear."
+        ),
         Metric(
             "kvhold_expired_chunks",
             "counter",
             "chunks",
             _TIER,
-            "Chunks dropped because they had outlived their time.",
+            "Chunks dropped because their time to live had ended.",
         ),
-        Metric("kvhold_expired_bytes", "counter", "bytes", _TIER, "Bytes of those."),
+        Metric(
+            "kvhold_expired_bytes",
+            "counter",
+            "bytes",
+            _TIER,
+            "Bytes dropped because their time to live had ended.",
+        ),
         Metric(
             "kvhold_tier_items",
             "counter",
             "items",
             ("tier", "operation", "result"),
-            "Chunks asked of a tier, by what came of it.",
+            "Chunks in a tier's calls, by result.",
         ),
         Metric(
             "kvhold_tier_bytes",
@@ -169,7 +189,7 @@ TABLE = {
             "histogram",
             "seconds",
             ("tier", "operation"),
-            "How long calls of a tier took.",
+            "Duration of a tier's calls.",
             _SECONDS,
         ),
         Metric(
@@ -177,31 +197,35 @@ TABLE = {
             "counter",
             "errors",
             ("tier", "operation", "reason"),
-            "What went wrong with calls and items of a tier.",
+            "Faults of a tier's calls and items, by reason.",
         ),
         Metric(
             "kvhold_tier_dropped_chunks",
             "counter",
             "chunks",
             ("tier", "reason"),
-            "Chunks that were to be written to a tier and were not.",
+            "Chunks not written to a tier, by reason.",
         ),
         Metric(
             "kvhold_encoded_chunks",
             "counter",
             "chunks",
             ("tier", "codec"),
-            "Chunks framed for a tier, by the codec that was used.",
+            "Chunks encoded for a tier, by codec.",
         ),
         Metric(
-            "kvhold_encoded_bytes", "counter", "bytes", ("tier", "codec"), "Bytes of those frames."
+            "kvhold_encoded_bytes",
+            "counter",
+            "bytes",
+            ("tier", "codec"),
+            "Bytes of the frames encoded for a tier, by codec.",
         ),
         Metric(
             "kvhold_encoded_plain_bytes",
             "counter",
             "bytes",
             ("tier", "codec"),
-            "Bytes that those chunks have in memory.",
+            "Bytes in memory of the chunks encoded for a tier, by codec.",
         ),
         Metric(
             "kvhold_tier_bad_frames",
@@ -215,21 +239,21 @@ TABLE = {
             "counter",
             "chunks",
             ("tier", "result"),
-            "Chunks that a re-encoding looked at, by what came of them.",
+            "Chunks that a re-encoding looked at, by result.",
         ),
         Metric(
             "kvhold_reencoded_bytes_before",
             "counter",
             "bytes",
             _TIER,
-            "Bytes that replaced frames had.",
+            "Bytes of replaced frames, before re-encoding.",
         ),
         Metric(
             "kvhold_reencoded_bytes_after",
             "counter",
             "bytes",
             _TIER,
-            "Bytes of the frames that took their places.",
+            "Bytes of replaced frames, after re-encoding.",
         ),
         Metric(
             "kvhold_tier_available",
@@ -243,72 +267,84 @@ TABLE = {
             "gauge",
             "calls",
             _TIER,
-            "Calls given up that have not yet let go of their memory.",
+            "Abandoned calls that still hold memory.",
         ),
         Metric(
             "kvhold_tier_queued_chunks",
             "gauge",
             "chunks",
             _TIER,
-            "Chunks that wait to be written, or are being written.",
+            "Chunks waiting to be written to a tier, or being written.",
         ),
-        Metric("kvhold_tier_queued_bytes", "gauge", "bytes", _TIER, "Bytes of those."),
+        Metric(
+            "kvhold_tier_queued_bytes",
+            "gauge",
+            "bytes",
+            _TIER,
+            "Bytes of chunks waiting to be written to a tier, or being written.",
+        ),
         Metric(
             "kvhold_promoted_chunks",
             "counter",
             "chunks",
             (),
-            "Chunks brought from a lower tier into the arena.",
+            "Chunks loaded from a lower tier into the arena.",
         ),
-        Metric("kvhold_promoted_bytes", "counter", "bytes", (), "Bytes of those."),
+        Metric(
+            "kvhold_promoted_bytes",
+            "counter",
+            "bytes",
+            (),
+            "Bytes loaded from a lower tier into the arena.",
+        ),
         Metric(
             "kvhold_withdrawn_chunks",
             "counter",
             "chunks",
             ("reason",),
-            "Chunks that a lower tier had and that did not arrive.",
+            "Chunks of lower tiers that did not arrive, by reason.",
         ),
         Metric(
             "kvhold_plans",
             "counter",
             "plans",
             ("choice",),
-            "Lookups that were planned, by what was to be loaded of what was found.",
+            "Planned lookups, by the part of the hit to load.",
         ),
         Metric(
             "kvhold_plans_unasked",
             "counter",
             "plans",
             (),
-            "Lookups for which tiers were not asked, because computing was faster.",
+            "Lookups that asked no tier, because computing was faster.",
         ),
         Metric(
             "kvhold_plans_cut_short",
             "counter",
             "plans",
             (),
-            "Lookups that waited no longer for what took longer than computing it.",
+            "Lookups that stopped waiting for chunks that took longer to load than to compute.",
         ),
         Metric(
             "kvhold_tier_call_seconds",
             "gauge",
             "seconds",
             _TIER,
-            "What a read costs, whatever its size, as the planner sees it.",
+            "The planner's estimate of a read's fixed cost.",
         ),
         Metric(
             "kvhold_tier_gib_seconds",
             "gauge",
             "seconds",
             _TIER,
-            "What each GiB of a read costs, in bytes that it has in memory.",
+            "The planner's estimate of a read's cost per GiB in memory.",
         ),
         Metric(
             "kvhold_loop_longest_turn_seconds",
             "gauge",
             "seconds",
             (),
-            "The longest that one turn of the node's loop has taken.",
+            "Longest turn of the node's loop since its start.",
         ),
         Metric(
             "kvhold_connections",

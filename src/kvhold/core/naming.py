@@ -49,7 +49,7 @@ class Table:
 
     @classmethod
     def of(cls, named: str = "", harmless: Mapping[str, str] | None = None) -> "Table":
-        """harmless: reason -> names with blanks between"""
+        """harmless: reason -> names, separated by spaces"""
         reasons = {
             name: reason for reason, names in (harmless or {}).items() for name in names.split()
         }
@@ -67,7 +67,7 @@ class NamingRules:
     tables:   by class name; the nearest base class applies
     opens:    whether a class is split into attributes
     atoms:    functions that give the text of a type
-    not_keys: left out: places and file versions
+    not_keys: keys to leave out: places and file versions
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -172,8 +172,8 @@ def _text(value: Any, name: str, rules: NamingRules, depth: int) -> str:
     raise LayoutError(
         f"{name} is a {_class_name(type(value))}, which is no plain value: kvhold cannot "
         "tell two of them apart, so it does not cache. "
-        f'Use a plain value, or add "{name}" to the setting `share`: then you answer for '
-        "it that all engines that share have the same"
+        f'Use a plain value, or add "{name}" to the setting `share`: then you promise that '
+        "it is the same in all engines that share KV"
     )
 
 
@@ -252,10 +252,10 @@ def unpack(packed: bytes) -> Description:
         stream = zlib.decompressobj()
         raw = stream.decompress(packed, MAX_UNPACKED_BYTES)
         if stream.unconsumed_tail or not stream.eof:
-            raise ProtocolError("a description is larger than it may be, or cut short")
+            raise ProtocolError("a namespace's description is too large or incomplete")
         return msgspec.msgpack.decode(raw, type=Description)
     except (zlib.error, msgspec.MsgspecError) as error:
-        raise ProtocolError(f"what a namespace is made of cannot be read: {error}") from None
+        raise ProtocolError(f"a namespace's description cannot be read: {error}") from None
 
 
 def _may_be_secret(name: str, text: str) -> bool:

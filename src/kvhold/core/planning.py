@@ -3,7 +3,7 @@
     options = LoadOptions(tokens=np.array([0, 512, 4000]), nbytes=..., wait_s=...)
     options.tokens[choose(cost, options)]
 
-An unknown cost counts as 0, so that it is tried and measured. Pure.
+An unknown cost counts as 0, so that it is tried and measured. No I/O, no state.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-_ALIKE = 1.01  # within 1 %, the longer load wins, which leaves the engine to others
+_ALIKE = 1.01  # within 1 %, the longer load wins: it leaves the engine free for other requests
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

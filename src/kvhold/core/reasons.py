@@ -54,8 +54,7 @@ REASONS = {
         "or being written"
     ),
     DECLINED: (
-        "the next chunk was not worth its room: the eviction policy kept the chunks in memory, and "
-        "did not store it"
+        "the next chunk was not worth its room: the eviction policy kept other chunks instead"
     ),
     DEADLINE: "the next chunk did not arrive, or was not found, before the deadline",
     TIER_DOWN: "a tier that may have the next chunk did not answer, or its read failed",

@@ -4,7 +4,7 @@
     missing.refused          # its KV would be stored in clear text
     missing.different        # see the setting node.on_mismatch
 
-No secrets: URLs have no passwords, and keys are digests. Pure.
+No secrets: URLs have no passwords, and keys are digests. No I/O, no state.
 """
 
 from collections.abc import Sequence
@@ -63,15 +63,15 @@ def digest_of(lines: Sequence[str]) -> bytes:
 
 
 def _leaks(required: Requirements, offered: Requirements) -> list[str]:
-    """Name the unencrypted tiers that only the node configures so."""
+    """Return messages about unencrypted tiers that the engine's settings do not accept."""
     if not required.encrypted and not any(tier.encrypt for tier in required.tiers):
         return []
     accepted = (
         set() if required.encrypted else {tier.place for tier in required.tiers if not tier.encrypt}
     )
     return [
-        f"the node's tier {tier.shown} is not encrypted, and this engine's settings demand "
-        "it: its KV would be stored there in clear text"
+        f"the node's tier {tier.shown} is not encrypted, but this engine's settings require "
+        "encryption: its KV would be stored there in clear text"
         for tier in offered.tiers
         if not tier.encrypt and tier.kind not in STAYS_IN_MEMORY and tier.place not in accepted
     ]
@@ -84,11 +84,11 @@ def _differences(required: Requirements, offered: Requirements) -> list[str]:
         if found is None:
             different.append(f"the node has no tier {tier.shown}")
         elif found.encrypt and not tier.encrypt:
-            different.append(f"the node encrypts {tier.shown}, and this engine's settings do not")
+            different.append(f"the node encrypts {tier.shown}, but this engine's settings do not")
         elif found.codec != tier.codec:
             different.append(
-                f"the node writes {tier.shown} by the codec {found.codec}, and this "
-                f"engine's settings say {tier.codec}"
+                f"the node writes {tier.shown} with the codec {found.codec}, but this engine's "
+                f"settings say {tier.codec}"
             )
     if required.keys and required.keys != offered.keys:
         different.append("the node has other encryption.keys")

@@ -2,8 +2,8 @@
 
     request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())
 
-A request may ask for less than the settings allow, and not change a configured tenant. Requests are
-untrusted, so errors quote only the beginning of values.
+A request may ask for less than the settings allow, but may not change a configured tenant. Requests
+are untrusted, so errors quote only the beginning of values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,8 @@ class RequestRules:
     """A request's rules.
 
     plan: load only where loading is faster than computing
-    tags: must match, with the budget, so that a stricter request does not find looser KV
+    tags: the request's tags and its budget. They are part of the namespace, so that a stricter
+          request does not find less exact KV
     """
 
     store: bool = True
@@ -150,10 +151,10 @@ def _tags(asked: Any) -> Mapping[str, str]:
         isinstance(k, str) and isinstance(v, str) for k, v in asked.items()
     ):
         raise ConfigError(
-            f"kvhold.tags = {_quoted(asked)}: must be names and values, all of them text"
+            f"kvhold.tags = {_quoted(asked)}: must map names to values, all of them text"
         )
     if own := next((name for name in asked if name.startswith("kvhold.")), None):
         raise ConfigError(
-            f"kvhold.tags: {_quoted(own)} is a name of kvhold's own; take another one"
+            f"kvhold.tags: {_quoted(own)} is reserved, as all names with kvhold.; use another one"
         )
     return asked

@@ -20,15 +20,15 @@ REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 
 log = logging.getLogger(__name__)
 
-_public: set[str] = set()  # warned about
+_public: set[str] = set()  # files that a warning has named
 _MOST_BYTES = 64 << 10  # of a file that holds a secret
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
-# paths, and tokens of text
+# paths, and numbers of tokens
 _NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting may hold a secret. Misspelt names count."""
+    """Whether a setting, by its name, may hold a secret. Misspelt names match, too."""
     return bool(_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
 
 

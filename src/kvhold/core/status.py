@@ -63,7 +63,7 @@ class TierStatus(TypedDict):
     shared:         other processes may read, write and delete its chunks
     replaces:       can be re-encoded
     read_only:      never written to
-    pending_clears: number of clears that it has still to do
+    pending_clears: number of clears that are not done yet
     used_bytes:     bytes of its chunks; null: unknown
     index_bytes:    bytes of its index in memory; null: it has none
     """
@@ -113,7 +113,7 @@ class StateStatus(TypedDict):
     used_bytes:      arena bytes in use
     chunks:          chunks in memory, reserved ones included
     pinned_chunks:   chunks that hits, leases or transfers hold in memory
-    clearing_chunks: cleared chunks whose memory is still to free
+    clearing_chunks: cleared chunks whose memory is not yet free
     arriving_chunks: chunks whose memory is in use by reads of tiers
     reencodings:     running and waiting re-encodings
     write_behind:    chunks on their way to tiers
@@ -180,7 +180,7 @@ class NodeStatus(CacheStatus):
     pid:            ID of its process
     socket:         path of its socket
     uptime_s:       seconds since its start
-    resident_bytes: its memory beside the arena, in bytes
+    resident_bytes: its memory without the arena, in bytes
     huge_pages:     the arena is in huge pages
     loop:           event loop
     clients:        one object per client

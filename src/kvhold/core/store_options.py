@@ -9,7 +9,7 @@ MAX_TENANT = 64
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Raises ValueError that names the field.
+    """The options under which chunks are stored. Raises ValueError that names the field.
 
     max_error: the most |decoded - original| over the largest |original| of a layer. Beyond it, a
                more exact codec is used. None: as the codec states; 0: no loss
