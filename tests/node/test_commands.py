@@ -130,7 +130,7 @@ def test_serve_says_when_it_is_ready_and_what_it_has(shared_node: RunningNode) -
         pytest.param(
             ["serve", "--socket", "{folder}"],
             {},
-            "{folder} is there already, and is no socket",
+            "{folder} exists, and is not a socket",
             id="a folder as socket",
         ),
         pytest.param(

@@ -63,8 +63,8 @@ async def test_a_node_is_refused_a_place_it_cannot_have(tmp_path: Path) -> None:
         Path("/proc/node.sock"): "cannot write",
         tmp_path / ("x" * 120): "at most 107 bytes",
         tmp_path / "locked": "cannot write",
-        tmp_path / "file": "no socket",
-        tmp_path / "folder": "no socket",
+        tmp_path / "file": "not a socket",
+        tmp_path / "folder": "not a socket",
     }
     for place, reason in places.items():
         with pytest.raises(NodeError, match=reason) as caught:
@@ -86,7 +86,7 @@ def test_engines_are_told_why_there_can_be_no_node_at_a_place(tmp_path: Path) ->
     for place in ("file/node.sock", "folder", "file", "x" * 120):
         with pytest.raises(NodeError, match="node"):
             connect(config_at(tmp_path / place))
-    with pytest.raises(NodeError, match="no socket"):
+    with pytest.raises(NodeError, match="not a socket"):
         connect(config_at(tmp_path / "folder"))
 
 
@@ -420,7 +420,7 @@ def test_a_start_that_takes_too_long_is_given_up(
     start_with(f"echo $$ > {tmp_path}/pid; exec sleep 600")
     with pytest.raises(
         NodeError,
-        match=r"within node\.start_timeout_s: it was started and does not listen yet; its log ",
+        match=r"the node was started, but does not listen yet; its log ",
     ):
         connect(config_at(tmp_path / "node.sock", start_timeout_s=0.05))
     pid = int(eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
@@ -480,7 +480,7 @@ def test_a_node_that_goes_on_starting_after_it_was_given_up_is_waited_for(
     start_with(f"touch {tmp_path}/second; exit 1")
     with locked(path):
         with pytest.raises(
-            NodeError, match=r"within node\.start_timeout_s: another one has the place"
+            NodeError, match=r"within node\.start_timeout_s: another node has the socket's lock"
         ):
             connect(config_at(path, start_timeout_s=0.05))
         with starting(path) as engine, listening(path):

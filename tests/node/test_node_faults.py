@@ -366,7 +366,7 @@ def _is_refused_by_the_node(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(str(path))
         said = sock.recv(65536)
-        return b"serves user 0 alone; you are user 65534" in said and sock.recv(1) == b""
+        return b"serves only user 0; you are user 65534" in said and sock.recv(1) == b""
 
 
 @nobody

@@ -215,5 +215,5 @@ def test_requirements_that_cannot_be_read_are_a_bad_hello(node: RunningNode) -> 
         raw.say(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, "raw", 1, b"\xc1"))
         answer = raw.hear()
         assert isinstance(answer, m.Refused)
-        assert "requirements that cannot be read" in answer.reason
+        assert "the requirements cannot be read" in answer.reason
         assert raw.is_closed()

@@ -200,7 +200,7 @@ class TestAccess:
                 {"address": "127.0.0.1:0", "tls_cert": "/nowhere"},
                 r"listen\.tls_cert_file: cannot use /nowhere",
             ),
-            ({"address": "127.0.0.1:0", "tls_client_ca": "/nowhere"}, r"go with listen\.tls_cert"),
+            ({"address": "127.0.0.1:0", "tls_client_ca": "/nowhere"}, r"need listen\.tls_cert"),
         ],
     )
     def test_settings_that_cannot_be_are_named(self, listen: dict[str, str], told: str) -> None:
@@ -326,7 +326,7 @@ class TestHostileClients:
             ((HELLO, bytes(encode(c.Get(make_key(1), [1], [-1])))), b"before its value"),
             ((HELLO, bytes(encode(c.Put(make_key(1), [0])))), b"without bytes"),
             ((HELLO, bytes(encode(c.Put(make_key(1), [1], -1.0)))), b"time to live"),
-            ((HELLO, bytes(encode(c.Scan(b"x" * 41, b"")))), b"impossible size"),
+            ((HELLO, bytes(encode(c.Scan(b"x" * 41, b"")))), b"invalid size"),
         ],
     )
     async def test_whoever_breaks_the_rules_is_told_and_hung_up_on(

@@ -41,13 +41,13 @@ _PAGE_KEYS = 10_000
 _TOKEN_NEEDED, _TOKEN_WRONG = "a token is needed", "the token is wrong"
 _HERE = f"this is a kvhold central cache, protocol {c.CENTRAL_VERSION}"
 _NO_HELLO = f"{_HERE}; the first message must be its Hello, of at most {c.MAX_HELLO_BYTES} bytes"
-_OTHER_VERSION = f"{_HERE}; the client speaks another one"
+_OTHER_VERSION = f"{_HERE}; the client speaks another version"
 _hello: Decoder[c.CentralHello] = Decoder(c.CentralHello)
 _request: Decoder[c.Request] = Decoder(c.Request)
 
 
 class _Stranger(Exception):
-    """The reason is a constant text, never the client's."""
+    """A client fails to log in. The reason is a constant text, never the client's."""
 
     def __init__(self, reason: str, *, denied: bool = False) -> None:
         super().__init__(reason)
@@ -111,7 +111,7 @@ class Central:
             raise ConfigError(
                 f"listen.address = {config.address!r}: the token and all KV would cross "
                 "the network in clear text; "
-                f"set listen.tls_cert, or listen.insecure=true if nobody else can listen there"
+                f"set listen.tls_cert, or listen.insecure=true if nobody else can read that traffic"
             )
 
     def _listen(self) -> socket.socket:
@@ -151,7 +151,7 @@ class Central:
                 self.central_store.metrics.add("kvhold_connections", result="refused")
                 self.central_store.metrics.add("kvhold_protocol_errors", reason="crowded out")
                 crowded_out.cancel()
-            await asyncio.sleep(0)  # an accept that succeeds at once lets no task run
+            await asyncio.sleep(0)  # an accept that need not wait lets no task run
 
     def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
         self._conversations.discard(task)
@@ -193,7 +193,7 @@ class Central:
             hello = _hello.decode(
                 await stream.read(body_length(await stream.read(LENGTH_BYTES), c.MAX_HELLO_BYTES))
             )
-        except ProtocolError:  # its text may quote the stranger
+        except ProtocolError:  # the error's text may quote the client
             raise _Stranger(_NO_HELLO) from None
         if hello.magic != c.CENTRAL_MAGIC:
             raise _Stranger(_NO_HELLO)
@@ -319,7 +319,7 @@ class Central:
 
     async def _scan(self, stream: Stream, request: c.Scan) -> None:
         if len(request.prefix) > KEY_BYTES or len(request.after) not in (0, KEY_BYTES):
-            raise ProtocolError("a scan's prefix or place has an impossible size")
+            raise ProtocolError("a scan's prefix or last key has an invalid size")
         page = await self.central_store.scans.page(request.prefix, request.after, _PAGE_KEYS)
         await stream.send([encode(c.CentralKeys(b"".join(page.keys), page.more, page.whole))])
 
@@ -340,7 +340,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _digest(token: str) -> bytes:
-    """Compared in place of the token: timing does not reveal its length."""
+    """Return the token's digest. Comparing it does not reveal the token's length by its timing."""
     return blake2b(token.encode()).digest()
 
 
@@ -351,14 +351,14 @@ def _token(config: ListenConfig) -> str:
         else config.token
     )
     if len(token.encode()) > c.MAX_TOKEN_BYTES:
-        raise ConfigError(f"listen.token: a token has at most {c.MAX_TOKEN_BYTES} bytes")
+        raise ConfigError(f"listen.token: the token must have at most {c.MAX_TOKEN_BYTES} bytes")
     return token
 
 
 def _tls(config: ListenConfig) -> ssl.SSLContext | None:
     if not config.tls_cert:
         if config.tls_key or config.tls_client_ca:
-            raise ConfigError("listen.tls_key and listen.tls_client_ca go with listen.tls_cert")
+            raise ConfigError("listen.tls_key and listen.tls_client_ca need listen.tls_cert")
         return None
     try:
         return server_context(config.tls_cert, config.tls_key, config.tls_client_ca)

@@ -165,7 +165,7 @@ class CentralStore:
     async def delete(self, keys: Sequence[bytes], silent: set[str]) -> list[bool]:
         """Whether each value was removed, in memory or below.
 
-        silent: gets the names of tiers that failed, or that a write of a key has not left
+        silent: gets the names of tiers that failed, or that are still writing one of the keys
         """
         for key in keys:
             if (reading := self._bringing.get(key)) is not None:
@@ -236,7 +236,7 @@ class CentralStore:
         self._write_again(keys)
 
     def _write_again(self, keys: Sequence[bytes]) -> None:
-        """Write again the values that came during a delete of their keys: it may have hit them."""
+        """Write again values that came during a delete of their keys: it may have hit them."""
         for key in keys:
             if len(self._stack) and (entry := self.ram.find(key)) is not None:
                 self._writes.add(entry, None)
@@ -259,7 +259,7 @@ def _call(work: Callable[[], None]) -> None:
 def _policy(config: Config) -> str:
     if config.policy not in TIER_POLICIES:
         raise ConfigError(
-            f"policy = {config.policy!r}: a central cache is told of no lookups; use one of "
+            f"policy = {config.policy!r}: a central cache sees no lookups; use one of "
             f"{', '.join(TIER_POLICIES)}"
         )
     return config.policy

@@ -1,8 +1,8 @@
 """The cache of this host's node, as one process sees it.
 
-Any thread may call. A call past its deadline is a miss; the connection stays in use. Calls raise
-NodeError at once while the node owes an answer for `client.call_timeout_s`, and after its end, when
-a thread joins the next node.
+Any thread may call. A call past its deadline raises DeadlineExceeded; the connection stays in use.
+Calls raise NodeError at once after the node has owed an answer for `client.call_timeout_s`, or has
+ended. A thread then joins the next node.
 
 A broken connection closes after its last lease or reservation, so the node never reuses memory
 that a caller writes to.
@@ -183,7 +183,7 @@ class NodeClient(WholePrompts):
     def names(
         self, prefix: str = "", *, deadline_s: float | None = None
     ) -> tuple[list[m.KnownSpace], int, int]:
-        """Return described namespaces, and the others' number and bytes."""
+        """Return the namespaces with descriptions, and the number and bytes of the others."""
         spaces: list[m.KnownSpace] = []
         while True:
             page = self._call(
@@ -344,7 +344,7 @@ class NodeClient(WholePrompts):
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.ClientInfo]:
-        """Return the ended clients as they were."""
+        """End clients. Return them as they were before."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
@@ -477,7 +477,7 @@ class NodeClient(WholePrompts):
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
-            # first: others read it without the lock
+            # before `lose`, because others read it without the lock
             if self._membership.link is link:
                 self._lost_at_s = time.monotonic()
             lost = self._membership.lose(link)

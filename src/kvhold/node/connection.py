@@ -35,8 +35,9 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 class ClientConnection(asyncio.BufferedProtocol):
     """Turns bytes into messages for the session, and answers into bytes.
 
-    A client that breaks the rules is disconnected. With a lease or a reservation it may still be
-    writing: then its requests are ignored, and its memory is taken back after it closes its end.
+    A client that breaks the rules is disconnected. If it holds a lease or a reservation, it may
+    still be writing: its requests are ignored, and its memory is taken back after it closes its
+    end.
     """
 
     def __init__(self, node: "Node") -> None:
@@ -67,7 +68,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             transport.close()
         elif self._peer.uid != os.getuid():
             self._refuse(
-                f"this node serves user {os.getuid()} alone; you are user {self._peer.uid}",
+                f"this node serves only user {os.getuid()}; you are user {self._peer.uid}",
                 "foreign user",
             )
         else:
@@ -170,7 +171,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         ):
             log.info(
                 "client %s (pid %d) has closed its connection; a device may still copy "
-                "until it has ended",
+                "until the process ends",
                 *self._who,
             )
             self._process_end.then(self._leave)
@@ -240,7 +241,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._refuse("this client was ended by `kvhold kick`", "kicked")
 
     def drop_if_dead(self) -> None:
-        """Not if a device copies: a child may keep the device open."""
+        """Drop a dead process's connection, unless a device copies: a child may keep it open."""
         if self._process_end is not None:
             return
         if (
@@ -251,7 +252,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         ):
             name = self.session.name if self.session is not None else "a client"
             log.info(
-                "the process of %s (pid %d) has ended, and a child of it keeps its socket",
+                "the process of %s (pid %d) has ended, but a child keeps its socket open",
                 name,
                 self._peer.pid,
             )

@@ -1,6 +1,7 @@
 """A client's side of one connection, as a state machine without I/O.
 
-A given-up call is dropped if none of it was sent. Otherwise the grant in its answer is given back.
+A call whose caller has given up is dropped if none of it was sent. Otherwise its late answer's hit,
+lease or reservation is released.
 
 Threads hold one lock around each call, except `prepare` (always safe) and `read` (safe for one
 reader).
@@ -21,8 +22,8 @@ _answer_decoder: Decoder[m.Answer] = Decoder(m.Answer)
 
 
 class Call:
-    """grants: its answer must be returned
-    keep:   send it even if its caller has given up
+    """grants: the answer grants something that must be released
+    keep:   send the request even if its caller has given up
     """
 
     __slots__ = ("answer", "asked_s", "begun", "data", "grants", "keep", "late", "number")
@@ -67,7 +68,7 @@ class Conversation:
         self._outbox.append(call)
 
     def give_up(self, call: Call) -> None:
-        """Take no answer any more. Idempotent."""
+        """Ignore the answer. Idempotent."""
         if call.late:
             return
         call.late = True
@@ -102,7 +103,7 @@ class Conversation:
     # Receiving.
 
     def read(self, data: Bytes, now_s: float) -> Iterator[tuple[int, m.Answer]]:
-        """Yield complete messages. Other bytes end the conversation."""
+        """Yield complete messages. Invalid bytes end the conversation."""
         self.last_heard_s = now_s
         try:
             for body in self._splitter.feed(data):
@@ -120,7 +121,7 @@ class Conversation:
             return
         call = self._calls.pop(number, None)
         if call is None:
-            self.fail(ProtocolError("the node said more than it was asked"))
+            self.fail(ProtocolError("the node sent an answer without a request"))
             return
         call.answer = answer
         if call.late:
@@ -129,7 +130,7 @@ class Conversation:
                 self._return(answer, self.last_heard_s)
 
     def fail(self, error: OSError | ProtocolError) -> None:
-        """End the conversation. The first error stands."""
+        """End the conversation. Only the first error is kept."""
         if self.error is None:
             self.error = again(error)
 

@@ -25,7 +25,7 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s39
 # Variables that a node inherits. Left out: LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*),
 # devices and settings.
 _KEPT = {
-    r"PATH|HOME|USER|LOGNAME|SHELL": "who and where the user is",
+    r"PATH|HOME|USER|LOGNAME|SHELL": "the user's name and home",
     r"LANG|LANGUAGE|LC_\w+|TZ": "the language and time zone of messages and logs",
     r"XDG_\w+|TMPDIR": "where the socket and the caches of libraries lie",
     r"PYTHON(PATH|HOME|UTF8|HASHSEED|WARNINGS)": "the same interpreter and packages",
@@ -35,16 +35,16 @@ _KEPT = {
     r"KVHOLD_LOG_LEVEL": "how much the node logs",
     r"AWS_\w+|GOOGLE_\w+|AZURE_\w+": "credentials and addresses of object stores",
     r"(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy": "the way to object stores",
-    r"SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE": "whom TLS trusts",
+    r"SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE": "the certificates that TLS trusts",
     r"MC_\w+|MOONCAKE_\w+|UCX_\w+|IBV_\w+": "the networks of Mooncake and InfiniStore",
     r"KUBERNETES_SERVICE_(HOST|PORT)": "credentials of a pod's service account",
-    r"COVERAGE_\w+": "measuring which lines run",
+    r"COVERAGE_\w+": "coverage in child processes",
 }
 _KEPT_NAME = re.compile("|".join(f"(?:{names})" for names in _KEPT))
 
 
 def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Return `_KEPT`, `node.environment`, and the settings' variables of secrets."""
+    """Return the variables of `_KEPT`, of `node.environment`, and of secrets in the settings."""
     named = set(config.node.environment) | referenced_variables(
         (*config.tiers, *config.encryption.keys)
     )

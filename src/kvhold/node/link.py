@@ -158,7 +158,7 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until News, which only one of several callers may get."""
+        """Wait for `seconds`, or until News. Of several waiting callers, only one may get it."""
         try:
             self._enter()
         except ConnectionError:
@@ -230,7 +230,7 @@ class Link:
                 self.retire()
 
     def forget_in_child(self) -> None:
-        """Close a child's copy of the socket, which would keep the parent's holdings."""
+        """Close a child's copy of the socket, which would keep the parent's holdings alive."""
         self._count_lock, self._send_lock, self._lock = (
             threading.Lock(),
             threading.Lock(),
@@ -433,15 +433,15 @@ def _join(
         if (uid := peer_user(sock)) != os.getuid():
             raise NodeError(
                 f"the node on {path} belongs to user {uid}; you are user {os.getuid()}: "
-                "run your own, on a socket of your own"
+                "run your own node, with another node.socket"
             )
         hello = encode(
             m.Hello(m.MAGIC, m.PROTOCOL_VERSION, name[:_MOST_NAME], os.getpid(), requires)
         )
         if len(hello) > LENGTH_BYTES + m.MAX_HELLO_BYTES:
             raise NodeError(
-                f"the settings name more tiers than a node can be told of: {len(hello)} "
-                f"bytes of {m.MAX_HELLO_BYTES}"
+                f"the settings name too many tiers to join a node: {len(hello)} bytes, at most "
+                f"{m.MAX_HELLO_BYTES}"
             )
         with suppress(BrokenPipeError):  # the reason is read below
             sock.sendall(hello)
@@ -476,7 +476,7 @@ def _join(
     except (FileNotFoundError, ConnectionRefusedError):
         sock.close()
         raise NodeError(
-            f"no node runs on {path}. The first engine that uses kvhold starts one, or "
+            f"no node runs on {path}. The first engine that uses kvhold starts one, and so does "
             "`kvhold serve --detach`"
         ) from None
     except (OSError, ProtocolError) as error:

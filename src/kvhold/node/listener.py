@@ -90,7 +90,7 @@ class Listener:
             connection, _ = self._socket.accept()
             _refuse(connection, why)
         except OSError as error:
-            log.warning("clients wait: %s", error)
+            log.warning("clients wait to be accepted: %s", error)
             self._loop.remove_reader(self._socket)
             self._loop.call_later(_PAUSE_S, self._go_on)
         finally:

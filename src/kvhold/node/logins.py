@@ -1,8 +1,8 @@
 """Connections before their login, and log lines about strangers.
 
-They are limited in total and per network. At a limit the oldest one is closed: of that network, or
-else of the largest. A login takes milliseconds, so silent connections only displace each other. One
-event loop.
+They are limited in total and per network. At a network's limit, its oldest connection is closed; at
+the total limit, the oldest one of the largest network. A login takes milliseconds, so silent
+connections only displace each other. One event loop.
 """
 
 import logging

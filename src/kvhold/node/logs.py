@@ -1,7 +1,7 @@
 """The node's log file, limited in size and in repeated lines.
 
-Standard output and error go there too, so the limit covers libraries. Call it before there are
-threads.
+Standard output and error go there too, so the limit covers libraries. Call `write_log` before there
+are threads.
 """
 
 import logging
@@ -47,7 +47,7 @@ class RepeatFilter(logging.Filter):
 
 
 def write_log(path: Path, *, max_bytes: int, files: int) -> None:
-    """Log to `path` from now on. files: including the current one
+    """Log to `path` from now on. files: number of files, including the current one
 
     Raises OSError.
     """

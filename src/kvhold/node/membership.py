@@ -47,7 +47,7 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """The node takes memory back when a link closes."""
+        """Whether the link may close. The node then takes its memory back."""
         return self.retired and not self._held and not self._callers
 
 
@@ -78,7 +78,7 @@ AnyLink = TypeVar("AnyLink", bound=UsedLink)
 
 
 class Departures:
-    """A process's lost links to one socket that a device may still use.
+    """A process's lost links to one socket, if a device may still use their memory.
 
     The node keeps their memory when they close, until `Departed` comes on a later link. Any thread
     may call.
@@ -136,7 +136,7 @@ class Membership(Generic[AnyLink]):
         self._failures = 0  # since the loss
 
     def current(self, operation: str) -> AnyLink:
-        """Raises NodeLost: none; NodeError: closed."""
+        """Return the used link. Raises NodeLost: there is none; NodeError: the client is closed."""
         link = self.link
         if self.closed:
             raise NodeError(f"{operation}: this client is closed")
@@ -156,7 +156,7 @@ class Membership(Generic[AnyLink]):
         )
 
     def return_within_s(self, link: AnyLink, call_timeout_s: float) -> float | None:
-        """Return the wait for a grant's return; None: a closing link returns everything."""
+        """Return how long to wait when a grant is returned; None: send nothing, the link closes."""
         if link.retired:
             return None
         return _NO_TIME_S if self.is_silent(link, call_timeout_s) else call_timeout_s

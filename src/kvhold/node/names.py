@@ -22,7 +22,7 @@ class Names:
         self._clock = clock
 
     def learn(self, digest: bytes, client: str, description: bytes) -> None:
-        """Ignored without a description, or with one too large."""
+        """Add a namespace, unless its description is empty or too large."""
         if not description or len(description) > MAX_DESCRIPTION_BYTES:
             return
         before = self._spaces.pop(digest, None)

@@ -79,7 +79,7 @@ def watch_path(path: Path) -> Path:
 
 
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
-    """any_owner: allow a folder that others can change
+    """Make and check the socket's folder. any_owner: allow one that others can change
 
     Raises NodeError: the folder cannot be made or written, or others can change it.
     """
@@ -101,7 +101,7 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
 
 
 def open_beside(path: Path, flags: int) -> int:
-    """Follows no link and truncates nothing.
+    """Open a file next to the socket. Follows no link and truncates nothing.
 
     Raises OSError; `Unsafe`: a link, another user's file, or no regular file.
     """

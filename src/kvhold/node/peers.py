@@ -3,8 +3,8 @@
 A forked child may keep a dead process's socket open, so the node also asks the kernel. A descriptor
 per process would be too many for 256 engines.
 
-A device copies until its file is closed, one by one in a dying process. So `watch` waits for the
-end of the whole process.
+A device copies until its file is closed, and a dying process closes its files one by one. So
+`watch` waits for the end of the whole process.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Peer:
         return cls(pid, uid, _start_of(pid) if _proc_is_ours() else None)
 
     def has_ended(self) -> bool:
-        """Whether all threads have ended; False: not known."""
+        """Whether all threads have ended. False, too, if it is not known."""
         if self.pid <= 0 or self.start is None:
             return False
         try:
@@ -74,7 +74,7 @@ class Peer:
         if self.pid <= 0 or self.start is None:
             raise NodeError(
                 "the node and this process are in different PID namespaces, and Linux "
-                "before 6.5 does not show its end then"
+                "before 6.5 then does not show when a process ends"
             )
         try:
             fd = os.pidfd_open(self.pid)
@@ -87,7 +87,7 @@ class Peer:
 
 
 class ProcessEnd:
-    """Includes the end of device copies. Used in an event loop."""
+    """The end of a process, and thus of its device copies. Used in an event loop."""
 
     def __init__(self, fd: int) -> None:
         """fd: a pidfd, owned"""

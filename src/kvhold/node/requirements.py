@@ -35,7 +35,7 @@ def unpack(packed: bytes) -> Requirements:
     try:
         return _decoder.decode(packed) if packed else Requirements()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"requirements that cannot be read: {str(error)[:100]}") from None
+        raise ProtocolError(f"the requirements cannot be read: {str(error)[:100]}") from None
 
 
 def check(required: Requirements, offered: Requirements) -> tuple[str, ...]:

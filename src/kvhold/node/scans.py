@@ -48,7 +48,7 @@ class Scans:
         return page
 
     async def _parts(self, prefix: bytes, silent: set[str]) -> AsyncIterator[list[bytes]]:
-        """Yield keys, twice if in two places. silent: gets tiers that fail"""
+        """Yield keys; one in two places comes twice. silent: gets the names of failing tiers"""
         for entries in self._ram.parts():
             yield [entry.key for entry in entries if entry.key.startswith(prefix)]
         for guard in self._guards:

@@ -101,7 +101,7 @@ class Node:
         self.run = randbits(60)  # tells client numbers of two nodes apart
         self._most_clients = _LEAST_CLIENTS
         self._listener: Listener | None = None
-        # then no client's memory is taken back: it may be in use
+        # from then on, no client's memory is taken back: it may be in use
         self.is_ending = False
         self.incoming = memoryview(bytearray(_MOST_READ_BYTES))
         self._stopped = asyncio.Event()
@@ -156,15 +156,15 @@ class Node:
             self._scrubber.start()
         except RuntimeError as error:
             log.error(
-                "the host has no more threads for this node (%s): it touches no pages "
-                "ahead, or compares no idle chunks",
+                "the host has no more threads for this node (%s): the node does not touch "
+                "pages ahead, or does not check idle chunks",
                 error,
             )
         finally:
             started.set()
 
     def end_conversations(self) -> None:
-        """Clients' memory is not reused: they may still use it."""
+        """Close all connections. Clients may still use their memory, so it is not reused."""
         self.is_ending = True
         if self._listener is not None:
             self._listener.close()
@@ -297,7 +297,7 @@ class Node:
         return listener
 
     def _refusal(self) -> str | None:
-        """Return why no other client fits; None: one does."""
+        """Return why another client cannot join; None: it can."""
         if len(self.connections) < self._most_clients:
             return None
         self.metrics.add("kvhold_protocol_errors", reason="too many")
@@ -317,7 +317,7 @@ class Node:
                 try:
                     connection.drop_if_dead()
                 except Exception:  # one client's bug must not end the watch
-                    log.exception("a client could not be looked after")
+                    log.exception("a client could not be checked")
                 if number % _WATCHED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
@@ -342,7 +342,7 @@ class Node:
         return m.ClientList(ended)
 
     def departed(self, run: int, number: int, pid: int) -> None:
-        """Ignores another process's client."""
+        """Let a client of process `pid` depart. Ignores clients of other processes."""
         for connection in list(self.connections):
             if (
                 run == self.run
@@ -368,7 +368,7 @@ class Node:
 
 
 def _most_clients(descriptors: int) -> int:
-    """One descriptor each, less those for tiers, log and /proc."""
+    """Return the most clients: one per descriptor, less those for tiers, log and /proc."""
     return max(_LEAST_CLIENTS, descriptors - max(64, descriptors // 8))
 
 
@@ -397,9 +397,7 @@ def _place_arena(arena: Arena, numa: str) -> None:
                 f"{format_list(nodes) or 'not known'}"
             )
     if not interleave(arena.regions, wanted):
-        log.warning(
-            "the host does not let the arena be spread over NUMA nodes %s", format_list(wanted)
-        )
+        log.warning("the host refuses to spread the arena over NUMA nodes %s", format_list(wanted))
 
 
 def _place_zones(arena: Arena, nodes: Sequence[int]) -> None:
@@ -411,4 +409,4 @@ def _place_zones(arena: Arena, nodes: Sequence[int]) -> None:
         for zone, node in enumerate(nodes):
             part = Region(region.address + zone * nbytes, nbytes, region.writable)
             if not interleave([part], [node]):
-                log.warning("the host does not let a part of the arena be on NUMA node %d", node)
+                log.warning("the host refuses to place a part of the arena on NUMA node %d", node)

@@ -23,7 +23,7 @@ from kvhold.tiers.ram import Entry
 
 _CLEAR_STEPS = 400  # about 20,000 chunks
 _MOST_PARTS = 32
-# bytes: 1.2 million tokens of 80 layers
+# bytes; enough for 1.2 million tokens of 80 layers
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4
 _MAX_NAME = 100
 
@@ -90,7 +90,7 @@ class Session:
         self._node = node
         self._watch_process = watch_process
         self.uses_device, self.pinned_bytes = False, 0
-        # ticket -> News if more than this has arrived
+        # ticket -> number; News is due when more than this has arrived
         self._arriving: dict[int, float] = {}
         self._unwritten: int | None = None
         self._seen = _Snapshot(0, iter(()))
@@ -154,7 +154,7 @@ class Session:
         return self._state.touches_memory(self)
 
     def release_all(self) -> None:
-        """Release what the client holds. It must no longer touch the arena."""
+        """Release the client's holdings. The client must no longer touch the arena."""
         self._state.release_owner(self)
         self._verbs.clear()  # breaks a reference cycle: a busy node does not collect cycles
         # the same: a method of the connection

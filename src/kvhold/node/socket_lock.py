@@ -72,8 +72,7 @@ def remove_stale(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise NodeError(
-                f"node.socket: {path} is there already, and is no socket; remove it or "
-                "choose another path"
+                f"node.socket: {path} exists, and is not a socket; remove it or choose another path"
             )
         path.unlink()
     except FileNotFoundError:

@@ -33,7 +33,7 @@ _LOG_TAIL_BYTES = 2000
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
     """Return a client of this host's node; start the node if `node.autostart` allows.
 
-    The client replaces a lost node under the same rule. `node.on_mismatch` and
+    The client may start another one, by the same rule, if the node is lost. `node.on_mismatch` and
     `node.require_encryption` apply to a running node.
 
     Raises NodeError; ConfigError: an invalid tier URL.
@@ -98,7 +98,7 @@ class _Patience:
         if time.monotonic() > self.until_s:
             raise NodeError(f"no node on {self.path} within node.start_timeout_s: {why()}")
         if self.given_up.wait(_POLL_S):
-            raise NodeError(f"no node on {self.path}: it is not waited for any more")
+            raise NodeError(f"no node on {self.path}: the caller has stopped waiting")
 
 
 def _wait_for(lock: int, patience: _Patience) -> None:
@@ -113,13 +113,13 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 def _has_node(patience: _Patience) -> bool:
     """Whether a node listens, after any start or end under way."""
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
-        patience.pause(lambda: "another one has the place, and does not listen")
+        patience.pause(lambda: "another node has the socket's lock, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
-    """A check takes a free lock for an instant. So the node's lock is not checked while a watcher
-    lives: its next node needs it.
+    """Checking a free lock takes it for an instant. So the node's lock is not checked while a
+    watcher lives, whose next node needs it.
     """
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
@@ -168,9 +168,11 @@ def _spawn(config: Config, patience: _Patience) -> None:
         )
     finally:
         os.close(output)
-    # --detach: it ends when the node listens or has failed
+    # with --detach, the process ends when the node listens or has failed
     while not _has_ended(pid):
-        patience.pause(lambda: f"it was started and does not listen yet; {_told(log_path, start)}")
+        patience.pause(
+            lambda: f"the node was started, but does not listen yet; {_told(log_path, start)}"
+        )
     if not _has_node(patience):
         raise NodeError(f"the node ended while starting; {_told(log_path, start)}")
     log.info("started a node on %s, its log is %s", path, log_path)
@@ -187,7 +189,7 @@ def _at_home(config: Config) -> Config:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # other code waits for its children
+    except ChildProcessError:  # other code of this process has waited for it
         return True
 
 

@@ -20,10 +20,10 @@ _ROOM_PAUSE_S = 0.01
 
 
 def restart_when_killed(path: Path) -> bool:
-    """Become the watcher; return in a child, and in another when it was killed.
+    """Become the watcher. Return in a child, and in a new child when the first one was killed.
 
-    Returns whether there was a child before; False in this process if another watcher has the lock.
-    Call it before there are threads. Raises OSError.
+    Returns whether there was an earlier child. Returns False in this process if another watcher has
+    the lock. Call it before there are threads. Raises OSError.
     """
     lock = open_beside(watch_path(path), os.O_RDWR | os.O_CREAT)
     try:
