@@ -43,11 +43,11 @@ class CentralRefused(CentralMessage, frozen=True):
 
 
 class Check(CentralMessage, frozen=True):
-    """Ask whether the cache answers. -> Done"""
+    """Ask whether the cache answers. -> CentralDone"""
 
 
 class Probe(CentralMessage, frozen=True):
-    """Ask for the sizes of values. -> Sizes
+    """Ask for the sizes of values. -> ValueSizes
 
     keys: KEY_BYTES each, joined, in all records
     """
@@ -56,10 +56,10 @@ class Probe(CentralMessage, frozen=True):
 
 
 class Get(CentralMessage, frozen=True):
-    """Read values, or ranges. -> Sizes
+    """Read values, or ranges. -> ValueSizes
 
     room:   the most bytes for each value
-    starts: of ranges of exactly `room` bytes; None: whole values
+    starts: the starts of ranges of exactly `room` bytes; None: whole values
     """
 
     keys: bytes
@@ -80,8 +80,8 @@ class ValueSizes(CentralMessage, frozen=True):
 class Put(CentralMessage, frozen=True):
     """Store values. Their bytes follow the record. -> Stored
 
-    ttl_s: infinity, or above MAX_TTL_S: never expires, nor in lower tiers; None: as their settings
-           say
+    ttl_s: infinity, or above MAX_TTL_S: never expires, not even in lower tiers; None: as the
+           settings of the tiers say
     """
 
     keys: bytes
@@ -90,7 +90,7 @@ class Put(CentralMessage, frozen=True):
 
 
 class Stored(CentralMessage, frozen=True):
-    """For each value why it is not stored: "full", "busy" (being written); or ""."""
+    """Why each value is not stored: "full", or "busy" (being written); "" if it is stored."""
 
     faults: list[str]
 
@@ -109,7 +109,7 @@ class Removed(CentralMessage, frozen=True):
 
 
 class Scan(CentralMessage, frozen=True):
-    """Ask for the next keys with a prefix, unordered. -> Keys
+    """Ask for the next keys with a prefix, unordered. -> CentralKeys
 
     after: the previous page's last key; empty: begin
     """

@@ -49,7 +49,7 @@ class Welcome(Message, frozen=True):
     """Answer to Hello, sent with the arena's descriptor.
 
     different: unmet requirements, as text
-    run:       random, one per start of the node
+    run:       a random number per start of the node
     """
 
     version: int
@@ -99,7 +99,7 @@ class Refresh(Message, frozen=True):
     """Ask for an arriving hit's length. -> LookupAnswer
 
     settle: make the hit final now
-    growth: send News already when the hit grows
+    growth: send News when the hit grows, too
     """
 
     ticket: int
@@ -108,7 +108,7 @@ class Refresh(Message, frozen=True):
 
 
 class Timing(Message, frozen=True):
-    """Report how long load and compute took; None: not done."""
+    """Report how long loading and computing took; None: not done."""
 
     request: _Name
     load_s: float | None
@@ -189,7 +189,7 @@ class NotFound(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Release a ticket, a lease or a re-encoding, which stops."""
+    """Release a ticket, a lease or a re-encoding. A re-encoding stops."""
 
     number: int
 
@@ -226,19 +226,19 @@ class Commit(Message, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """Return a reservation's uncommitted chunks."""
+    """Release a reservation's uncommitted chunks."""
 
     reservation: int
 
 
 class Clear(Message, frozen=True):
-    """Clear one namespace, or everything. -> Done, counting the chunks"""
+    """Clear one namespace, or everything. -> Done, count: removed chunks"""
 
     namespace: bytes | None
 
 
 class Flushed(Message, frozen=True):
-    """Ask whether all commits up to `mark` have ended, and no clear runs. -> Done; 1: yes"""
+    """Ask whether all commits up to `mark` have ended, and no clear runs. -> Done, count 1: yes"""
 
     mark: int
 
@@ -259,7 +259,7 @@ class Progress(Message, frozen=True):
 
 
 class ReencodeStatus(Message, frozen=True):
-    """The client must release it."""
+    """The client must release `number`."""
 
     number: int
     progress: ReencodeProgress
@@ -275,7 +275,7 @@ class Snapshot(Message, frozen=True):
 
 
 class Events(Message, frozen=True):
-    """Ask for later events. -> Happened"""
+    """Ask for the events after number `after`. -> Happened"""
 
     after: int
 

@@ -15,7 +15,7 @@ from kvhold.net.stream import Bytes, Stream
 
 _MAX_IN_FLIGHT = 256
 _MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps unread replies in memory
-_LANE_BYTES = 1 << 20  # per additional connection
+_LANE_BYTES = 1 << 20  # of values, per additional connection
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Pool:
 
     @asynccontextmanager
     async def lend(self, *, fresh: bool = False) -> AsyncIterator[Stream]:
-        """Lend a connection between two replies. The caller leaves it so or closes it."""
+        """Lend a connection that is between two replies. The caller leaves it so, or closes it."""
         async with self._room:
             stream = await self._take(fresh)
             if self._closed:
@@ -150,7 +150,7 @@ async def _lane(
 async def _pump(stream: Stream, queue: deque[Exchange], in_flight: deque[Exchange]) -> None:
     """Send from the queue and take replies, until the end or a closed stream.
 
-    Sends more when half of the commands are done: large ones never wait for each other.
+    Sends more when half of the commands are done, so that large ones never wait for each other.
     """
     nbytes = 0
     while queue or in_flight:

@@ -1,7 +1,7 @@
 """A connection as a stream of bytes, to and from the caller's buffers.
 
-No thread: a cancelled call no longer uses its buffers. It may leave half a message, so the caller
-closes the connection (`Pool` does). The caller sets timeouts. One task at a time.
+There is no thread, so a cancelled call no longer uses its buffers. It may leave half a message, so
+the caller closes the connection (`Pool` does). The caller sets timeouts. One task at a time.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 AHEAD_BYTES = 16 << 10
 _STEP_BYTES = 1 << 20  # per call and turn of the loop
-# copying less is cheaper than a system call or a TLS record
+# copying fewer bytes is cheaper than a system call or a TLS record
 _MERGE_BYTES = 4 << 10
 _MAX_PIECES = 512  # IOV_MAX is 1024
 
@@ -121,11 +121,11 @@ class Stream:
 
     async def expect_crlf(self) -> None:
         if await self.read(2) != b"\r\n":
-            raise ProtocolError("a value that does not end where it should")
+            raise ProtocolError("a value does not end with CRLF")
 
     @property
     def quiet(self) -> bool:
-        """Whether there is nothing to read; False at the end."""
+        """Whether the connection is open and there is nothing to read."""
         if (
             self.closed
             or self._start != self._end
@@ -191,7 +191,7 @@ class Stream:
             view = view[step:]
 
     async def _fill(self) -> None:
-        """Call it only if the bytes ahead are used up or end inside a value."""
+        """Read more bytes ahead. Call it only if those are used up or end inside a value."""
         left = self._end - self._start
         if left == AHEAD_BYTES:
             raise ProtocolError(f"a line longer than {AHEAD_BYTES} bytes")
@@ -327,7 +327,7 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
 async def accept_stream(
     sock: socket.socket, tls: ssl.SSLContext | None, *, allowed_bytes: int | None = None
 ) -> Stream:
-    """Make the server's end; close the socket on failure. Raises OSError."""
+    """Return the server's side of a connection; close the socket on failure. Raises OSError."""
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

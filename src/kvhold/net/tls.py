@@ -22,7 +22,7 @@ def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContex
 
 
 def server_context(cert_file: str, key_file: str, client_ca_file: str) -> ssl.SSLContext:
-    """client_ca_file: must have signed clients' certificates; empty: none are required"""
+    """client_ca_file: authority of the required client certificates; empty: none are required"""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, cert_file, key_file)
     if client_ca_file:

@@ -23,14 +23,14 @@ Record = TypeVar("Record")
 
 
 def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
-    """Raises ProtocolError: the other side could not accept the record."""
+    """Encode a record. Raises ProtocolError: the other side could not accept it."""
     data = bytearray(LENGTH_BYTES)
     if number is not None:
         data += number.to_bytes(NUMBER_BYTES, "little")
     try:
         _encoder.encode_into(message, data, len(data))
     except (OverflowError, UnicodeEncodeError) as error:
-        raise ProtocolError(f"a message that cannot be written: {error}") from None
+        raise ProtocolError(f"a message cannot be encoded: {error}") from None
     length = len(data) - LENGTH_BYTES
     if length > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
@@ -39,7 +39,7 @@ def encode(message: msgspec.Struct, number: int | None = None) -> bytearray:
 
 
 def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
-    """Raises ProtocolError: not 1 to `most`."""
+    """Return the length of the next body. Raises ProtocolError: not 1 to `most`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if not 0 < length <= most:
         raise ProtocolError(f"a message of {length} bytes was announced; 1 to {most} are allowed")
@@ -47,7 +47,7 @@ def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
 
 
 def split_number(body: Bytes) -> tuple[int, Bytes]:
-    """Raises ProtocolError: too short."""
+    """Return a body's number and its record. Raises ProtocolError: too short."""
     if len(body) <= NUMBER_BYTES:
         raise ProtocolError(
             f"not a message of this protocol: {len(body)} bytes, which is too short for a "
@@ -61,7 +61,7 @@ class Decoder(Generic[Record]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def decode(self, body: Bytes) -> Record:
-        """Raises ProtocolError: other bytes."""
+        """Raises ProtocolError: not a record of this protocol."""
         try:
             record: Record = self._decoder.decode(body)
         except UNDECODABLE as error:
