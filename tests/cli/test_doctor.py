@@ -42,8 +42,8 @@ def test_what_works_is_well_and_nothing_is_left_behind(
     ("url", "told"),
     [
         ("faults+disk://{}/d?faults=get:corrupt:1", "comes back damaged"),
-        ("faults+disk://{}/d?faults=get:truncate:1", "does not come back|damaged"),
-        ("faults+disk://{}/d?faults=put:error:1", "does not take a chunk|put"),
+        ("faults+disk://{}/d?faults=get:truncate:1", "cannot be read|damaged"),
+        ("faults+disk://{}/d?faults=put:error:1", "a chunk cannot be put|put"),
         ("faults+disk://{}/d?faults=probe:hang:1&probe_timeout_s=0.05", "no answer within 0.05 s"),
         ("redis://127.0.0.1:1/0", "127.0.0.1:1"),
         ("redi://127.0.0.1:1/0", "did you mean 'redis'"),

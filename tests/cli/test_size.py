@@ -90,8 +90,7 @@ def test_what_a_codec_makes_of_it_that_was_not_measured_is_counted_raw_and_said(
     answer = measured("meta-llama/Llama-3.1-8B", "--dtype", dtype, "--config", str(file))
     assert [row["codec"] for row in answer["fits"] if row["place"].startswith("disk:")] == ["raw"]
     assert any(
-        f"how much smaller {codec} makes KV" in note and "disk:///kv" in note
-        for note in answer["notes"]
+        f"the ratio of {codec} on" in note and "disk:///kv" in note for note in answer["notes"]
     )
 
 
@@ -117,7 +116,7 @@ def test_the_places_of_a_settings_file(tmp_path: Path) -> None:
             ("nobody/nothing",),
             "nobody/nothing: no such file or folder, and no model of that name is known",
         ),
-        (("meta-llama/Llama-3.1-8B", "--tp", "3"), "tp is 3; 8 KV heads"),
+        (("meta-llama/Llama-3.1-8B", "--tp", "3"), "tp is 3; it must divide the 8 KV heads"),
         (
             ("meta-llama/Llama-3.1-8B", "--dtype", "fp32", "--disk", "1GiB", "--codec", "int8"),
             "for float32 use raw",

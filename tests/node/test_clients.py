@@ -321,7 +321,7 @@ def test_a_client_that_is_kicked_is_not_answered_and_its_memory_goes_back_when_i
         done = run_kvhold("kick", str(process.pid), "--socket", str(node.path))
         assert done.returncode == 0
         assert f"pid {process.pid}" in done.stdout
-        assert "are free when it closes its connection, or is dead" in done.stdout
+        assert "are freed when it closes its connection or dies" in done.stdout
         assert held_by(client)["reservations"] == 1
         (row,) = [one for one in client.clients() if one.pid == process.pid]
         assert row.ended

@@ -177,7 +177,7 @@ class TestCommands:
         assert back.startswith("30 of 30 chunks were re-encoded with raw: ")
         again = run(decompress, "--tier", "disk", "--socket", str(node.path))
         assert "0 of 30 chunks" in again
-        assert "30 were so already" in again
+        assert "30 have this codec already" in again
         is_at_baseline(client)
 
     def test_as_json_for_scripts(self, over: MakeNode, tmp_path: Path, patient: None) -> None:
@@ -219,7 +219,10 @@ class TestCommands:
             compress, ["--tier", "disk", "--codec", "lossless", "--socket", str(node.path)]
         )
         assert result.exit_code == 1
-        assert "it ended early: tier disk failed: disk: scan: a fault on purpose" in result.stderr
+        assert (
+            "the re-encoding ended early: tier disk failed: disk: scan: a fault on purpose"
+            in result.stderr
+        )
 
     def test_a_namespace_that_is_no_digest_is_named(self, patient: None) -> None:
         result = CliRunner().invoke(

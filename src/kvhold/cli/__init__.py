@@ -1,4 +1,4 @@
-"""One file per command, imported when it is called, and the files that commands share."""
+"""One module per command, imported when the command is called, and modules that they share."""
 
 import logging
 import os
@@ -15,22 +15,22 @@ from kvhold.core.errors import ConfigError, KVHoldError
 _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
     "status": ("kvhold.cli.status", "Show the node's chunks, memory and counters."),
-    "explain": ("kvhold.cli.explain", "Say why a request was loaded, or computed."),
-    "names": ("kvhold.cli.names", "Show what names KV, and why two engines share none."),
+    "explain": ("kvhold.cli.explain", "Explain why a request's KV was loaded or computed."),
+    "names": ("kvhold.cli.names", "List namespaces, and show why two engines share no KV."),
     "compress": ("kvhold.cli.compress", "Re-encode a tier's chunks with a codec, online."),
     "decompress": ("kvhold.cli.decompress", "Re-encode a tier's chunks without loss, online."),
-    "clients": ("kvhold.cli.clients", "List the node's clients and what each holds."),
+    "clients": ("kvhold.cli.clients", "List the node's clients and their holdings."),
     "kick": ("kvhold.cli.kick", "End a client of the node."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "List the kinds of tiers and their settings."),
-    "doctor": ("kvhold.cli.doctor", "Try each tier, and say what is wrong."),
-    "size": ("kvhold.cli.size", "Show how large a model's KV is, and how much of it fits."),
+    "doctor": ("kvhold.cli.doctor", "Test the node and each tier, and report faults."),
+    "size": ("kvhold.cli.size", "Show the size of a model's KV, and how many tokens fit."),
 }
 _LAB_COMMANDS = {
-    "demo": "Show on a real engine what a hit is worth.",
+    "demo": "Show on a real engine how much time a hit saves.",
     "verify": "Prove on a model that kvhold changes no answer and no bit.",
-    "simulate": "Replay a trace: what would caches have found, by policy and size?",
-    "bench": "Measure, against limits taken in the same run.",
+    "simulate": "Replay a trace, and show the hits of caches by policy and size.",
+    "bench": "Measure, and compare with limits measured in the same run.",
 }
 """Commands of the distribution kvhold-lab, which registers them as entry points."""
 
@@ -109,7 +109,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Our own errors print one line and exit with status 1."""
+    """Run the command line. A `KVHoldError` prints one line and exits with status 1."""
     try:
         cli.main(prog_name="kvhold")
     except KVHoldError as error:

@@ -17,7 +17,7 @@ _OWN_NAME = "kvhold clients"
 @socket_option
 @click.option("--json", "as_json", is_flag=True, help="A JSON list.")
 def command(socket: str | None, as_json: bool) -> None:
-    """List the node's clients and what each holds. Exits with 1 when there is no node."""
+    """List the node's clients and their holdings. Exits with 1 if there is no node."""
     with connect(socket, _OWN_NAME) as client:
         clients = [one for one in client.clients() if one.name != _OWN_NAME]
     if as_json:
@@ -41,7 +41,7 @@ def as_table(clients: list[ClientInfo]) -> str:
         )
     ]
     for one in clients:
-        state = "dead" if not one.alive else "ended, not gone yet" if one.ended else "alive"
+        state = "dead" if not one.alive else "ended, still connected" if one.ended else "alive"
         if one.device:
             state += f", {format_size(one.pinned_bytes)} pinned for a device"
         held = f"{one.hits:6} {one.leases:6} {one.reservations:6} {format_size(one.nbytes):>10}"
@@ -52,5 +52,5 @@ def as_table(clients: list[ClientInfo]) -> str:
 
 
 def name_of(client: ClientInfo) -> str:
-    """A letter and a number, unlike a process id."""
+    """Return the client's ID: a letter and a number, unlike a process id."""
     return f"c{client.number}"

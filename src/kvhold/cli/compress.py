@@ -15,9 +15,9 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.sizes import format_size
 
 _RESULTS = {
-    "same": "were so already",
-    "kept_lossy": "are by another codec with a loss, and stay as they are",
-    "missing": "were gone or had expired",
+    "same": "have this codec already",
+    "kept_lossy": "have another lossy codec, and stay as they are",
+    "missing": "were deleted or had expired",
     "bad": "failed a check and were removed",
     "unknown": "have a layout that no engine registered, or a codec that is not installed here",
     "failed": "stay as they are, because the tier failed or there is no key for them",
@@ -33,15 +33,15 @@ class CompressOptions:
 
 
 @click.command()
-@click.option("--tier", required=True, help="Its name, as `kvhold status` has it.")
+@click.option("--tier", required=True, help="Name of the tier, as in `kvhold status`.")
 @click.option(
     "--codec",
     required=True,
-    help="What its chunks are to be written by, such as lossless or cachegen.",
+    help="New codec of its chunks, such as lossless or cachegen.",
 )
 @click.option(
     "--namespace",
-    help="Of this namespace alone: its digest in hex. [default: all that the node knows]",
+    help="Only chunks of this namespace: its digest in hex. [default: all that the node knows]",
 )
 @socket_option
 @json_option
@@ -52,8 +52,8 @@ def command(
 
     Returns when it is done.
 
-    Chunks that are stored later use the tier's own setting. Budgets are kept. Chunks that a lossy
-    codec has written are left alone.
+    Chunks that are stored later use the tier's own setting. The budget of each namespace still
+    applies. A lossy codec never re-encodes a chunk of another lossy codec.
     """
     reencode(codec, CompressOptions(tier, namespace, socket, as_json))
 
@@ -70,7 +70,7 @@ def reencode(codec: str, options: CompressOptions) -> None:
         json.dumps(asdict(progress), indent=2) if options.as_json else _describe(progress, codec)
     )
     if progress.stopped:
-        click.echo(f"kvhold: it ended early: {progress.stopped}", err=True)
+        click.echo(f"kvhold: the re-encoding ended early: {progress.stopped}", err=True)
         sys.exit(1)
 
 
@@ -92,7 +92,7 @@ def _describe(progress: ReencodeProgress, codec: str) -> str:
     if not progress.seen:
         return (
             "nothing to do: the tier holds no chunk of a namespace that the node knows; "
-            "engines make theirs known when they connect"
+            "engines register theirs when they connect"
         )
     before, after = format_size(progress.bytes_before), format_size(progress.bytes_after)
     lines = [

@@ -7,17 +7,17 @@ from kvhold.cli.options import json_option, socket_option
 
 
 @click.command()
-@click.option("--tier", required=True, help="Its name, as `kvhold status` has it.")
+@click.option("--tier", required=True, help="Name of the tier, as in `kvhold status`.")
 @click.option(
     "--codec",
     type=click.Choice(["raw", "lossless"]),
     default="raw",
     show_default=True,
-    help="As it is, or smaller and exact.",
+    help="raw: uncompressed; lossless: smaller, and exact.",
 )
 @click.option(
     "--namespace",
-    help="Of this namespace alone: its digest in hex. [default: all that the node knows]",
+    help="Only chunks of this namespace: its digest in hex. [default: all that the node knows]",
 )
 @socket_option
 @json_option
@@ -26,8 +26,6 @@ def command(
 ) -> None:
     """Re-encode the chunks of a tier of this host's node without compression, online.
 
-    Returns when it is done.
-
-    Precision that a codec has lost is not restored.
+    Returns when it is done. Precision that a codec has lost is not restored.
     """
     reencode(codec, CompressOptions(tier, namespace, socket, as_json))

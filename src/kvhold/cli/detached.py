@@ -68,7 +68,7 @@ def go_on_detached(
     raise_priority(config.node.nice)
     killed = False
     if restart:
-        # a restarted node gets as much memory, even if less is free
+        # a restarted node gets the same amount of memory, even if less is free
         config = replace(config, ram_bytes=config.ram_bytes or default_arena_bytes())
         try:
             killed = restart_when_killed(Path(config.node.socket))

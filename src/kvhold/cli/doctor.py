@@ -1,6 +1,6 @@
 """`kvhold doctor`: check the node and the tiers.
 
-In each tier a probe chunk is put, probed, read whole and in part, checked and deleted, within the
+In each tier, a test chunk is put, probed, read whole and in part, checked and deleted, within the
 tier's deadlines but without its breaker.
 """
 
@@ -64,14 +64,14 @@ class Finding:
     "--tier",
     "tiers",
     multiple=True,
-    help="Look at this one instead of those that the settings name; again for more.",
+    help="Test this tier instead of those in the settings. May be repeated.",
 )
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON list.")
 def command(tiers: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
-    """Try each tier, and say in plain words what is wrong. Exits with 1 if there is a fault."""
+    """Test the node and each tier, and report faults. Exits with 1 if there is a fault."""
     check_no_secrets(tiers)
     config = load_config({"tiers": tiers} if tiers else {}, file=config_file)
     findings = [_look_at_node(config, may_differ=bool(tiers)), *asyncio.run(_look_at_tiers(config))]
@@ -98,7 +98,7 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
             finding.says.append(f"pid {status['pid']}, {status['chunks']} chunks")
             for tier in status.get("tiers", []):
                 if not tier["available"]:
-                    finding.wrong(f"its tier {tier['name']} is left alone: {tier['last_fault']}")
+                    finding.wrong(f"its tier {tier['name']} is not used: {tier['last_fault']}")
         if not may_differ:  # would the node accept this engine?
             NodeClient(
                 path, config.client, name="kvhold doctor", requires=pack(requirements_of(config))
@@ -116,7 +116,7 @@ def _look_at_node(config: Config, *, may_differ: bool) -> Finding:
 async def _look_at_tiers(config: Config) -> list[Finding]:
     if not config.tiers:
         finding = Finding("tiers below RAM")
-        finding.says.append("none: chunks live in memory alone (setting `tiers`)")
+        finding.says.append("none: chunks are only in memory (setting `tiers`)")
         return [finding]
     return [await _look_at_tier(text, config) for text in config.tiers]
 
@@ -170,7 +170,7 @@ class _Visit:
             lambda: self._tier.put([(self._key, self._frame.parts)], ttl_s=3600),
         )
         if fault is not None:
-            self._finding.wrong(f"it does not take a chunk: {fault}")
+            self._finding.wrong(f"a chunk cannot be put: {fault}")
             return
         try:
             await self._read()
@@ -180,8 +180,8 @@ class _Visit:
             )
         if not removed:
             self._finding.wrong(
-                "the chunk was gone before it was deleted: it evicts at once, or somebody "
-                "else deletes there"
+                "the chunk was gone before it was deleted: the tier evicts at once, or another "
+                "process deletes there"
             )
         elif (
             await self._step(
@@ -215,12 +215,12 @@ class _Visit:
             lambda: self._tier.get([self._key], [[memoryview(part)]], starts=[start]),
         )
         if got != length or part != self._chunk[2 * length : 3 * length]:
-            self._finding.wrong("a layer that is read alone is not what was put")
+            self._finding.wrong("a layer that is read alone differs from what was put")
 
     def _compare(self, got: int | TierError | None, whole: bytearray) -> None:
         if got != self._frame.nbytes:
             self._finding.wrong(
-                f"the chunk does not come back: {got if got is not None else 'nothing there'}"
+                f"the chunk cannot be read: {got if got is not None else 'nothing there'}"
             )
             return
         back = bytearray(len(self._chunk))
@@ -238,7 +238,7 @@ class _Visit:
             return
         if back != self._chunk:
             self._finding.wrong(
-                "the chunk comes back with other bytes, and with checksums that fit them"
+                "the chunk comes back with other bytes, and with checksums that match them"
             )
 
     async def _step(

@@ -13,8 +13,8 @@ from kvhold.core.planning import MOST_NAME, Decision
 
 _NAMES = {
     "compute": "compute all",
-    "memory": "load what memory has",
-    "all": "load all that was found",
+    "memory": "load from memory only",
+    "all": "load the whole hit",
 }
 
 
@@ -22,14 +22,14 @@ _NAMES = {
 @click.argument("request_id", metavar="[REQUEST]", default="")
 @socket_option
 @click.option(
-    "--json", "as_json", is_flag=True, help="A JSON array of decisions, the last one first."
+    "--json", "as_json", is_flag=True, help="A JSON array of decisions, the latest first."
 )
 def command(request_id: str, socket: str | None, as_json: bool) -> None:
-    """Explain the node's decision for a request of an engine, and its result; without REQUEST, list
-    the latest.
+    """Explain the node's decision for a request of an engine, and its result. Without REQUEST, list
+    the latest decisions.
 
-    REQUEST is its id, or a part of its id that no other request has. The node remembers the last
-    512 decisions. Exits with 1 if none matches.
+    REQUEST is the request's id, or a part of it that no other id contains. The node remembers the
+    last 512 decisions. Exits with 1 if none matches.
     """
     with connect(socket, "kvhold explain") as client:
         decisions = client.explain(request_id[:MOST_NAME])
@@ -43,7 +43,7 @@ def command(request_id: str, socket: str | None, as_json: bool) -> None:
         what = (
             f"of a request {request_id!r}"
             if request_id
-            else "of any request yet; engines with rules.plan off decide nothing"
+            else "of any request yet; engines with rules.plan off make no decisions"
         )
         click.echo(f"kvhold: the node remembers no decision {what}", err=True)
         sys.exit(1)

@@ -20,7 +20,7 @@ def command(client: str, socket: str | None) -> None:
     PID.
 
     The node stops answering the client, and other clients may write the chunks that it had
-    reserved. A process that is alive joins again.
+    reserved. A live process joins again.
     """
     match = re.fullmatch(r"(c?)([1-9][0-9]{0,9})", client)
     if match is None:
@@ -41,6 +41,6 @@ def _what_is_left(client: ClientInfo) -> str:
     if not client.leases and not client.reservations:
         return ""
     return (
-        f": the {format_size(client.nbytes)} that it reads or writes are free when it closes "
-        "its connection, or is dead"
+        f": its {format_size(client.nbytes)} in leases and reservations are freed when it closes "
+        "its connection or dies"
     )

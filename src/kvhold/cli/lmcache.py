@@ -9,18 +9,18 @@ _NAMES = {
     "MAX_LOCAL_CPU_SIZE": "KVHOLD_RAM_BYTES, with a unit",
     "LOCAL_DISK": "KVHOLD_TIERS=disk:///PATH",
     "MAX_LOCAL_DISK_SIZE": "the option max_bytes of the tier disk",
-    "REMOTE_URL": "KVHOLD_TIERS, a URL a tier",
+    "REMOTE_URL": "KVHOLD_TIERS, one URL per tier",
     "REMOTE_SERDE": "the option codec of a tier",
     "SAVE_DECODE_CACHE": "KVHOLD_SAVE_DECODE",
     "SAVE_UNFULL_CHUNK": "KVHOLD_STORE_TAILS",
     "USE_LAYERWISE": "KVHOLD_LAYERWISE",
     "CACHE_POLICY": "KVHOLD_POLICY",
-    "CONFIG_FILE": "KVHOLD_CONFIG, a file of kvhold's own",
+    "CONFIG_FILE": "KVHOLD_CONFIG, a settings file of kvhold",
 }
 
 
 def advice(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one sentence for each variable of LMCache. kvhold reads none."""
+    """Yield one sentence for each variable of LMCache. kvhold reads none of them."""
     for name in sorted(environ):
         if name.startswith(_PREFIX):
             here = _NAMES.get(

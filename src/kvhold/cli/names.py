@@ -25,8 +25,8 @@ def command(one: str, two: str, socket: str | None, as_json: bool) -> None:
     """List the namespaces that the node knows; show the facts of A; or compare the facts of A and
     B.
 
-    Engines share KV if they have one namespace. A and B are digests, or their first digits, as many
-    as make them unique. Exits with 1 for an unknown namespace.
+    Engines share KV if they have the same namespace. A and B are digests, or their first digits if
+    those are unique. Exits with 1 for an unknown namespace.
     """
     with connect(socket, "kvhold names") as client:
         if not one:
@@ -101,8 +101,8 @@ def _list(spaces: list[KnownSpace], others: int, other_bytes: int) -> str:
     lines = [_line(space) for space in spaces] or ["no engine has registered a namespace here"]
     if others > 0:
         lines.append(
-            f"{others} more, by an adapter, a salt or tags of requests, or of engines of "
-            f"before: {format_size(other_bytes)}"
+            f"{others} more, of requests with an adapter, a salt or tags, or of earlier engines: "
+            f"{format_size(other_bytes)}"
         )
     return "\n".join(lines)
 

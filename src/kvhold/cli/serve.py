@@ -24,7 +24,7 @@ from kvhold.node.server import Node
 @click.option("--socket", help="Path of the Unix socket. [default: one for this user]")
 @click.option(
     "--ram-bytes",
-    help="Size of the cache, such as 8GiB. [default: a quarter of what is free, at most 4GiB]",
+    help="Size of the cache, such as 8GiB. [default: a quarter of the free memory, at most 4GiB]",
 )
 @click.option(
     "--policy", help="Which chunk is evicted first: lru, lfu, fifo, mru, s3fifo or learned."
@@ -33,17 +33,18 @@ from kvhold.node.server import Node
     "--tier",
     "tiers",
     multiple=True,
-    help="Where chunks live below RAM, such as disk:///var/cache/kvhold; the fastest first.",
+    help="Tier below RAM, such as disk:///var/cache/kvhold. May be repeated, the fastest first.",
 )
 @click.option(
     "--listen",
     metavar="HOST:PORT",
-    help="Be the central cache of other hosts instead; beyond loopback only with authentication.",
+    help="Serve other hosts as their central cache instead; beyond loopback only with "
+    "authentication.",
 )
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
-    help="With --listen: a file with the token that clients must know.",
+    help="With --listen: file with the token that clients must send.",
 )
 @click.option(
     "--tls-cert",
@@ -58,10 +59,12 @@ from kvhold.node.server import Node
 @click.option(
     "--insecure",
     is_flag=True,
-    help="With --listen beyond loopback: without TLS, so that others may read token and KV.",
+    help="With --listen beyond loopback: without TLS; others on the network can read token and KV.",
 )
 @click.option(
-    "--idle-exit-s", type=float, help="End after so many seconds without clients. [default: never]"
+    "--idle-exit-s",
+    type=float,
+    help="End after this many seconds without clients. [default: never]",
 )
 @click.option(
     "--detach", is_flag=True, help="Continue in the background once it is ready, without a parent."
@@ -69,9 +72,11 @@ from kvhold.node.server import Node
 @click.option(
     "--log-file",
     type=click.Path(path_type=Path),
-    help="With --detach: log to this file, which is rotated. [default: beside the socket]",
+    help="With --detach: log to this file, which is rotated. [default: next to the socket]",
 )
-@click.option("--restart", is_flag=True, help="With --detach: start it again when it was killed.")
+@click.option(
+    "--restart", is_flag=True, help="With --detach: start the node again if it is killed."
+)
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), help="Settings file, TOML or YAML."
 )
@@ -113,7 +118,7 @@ def command(
         arguments["listen"] = listening | ({"insecure": True} if insecure else {})
     config = load_config(arguments, file=config_file)
     if not config.listen.address:
-        here = socket_path(config.node.socket)  # a detached node changes its folder
+        here = socket_path(config.node.socket)  # a detached node changes its working folder
         config = replace(config, node=replace(config.node, socket=str(here)))
     say: Callable[[str], None] = click.echo
     if detach:

@@ -24,7 +24,7 @@ from kvhold.tiers.url import parse_url
     "--dtype",
     default="auto",
     show_default=True,
-    help="Of the KV: bf16, fp16, fp32, fp8, int8 ... [auto: the model's]",
+    help="Type of the KV: bf16, fp16, fp32, fp8, int8 ... [auto: the model's]",
 )
 @click.option(
     "--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel workers."
@@ -44,18 +44,20 @@ from kvhold.tiers.url import parse_url
     help="Tokens in a chunk.",
 )
 @click.option("--ram", type=Size(), help="Memory, such as 64GiB: how many tokens fit.")
-@click.option("--disk", type=Size(), help="A tier below it, such as 1TiB: how many fit, by codec.")
+@click.option(
+    "--disk", type=Size(), help="A tier below memory, such as 1TiB: how many tokens fit, by codec."
+)
 @click.option(
     "--codec",
     "codecs",
     multiple=True,
     type=click.Choice(list(RATIOS)),
-    help="Only these. [default: all]",
+    help="Only these codecs. [default: all]",
 )
 @click.option(
     "--config",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The memory and tiers of a settings file.",
+    help="Settings file whose memory and tiers are shown, too.",
 )
 @json_option
 def command(
@@ -70,7 +72,7 @@ def command(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """Show how large the KV of MODEL is, and how much of it fits where.
+    """Show the size of MODEL's KV, and how many tokens fit into memory and tiers.
 
     MODEL is a well-known name such as meta-llama/Llama-3.1-8B, a folder with a config.json, or a
     config.json. Nothing is downloaded.
@@ -126,8 +128,8 @@ def _of_settings(
             continue
         if not is_measured(codec, element):
             notes.append(
-                f"{url.shown}: how much smaller {codec} makes KV of {element} was not "
-                "measured; it is counted raw"
+                f"{url.shown}: the ratio of {codec} on {element} KV was not measured; it is "
+                "counted as raw"
             )
             codec = "raw"
         try:

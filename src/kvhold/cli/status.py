@@ -14,7 +14,7 @@ from kvhold.core.status import CacheTierStatus, NodeStatus, check_status
 @socket_option
 @json_option
 def command(socket: str | None, as_json: bool) -> None:
-    """Show what the node holds and counts. Exits with 1 when there is no node."""
+    """Show the node's chunks, memory and counters. Exits with 1 if there is no node."""
     with connect(socket, "kvhold status") as client:
         status = client.status()
     click.echo(json.dumps(status, indent=2) if as_json else _describe(check_status(status)))
@@ -37,7 +37,7 @@ def _describe(status: NodeStatus) -> str:
             f"held      {held['tickets']} hits, {held['leases']} leases, "
             f"{held['reservations']} reservations"
         ),
-        f"memory    {format_size(status['resident_bytes'])} beside the arena",
+        f"memory    {format_size(status['resident_bytes'])} outside the arena",
     ]
     scrub = status["scrub"]
     seen = f"{scrub['passes']} passes, {format_size(scrub['pass_bytes'])} in this one"
@@ -63,7 +63,7 @@ def _describe(status: NodeStatus) -> str:
 
 def _describe_tier(tier: CacheTierStatus) -> str:
     if not tier["available"]:
-        return f"left alone: {tier['last_fault']}"
+        return f"not used: {tier['last_fault']}"
     how = ([] if tier["codec"] == "raw" else [f"codec {tier['codec']}"]) + (
         ["encrypted"] if tier["encrypted"] else []
     )
