@@ -101,7 +101,7 @@ def test_types_have_the_names_that_people_use(dtype: str, token_bytes: int) -> N
 def test_workers_divide_heads_and_then_hold_the_same() -> None:
     kv = kv_of(LLAMA)
     assert [kv.rank_bytes(1, tp) for tp in (1, 2, 8, 16)] == [131_072, 65_536, 16_384, 16_384]
-    with pytest.raises(ConfigError, match="tp is 3; 8 KV heads"):
+    with pytest.raises(ConfigError, match="tp is 3; it must divide the 8 KV heads"):
         kv.rank_bytes(1, 3)
     latent = kv_of(read_settings("deepseek-ai/DeepSeek-V3"))
     assert latent.rank_bytes(1, 8) == latent.stored_bytes(1)
@@ -214,27 +214,30 @@ def test_a_model_that_takes_more_than_text_has_its_kv_in_its_text_part() -> None
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_key_value_heads": [8, 4]}, r"num_key_value_heads is \[8, 4\]"),
         ({"hidden_size": 4_097}, "head_dim is missing, and hidden_size 4097 is no multiple"),
-        ({"dtype": None}, "dtype is missing from the settings; say it, such as --dtype bfloat16"),
+        ({"dtype": None}, "dtype is missing from the settings; give it, such as --dtype bfloat16"),
         ({"dtype": "float4"}, "dtype is 'float4'; it must be one of"),
         ({"layer_types": ["full_attention"]}, "layer_types must be a list of 32 kinds"),
         (
             {"layer_types": ["new_attention"] * 32},
-            "layer_types: 'new_attention' is no kind of layer",
+            "layer_types: 'new_attention' is an unknown kind of layer",
         ),
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
-        ({"sliding_window": 4_096}, "sliding_window is set, but not which layers have it"),
+        (
+            {"sliding_window": 4_096},
+            "sliding_window is set, but it is not known which layers have it",
+        ),
         (
             {"sliding_window": 4_096, "model_type": "of-tomorrow"},
-            "sliding_window is set, but not which layers have it",
+            "sliding_window is set, but it is not known which layers have it",
         ),
         ({"layer_types": ["mamba"] * 32}, "none of its layers has attention"),
         (
             {"mamba_d_state": 16},
-            "mamba_d_state is set, so some layers keep a state, but not which; add layer_types",
+            "mamba_d_state is set, so some layers keep a state, but it is not known which",
         ),
         ({"attn_layer_indices": [40]}, "attn_layer_indices must be a list of layers' numbers"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
-        ({"v_head_dim": 64}, "v_head_dim is 64 where keys have 128"),
+        ({"v_head_dim": 64}, "v_head_dim is 64, but keys have 128"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
         ({"global_head_dim": 512}, "global_head_dim is set"),
     ],

@@ -26,7 +26,7 @@ DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""In addition to the names of `core.layout`."""
+"""Other names for the types of `core.layout`."""
 
 _MOST_BYTES = 16 << 20
 
@@ -78,8 +78,8 @@ _OF_STATES = (
 )
 _NOT_UNDERSTOOD = {
     "global_head_dim": "its full layers have heads of another size",
-    "compress_ratios": "some of its layers keep a digest of many tokens",
-    "block_configs": "its layers differ one by one",
+    "compress_ratios": "some of its layers store a summary of many tokens",
+    "block_configs": "each of its layers has its own geometry",
 }
 
 
@@ -87,8 +87,8 @@ _NOT_UNDERSTOOD = {
 class ModelKV:
     """The KV of a model.
 
-    groups:       layers of one kind, of all ranks
-    state_layers: with a state of unknown size
+    groups:       one per kind of layer, with all ranks
+    state_layers: number of layers with a state, whose size is unknown
     """
 
     groups: tuple[Group, ...]
@@ -142,7 +142,7 @@ def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
     dtype: of the KV; "auto": the model's
     """
     if settings.get("is_encoder_decoder"):
-        raise ConfigError("is_encoder_decoder is true; only the KV of decoders is a prefix's")
+        raise ConfigError("is_encoder_decoder is true; kvhold caches only decoder models")
     outer = settings
     if not any(name in settings for name in _LAYERS):
         settings = next(
@@ -153,19 +153,19 @@ def kv_of(settings: Mapping[str, Any], *, dtype: str = "auto") -> ModelKV:
     for name, why in _NOT_UNDERSTOOD.items():
         if settings.get(name):
             raise ConfigError(
-                f"{name} is set: {why}, and how is not known here; serve it once, and "
-                "divide what kvhold status says is used by its chunks"
+                f"{name} is set: {why}, so the size of its KV is not known here; serve it once, "
+                "and divide the used bytes in kvhold status by the chunks"
             )
     kinds = _kinds(settings)
     notes: list[str] = []
     if shared := _number(settings, ("num_kv_shared_layers",), default=0):
         kinds = kinds[: max(0, len(kinds) - shared)]
-        notes.append(f"the last {shared} layers use the KV of others and keep none")
+        notes.append(f"the last {shared} layers use the KV of others and have none")
     states = sum(kind in ("state", "full+state") for kind in kinds)
     if states:
         notes.append(
             f"{states} layers keep a state, whose size is not known from settings and is "
-            "not counted; kvhold stores one a chunk"
+            "not counted; kvhold stores one per chunk"
         )
     counts = {"full": sum(kind in ("full", "full+state") for kind in kinds)} | {
         k: kinds.count(k) for k in ("sliding", "chunked")
@@ -256,7 +256,7 @@ def _kinds(settings: Mapping[str, Any]) -> list[Kind]:
         return ["full+state"] * layers
     if found := [name for name in _OF_STATES if settings.get(name)]:
         raise ConfigError(
-            f"{found[0]} is set, so some layers keep a state, but not which; add "
+            f"{found[0]} is set, so some layers keep a state, but it is not known which; add "
             "layer_types, a list with each layer's kind"
         )
     return _windowed(settings, layers)
@@ -273,9 +273,9 @@ def _windowed(settings: Mapping[str, Any], layers: int) -> list[Kind]:
     every = _number(settings, ("sliding_window_pattern", "_sliding_window_pattern"), default=0)
     if not every and settings.get("model_type") not in _ALL_WINDOWED:
         raise ConfigError(
-            "sliding_window is set, but not which layers have it: add layer_types, a list "
-            "with each layer's kind, or "
-            "sliding_window_pattern, after how many layers one sees all"
+            "sliding_window is set, but it is not known which layers have it: add layer_types, "
+            "a list with each layer's kind, or sliding_window_pattern: every n-th layer sees all "
+            "tokens"
         )
     return ["full" if every and not (i + 1) % every else "sliding" for i in range(layers)]
 
@@ -286,8 +286,7 @@ def _named(name: str, types: Any, layers: int) -> list[Kind]:
     for each in types:
         if not isinstance(each, str) or each not in _KINDS:
             raise ConfigError(
-                f"{name}: {each!r} is no kind of layer that is known here; known are "
-                f"{', '.join(_KINDS)}"
+                f"{name}: {each!r} is an unknown kind of layer; known are {', '.join(_KINDS)}"
             )
     return [_KINDS[each] for each in types]
 
@@ -335,8 +334,8 @@ def _geometry(settings: Mapping[str, Any]) -> tuple[int, int, int]:
     values = _number(settings, ("v_head_dim",), default=head_dim)
     if values != head_dim:
         raise ConfigError(
-            f"v_head_dim is {values} where keys have {head_dim}; heads whose keys and "
-            "values differ are not known here"
+            f"v_head_dim is {values}, but keys have {head_dim}; heads whose keys and values "
+            "differ in size are not supported"
         )
     return 2, kv_heads, head_dim
 
@@ -350,7 +349,7 @@ def _dtype(settings: Mapping[str, Any], outer: Mapping[str, Any], wanted: str) -
         name = next((place for place in places if place), None)
         if name is None:
             raise ConfigError(
-                "dtype is missing from the settings; say it, such as --dtype bfloat16"
+                "dtype is missing from the settings; give it, such as --dtype bfloat16"
             )
     known = DTYPES | {each: each for each in DTYPE_BYTES}
     text = str(name).removeprefix("torch.").lower()
@@ -383,14 +382,14 @@ def _within(group: Group, num_tokens: int) -> int:
 
 
 def _divided(group: Group, tp: int) -> int:
-    """Return the parts into which `tp` workers divide the heads; several may hold one."""
+    """Return the number of parts of the heads; several of the `tp` workers may hold one part."""
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be 1 or more")
     if group.planes == 1:
         return 1
     if group.heads % tp and tp % group.heads:
         raise ConfigError(
-            f"tp is {tp}; {group.heads} KV heads are divided by their divisors, or "
-            f"multiplied: {tp} neither divides nor is divided"
+            f"tp is {tp}; it must divide the {group.heads} KV heads, or be a multiple of "
+            f"{group.heads}"
         )
     return min(group.heads, tp)
