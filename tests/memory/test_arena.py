@@ -159,7 +159,7 @@ with Arena.attach(fd, int(said), writable=True) as arena:
     def test_less_than_was_announced_is_refused_with_both_numbers(self, arena: Arena) -> None:
         fd = os.dup(arena.fd)
         with pytest.raises(
-            CapacityError, match=rf"has {4 * MIB} bytes where {4 * MIB + 1} were announced"
+            CapacityError, match=rf"has {4 * MIB} bytes, but {4 * MIB + 1} were announced"
         ):
             Arena.attach(fd, 4 * MIB + 1)
         with pytest.raises(OSError, match="Bad file descriptor"):

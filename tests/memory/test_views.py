@@ -240,7 +240,7 @@ class TestRefusals:
     def test_an_expanded_tensor_whose_tokens_are_one(self) -> None:
         kv = [t.expand(2, BLOCKS, TOKENS, 3, 8) for t in two(2, BLOCKS, 1, 3, 8)]
         with pytest.raises(
-            LayoutError, match="token of the tensor of layer 0 has 4 entries in one place"
+            LayoutError, match="token of the tensor of layer 0 has 4 entries at one address"
         ):
             per_layer(GROUP, kv, axes=NHD)
 

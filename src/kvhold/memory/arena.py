@@ -67,7 +67,7 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, *, huge_pages: str = "auto") -> Self:
-        """At least `nbytes`. Raises CapacityError if the host lacks the memory.
+        """Create an arena of at least `nbytes`. Raises CapacityError if the host lacks the memory.
 
         huge_pages: "auto": if enough are free; "always": fail if not; "never"
         """
@@ -108,7 +108,7 @@ class Arena:
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             os.close(fd)
-            raise CapacityError(f"the arena has {actual} bytes where {nbytes} were announced")
+            raise CapacityError(f"the arena has {actual} bytes, but {nbytes} were announced")
         try:
             return cls(fd, nbytes, huge, writable)
         except OSError as error:
@@ -135,7 +135,7 @@ class Arena:
             self.buffer.release()
             self._map.close()
         except BufferError:
-            log.debug("the arena is still viewed; it goes with its last view")
+            log.debug("the arena is still viewed; it is unmapped with its last view")
         self.buffer = memoryview(b"")
         del self._map
 
@@ -192,7 +192,7 @@ class Toucher:
                 step = min(_TOUCH_STEP, region.nbytes - offset)
                 advice = _MADV_POPULATE_WRITE if region.writable else _MADV_POPULATE_READ
                 if _madvise(region.address + offset, step, advice) != 0:
-                    # an old kernel, or no memory: writes fault pages in
+                    # an old kernel, or no memory: later writes fault pages in
                     log.warning(
                         "pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno())
                     )

@@ -25,7 +25,7 @@ _MOST_RUN, _LEAST_RUN = (
 
 
 def coded_group(group: Group, codec: str) -> Group:
-    """Return the group as in chunks. Raises LayoutError for blocks that cannot be coded."""
+    """Return the group as chunks store it. Raises LayoutError for blocks that cannot be coded."""
     coding = _coding(group, codec)
     if coding is None:
         return group
@@ -64,7 +64,7 @@ def coded_block(view: View, plain: bytes) -> tuple[bytes, bytes]:
 def infinite_chunks(planned: PlannedCopy) -> set[int]:
     """Return the chunks with an infinity or a NaN, which cannot be decoded.
 
-    The gathered bytes must have arrived.
+    Call it when the gather has ended.
     """
     plan = planned.plan
     coding = plan.view.coding
@@ -87,7 +87,7 @@ def _coding(group: Group, codec: str) -> Coding | None:
         return None
     if group.packing == CANONICAL:
         raise LayoutError(
-            f"memory_codec is {codec}; it takes whole blocks, and the group's packing is canonical"
+            f"memory_codec is {codec}; it needs whole blocks, but the group's packing is canonical"
         )
     if group.dtype not in _DTYPES:
         raise LayoutError(
@@ -100,6 +100,6 @@ def _coding(group: Group, codec: str) -> Coding | None:
         raise LayoutError(
             f"memory_codec is {codec}; a block of {group.block_bytes} bytes with heads of "
             f"{group.head_dim} {group.dtype} "
-            f"is not divided into runs of {_LEAST_RUN} elements or more"
+            f"cannot be divided into runs of {_LEAST_RUN} elements or more"
         )
     return Coding(group.dtype, elements, run)

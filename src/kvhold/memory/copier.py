@@ -88,7 +88,7 @@ class Copier(Protocol):
     """Copies of one device."""
 
     def stages(self) -> Iterator[Stage]:
-        """Yield once per path of a copy, which all copies take until the next item.
+        """Yield a stage for each path of copies. All copies take this path until the next item.
 
         Yields nothing if copies end in their call.
         """

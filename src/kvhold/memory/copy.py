@@ -3,12 +3,12 @@
     planned = plan_copy(view, block_ids, lease.buffer, lease.chunks())
     planned.scatter(range(0, 1), threads=2)                             # layer by layer
 
-Ids and slots are of all chunks, end to end. Negative ones are skipped, and ABSENT chunks with their
-ids. Any thread.
+Arrays hold the ids, or slots, of all chunks, end to end. Negative ones are skipped. So are ABSENT
+chunks, with their ids. Any thread.
 
 A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does.
-A scatter compares whole chunks, and raises DamagedChunks after all is copied: only the blocks of
-these chunks are wrong.
+A scatter compares whole chunks, and raises DamagedChunks after it has copied all of them: only the
+blocks of damaged chunks are wrong.
 """
 
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def plan_copy(
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """numbers: [planned chunks], among `places`
+    """numbers: [planned chunks], the number of each in `places`
     moved:   planned chunks with rows to copy
     """
 
@@ -176,5 +176,5 @@ class PlannedCopy:
 
 def _of_chunks(rows: Int64s, per_chunk: Int64s, kept: npt.NDArray[np.bool_]) -> Int64s:
     if rows.size != int(per_chunk.sum()):
-        raise ValueError(f"{rows.size} ids for chunks that take {int(per_chunk.sum())}")
+        raise ValueError(f"{rows.size} ids for chunks that need {int(per_chunk.sum())}")
     return rows if kept.all() else rows[np.repeat(kept, per_chunk)]

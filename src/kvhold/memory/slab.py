@@ -1,7 +1,7 @@
 """Divide a range of bytes among objects.
 
     slabs = SlabAllocator(arena.nbytes)
-    offset = slabs.allocate(nbytes)               # None: no room
+    offset = slabs.allocate(nbytes)               # None: no space
     slabs.free(offset)
 
 A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
@@ -33,7 +33,7 @@ class SlabAllocator:
         self._large: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate an object. None: no room."""
+        """Allocate an object. None: no space."""
         assert nbytes > 0
         size = size_class(nbytes)
         if size >= LARGE_BYTES:

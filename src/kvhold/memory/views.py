@@ -32,7 +32,7 @@ def per_layer(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """One tensor per layer.
+    """Return a view of one tensor per layer.
 
     tokens_per_block: required with a `slot` axis
     """
@@ -51,7 +51,7 @@ def per_layer(
 def cross_layer(
     group: Group, tensor: Tensor, *, axes: str | Sequence[str], tokens_per_block: int | None = None
 ) -> View:
-    """One tensor for all layers, such as "block layer plane token head dim"."""
+    """Return a view of one tensor for all layers, such as "block layer plane token head dim"."""
     whole = _Strided.of(tensor, _axes(axes), "the cross-layer tensor")
     layers = _split(group, whole, "layer", group.layers)
     return _paged(
@@ -68,7 +68,7 @@ def separate_pools(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """One tensor per layer and plane.
+    """Return a view of one tensor per layer and plane.
 
     planes: `group.planes` sequences of `group.layers` tensors
     axes:   "slot head dim" (SGLang; tokens_per_block is its page size), or "block head token dim"
@@ -93,7 +93,7 @@ def separate_pools(
 
 
 def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -> View:
-    """One tensor per layer, with contiguous blocks of `group.block_bytes`."""
+    """Return a view of one tensor per layer, with contiguous blocks of `group.block_bytes`."""
     if group.packing == CANONICAL:
         raise LayoutError(
             "group.packing is canonical; opaque blocks need the name of the engine's packing"
@@ -185,7 +185,7 @@ class _Strided:
         for name, size, step in zip(names, shape, steps, strict=True):
             if step == 0 and size > 1:
                 raise LayoutError(
-                    f"axes: {name} of {what} has {size} entries in one place (an expanded tensor)"
+                    f"axes: {name} of {what} has {size} entries at one address (an expanded tensor)"
                 )
         sizes, strides = dict(zip(names, shape, strict=True)), dict(zip(names, steps, strict=True))
         return cls(tensor, what, address, sizes, strides, dtype, item, device, writable)

@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 COPY_THREADS = 2
-_MOST_SUM_THREADS = 8  # one takes checksums of 6 GB/s, a bus carries 50
+_MOST_SUM_THREADS = 8  # one thread sums 6 GB/s; a bus carries 50 GB/s
 
 log = logging.getLogger(__name__)
 
 
 def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
-    """threads: that copy, or take checksums, with the caller; 0: chosen for the device
+    """threads: number that copy or take checksums, the caller included; 0: chosen for the device
 
     Raises LayoutError for a device without streams, and DeviceError.
     """

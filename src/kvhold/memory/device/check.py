@@ -46,7 +46,7 @@ def check_copies(copier: Copier, device: str) -> None:
         check_orders(copier, piece, known)
     if any(tensor[1::2].any() for tensor in tensors):
         raise LayoutError(
-            f"copies on {device} are not exact: blocks beside those that were copied have changed"
+            f"copies on {device} are not exact: blocks that were not copied have changed"
         )
 
 

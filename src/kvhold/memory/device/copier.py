@@ -3,12 +3,12 @@
     store:  blocks --kernel--> ring --copy engine--> arena     # large pieces, ring full: directly
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
-A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring, and a
-store of them waits for a full one. All stores use it: the engine may write the blocks again after
-the kernel.
+A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. A store
+of small pieces waits while the ring is full. All stores use the ring, because the engine may write
+the blocks again after the kernel.
 
 A store's checksums are taken, and a load's compared, after the copy, so earlier damage is found.
-A device's fault is permanent; earlier copies are still waited for.
+A device's fault is permanent. `wait` still waits for earlier copies.
 """
 
 import logging
@@ -42,9 +42,9 @@ Checkers: TypeAlias = Mapping[Lane, Executor]
 class Settings:
     """Sizes of a copier, in bytes.
 
-    batch_bytes:  of chunks that are copied together; batches let kernels and copies overlap. The
-                  first one is a half, so that the copies begin early
-    direct_bytes: larger pieces are loaded directly, and stored so if the ring is full
+    batch_bytes:  chunks that are copied together. Several batches let kernels and copies overlap.
+                  The first batch is half as large, so that copies begin early
+    direct_bytes: larger pieces are loaded directly, and stored directly if the ring is full
     """
 
     store_ring_bytes: int = 256 << 20
@@ -66,8 +66,8 @@ class DeviceCopier:
         threads: int = 1,
         checkers: Checkers | None = None,
     ) -> None:
-        """threads:  that take checksums
-        checkers: take them while later batches are copied; None: `Transfer.wait` does
+        """threads:  number that take checksums
+        checkers: take checksums while later batches are copied; None: `Transfer.wait` does
         """
         self._driver = driver
         self._arenas = arenas
@@ -75,7 +75,7 @@ class DeviceCopier:
         self._mappings = mappings
         self._threads = threads
         self._checkers = checkers or {}
-        # a load may wait long for its ring
+        # two locks, because a load may wait long for its ring
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
         self._fault: DeviceError | None = None
@@ -261,7 +261,7 @@ class DeviceCopier:
     def _check_direct(self, batch: Batch) -> None:
         if not self._driver.has_direct_copies or batch.is_coded:
             raise CapacityError(
-                f"chunks of {format_size(batch.nbytes)} do not go through the device's ring now"
+                f"chunks of {format_size(batch.nbytes)} cannot use the device's ring now"
             )
 
     def _ring(self, lane: Lane) -> Ring:
@@ -279,14 +279,14 @@ class DeviceCopier:
 
     @contextmanager
     def _noting_faults(self, *, before: bool = True) -> Iterator[None]:
-        """before: first raise the recorded fault; False: to wait for copies after a fault."""
+        """before: raise an earlier fault first; False: wait for copies even after a fault."""
         if before and self._fault is not None:
             raise self._fault
         try:
             yield
         except DeviceError as error:
             if self._fault is None:
-                log.error("kvhold: nothing is cached any more in this process: %s", error)
+                log.error("kvhold: this process stops caching: %s", error)
             self._fault = error
             raise
 
@@ -324,7 +324,7 @@ class DeviceTransfer:
         checked: tuple[DeviceEvent, Batch] | None = None,
         summed: tuple[DeviceEvent, Batch] | None = None,
     ) -> None:
-        """touched: after it the blocks have been read, or written.
+        """touched: an event after which the blocks have been read, or written
 
         checked: an event, and a batch whose checksums are compared after it
         summed:  an event, and a batch of whole chunks whose checksums are taken after it
@@ -365,7 +365,7 @@ class DeviceTransfer:
     def _later(
         self, check: Callable[[DeviceEvent, Batch], None], event: DeviceEvent, batch: Batch
     ) -> Callable[[], None]:
-        """Begin a check beside later copies, if there is a checker. The result waits for it."""
+        """Return a call that runs the check, or that waits for the checker to run it."""
         if self._checker is not None:
             # executors refuse work when the main thread has ended, and after `close`
             with suppress(RuntimeError):

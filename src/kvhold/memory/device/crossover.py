@@ -1,6 +1,6 @@
 """Measure the size above which pieces are loaded directly.
 
-A direct load costs time per piece, a load through the ring per chunk. Takes 0.1 s.
+A direct load takes time per piece, a load through the ring per chunk. The measurement takes 0.1 s.
 """
 
 import logging

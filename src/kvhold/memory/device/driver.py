@@ -26,10 +26,10 @@ class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def fired(self) -> bool:
-        """Whether the stream is there."""
+        """Whether the stream has reached this point."""
 
     def wait(self) -> None:
-        """Wait until the stream is there."""
+        """Wait until the stream has reached this point."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class DeviceDriver(Stage, Protocol):
         """Record an event on the thread's current stream."""
 
     def hold(self, event: DeviceEvent) -> None:
-        """Make the thread's current stream wait."""
+        """Make the thread's current stream wait for the event."""
 
     def launch(
         self, lane: Lane, after: Sequence[DeviceEvent], work: Callable[[], None]
     ) -> DeviceEvent:
-        """Call `work` on the lane's stream, behind `after`. Return an event behind it."""
+        """Call `work` on the lane's stream, after the events `after`. Return an event after it."""
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> DeviceEvent:
         """Copy to the host on `Lane.STORE`, else to the device."""

@@ -7,7 +7,7 @@
 
 Pinning takes about 0.1 s per GiB, and one call for a large arena fails, so a thread pins slice
 after slice. It pauses between them for the driver's other calls. It keeps the mappings until it has
-unpinned them: else the device would mistake new memory at the same address for the old one.
+unpinned them. Else the device would mistake new memory at the same address for the old memory.
 """
 
 import logging
@@ -26,8 +26,8 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, KVHold
 from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import DeviceDriver
 
-SLICE_BYTES = 256 << 20  # 25 ms a call
-_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held, and the engine waits
+SLICE_BYTES = 256 << 20  # 25 ms per call
+_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held until then, and the engine waits
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class Reach:
     """How a device reaches a buffer.
 
-    slice_bytes: a copy of pinned memory may not cross a multiple, counted from `address`
+    slice_bytes: a copy of pinned memory may not cross a multiple of it, counted from `address`
     """
 
     address: int
@@ -51,7 +51,7 @@ class PinnedArena:
     """One node's arena, or scratch memory. The lock of `changed` protects the fields.
 
     report:          called with `pinned_bytes` after each slice
-    pinned_bytes:    from the beginning
+    pinned_bytes:    bytes that are pinned, from the arena's beginning
     is_pinning:      a slice is being pinned, or will be next
     is_settled:      no more slices will be pinned
     users:           running transfers
@@ -123,7 +123,7 @@ class PinnedArenas:
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
-        """Pin no later arena."""
+        """Record that the device refuses. Later arenas are not pinned."""
         self._refusal = reason
 
     def add(self, read_only: Buffer, writable: Buffer) -> None:
@@ -191,13 +191,13 @@ class PinnedArenas:
                 raise CapacityError(
                     "chunks of an arena that is being unpinned"
                     if arena.is_leaving
-                    else "chunks on both sides of the end of what is pinned so far"
+                    else "chunks of which only a part is pinned so far"
                 )
             is_pinned = end <= arena.pinned_bytes
             if not is_pinned and begin < arena.pinned_bytes:
                 raise CapacityError(
-                    "chunks that lie over the end of the "
-                    f"{format_size(arena.pinned_bytes)} that the device takes"
+                    "chunks that lie across the end of the "
+                    f"{format_size(arena.pinned_bytes)} that the device pins"
                 )
             arena.unpinned_copies += not is_pinned
         try:
@@ -246,7 +246,7 @@ class PinnedArenas:
                 with arena.changed:
                     is_used = arena.users > 0
                 if is_used:
-                    log.warning("kvhold: copies are under way still; the arena stays pinned")
+                    log.warning("kvhold: copies are still running; the arena stays pinned")
                 else:
                     arena.thread.join()
 
@@ -254,7 +254,7 @@ class PinnedArenas:
 def _live(
     driver: DeviceDriver, arena: PinnedArena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
-    """A strong reference would keep the owner alive."""
+    """Run an arena's thread. `owner` is weak, or the thread would keep it alive."""
     _pin(driver, arena, slice_bytes, owner)
     with arena.changed:
         arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
@@ -295,7 +295,7 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
         except DeviceRefused as error:
             refusal = str(error)
             log.warning(
-                "kvhold: the device takes %s of the host's memory, so copies are slower: %s",
+                "kvhold: the device pins only %s of the host's memory, so copies are slower: %s",
                 format_size(begin),
                 error,
             )
@@ -321,7 +321,7 @@ def _tell(arena: PinnedArena) -> None:
         arena.report(arena.pinned_bytes)
     except KVHoldError as error:
         log.debug(
-            "kvhold: %s are pinned; the node was not told: %s",
+            "kvhold: %s are pinned; the report to the node failed: %s",
             format_size(arena.pinned_bytes),
             error,
         )
