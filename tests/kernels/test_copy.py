@@ -509,7 +509,9 @@ class TestTheDoor:
     def test_threads_and_worker_are_checked(self, plan: Plan) -> None:
         with pytest.raises(ValueError, match="threads is 0"):
             gather(plan, threads=0)
-        with pytest.raises(ValueError, match="worker 'abacus' is none of numba, triton, reference"):
+        with pytest.raises(
+            ValueError, match="worker 'abacus' is not one of numba, triton, reference"
+        ):
             scatter(plan, worker="abacus")  # type: ignore[arg-type]
 
     def test_read_only_memory_is_read_and_not_written(self) -> None:

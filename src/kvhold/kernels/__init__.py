@@ -57,10 +57,10 @@ def gather(
     """Copy the plan's rows of the view into its chunks; encode if the view has a `coding`.
 
     layers:  consecutive, default all
-    threads: with the caller; host memory only. The GIL is released
+    threads: number, the caller included; host memory only. The GIL is released
     sums:    receives xxh3_64 by chunk and layer; host memory only
 
-    Bytes of negative slots and of other layers stay. Raises ValueError for bad arguments.
+    Bytes of negative slots and of other layers do not change. Raises ValueError for bad arguments.
     """
     if not plan.chunks.writable:
         raise ValueError("gather would write chunks.base, which is read-only")
@@ -77,7 +77,7 @@ def scatter(
 ) -> None:
     """Copy the plan's chunks into the view's rows. Arguments are as for `gather`.
 
-    sums: of all bytes of the layers, after the copy
+    sums: receives checksums of all bytes of the layers, taken after the copy
     """
     if not plan.view.writable:
         raise ValueError("scatter would write a view of read-only tensors")
@@ -112,7 +112,7 @@ def sum_layers(
     """Write checksums of chunks in host memory to `sums` [chunks, layers of the view].
 
     chunks:  default: those with a copied row
-    threads: with the caller; the GIL is released
+    threads: number, the caller included; the GIL is released
     """
     chunks = np.unique(plan.chunk) if chunks is None else chunks
     of_layer = (plan.chunk_rows[chunks] * (plan.view.planes * plan.view.row_bytes))[:, None]
@@ -153,7 +153,7 @@ def _copy(
     if threads < 1:
         raise ValueError(f"threads is {threads}; it must be 1 or more")
     if worker not in (None, *get_args(Worker)):
-        raise ValueError(f"worker {worker!r} is none of {', '.join(get_args(Worker))}")
+        raise ValueError(f"worker {worker!r} is not one of {', '.join(get_args(Worker))}")
     if not layers or not plan.num_runs:
         return
     if plan.view.device == "cpu" and plan.chunks.device != "cpu":
@@ -181,8 +181,8 @@ def _copy(
 def _copy_coded(plan: Plan, layers: range, to_arena: bool, threads: int, worker: Worker) -> None:
     if worker == "reference":
         raise ValueError(
-            f"blocks on {plan.view.device} cannot be encoded: that takes numba in host "
-            "memory, and Triton on a device"
+            f"blocks on {plan.view.device} cannot be encoded: encoding needs numba in host "
+            "memory, or Triton on a device"
         )
     if int(np.bitwise_or.reduce(plan.chunks.address + plan.chunk_starts[plan.chunk])) % 4:
         raise ValueError("chunks.offsets of coded chunks must be multiples of 4")

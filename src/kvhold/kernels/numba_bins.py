@@ -65,7 +65,7 @@ def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Do
 def quantise(elements: Elements, dtype: str, steps: Floats, offsets: Codes) -> Deviations:
     """Return the deviations, int16 [tokens * width].
 
-    steps: [width], at least 1/127 of the channel's largest; 0 if all are zero
+    steps: [width], at least 1/127 of the channel's largest magnitude; 0 if all are zero
     """
     assert steps.size == offsets.size and elements.size % steps.size == 0
     deviations = np.empty(elements.size, np.int16)
@@ -122,7 +122,7 @@ def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
     counts: [kinds, REACH + 2]
 
     Returns uint8 [kinds], the number of frequencies, and uint16 [kinds, REACH + 1], the frequency
-    of 0, of 1 and -1 each, ... The rest is ESCAPE's.
+    of 0, of 1 and -1 each, ... ESCAPE has the rest.
     """
     assert counts.shape[1] == REACH + 2 and scale >= 4 * (REACH + 1)
     lengths, found = (
@@ -138,7 +138,7 @@ def to_symbols(
 ) -> tuple[Bytes, Codes]:
     """Return the symbols, uint8 [tokens * width], and the exceptions, int8 [n].
 
-    reach: [kinds], the largest deviation that is no exception
+    reach: [kinds], the largest deviation that is not an exception
     """
     assert deviations.size == kinds.size and deviations.size % offsets.size == 0
     assert int(kinds.max(initial=0)) < reach.size and int(reach.max()) <= REACH

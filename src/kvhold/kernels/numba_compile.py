@@ -14,7 +14,7 @@ def compiled(*signatures: Any) -> Any:
     def decorate(source: Any) -> Any:
         try:
             return njit(list(signatures), nogil=True, cache=True)(source)
-        except (RuntimeError, OSError):  # nowhere to keep the cache
+        except (RuntimeError, OSError):  # no writable cache
             return njit(list(signatures), nogil=True)(source)
 
     return decorate

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from kvhold.kernels.plan import Plan
 
 STREAM_BYTES = 4 << 20  # larger calls use streaming stores
-# bytes that a thread takes at a time; a second thread needs two
+# bytes that a thread takes at a time; a smaller copy than two slices has one thread
 SLICE_BYTES = 1 << 20
 LINE = 64
 LEAD_BYTES = 4 << 10
@@ -61,7 +61,7 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
-    """Call `work` on `threads` threads, with the caller. A counter divides it."""
+    """Call `work` on `threads` threads, the caller included. A counter divides the work."""
     helpers = [_Helper(work, arguments) for _ in range(threads - 1)]
     _start(helpers)
     work(*arguments)

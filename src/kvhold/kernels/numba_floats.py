@@ -1,7 +1,7 @@
 """Floats as bits, for the compiled code of quantising codecs.
 
 numba's cache does not notice changes in inlined functions: after a change, delete the `__pycache__`
-beside this file.
+next to this file.
 """
 
 from typing import Any, TypeAlias

@@ -21,7 +21,7 @@ TOO_SHORT, NO_FREQUENCIES, BAD_FREQUENCIES, SHORT_SEGMENT, BAD_END, BAD_EXCEPTIO
 WRONG = {
     TOO_SHORT: "bytes missing",
     NO_FREQUENCIES: "a class without frequencies",
-    BAD_FREQUENCIES: "frequencies that are too many, or of too large a sum",
+    BAD_FREQUENCIES: "too many frequencies, or frequencies of too large a sum",
     SHORT_SEGMENT: "a segment shorter than its states",
     BAD_END: "a segment that does not end where it began",
     BAD_EXCEPTIONS: "more or fewer exceptions than are marked",

@@ -125,7 +125,7 @@ def _to_e4m3(value: Any) -> Any:
         )
         >> np.uint32(20)
     )
-    # below: adding 2**14, where float32 has steps of 2**-9, rounds
+    # below: rounds by adding 2**14, where float32 has steps of 2**-9
     below = np.uint32(
         as_bits(np.float32(as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23)
     )

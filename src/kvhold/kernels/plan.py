@@ -22,7 +22,7 @@ class Chunks:
     base:           uint8 [bytes], contiguous: a numpy array, or a torch tensor
     offsets:        int64 [n], bytes from `base`
     num_tokens:     int64 [n]
-    device_address: of `base` on the view's device, if that can address this host memory
+    device_address: address of `base` on the view's device, if that can address this host memory
     """
 
     base: Tensor
@@ -71,7 +71,7 @@ class Chunks:
         return bool(self.base.flags.writeable) if isinstance(self.base, np.ndarray) else True
 
     def address_seen_from(self, device: str) -> int | None:
-        """Return the address of `base` on `device`. None: it cannot reach it."""
+        """Return the address of `base` on `device`. None: the device cannot reach it."""
         return self.address if device == self.device else self.device_address
 
 
@@ -166,7 +166,7 @@ def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan
 def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
     """Pair whole blocks with each chunk. A chunk's last block may be used in part.
 
-    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; else as the slots of `plan_slots`
+    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; otherwise as in `plan_slots`
 
     Raises ValueError for ids or chunks out of bounds.
     """
@@ -206,7 +206,8 @@ def _chunk_rows(view: View, chunks: Chunks) -> Int64s:
         )
     if int(chunks.num_tokens.max()) > chunks.nbytes:
         raise ValueError(
-            f"a chunk of {int(chunks.num_tokens.max())} tokens cannot lie in {chunks.nbytes} bytes"
+            f"a chunk of {int(chunks.num_tokens.max())} tokens does not fit into "
+            f"{chunks.nbytes} bytes"
         )
     tokens_per_row = view.tokens_per_block if view.is_opaque else 1
     rows = -(-chunks.num_tokens // tokens_per_row)

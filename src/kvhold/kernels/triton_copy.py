@@ -1,9 +1,9 @@
 """The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
 
 - A thread moves 16 bytes at a time if every address, stride and size allows it.
-- Within the device many programs copy at once: the engine's next kernels wait for the copy, or for
-  the multiprocessors that it holds. Beside host memory there are few, since a program keeps its
-  multiprocessor while it waits for the bus.
+- A copy within the device has many programs: the engine's next kernels wait for the copy, or for
+  its multiprocessors. A copy of host memory has few, because a program keeps its multiprocessor
+  while it waits for the bus.
 - Numbers of runs and tiles are not specialised, so no copy compiles after `prepare`.
 
 With TRITON_INTERPRET=1 at import, the kernel runs on host memory, for tests.
@@ -124,10 +124,10 @@ def _arena(plan: Plan) -> int:
 
 
 def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
-    """Return an int64 tensor with all tables, and the number of tiles. Uploaded once a stream.
+    """Return an int64 tensor with all tables, and the number of tiles. Uploaded once per stream.
 
-    Per run: arena address, plane stride, view offset, words. Per tile: its run, its number there.
-        Per layer and plane: its address.
+    Per run: arena address, plane stride, view offset, words. Per tile: its run, its number in
+    the run. Per layer and plane: its address.
     """
     view = plan.view
     on_host = view.device == "cpu"
