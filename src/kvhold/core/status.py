@@ -15,7 +15,7 @@ from kvhold.core.errors import ProtocolError
 
 
 class HeldStatus(TypedDict):
-    """What callers hold.
+    """The holdings of callers.
 
     tickets:      number of hits
     leases:       number of leases
@@ -118,7 +118,7 @@ class StateStatus(TypedDict):
     reencodings:     running and waiting re-encodings
     write_behind:    chunks on their way to tiers
     namespaces:      arena bytes in use, by the digest of their namespace
-    held:            what callers hold
+    held:            holdings of callers
     counters:        metrics of the cache, and of its node
     """
 

@@ -130,7 +130,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process whose first thread has ended has no other one. Raises OSError."""
+    """Whether the process has no thread left; its first has ended. Raises OSError."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,6 +1,6 @@
 """Restart a killed node at once, from a waiting process: the watcher.
 
-The watcher has done the imports, which take seconds on busy cores. Its lock beside the socket keeps
+The watcher has done the imports, which take seconds on busy cores. Its lock file keeps
 engines from starting a node. It holds no socket, tier file or arena.
 """
 
