@@ -301,7 +301,7 @@ class TestEncryption:
         [
             ((), "tier plugin: encrypt is set, and encryption.keys names no key"),
             (("=env:NOWHERE",), "env:NOWHERE is not set"),
-            (("secret",), "'secret' is followed by no =file:PATH or =env:NAME"),
+            (("secret",), "'secret' needs =file:PATH or =env:NAME after it"),
             (("a=file:/nowhere/key",), "file:/nowhere/key: No such file"),
             (("=env:SHORT",), "env:SHORT is not a key: 32 bytes"),
         ],

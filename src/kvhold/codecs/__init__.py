@@ -3,7 +3,7 @@
     frame = frame_chunk(chunk, make_codec("raw"), key=key, layout=layout, ...)
     unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
 
-Only `make_codec` imports other codecs than raw, because an import compiles.
+Codecs other than raw are imported on first use, because importing one compiles code.
 """
 
 from kvhold.codecs.base import Codec

@@ -1,7 +1,7 @@
 """The contract of a codec.
 
-`frame_chunk` and `unframe_chunk` are the only callers, and check every size. Plugins use the entry
-point group "kvhold.codecs"; `kvhold.testing.CodecContract` tests them.
+Only `kvhold.codecs.chunk` calls a codec; it checks every size. Plugins use the entry point group
+"kvhold.codecs"; `kvhold.testing.CodecContract` tests them.
 """
 
 from typing import ClassVar, Protocol
@@ -10,12 +10,12 @@ from kvhold.core.layout import Layout
 
 
 class Codec(Protocol):
-    """A transform without state, made without arguments, called concurrently.
+    """A stateless transform. The class takes no arguments; threads share the object.
 
-    A layer always encodes to the same bytes, which contain the settings that a decoder needs.
+    A layer always encodes to the same bytes. They contain every setting that a decoder needs.
 
-    name:        1 to 16 visible ASCII characters; a new name for each format, because frames last
-    error_bound: the largest |decoded - original| in a layer over its largest |original|
+    name:        1 to 16 visible ASCII characters; each format needs its own, because frames last
+    error_bound: limit of a layer's largest |decoded - original| / largest |original|
     """
 
     name: ClassVar[str]
@@ -23,10 +23,10 @@ class Codec(Protocol):
     error_bound: ClassVar[float]
 
     def accepts(self, layout: Layout, group: int) -> bool:
-        """Whether this group can be encoded. If not, `lossless` writes it."""
+        """Whether the codec can encode this group. If not, `lossless` encodes it."""
 
     def max_size(self, layout: Layout, group: int, num_tokens: int) -> int:
-        """Return the most bytes of an encoded layer."""
+        """Return the largest size of an encoded layer, in bytes."""
 
     def encode(
         self,
@@ -56,6 +56,6 @@ class Codec(Protocol):
     ) -> None:
         """Decode one layer into all of `out`.
 
-        Do not trust `encoded`: for bytes that `encode` cannot write, raise FrameError("length") or
-        decode any values, in bounded memory and time.
+        Do not trust `encoded`. For bytes that `encode` cannot write, raise FrameError("length") or
+        write arbitrary values. Keep memory and time bounded.
         """

@@ -1,7 +1,7 @@
-"""Choose a chunk's codec: the tier's, or one within the request's options.
+"""Choose a chunk's codec: the tier's, or another one to meet the request's options.
 
-If a codec's error bound exceeds `max_error`, the frame's error is measured. `lossless` writes
-chunks that no other codec can.
+If a codec's error bound exceeds `max_error`, the frame's actual error is measured. `lossless`
+encodes the chunk if no other codec can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def frame_within(
     checksums: Sequence[int] | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
-    """Arguments and errors as for `frame_chunk`."""
+    """Encode and frame a chunk within its options. Arguments and errors as for `frame_chunk`."""
 
     def framed(by: Codec) -> Frame:
         return frame_chunk(
@@ -78,9 +78,9 @@ def frame_within(
 
 
 def measured_error(before: Elements, after: Elements, dtype: str) -> float:
-    """Return the largest |after - before| over the largest |before|, of elements as bits.
+    """Return the largest |after - before| / the largest |before|. Elements are given as bits.
 
-    Infinity: an infinity or NaN changed or is new.
+    The error is infinite if an infinity or NaN changed or appeared.
     """
     if np.array_equal(before, after):
         return 0.0

@@ -1,11 +1,11 @@
-"""cachegen: coarse bins, coded with probabilities by channel and token; 1/7 of a bfloat16.
+"""cachegen: coarse bins, coded with probabilities by channel and token. 1/7 of bfloat16's size.
 
 After CacheGen (Liu et al., SIGCOMM 2024). Differences:
 
-- A channel has one step (width of a bin) for all tokens, by its spread: an outlier costs bits, not
-  precision.
-- A channel's mean, in whole steps, is subtracted.
-- Channels of similar spread share up to 16 distributions.
+- A channel has one step (bin width) for all tokens. The channel's spread decides it, so an outlier
+  costs bits, not precision.
+- The channel's mean, rounded to whole steps, is subtracted.
+- Channels of similar spread share a distribution. There are up to 16.
 """
 
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
 RUN = 128
-SHARED = 32  # elements behind a choice of class and step
+SHARED = 32  # at least this many elements share a class and a step
 CLASSES = 16
-OCTAVES = 8  # 2**0 to 2**7 times the plane's base
+OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's base
 
-_LEAST = 2.0**-100  # else the inverses of steps are not finite
+_LEAST = 2.0**-100  # below it, inverses of steps are not finite
 _NEUTRAL = 2
 _HEAD = Struct("<fBBB")
 _COUNT = Struct("<I")
 
-# spreads, over the median, at which the step is an octave wider
+# spread / median spread, at which the step is an octave wider
 _WIDER = 2.0 ** np.arange(-6.0, 22.0, 4.0)
 # mean deviations, in steps, at which classes 2, 3 ... begin
 _CLASS_FROM = 2.0 ** ((np.arange(2, CLASSES) - 8.5) / 2)
@@ -43,9 +43,10 @@ _SHIFT_FROM = 2.0 ** ((np.arange(1 - bins.SHIFTS, bins.SHIFTS) - 0.5) / 2)
 
 @dataclass(frozen=True)
 class Fineness:
-    """Steps, in standard deviations of a normal channel. Early: the first quarter of the layers.
+    """Steps, in standard deviations of a normally distributed channel.
 
-    parts: a step is at most the layer's largest magnitude over this
+    early: in the first quarter of the layers
+    parts: a step is at most the layer's largest magnitude / parts
     """
 
     early_keys: float
@@ -70,7 +71,7 @@ class CacheGen(Quantised):
     """
 
     name: ClassVar[str] = "cachegen"
-    error_bound: ClassVar[float] = 0.15  # 1/7, and 8/7 of 1/256
+    error_bound: ClassVar[float] = 0.15  # 1/7 + 8/7 * 1/256
     fineness: ClassVar[Fineness] = Fineness(
         early_keys=0.9, keys=1.05, early_values=1.1, values=1.2, parts=3.5
     )
@@ -111,20 +112,20 @@ class CacheGen(Quantised):
 
 
 class CacheGenFine(CacheGen):
-    """Half the steps, at most 1/8 of the layer's largest: 1/5 of a bfloat16."""
+    """Steps half as wide, at most 1/8 of the layer's largest magnitude. 1/5 of bfloat16's size."""
 
     name: ClassVar[str] = "cachegen-fine"
-    error_bound: ClassVar[float] = 0.07  # 1/16, and 17/16 of 1/256
+    error_bound: ClassVar[float] = 0.07  # 1/16 + 17/16 * 1/256
     fineness: ClassVar[Fineness] = Fineness(
         early_keys=0.45, keys=0.52, early_values=0.55, values=0.6, parts=8
     )
 
 
 class CacheGenSmall(CacheGen):
-    """1.6 times the steps, at most 2/5 of the layer's largest: 1/9 of a bfloat16."""
+    """Steps 1.6 times as wide, at most 2/5 of the largest magnitude. 1/9 of bfloat16's size."""
 
     name: ClassVar[str] = "cachegen-small"
-    error_bound: ClassVar[float] = 0.21  # 1/5, and 6/5 of 1/256
+    error_bound: ClassVar[float] = 0.21  # 1/5 + 6/5 * 1/256
     fineness: ClassVar[Fineness] = Fineness(
         early_keys=1.45, keys=1.7, early_values=1.75, values=1.9, parts=2.5
     )
@@ -153,7 +154,7 @@ class _Steps:
         fineness: float,
         widest: float,
     ) -> "_Steps":
-        """Only comparisons and products decide: every machine chooses the same."""
+        """Decide by comparisons and products only, so that every machine chooses the same."""
         share = max(0, (-(-SHARED // place.tokens) - 1).bit_length())
         groups = _groups(place.heads, place.head_dim, share)
         sizes = np.bincount(groups) * place.tokens
@@ -167,7 +168,7 @@ class _Steps:
         ).astype(np.float64)
         wide = np.sort(spreads[spreads > 0])
         middling = float(wide[wide.size // 2]) if wide.size else largest / 16
-        # normal numbers are 0.8 standard deviations from their mean
+        # a normal distribution's mean deviation is 0.8 standard deviations
         base = np.float32(
             max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126))
         )
@@ -258,7 +259,7 @@ class _Coding:
 
     @classmethod
     def choose(cls, deviations: bins.Deviations, place: LayerShape, groups: Counts) -> "_Coding":
-        """Shift tokens if the gain is more than half a byte per run."""
+        """Use shifts if they save more than half a byte per run."""
         bounds = _bounds(place.heads, place.head_dim)
         found = bins.magnitudes(deviations, place.width, bounds)
         sizes = np.bincount(groups)
@@ -270,7 +271,7 @@ class _Coding:
             )
             - bins.SHIFTS
         )
-        # numbers sqrt(2) times as large or small cost 1/7 bit each, twice as large four times that
+        # a number off by a factor of sqrt(2) costs 1/7 bit, by a factor of 2 four times as much
         if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
             shifts = np.zeros((0, 0))
         else:

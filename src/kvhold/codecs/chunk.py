@@ -3,8 +3,8 @@
     frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
     unframe_layer(header, 3, arrived, into[a:b], layout=layout)       # layers in any order
 
-A codec that does not accept an engine's packing gets the canonical one, if kvhold can convert. Any
-thread, but not on an engine's path. The GIL is released.
+If a codec does not accept an engine's packing, kvhold converts the chunk to the canonical one,
+where it can. Any thread may call, but not one that an engine waits for. The GIL is released.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Frame:
 
 
 def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
-    """Return the layout that `codec` gets for a group. None: it does not accept the group."""
+    """Return the layout to pass to `codec` for a group. None: the codec does not accept it."""
     for candidate in (layout, canonical_twin(layout, group)):
         if candidate is not None and codec.accepts(candidate, group):
             return candidate
@@ -81,12 +81,12 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame's payload, so do not change it
-    checksums: [layers], if known, for a raw frame
+    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame refers to them: no changes
+    checksums: [layers], if known; only a raw frame uses them
     out:   at least `max_frame_bytes`; without it raw copies nothing
     align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
 
-    Raises LayoutError if layout or codec do not accept the chunk, ValueError if `out` is too small.
+    Raises LayoutError if the layout or the codec rejects the chunk, ValueError if `out` is short.
     """
     group = group_of(key, layout)
     layout.check_tokens(num_tokens)
@@ -175,11 +175,13 @@ def unframe_payload(
     view, target = memoryview(payload).cast("B"), memoryview(into).cast("B")
     if len(view) != header.payload_bytes:
         raise FrameError(
-            "length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}"
+            "length", f"a payload of {len(view)} bytes; the header says {header.payload_bytes}"
         )
     size = header.layer_bytes
     if len(target) != size * len(header.lengths):
-        raise ValueError(f"into has {len(target)} bytes, the chunk {size * len(header.lengths)}")
+        raise ValueError(
+            f"into has {len(target)} bytes, the chunk has {size * len(header.lengths)}"
+        )
     for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
         unframe_layer(
             header,
@@ -206,11 +208,11 @@ def unframe_layer(
     """
     source, target = memoryview(encoded).cast("B"), memoryview(into).cast("B")
     if len(target) != header.layer_bytes:
-        raise ValueError(f"into has {len(target)} bytes, a layer {header.layer_bytes}")
+        raise ValueError(f"into has {len(target)} bytes, a layer has {header.layer_bytes}")
     codec, group = find(header.codec), group_of(header.key, layout)
     if codec is None or (of_codec := arranged(codec, layout, group)) is None:
         raise FrameError(
-            "version", f"codec {header.codec!r} is not known here, or not for this layout"
+            "version", f"codec {header.codec!r} is unknown here, or rejects this layout"
         )
     verify_layer(header, layer, source)
     plain = target if of_codec is layout else memoryview(bytearray(len(target)))
@@ -252,6 +254,6 @@ def _encode_layer(
     )
     if not 0 <= length <= most:
         raise ValueError(
-            f"codec {codec.name!r} says that layer {layer} took {length} of {most} bytes"
+            f"codec {codec.name!r} reports {length} bytes for layer {layer}; it may use {most}"
         )
     return length

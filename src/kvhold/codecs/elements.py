@@ -1,4 +1,4 @@
-"""A layer's bytes as aligned elements for compiled code: payloads are not aligned."""
+"""View a layer's bytes as aligned elements: compiled code needs them, payloads are not aligned."""
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def written_elements(out: memoryview, kind: str) -> Iterator[Elements]:
 
 
 def is_quantisable(layout: Layout, group: int, dtypes: Container[str]) -> bool:
-    """Never a state: later tokens depend on states."""
+    """Whether codecs with a loss may encode the group. Never a state: later tokens depend on it."""
     place = layout.groups[group]
     return place.packing == CANONICAL and place.attention != "state" and place.dtype in dtypes
 
@@ -52,7 +52,7 @@ class Reader:
 
     def take(self, count: int) -> memoryview:
         if count > len(self._data) - self._at:
-            raise self.wrong(f"{count} bytes missing at {self._at} of {len(self._data)}")
+            raise self.wrong(f"needs {count} bytes at {self._at} of {len(self._data)}")
         self._at += count
         return self._data[self._at - count : self._at]
 

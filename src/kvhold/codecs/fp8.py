@@ -1,6 +1,6 @@
 """fp8: float8 e4m3, one byte per element, and a scale for each channel of a head.
 
-Some channels of keys are far larger than the others in every token.
+Scales are by channel because some channels of keys are far larger than others in every token.
 """
 
 from typing import ClassVar

@@ -48,7 +48,7 @@ _INT64, _UINT32, _UINT64 = 1 << 63, 1 << 32, 1 << 64
 
 @dataclass(frozen=True)
 class FrameSize:
-    """Within bounds, not verified."""
+    """The sizes in a frame's prefix: within bounds, but not verified."""
 
     header_bytes: int
     payload_bytes: int
@@ -58,8 +58,8 @@ class FrameSize:
 class FrameHeader:
     """A frame's description of its chunk.
 
-    layout:       16 bytes, its fingerprint
-    first_token:  its position in the prompt; K is rotated for it
+    layout:       the layout's fingerprint, 16 bytes
+    first_token:  the first token's position in the prompt; K is rotated for it
     packing:      CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks,
         block_bytes]
     lengths:      [layers] bytes of encoded layers, end to end in the payload
@@ -83,7 +83,7 @@ class FrameHeader:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """[layers] bytes from the payload."""
+        """[layers] bytes from the payload's start."""
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @cached_property
@@ -134,7 +134,7 @@ def checksum(data: Buffer) -> int:
 
 
 def encode_header(header: FrameHeader) -> bytes:
-    """Raises ValueError if no reader would accept the header."""
+    """Encode a header. Raises ValueError if no reader would accept it."""
     if fault := _fault(header):
         raise ValueError(f"not a frame's header: {fault[1]}")
     table = [0] * (3 * len(header.lengths))
@@ -184,10 +184,10 @@ def read_size(prefix: Buffer) -> FrameSize:
 
 
 def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
-    """Raises FrameError.
+    """Read and check a header. Raises FrameError.
 
     buffer:      the whole header; later bytes are ignored
-    frame_bytes: if known; finds a cut or padded frame
+    frame_bytes: the frame's size, if known, to detect a truncated or padded frame
     """
     view = memoryview(buffer).cast("B")
     size = read_size(view[:PREFIX_BYTES])
@@ -265,19 +265,19 @@ def check_identity(
 ) -> None:
     """Raise FrameError("identity") unless `header` describes the requested chunk.
 
-    first_token: None: any
+    first_token: None accepts any
     """
     group = group_of(key, layout)
     if header.key != key:
-        raise FrameError("identity", f"the key is {header.key.hex()}, asked was {key.hex()}")
+        raise FrameError("identity", f"the key is {header.key.hex()}, not {key.hex()}")
     if header.layout != layout.fingerprint:
         raise FrameError(
-            "identity", f"the layout is {header.layout.hex()}, asked was {layout.fingerprint.hex()}"
+            "identity", f"the layout is {header.layout.hex()}, not {layout.fingerprint.hex()}"
         )
     if header.num_tokens != num_tokens:
-        raise FrameError("identity", f"{header.num_tokens} tokens, asked was {num_tokens}")
+        raise FrameError("identity", f"{header.num_tokens} tokens, not {num_tokens}")
     if first_token is not None and header.first_token != first_token:
-        raise FrameError("identity", f"first token {header.first_token}, asked was {first_token}")
+        raise FrameError("identity", f"the first token is {header.first_token}, not {first_token}")
     found = (len(header.lengths), header.packing, header.dtype, header.shape)
     expected = (
         layout.groups[group].layers,
@@ -291,7 +291,7 @@ def check_identity(
 
 
 def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
-    """Raise FrameError unless `encoded` is this layer."""
+    """Raise FrameError unless `encoded` has this layer's length and checksum."""
     if len(encoded) != header.lengths[layer]:
         raise FrameError(
             "length", f"layer {layer} is {len(encoded)} bytes of {header.lengths[layer]}"
@@ -301,11 +301,11 @@ def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
 
 
 def verify(header: FrameHeader, payload: Buffer) -> None:
-    """Raise FrameError unless `payload` has the header's layers."""
+    """Raise FrameError unless all layers of `payload` match the header."""
     view = memoryview(payload).cast("B")
     if len(view) != header.payload_bytes:
         raise FrameError(
-            "length", f"a payload of {len(view)} bytes, stated are {header.payload_bytes}"
+            "length", f"a payload of {len(view)} bytes; the header says {header.payload_bytes}"
         )
     for layer, (offset, length) in enumerate(zip(header.offsets, header.lengths, strict=True)):
         verify_layer(header, layer, view[offset : offset + length])

@@ -1,6 +1,6 @@
 """k8v4: keys as in `int8`, values as in `kivi4`.
 
-Errors of keys change the attention, and so the whole answer.
+Keys get more bits because their errors change the attention, and so the whole answer.
 """
 
 from typing import ClassVar

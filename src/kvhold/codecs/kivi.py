@@ -24,8 +24,8 @@ class KIVI(Quantised):
     """A group stores its least and its largest value; 14 levels lie between them.
 
     |decoded - original| is at most 1/30 of their distance (or 2**-119, if that is more), plus half
-    a unit in the last place of the dtype. They are exact, unless they are less than 2**-119 apart.
-    Groups of zeros stay zeros. Latent KV (MLA) is coded like keys.
+    a unit in the last place of the dtype. The two stored values are exact, unless they are less
+    than 2**-119 apart. Groups of zeros stay zeros. Latent KV (MLA) is coded like keys.
     """
 
     name: ClassVar[str] = "kivi4"
@@ -61,7 +61,7 @@ class KIVI(Quantised):
 
 
 class KIVI2(KIVI):
-    """With two levels between the ends: errors up to 1/6 of the range."""
+    """Two levels lie between a group's ends, so errors reach 1/6 of the range."""
 
     name: ClassVar[str] = "kivi2"
     error_bound: ClassVar[float] = 0.338  # 1/3 + 1/256
@@ -151,7 +151,7 @@ def _read_ends(encoded: memoryview, place: LayerShape, shape: tuple[int, int, in
     ends = read_elements(encoded[:nbytes], place.kind).reshape(shape)
     order = _order(ends)
     if not all_finite(ends.reshape(-1), place.dtype) or (order[:, 0] > order[:, 1]).any():
-        raise place.wrong("the ends of a group that are not finite or in order")
+        raise place.wrong("the ends of a group are not finite or not in order")
     return ends
 
 

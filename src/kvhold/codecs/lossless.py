@@ -1,6 +1,6 @@
 """lossless: byte planes of the elements; planes that compress are coded by rANS.
 
-If it saves bytes, each channel's mean exponent is subtracted.
+Each channel's mean exponent is subtracted if that saves bytes.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from kvhold.kernels.numba_rans import Bytes
 
 PLAIN, CONSTANT, CODED_PLANE, BIASED_PLANE = range(4)
 
-# the exponent's step in the first byte of a rotated element
+# a step of the exponent, in the first byte of an element with rotated bits
 _EXPONENT_STEP = {
     "float64": 1,
     "float32": 1,
@@ -36,9 +36,9 @@ _SYMBOL = Struct("<BH")
 class _Cut:
     """How a layer is split.
 
-    parts: with separate frequencies, the planes
+    parts: the planes, which have separate frequencies
     width: elements of a token
-    step:  of the exponent
+    step:  an exponent's step in the first byte
     """
 
     parts: int

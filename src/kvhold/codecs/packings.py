@@ -1,6 +1,6 @@
 """Convert known packings of engines to the canonical one, for codecs with a loss, and back.
 
-Bytes only change places.
+Only the order of the bytes changes.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ def is_known(group: Group) -> bool:
 
 @lru_cache(64)
 def canonical_twin(layout: Layout, group: int) -> Layout | None:
-    """None: the packing is unknown."""
+    """Return the layout with canonical packing for a group. None: its packing is unknown."""
     place = layout.groups[group]
     if not is_known(place):
         return None

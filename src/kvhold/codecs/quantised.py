@@ -108,14 +108,14 @@ class Quantised(ABC):
 
     @abstractmethod
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
-        """Write form and codes. Return the bytes, at most `place.nbytes`.
+        """Write the form and the codes. Return the number of bytes, at most `place.nbytes`.
 
         None: store the layer unchanged.
         """
 
     @abstractmethod
     def _restore(self, encoded: memoryview, place: LayerShape, target: Elements) -> None:
-        """The form is not RAW. Trust nothing else."""
+        """Decode a layer whose form is not RAW. Trust nothing else in it."""
 
     def _place(self, layout: Layout, group: int, layer: int, num_tokens: int) -> LayerShape:
         found = layout.groups[group]

@@ -1,4 +1,4 @@
-"""Codecs by name: kvhold's and plugins' (entry points in the group "kvhold.codecs")."""
+"""Codecs by name: kvhold's own, and plugins (entry points in the group "kvhold.codecs")."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ENTRY_POINTS = "kvhold.codecs"
 
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
-# an import of any codec but raw compiles
+# importing any codec but raw compiles code
 _OURS: dict[str, EntryPoint] = {
     name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
     for name, place in {
@@ -41,9 +41,9 @@ def codec_names() -> tuple[str, ...]:
 
 
 def make_codec(name: str) -> Codec:
-    """One object per process. The first use on a machine may compile for half a minute.
+    """Return the process's object. The first use on a machine may compile for half a minute.
 
-    Raises ConfigError if it is unknown or cannot be loaded.
+    Raises ConfigError if the codec is unknown or cannot be loaded.
     """
     check_codec(name)
     return _instance(name)
@@ -64,7 +64,7 @@ def check_codec(name: str) -> None:
 def find_codec(name: str) -> Codec | None:
     """Return the codec for a frame's header. None: unknown, or cannot be loaded (logged)."""
     if name not in _OURS and name not in _plugins():
-        return None  # not cached: it may come from another host
+        return None  # not cached: other hosts may send any name
     try:
         return _instance(name)
     except ConfigError as error:

@@ -1,10 +1,10 @@
-"""Encrypted frames (AES-256-GCM): a tier cannot read, swap or alter chunks.
+"""Encrypted frames (AES-256-GCM): a tier cannot read chunks, nor swap or alter them unnoticed.
 
     parts = keyring.seal((header, payload), key=key, tenant="acme")
     frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
 
 Each frame has its own key (HKDF-SHA256; see docs/format.md). So a tenant's key may seal any number
-of frames, and no frame is unsealed as another chunk or for another tenant.
+of frames. A frame cannot be unsealed as another chunk or for another tenant.
 
 A tenant's first key seals; all its keys unseal. Any thread; the GIL is released.
 """
@@ -26,7 +26,7 @@ MAGIC = b"\x89kvseal\n"
 VERSION = 1
 KEY_BYTES = 32
 _TAG_BYTES = 16
-_SPARE_BYTES = 16  # the library needs them behind its output
+_SPARE_BYTES = 16  # the library needs them after its output
 _HEAD = Struct("<8sHH8s32s")  # magic, version, flags, identity of the key, random bytes
 OVERHEAD_BYTES = _HEAD.size + _TAG_BYTES
 
@@ -42,7 +42,7 @@ class _Key:
 
 
 class Keyring:
-    """Keys by tenant. The keys of "" are for tenants without their own."""
+    """Keys by tenant. The keys of "" are for tenants without keys."""
 
     def __init__(self, keys: Mapping[str, Sequence[bytes]]) -> None:
         """Raises ConfigError. keys: KEY_BYTES each."""
@@ -70,7 +70,7 @@ class Keyring:
             kind, colon, place = source.partition(":")
             if not equals or not colon or kind not in ("file", "env") or not place:
                 raise ConfigError(
-                    f"encryption.keys: {tenant!r} is followed by no =file:PATH or =env:NAME"
+                    f"encryption.keys: {tenant!r} needs =file:PATH or =env:NAME after it"
                 )
             keys.setdefault(tenant, []).append(_read_key(kind, place, environ))
         return cls(keys)
@@ -113,12 +113,12 @@ class Keyring:
         if magic != MAGIC or version != VERSION or flags:
             raise FrameError(
                 "sealed",
-                f"it begins with {head[:12].hex()}, which is no sealed frame of a known version",
+                f"it begins with {head[:12].hex()}: not a sealed frame, or an unknown version",
             )
         known = next((one for one in self._of(tenant) if one.identity == identity), None)
         if known is None:
             raise FrameError(
-                "sealed", f"by key {identity.hex()}, which is none of {tenant or 'the common ones'}"
+                "sealed", f"its key {identity.hex()} is none of {tenant or 'the common ones'}"
             )
         secret, nonce = _derived(known, head, key, tenant)
         end = len(sealed) - _TAG_BYTES
@@ -165,13 +165,13 @@ def _read_key(kind: str, place: str, environ: Mapping[str, str]) -> bytes:
                 raw = file.read(1024)
         except OSError as error:
             raise ConfigError(f"{where}: {error.strerror}") from None
-    # 32 ASCII characters are a weak key, or a cut one
+    # 32 ASCII characters are a weak key, or a truncated one
     as_is = None if raw.isascii() else raw
     for found in (as_is, _hex(raw.strip()), _base64(raw.strip())):
         if found is not None and len(found) == KEY_BYTES:
             return found
     raise ConfigError(
-        f"{where} is not a key: {KEY_BYTES} bytes, as they are, in hexadecimal or in "
+        f"{where} is not a key: {KEY_BYTES} bytes, raw, in hexadecimal or in "
         "base64 (`openssl rand -hex 32`)"
     )
 

@@ -1,4 +1,4 @@
-"""turboquant4: 4 bits per channel of a randomly rotated vector, which makes channels equal.
+"""turboquant4: 4 bits per channel of a randomly rotated vector. Rotation makes channels alike.
 
 After Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate"
 (2025). The rotation is a Hadamard matrix with random signs.
@@ -17,7 +17,7 @@ from kvhold.kernels import numba_hadamard as turns
 from kvhold.kernels.numba_floats import Floats
 from kvhold.kernels.numba_quantise import all_finite
 
-LIMIT = 0.145  # over the layer's largest magnitude
+LIMIT = 0.145  # of the layer's largest magnitude
 
 
 class TurboQuant4(Quantised):
@@ -28,7 +28,7 @@ class TurboQuant4(Quantised):
     """
 
     name: ClassVar[str] = "turboquant4"
-    error_bound: ClassVar[float] = 0.15  # 0.145, and 1.145 / 256
+    error_bound: ClassVar[float] = 0.15  # 0.145 + 1.145 / 256
 
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         heads, head_dim = elements.size // place.head_dim, place.head_dim
@@ -61,9 +61,7 @@ class TurboQuant4(Quantised):
             raise place.wrong(f"{len(encoded)} bytes of the form {encoded[0]}")
         scales: Floats = read_elements(encoded[1:begin], "<f4").reshape(heads, -1)
         if not ((scales >= 0) | (scales == turns.KEPT)).all() or not np.isfinite(scales).all():
-            raise place.wrong(
-                "a scale that is neither that of a kept vector nor zero or more, and finite"
-            )
+            raise place.wrong("a scale that is negative or not finite")
         found = list(_kept(scales, head_dim))
         sizes = [
             int(np.count_nonzero(kept)) * (channels.stop - channels.start)
