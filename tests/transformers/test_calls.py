@@ -285,7 +285,7 @@ REFUSED = [
     ),
     pytest.param(
         lambda: model_of(MambaConfig(vocab_size=211, hidden_size=32, num_hidden_layers=2)),
-        "LinearAttentionLayer|does not leave",
+        "LinearAttentionLayer|does not store",
         id="a state",
     ),
     pytest.param(
@@ -324,7 +324,7 @@ REFUSED = [
     ),
     pytest.param(
         lambda: model_of(XLNetConfig(vocab_size=211, d_model=32, n_layer=2, n_head=4, d_inner=32)),
-        "does not leave",
+        "does not store",
         id="another cache",
     ),
     pytest.param(

@@ -226,7 +226,7 @@ class TestParts:
 
     def test_mla_that_cannot_go_on_from_loaded_kv_is_refused(self, config: VllmConfig) -> None:
         config.scheduler_config.enable_chunked_prefill = False
-        with pytest.raises(LayoutError, match="without what was loaded"):
+        with pytest.raises(LayoutError, match="without the loaded KV"):
             of_width(config, 1, groups(latent()))
         assert of_width(config, 1, groups(full())).whole_prompt_fits
 
@@ -339,7 +339,7 @@ class TestDrafters:
             of_width(config, 1, groups(sliding(), full()))
         config.speculative_config = SimpleNamespace(method="draft_model")
         with pytest.raises(
-            LayoutError, match="a drafter beside other than full attention has not been shown"
+            LayoutError, match="a drafter with attention that is not full has not been shown"
         ):
             of_width(config, 1, groups(sliding(), full()))
         of_width(config, 1, groups(sliding(), full()), allow_unproven=True)
@@ -413,7 +413,7 @@ class TestCoded:
         of_width(config, 1, groups(full()), memory_codec="int8", rules=RulesConfig(max_error=0.01))
 
     @pytest.mark.parametrize(
-        ("wrong", "says"), [("gather", "encodes otherwise"), ("scatter", "decodes otherwise")]
+        ("wrong", "says"), [("gather", "encode differently"), ("scatter", "decode differently")]
     )
     def test_a_device_that_makes_other_bits_is_found(
         self, config: VllmConfig, wrong: str, says: str

@@ -1644,7 +1644,7 @@ class TestRefusals:
 
     def test_of_heads_that_cannot_be_divided(self, folder: Path) -> None:
         options = Options(folder)
-        with pytest.raises(LayoutError, match="head_shards is 3; 1 workers with 4 heads each"):
+        with pytest.raises(LayoutError, match="head_shards is 3, but 1 workers with 4 heads each"):
             geometry_of(
                 make_config(options, Path("unused")),
                 make_kv_config(options, num_kv_heads=4),

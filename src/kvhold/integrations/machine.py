@@ -1,4 +1,4 @@
-"""Facts of machine and libraries that change the last bits of KV."""
+"""Facts about the machine and its libraries that change the last bits of KV."""
 
 import os
 import platform
@@ -53,12 +53,12 @@ HARMLESS = Table.of(
         "what is logged": "DNNL_VERBOSE ONEDNN_VERBOSE MKL_VERBOSE FLASHINFER_LOGGING_LEVEL",
     }
 ).harmless
-"""Variables of libraries that are left out, each with the reason."""
+"""Variables of libraries that are not named, each with the reason."""
 
 
 @lru_cache(maxsize=1)
 def processor_facts() -> Mapping[str, str]:
-    """Return maker and vector instructions, which choose kernels."""
+    """Return the processor's maker and vector instructions. They decide which kernels run."""
     maker, flags = "", ""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -5,7 +5,7 @@ import logging
 log = logging.getLogger(__name__)
 
 TESTED = {"vLLM": ("0.32",), "SGLang": ("0.5.23",), "transformers": ("5.19",)}
-"""Versions by engine. A version stands for all that continue it."""
+"""Tested versions by engine. "0.32" stands for 0.32.1 too."""
 
 _said: set[str] = set()
 
@@ -22,8 +22,8 @@ def warn_if_untested(engine: str, version: str) -> None:
         return
     _said.add(engine)
     log.warning(
-        "kvhold: %s %s is not a tested version (%s is). An unknown setting gives its KV another "
-        "name. Before you rely on it, run: kvhold verify",
+        "kvhold: %s %s is not a tested version (%s is). A setting that kvhold does not know "
+        "gives the KV another name. Before you rely on this version, run: kvhold verify",
         engine,
         version,
         ", ".join(TESTED[engine]),

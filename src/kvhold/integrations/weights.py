@@ -1,8 +1,8 @@
 """Identify weights by their content, equally on every host.
 
-Every file counts, except `HARMLESS_FILES`. Files are hashed whole (xxh3, 128 bits, against
+Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits: against
 accidents, not forgery). Digests are kept in the user's cache folder, by path, size, times and
-inode. They count only if whole and this user's own.
+inode. A kept digest counts only if it is undamaged and belongs to this user.
 """
 
 import logging
@@ -44,13 +44,13 @@ HARMLESS_FILES = {
     "logs, locks and files that are not complete": "*.log *.lock *.incomplete *.tmp "
     "events.out.tfevents.*",
 }
-"""Names of files that are left out, by the reason.
+"""Names of files that do not count, by the reason.
 
-Files and folders that begin with a dot, and __pycache__, are left out, too.
+Files and folders that begin with a dot, and __pycache__, do not count, either.
 """
 
 ALWAYS_NAMED = "*.safetensors *.bin *.pt *.pth *.ckpt *.gguf *.npz *.tensors *.py"
-"""Names of files that hold weights or code, and count whatever else their names say
+"""Names of files with weights or code. They count even if `HARMLESS_FILES` matches
 (`tokenizer-codec.safetensors`).
 """
 
@@ -60,7 +60,7 @@ _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in
 def model_identity(model: str, revision: str | None, *, cache_dir: str | None = None) -> str:
     """Return "content:<digest>" or "hub:<name>@<commit>".
 
-    cache_dir: the weights' hub cache; default: that of the settings
+    cache_dir: the weights' hub cache; None: the hub's default
 
     Raises LayoutError if the weights cannot be identified.
     """
@@ -128,7 +128,7 @@ def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
         if len(found) > _MAX_FILES:
             raise LayoutError(
                 f"{folder} holds more than {_MAX_FILES} files, so its weights cannot be "
-                "told; set model_id"
+                "identified; set model_id"
             )
     return sorted(path for path in found if path.is_file())
 
@@ -147,14 +147,14 @@ def _is_harmless(name: str) -> bool:
 def _digest_of(folder: Path, files: list[Path]) -> str:
     if not files:
         raise LayoutError(
-            f"the model folder {folder} holds no weights to tell it by; set model_id to a "
-            "name that is theirs alone"
+            f"the model folder {folder} holds no weights to identify it by; set model_id to a "
+            "unique name"
         )
     try:
         total = sum(file.stat().st_size for file in files)
         if total >= _WORTH_A_LINE:
             log.info(
-                "kvhold: telling %s of weights by their content; their digests are kept "
+                "kvhold: hashing %s of weights to identify them; the digests are kept "
                 "for the next start",
                 format_size(total),
             )
@@ -171,7 +171,7 @@ def _file_digest(path: Path) -> str:
     digest = _noted(folder / name, state) if _is_ours(folder) else None
     if digest is None:
         digest = _hash(path)
-        # a change in the same moment keeps the state
+        # a change within the clock's resolution would not change the state
         if _state_of(path) == state and _last_change(path) < time.time_ns() - _SETTLED_NS:
             _keep(folder / name, state, digest)
     return digest
@@ -212,7 +212,7 @@ def _noted(note: Path, state: bytes) -> str | None:
 
 
 def _keep(note: Path, state: bytes, digest: str) -> None:
-    """The note is written whole or not at all."""
+    """Write a note with a digest, whole or not at all."""
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(note.parent):
@@ -231,7 +231,7 @@ def _check(state: bytes, digest: str) -> str:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder is this user's; closes it to others."""
+    """Whether the folder belongs to this user. Denies other users access."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -260,7 +260,7 @@ def _commit_in(folder: Path, model: str, revision: str | None) -> str:
         if _COMMIT.fullmatch(commit) and (place / "snapshots" / commit).is_dir():
             return commit
     raise LayoutError(
-        f"cannot tell which weights {model!r} names, because {folder} has no snapshot of its "
+        f"cannot identify the weights of {model!r}, because {folder} has no snapshot of its "
         "revision; set model_id"
     )
 
@@ -274,7 +274,7 @@ def _in_hub_cache(model: str, revision: str | None, names: Sequence[str]) -> Pat
             if isinstance(found, str):
                 return Path(found)
     raise LayoutError(
-        f"cannot tell which weights {model!r} names, because it is no folder and not in "
+        f"cannot identify the weights of {model!r}: it is not a folder, and not in "
         "the local hub cache; set model_id"
     )
 
@@ -285,7 +285,7 @@ def _snapshot_of(path: Path) -> str:
 
 
 def _code_files(auto_map: object) -> list[tuple[str, str]]:
-    """Return (repository or nothing, file) of each class."""
+    """Return (repository, file) of each class. An empty repository is the model's own."""
     found = []
     for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
         for reference in value if isinstance(value, (list, tuple)) else (value,):

@@ -1,4 +1,4 @@
-"""kvhold in SGLang, below its host memory and beside its radix tree.
+"""kvhold in SGLang: a storage below its host memory, or a linker at its radix tree.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic
         --hicache-storage-backend-extra-config '{"backend_name": "kvhold", "module_path":

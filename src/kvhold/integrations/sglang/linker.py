@@ -7,9 +7,9 @@
     after it       -> finish_layer_wise_loading
     insert         -> offload
 
-SGLang aborts a request whose load fails. So one rank accepts a load only with its pages pinned.
-Several ranks must decide alike, and accept every load. SGLang's scheduler calls; copies run on two
-threads.
+SGLang aborts a request whose load fails. So a single rank accepts a load only if its pages are
+pinned. Several ranks must decide alike, so they accept every load. SGLang's scheduler thread calls;
+copies run on two other threads.
 """
 
 import logging
@@ -44,7 +44,7 @@ from kvhold.memory.placement import place_own_threads, place_this_thread
 
 log = logging.getLogger(__name__)
 
-_PINNED_S = 30.0  # a hit's wait for its load
+_PINNED_S = 30.0  # how long a hit stays pinned for its load
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return list(range(1, num_pages + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load. False, with one rank only: its pages are not pinned.
+        """Queue a load. False: its pages are not pinned (a single rank only).
 
         Raises ValueError for a second load, and for missing keys or indices.
         """
@@ -184,7 +184,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return queued is not None
 
     def start_layer_wise_loading(self) -> int:
-        """Return the number for waiting; -1: nothing is queued."""
+        """Start the queued loads. Return the index to wait with; -1: nothing is queued."""
         if not self._queued:
             return -1
         loads, self._queued = list(self._queued.values()), {}
@@ -194,7 +194,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait until the batch writes no more. True: all arrived."""
+        """Wait until the batch has stopped writing. True: all its pages arrived."""
         return bool(self.layer_done_counter.finish(counter_index))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
@@ -217,7 +217,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return self._offloaded.qsize()
 
     def pop_completed_offload(self) -> bool:
-        """Consume the oldest offload. True: all cached."""
+        """Take the oldest completed offload. True: all its pages are cached."""
         return self._offloaded.get_nowait()
 
     def reset(self) -> None:

@@ -1,11 +1,11 @@
 """Name SGLang's pages: page hashes as chunk names, the engine's settings as a namespace.
 
 SGLang names a page by chained SHA-256 over all tokens up to its end, the adapter's id and the cache
-salt. The namespace has the rest. Each rank looks up its own part; tensor parallel ranks with equal
-KV (MLA) share.
+salt. The namespace names everything else. Each rank looks up its own part; tensor parallel ranks
+with equal KV (MLA) share one.
 
-A hash becomes 20 bytes by blake2b (RFC 7693), salted so that names tell nothing about another
-namespace.
+blake2b (RFC 7693) turns a hash into 20 bytes. Its salt is the namespace, so that names tell nothing
+about another namespace.
 """
 
 import logging
@@ -55,12 +55,12 @@ SHARES = {
     "expert_parallel": ("sglang.ep_size",),
     "environment": ("environment.",),
 }
-"""Words of the setting `share`, and the facts that each leaves out; a dot at the end: a prefix."""
+"""Words of the setting `share`, and the facts that each word leaves out. A final dot: a prefix."""
 
 
 @dataclass(frozen=True)
 class SGLangEngine:
-    """kv_dtype: contents of a pool of bare bytes; empty: unknown"""
+    """kv_dtype: the dtype in a pool that SGLang declares as bytes; empty: unknown"""
 
     model: str
     facts: Facts = NO_FACTS
@@ -79,7 +79,7 @@ class PagePart:
 
 
 def engine_of(settings: SGLangSettings) -> SGLangEngine:
-    """Raises LayoutError if weights or adapters cannot be identified."""
+    """Describe this engine. Raises LayoutError for unidentified weights or adapters."""
     model_id = settings.config.model_id
     try:
         args = runtime_context.get_server_args()
@@ -87,7 +87,7 @@ def engine_of(settings: SGLangSettings) -> SGLangEngine:
         if not model_id:
             raise LayoutError(
                 "model_id must be set: SGLang's settings are not published here, so the "
-                "weights cannot be told"
+                "weights cannot be identified"
             ) from None
         return SGLangEngine(model_id, kv_dtype=settings.kv_dtype)
     facts = _server_facts(args, settings)
@@ -96,7 +96,7 @@ def engine_of(settings: SGLangSettings) -> SGLangEngine:
     if args.quantization_param_path:
         facts["scales"] = repr(_file_digest(args.quantization_param_path))
     if args.load_format == "dummy":
-        facts["sglang.random_seed"] = repr(args.random_seed)  # makes the weights
+        facts["sglang.random_seed"] = repr(args.random_seed)  # decides the dummy weights
     model = model_id or model_identity(args.model_path, args.revision, cache_dir=args.download_dir)
     kv_dtype = settings.kv_dtype or KV_DTYPES.get(str(args.kv_cache_dtype), "")
     return SGLangEngine(model, Facts.of(facts), kv_dtype, title=str(args.model_path))
@@ -202,7 +202,7 @@ def query_of(namespace: Namespace, keys: Sequence[str]) -> Query:
 
 
 def check_keys(keys: Sequence[object]) -> None:
-    """Raise ValueError for a key that is no hash."""
+    """Raise ValueError for a key that is not a page's hash."""
     for number, key in enumerate(keys):
         if not isinstance(key, str) or not key:
             raise ValueError(f"keys[{number}] is {key!r}; a page's hash, as text, was expected")

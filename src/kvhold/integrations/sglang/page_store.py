@@ -1,6 +1,6 @@
 """Count, load and store the pages of one pool, by SGLang's hashes.
 
-A lookup ends at the first missing page, so pages behind a gap cost one lookup each. Errors are
+A lookup ends at the first missing page, so each missing page costs another lookup. Errors are
 logged, never raised: the page is a miss or is not stored. Any thread.
 """
 
@@ -64,11 +64,11 @@ class PageStore:
             self._cache.register(self.namespace)
 
     def count(self, keys: Sequence[str]) -> int:
-        """Count the pages present from the first on. Loads them into memory."""
+        """Count the pages before the first missing one. Loads them into memory."""
         return self._find(keys, self._until()) or 0
 
     def find(self, keys: Sequence[str]) -> Hit | None:
-        """Pin the pages present from the first on; None: there are none."""
+        """Pin the pages before the first missing one; None: there are none."""
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("lookup"):
@@ -88,21 +88,21 @@ class PageStore:
         return None
 
     def present(self, keys: Sequence[str], *, wait: bool = True) -> list[bool]:
-        """Return which pages are present. wait: for lower tiers too."""
+        """Return which pages are present. wait: wait for lower tiers too."""
         there = [False] * len(keys)
         for first, pages in self._walk(keys, self._until() if wait else 0.0):
             there[first : first + pages] = [True] * pages
         return there
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
-        """Copy the present pages out and return which. Others may be partly written."""
+        """Copy the present pages out. Return which ones arrived; others may be partly written."""
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
         def take(first: int, lease: Lease) -> None:
             first += lease.first_chunk
             places = tuple(lease.chunks(group) for group in self._groups)
             scatter(first, lease.buffer, places)
-            lease.verify(self.namespace.layout)  # if copied without kvhold's copier
+            lease.verify(self.namespace.layout)  # chunks that no copier has verified
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 

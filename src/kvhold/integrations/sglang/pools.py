@@ -1,10 +1,10 @@
-"""Where a page lies in SGLang's pools, and how it becomes a chunk.
+"""Find a page in SGLang's pools, and copy it to and from a chunk.
 
 Plain KV (MHA, MLA) becomes canonical chunks, which servers with other layouts can use. K and V of
 different widths are two groups. Other pages are opaque bytes, if SGLang can flatten them
-completely. Classes must match exactly: a subclass may keep more.
+completely. A pool's class must match exactly: a subclass may keep more data.
 
-Any thread; two must not write the same pages.
+Any thread may call, but two threads must not write the same pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Places: TypeAlias = Sequence[ChunkBytes]
 
-# integers by element size
+# integer dtypes by element size
 _FIELD_OF = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -44,7 +44,7 @@ class Pages(Protocol):
 
     @property
     def identity(self) -> str:
-        """Text that the layout does not say."""
+        """Text that distinguishes KV with the same layout."""
 
     def ids(self, indices: "torch.Tensor", num_pages: int) -> Int64s:
         """Return [num_pages] page numbers of `num_pages * page size` slots.
@@ -74,14 +74,14 @@ class Pages(Protocol):
 def host_pages(pool: Any, *, kv_dtype: str, threads: int) -> Pages:
     """Return a host pool's pages. Raises LayoutError.
 
-    kv_dtype: contents of a uint8 pool
+    kv_dtype: the dtype in a uint8 pool
     """
     pages = _plain_host_pages(pool, kv_dtype, threads)
     return pages if pages is not None else _opaque_host_pages(pool)
 
 
 def device_pages(pool: Any, *, page_size: int, kv_dtype: str, threads: int) -> "PlainPages":
-    """Raises LayoutError for a pool without plain KV."""
+    """Return a device pool's pages. Raises LayoutError for a pool without plain KV."""
     dtype = str(getattr(pool, "dtype", kv_dtype)).removeprefix("torch.")
     if (
         type(pool) is MHATokenToKVPool
@@ -149,7 +149,7 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
         if not kv_dtype:
             raise LayoutError(
                 "kv_cache_dtype must be set: the pool holds bare bytes, and SGLang does "
-                "not say of which fp8"
+                "not say which fp8 they are"
             )
         dtype = kv_dtype
     if dtype not in DTYPE_BYTES:
@@ -164,7 +164,7 @@ def _plain_host_pages(pool: Any, kv_dtype: str, threads: int) -> "PlainPages | N
 class _Arranged:
     """How a host pool arranges its pages.
 
-    axes: of the tensor that `layer(plane, layer)` returns
+    axes: the axes of the tensor that `layer(plane, layer)` returns
     flat: axes of a flat page: l(ayer), p(lane), t(oken), h(ead), d(im)
     """
 
@@ -225,7 +225,7 @@ def _plain(
     flat: str | None,
     identity: str,
 ) -> "PlainPages":
-    """planes: for each, heads, width and a tensor a layer."""
+    """planes: (heads, width, one tensor per layer) of each plane."""
     alike = len({(heads, dim) for heads, dim, _ in planes}) == 1
     parts = [planes] if alike else [[plane] for plane in planes]
     views = []
@@ -246,9 +246,9 @@ def _plain(
 
 @dataclass(frozen=True)
 class PlainPages:
-    """Plain KV, one view a group.
+    """Plain KV, one view per group.
 
-    slots: more than a page's tokens if ranks share them
+    slots: of a page; more than its tokens if ranks share it
     identity: distinguishes KV of the same shape
     """
 
@@ -279,7 +279,7 @@ class PlainPages:
         """Raises KVHoldError if a page is absent."""
         places = [lease.chunks(group).first(len(ids)) for group in range(len(self.views))]
         if any((place.offsets == ABSENT).any() for place in places):
-            raise KVHoldError("a page of the lease is not there")
+            raise KVHoldError("a page of the lease is absent")
         return self.pieces(ids, lease.buffer, places)
 
     def takes_flat(self, page: object) -> bool:
@@ -350,8 +350,8 @@ def _opaque_host_pages(pool: Any) -> "OpaquePages":
         raise LayoutError(f"{_named(pool)}: SGLang cannot flatten its pages ({error})") from None
     if sample.nbytes != wanted:
         raise LayoutError(
-            f"{_named(pool)}: a flat page has {sample.nbytes} bytes and the pool keeps "
-            f"{wanted} for it; some would be lost"
+            f"{_named(pool)}: a flat page has {sample.nbytes} bytes, but a page in the pool has "
+            f"{wanted}; some would be lost"
         )
     what = [
         type(pool).__module__,

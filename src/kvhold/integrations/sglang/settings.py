@@ -32,7 +32,7 @@ class SGLangSettings:
     """The user's settings.
 
     embedded: the cache is in this process
-    kv_dtype: contents of bare-byte pools; empty: as SGLang says
+    kv_dtype: the dtype in pools of bare bytes; empty: as SGLang says
     """
 
     config: Config
@@ -40,7 +40,7 @@ class SGLangSettings:
     kv_dtype: str = ""
 
     def open(self, name: str) -> Cache:
-        """Raises NodeError, or CapacityError for an embedded cache."""
+        """Open the cache. Raises NodeError, or CapacityError for an embedded cache."""
         return LocalCache(self.config) if self.embedded else connect(self.config, name=name)
 
 

@@ -1,7 +1,7 @@
 """Move pages between SGLang's host pools and the cache.
 
 SGLang calls from its prefetch and backup threads. Wrong arguments raise ValueError before any copy.
-A fault of the cache is a miss or an unstored page. `interface_v1: 1` saves a copy each way.
+A fault of the cache is a miss or an unstored page. `interface_v1: 1` saves one copy per direction.
 """
 
 import logging
@@ -29,11 +29,11 @@ from kvhold.integrations.versions import warn_if_untested
 log = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
-_SHARDED = frozenset({str(PoolName.MAMBA)})  # differ between ranks with equal KV
+_SHARDED = frozenset({str(PoolName.MAMBA)})  # differs even between ranks with equal KV
 
 
 class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
-    """One rank's pages, all misses before `register_mem_pool_host`."""
+    """One rank's pages. Before `register_mem_pool_host`, every page is a miss."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
@@ -50,7 +50,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._cache = settings.open("sglang")
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Raises LayoutError if the pool's pages are not known to come back exactly."""
+        """Serve the KV pool. Raises LayoutError unless its pages are known to come back exactly."""
         self.mem_pool_host = mem_pool_host
         self._learn(mem_pool_host, _KV)
 
@@ -126,7 +126,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Return flat pages; None for another size or dtype than the pool's."""
+        """Return flat pages. None: a miss, or a target of the wrong size or dtype."""
         check_keys(keys)
         if target_locations is not None and len(target_locations) != len(keys):
             raise ValueError(f"target_locations: {len(target_locations)} for {len(keys)} keys")
@@ -159,7 +159,7 @@ class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store flat pages. True: all are present now."""
+        """Store flat pages. True: all pages are present now."""
         check_keys(keys)
         values = [] if values is None else values
         if len(values) != len(keys):

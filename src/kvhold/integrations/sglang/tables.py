@@ -1,7 +1,7 @@
 """The settings of SGLang that name a namespace, and why the others do not.
 
-Each field of SGLang 0.5.23's ServerArgs is listed once. A later field splits the cache until it is
-listed.
+Each field of SGLang 0.5.23's ServerArgs is listed once. A field of a later version splits the cache
+until it is listed.
 """
 
 from kvhold.core.naming import Table

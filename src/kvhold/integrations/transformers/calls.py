@@ -52,7 +52,7 @@ class GenerateCall:
 
     input_ids: [rows, tokens]
     most: loadable tokens of each row; the model computes at least one
-    expand: sequences that generate makes of each row
+    expand: sequences that `generate` makes from each row
     searched: a row of the cache may mix sequences (beams)
     """
 
@@ -138,7 +138,7 @@ def _unfit(model: Any, input_ids: Any, mask: Any) -> str | None:
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
-        return "the attention_mask is not of the prompt's shape"
+        return "the attention_mask does not have the prompt's shape"
     return None if bool((mask == 1).all()) else "the prompt is padded"
 
 

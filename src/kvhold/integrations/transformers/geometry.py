@@ -1,7 +1,7 @@
-"""Find the shape of a model's KV in a cache that it has filled.
+"""Find the shape of a model's KV: let the model fill a cache, and inspect the cache.
 
-Two prompts of two tokens begin with the same token. If its KV differs, the model looks ahead. A
-model is refused unless its KV is one K and V per token and layer.
+The probe is two prompts of two tokens that begin with the same token. If this token's KV differs,
+the model looks ahead. A model is refused unless its KV is one K and V per token and layer.
 """
 
 import json
@@ -46,8 +46,9 @@ class CacheGeometry:
         return cache
 
     def view(self, cache: DynamicCache) -> View:
-        """Return a view: block b is row b, slot `b * num_tokens + t` its token t. Raises
-        LayoutError.
+        """Return a view. Block b is row b; slot `b * num_tokens + t` is token t of row b.
+
+        Raises LayoutError for layers that are not a DynamicLayer.
         """
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise LayoutError(
@@ -75,8 +76,7 @@ def geometry_of(model: Any, *, tokens_per_chunk: int) -> CacheGeometry:
         model(input_ids=prompts, past_key_values=cache, use_cache=True)
     if any(layer.get_seq_length() != prompts.shape[1] for layer in cache.layers):
         raise LayoutError(
-            f"{type(model).__name__} does not leave each token in every layer of the cache "
-            "it is given"
+            f"{type(model).__name__} does not store each token in every layer of the given cache"
         )
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     _check_alike(tensors)
@@ -134,7 +134,7 @@ def _refuse_unproven(model: Any) -> None:
     unsteady = sorted(_rotary_types(text) - set(_STEADY_ROTARY))
     reasons = {
         "it is in training mode; call model.eval() first": model.training,
-        "an adapter puts something of its own before the prompt": bool(learnt_prefixes(model)),
+        "an adapter puts a learnt prefix before the prompt": bool(learnt_prefixes(model)),
         "it has an encoder": bool(config.is_encoder_decoder),
         "it takes more than text": text is not config,
         f"its rotary embedding ({', '.join(unsteady)}) depends on the prompt's length": bool(

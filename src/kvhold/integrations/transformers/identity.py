@@ -1,7 +1,7 @@
 """Name the namespace of a model's KV: `Identity(model).namespace(layout)`.
 
-A value that is not plain is refused. Computed for each call, because everything may change. One
-thread at a time.
+A value that is not plain data is refused. Each call computes the namespace again, because the model
+may have changed. One thread at a time.
 """
 
 import sys
@@ -35,9 +35,7 @@ HARMLESS = {
     "return_dict use_cache",
     "the type that counts is that of the weights": "dtype torch_dtype",
 }
-"""Fields of a model's configuration itself (not of mappings inside it) that leave KV as it is, by
-the reason.
-"""
+"""Top-level fields of a model's configuration that do not change KV, by the reason."""
 
 _RULES = NamingRules(
     tables={"PreTrainedConfig": Table.of("", HARMLESS), "PretrainedConfig": Table.of("", HARMLESS)},
@@ -45,7 +43,7 @@ _RULES = NamingRules(
         kind.__module__.partition(".")[0] in ("transformers", "transformers_modules")
     ),
     atoms={torch.dtype: str, torch.device: str, torch.Size: lambda size: str(list(size))},
-    # other harmless names matter elsewhere: a quantization's `dtype` shapes KV
+    # deeper inside, the other harmless names matter: a quantization's `dtype` shapes KV
     not_keys=_PLACES,
 )
 _LIBRARIES = (
@@ -74,7 +72,10 @@ class Identity:
         self._weights = Weights(model)
 
     def namespace(self, layout: Layout) -> Namespace:
-        """Raises ConfigError for unreadable weights, LayoutError for learnt prefixes."""
+        """Name the model as it is now.
+
+        Raises ConfigError for unreadable weights, LayoutError for learnt prefixes.
+        """
         model, config = self._model, self._model.config
         kind = type(_unwrapped(model))
         facts: dict[str, str] = {}
@@ -134,7 +135,7 @@ def _adapters(model: Any) -> str:
     ]
     if prefixes := learnt_prefixes(model):
         raise LayoutError(
-            f"adapter {', '.join(prefixes)} puts something of its own before the prompt; "
+            f"adapter {', '.join(prefixes)} puts a learnt prefix before the prompt; "
             "kvhold does not serve that"
         )
     if not layers:

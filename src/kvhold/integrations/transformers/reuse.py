@@ -3,8 +3,8 @@
 The model is not patched: it gets the filled cache as `past_key_values`. A prompt's last token is
 always computed, for its logits.
 
-After the constructor, faults of the cache are logged, and the model computes. Nothing is pinned
-between calls. One `Reuse` per thread.
+The constructor raises errors. Later faults of the cache are logged, and the model computes. Nothing
+is pinned between calls. One `Reuse` per thread.
 """
 
 import logging
@@ -58,7 +58,7 @@ class _Work:
     """One call under way.
 
     known: [rows] tokens that the cache had
-    kv: past_key_values, [rows * expand, heads, tokens, head_dim] a layer
+    kv: past_key_values, [rows * expand, heads, tokens, head_dim] per layer
     """
 
     call: GenerateCall
@@ -140,7 +140,7 @@ class Reuse:
     def generate(
         self, inputs: Any = None, generation_config: GenerationConfig | None = None, **options: Any
     ) -> Any:
-        """Do `model.generate(inputs, ...)` with the cache. inputs: [rows, tokens]"""
+        """Call `model.generate(inputs, ...)` with cached KV. inputs: [rows, tokens]"""
         work = self._begin(generate_call(self.model, inputs, generation_config, options))
         if work is None:
             return self.model.generate(inputs, generation_config=generation_config, **options)
@@ -161,7 +161,7 @@ class Reuse:
         return output
 
     def forward(self, input_ids: Any, **options: Any) -> Any:
-        """Do `model(input_ids, use_cache=True, **options)` with the cache, without gradients.
+        """Call `model(input_ids, use_cache=True, **options)` with cached KV, without gradients.
 
         input_ids: [rows, tokens]
 
@@ -243,7 +243,7 @@ class Reuse:
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
         """sequences: [rows * expand, tokens], the output of `generate`."""
-        if work.reason or not self.rules.store:  # after a fault: one deadline a call
+        if work.reason or not self.rules.store:  # after a fault: a call waits for one deadline only
             return
         try:
             view = _filled(work)

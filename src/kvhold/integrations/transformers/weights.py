@@ -2,7 +2,7 @@
 
 The first call reads all bytes. Later calls check each tensor's address, version counter and 16
 elements (10 microseconds a tensor), and read changed tensors again. A change through `.data` that
-spares these elements needs a new `Weights`. One thread at a time.
+misses these elements goes unnoticed: make a new `Weights` after it. One thread at a time.
 """
 
 import logging
@@ -50,7 +50,7 @@ class Weights:
             TypeError,
         ) as error:  # torch's errors for tensors without plain bytes
             raise ConfigError(
-                f"model_id must be given: the weights cannot be told by their content: {error}"
+                f"model_id must be given: the weights' content cannot be read: {error}"
             ) from error
 
     def _digest(self) -> str:
@@ -88,7 +88,7 @@ def _marks(tensors: dict[str, Any]) -> dict[str, _Mark]:
         if tensor.is_meta:
             raise ConfigError(
                 f"model_id must be given: {name} is not in memory (offloaded), so the "
-                "weights cannot be told by their content"
+                "weights' content cannot be read"
             )
         by_type.setdefault((tensor.dtype, tensor.device), []).append(name)
     samples: dict[str, bytes] = {}

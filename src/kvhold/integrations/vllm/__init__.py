@@ -2,7 +2,7 @@
 
     --kv-transfer-config '{"kv_connector": "KVHoldConnector", "kv_role": "kv_both"}'
 
-vLLM finds it by the plugin entry point (`register`), or by `"kv_connector_module_path":
+vLLM finds the connector by the plugin entry point (`register`), or by `"kv_connector_module_path":
 "kvhold.integrations.vllm"`. Supported: vLLM 0.32.
 """
 

@@ -1,6 +1,6 @@
-"""The class that vLLM loads, which forwards calls to its side.
+"""The class that vLLM loads. It forwards calls to the scheduler's or the worker's side.
 
-No call may raise into the engine's step: a lost node is a miss, or failed blocks.
+No call may raise into the engine's step: a lost node means misses or failed blocks.
 """
 
 import logging
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
-    """Settings: `kv_connector_extra_config`."""
+    """The settings are in `kv_connector_extra_config`."""
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -72,7 +72,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         unproven = unproven_platform()
         if unproven:
             log.warning(
-                "kvhold: on %s copies have not been shown to be exact; it serves because "
+                "kvhold: copies on %s have not been shown to be exact; kvhold serves them because "
                 "allow_unproven is set",
                 unproven,
             )
@@ -113,7 +113,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is only a later miss."""
+        """Return False: a dropped store only costs a later miss."""
         return False
 
     # The scheduler's process.
@@ -167,7 +167,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A graph of a whole pass would not wait for its layers."""
+        """Whether layers load inside a pass: one graph of a whole pass cannot wait for a layer."""
         return load_config(extra_config).layerwise
 
     def set_xfer_handshake_metadata_pp_aware(

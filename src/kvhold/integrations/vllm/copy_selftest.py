@@ -1,8 +1,8 @@
-"""Prove at registration that copies see the blocks as the engine does.
+"""Prove at registration that copies and the engine address the same blocks.
 
-Random bytes are written through the engine's tensors, gathered, wiped, scattered back and compared,
-with their neighbours. The order of a device's copies is checked, too. Afterwards the blocks are
-zero.
+Random bytes are written through the engine's tensors, gathered, wiped, scattered back and compared.
+Neighbouring blocks must stay unchanged. The order of a device's copies is checked, too. Afterwards
+the blocks are zero.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from kvhold.memory.views import View
 def prove(
     part: Part, tensors: Sequence[torch.Tensor], views: Sequence[View], copier: Copier
 ) -> None:
-    """Raises LayoutError if a copy is not exact.
+    """Raise LayoutError if a copy is not exact.
 
-    tensors: of the part's layers, `[blocks, ...]`, unused so far
-    views: of its shards, each a slice of the tensors' second axis
+    tensors: the part's layers, `[blocks, ...]`; the engine has not used them yet
+    views: the part's shards, each a slice of the tensors' second axis
     """
     num_blocks = tensors[0].shape[0]
     chosen = sorted(
@@ -84,8 +84,8 @@ def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier
             copier.gather([piece], after=copier.mark()).wait()
             if not np.array_equal(buffer, expected):
                 raise LayoutError(
-                    f"kvhold: {_name(part)}: memory_codec: this device encodes otherwise "
-                    "than the host does"
+                    f"kvhold: {_name(part)}: memory_codec: this device and the host encode "
+                    "differently"
                 )
             for tensor in tensors:
                 tensor[block].zero_()
@@ -95,8 +95,7 @@ def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier
         found = [bytes_of_block(tensor[block]).cpu().numpy().tobytes() for tensor in tensors]
         if found != [decoded for _, decoded in known]:
             raise LayoutError(
-                f"kvhold: {_name(part)}: memory_codec: this device decodes otherwise than "
-                "the host does"
+                f"kvhold: {_name(part)}: memory_codec: this device and the host decode differently"
             )
     finally:
         for tensor in tensors:

@@ -3,7 +3,7 @@
 Only steps that compute part of a prompt count. A load lasts from its planning until its request is
 in a step.
 
-Any thread may call `cost`, `compute_s` and `prepare`, only the scheduler's thread the others.
+Any thread may call `cost`, `compute_s` and `prepare`; only the scheduler's thread calls the rest.
 """
 
 import time
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
-_MOST_STEPS = 64  # if there are more, vLLM never ran some of them
+_MOST_STEPS = 64  # with more planned steps, vLLM never ran some of them
 
 
 @dataclass(frozen=True)
 class Took:
-    """A request's times: loading (None: no load), and computing the rest."""
+    """A request's times for loading (None: no load) and for computing the rest."""
 
     request_id: str
     load_s: float | None
@@ -37,9 +37,9 @@ class Took:
 class _Step:
     """A planned step.
 
-    quantities: (tokens, 1 step, pairs of a token with an earlier token); None: no part of a prompt.
-                Tokens are first: with one measurement, the first cost gets all of its time
-    done:       requests whose whole prompts are computed when it ends
+    quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no prompt.
+                Tokens come first: after one measurement, the first cost gets all the time
+    done:       requests whose prompts are complete after the step
     """
 
     planned_s: float
@@ -124,7 +124,7 @@ class Costs:
         if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(
             output.num_scheduled_tokens
         ):
-            return  # one token a request, and its drafts
+            return  # one token per request, and its drafts
         tokens, pairs = 0, 0.0
         for request_id, computed in _computed(output):
             count = output.num_scheduled_tokens[request_id]

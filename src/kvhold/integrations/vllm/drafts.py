@@ -1,9 +1,9 @@
 """Track the blocks that lack the drafter's KV, so that they are not stored.
 
-vLLM runs a pass without the drafter if one request comes near the drafter's longest text. Its
-prefix cache may give such blocks to other requests, so they are tracked until they are filled
-again. Blocks computed after them are tracked, too: a drafter of several layers has read the missing
-KV. Scheduler's thread only.
+vLLM runs a pass without the drafter if a request comes near the drafter's maximum length. vLLM's
+prefix cache may give such blocks to other requests, so a block is tracked until it is filled again.
+Blocks computed after it are tracked, too: a drafter of several layers has read the missing KV.
+Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class DraftLimit(NamedTuple):
-    """When a pass may have no drafter.
+    """The request length that may stop the drafter.
 
-    num_tokens: the request length above which it may have none
+    num_tokens: with a longer request, a pass may run without the drafter
     late:       with asynchronous scheduling a pass may begin this many tokens earlier than planned,
                 because drafts of earlier passes were rejected
     """
@@ -29,9 +29,9 @@ class DraftLimit(NamedTuple):
 
 
 def draft_limit(config: "VllmConfig") -> DraftLimit | None:
-    """Return None without a drafter.
+    """Return the limit; None: no drafter.
 
-    One pass's drafts are subtracted, because vLLM counts them.
+    vLLM counts a pass's drafts too, so they are subtracted.
     """
     if not drafts(config):
         return None
@@ -49,7 +49,7 @@ class Undrafted:
         self._parts = parts
         self._limit = limit
         self._blocks: list[set[int]] = [set() for _ in parts]
-        self._lacking: set[str] = set()  # requests with earlier blocks without its KV
+        self._lacking: set[str] = set()  # requests whose earlier blocks lack its KV
 
     def planned(self, output: "SchedulerOutput") -> None:
         spans = list(_spans(output))

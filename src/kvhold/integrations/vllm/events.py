@@ -1,12 +1,12 @@
 """Publish the cache's contents as vLLM's KV cache events, for routers.
 
-A router matches by vLLM's block hashes, known only while a request exists. So each chunk that a
-request stores or finds is *described* as vLLM would publish it.
+A router matches by vLLM's block hashes, which are known only while a request exists. So each chunk
+that a request stores or finds is *described* as vLLM would publish it.
 
-It is *announced* while all its shards are in memory. A block in several chunks is announced with
-the first and removed with the last.
+A chunk is *announced* while all its shards are in memory. A block in several chunks is announced
+with the first chunk and removed with the last.
 
-After lost events, a snapshot gives the difference. Without a node, all chunks are removed.
+If events were lost, a snapshot gives the difference. If the node is lost, all chunks are removed.
 `AllBlocksCleared` is never sent: routers would forget the GPU's blocks too.
 
 `take` runs on the scheduler's thread and never waits. The rest runs on the lookup thread.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EVENT_BUFFER = 100_000  # minutes of constant eviction
+_EVENT_BUFFER = 100_000  # lasts for minutes of constant eviction
 _MOST_DESCRIBED = 4096  # chunks, about 10 KB each
 _PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
 
@@ -172,12 +172,12 @@ class Announced:
             frozenset(place_suffix(group, shard) for shard in range(shards))
             for group in range(len(tables))
         ]
-        # groups and shards, of other models too
+        # groups and shards in memory by name, of other models too
         self._present: dict[bytes, set[bytes]] = {}
         self._described: OrderedDict[bytes, Described] = OrderedDict()
         # announced blocks, by name and group
         self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
-        # by group and hash: its announced chunks
+        # number of announced chunks, by group and block hash
         self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
         self._touched: set[bytes] = set()
 
@@ -256,12 +256,12 @@ class Announced:
             self._told[name] = told
             told[group] = stored.block_hashes
             keys = [(group, block) for block in stored.block_hashes]
-            # both chunks begin with these blocks
+            # another announced chunk begins with the same blocks
             known = next((i for i, key in enumerate(keys) if not self._blocks[key]), len(keys))
             self._blocks.update(keys)
             if known < len(keys):
                 yield _without_first(stored, known) if known else stored
-        # stored again, although announced: its eviction is not read yet
+        # keep the description of a chunk that was stored again before its eviction was read
         total = sum(stored is not None for stored in described.stored)
         if not total or known_before < len(told) == total:
             del self._described[name]

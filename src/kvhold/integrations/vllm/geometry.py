@@ -3,9 +3,9 @@
 Blocks are opaque bytes, because each backend arranges them differently. The packing's name
 identifies the arrangement.
 
-A shard is one worker's KV, or with `head_shards` a part of its heads, so that engines of other
-widths hold the same shards. Workers with equal KV (MLA, or fewer heads than workers) share a shard,
-which one of them stores.
+A shard is one worker's KV. With `head_shards` it is a part of the worker's heads, so that engines
+with other numbers of workers use the same shards. Workers with equal KV (MLA, or fewer heads than
+workers) share a shard, and one of them stores it.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 _COMPACT_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")  # a layer's block is one piece of memory
 _CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV of its own
+_WITHOUT_DRAFT_LAYERS = ("ngram", "suffix")  # speculation without KV
 _SHOWN_DRAFTERS = ("draft_model", "eagle")
 _DRAFTERS = (*_SHOWN_DRAFTERS, "eagle3", "mtp")
 _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
@@ -47,9 +47,9 @@ _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 class Part:
     """One of vLLM's KV cache groups, with one block table.
 
-    table: number in vLLM
-    group: one shard's share
-    engine_group: the same in the engine; differs with `memory_codec`
+    table: the number in vLLM
+    group: one shard's part as it is cached
+    engine_group: the same part in the engine; differs from `group` with `memory_codec`
     """
 
     table: int
@@ -80,7 +80,7 @@ class Geometry:
     def whole_prompt_fits(self) -> bool:
         """Whether a hit may cover the prompt's last token, which is computed again.
 
-        A state would count it twice; a window lacks an earlier token.
+        A state would count this token twice; a window lacks an earlier token.
         """
         return all(part.group.attention == "full" for part in self.parts)
 
@@ -95,8 +95,9 @@ class Geometry:
 
 
 def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Geometry:
-    """tokens_per_chunk is rounded up to whole blocks; with a state it is one block. Raises
-    LayoutError for a set-up whose KV is not proven to come back exactly.
+    """Describe the engine's KV. Raises LayoutError unless it is proven to come back exactly.
+
+    tokens_per_chunk is rounded up to whole blocks; with a state it is one block.
     """
     _refuse_unproven(config, kv_cache, settings)
     parallel = config.parallel_config
@@ -109,8 +110,8 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     if divided % distinct or any(_heads(spec) % (divided // distinct) for spec in specs):
         heads = ", ".join(str(_heads(spec)) for spec in specs)
         raise LayoutError(
-            f"head_shards is {settings.head_shards}; {distinct} workers with {heads} heads "
-            "each cannot be divided so. "
+            f"head_shards is {settings.head_shards}, but {distinct} workers with {heads} heads "
+            "each cannot be divided like that. "
             f"Use a multiple of {distinct} that divides all heads, or 0"
         )
     per_worker = divided // distinct
@@ -128,7 +129,7 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
     if any(part.is_coded for part in parts) and settings.rules.max_error < ERROR_BOUND:
         raise LayoutError(
             f"memory_codec is {settings.memory_codec}, which loses up to {ERROR_BOUND:.4f} "
-            "of the largest; rules.max_error allows "
+            "of the largest magnitude; rules.max_error allows "
             f"{settings.rules.max_error:g}. Raise it, or set memory_codec to none"
         )
     return Geometry(
@@ -143,7 +144,7 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
 
 
 def unproven_platform() -> str | None:
-    """Return the device whose copies are not shown to be exact, if it is such a device."""
+    """Return the platform's device if its copies have not been shown to be exact, else None."""
     return None if current_platform.is_cpu() else str(current_platform.device_name)
 
 
@@ -154,7 +155,7 @@ def drafts(config: "VllmConfig") -> bool:
 def looks_ahead(config: "VllmConfig") -> bool:
     """Whether the drafter's KV of a token depends on the next token.
 
-    Then it may be wrong in a hit's last block, which only costs accepted drafts.
+    The drafter's KV may then be wrong in a hit's last block. This only costs accepted drafts.
     """
     return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
 
@@ -162,7 +163,7 @@ def looks_ahead(config: "VllmConfig") -> bool:
 def preferred_layout(settings: Config) -> str | None:
     """Return the KV arrangement to request; None: any.
 
-    Heads outside tokens make a shard of a block contiguous.
+    If heads come before tokens, a shard's part of a block is contiguous.
     """
     return "LBHNC" if settings.head_shards and unproven_platform() else None
 
@@ -238,7 +239,7 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
 
 
 def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig") -> bool:
-    """Whether vLLM may keep a state after another token than a block's last."""
+    """Whether vLLM may keep a state after a token that is not a block's last."""
     sizes = [
         spec.block_size
         for spec in (group.kv_cache_spec for group in kv_cache.kv_cache_groups)
@@ -263,7 +264,7 @@ def _reasons_of_drafts(
             drafts(config) and method not in _SHOWN_DRAFTERS and not settings.allow_unproven
         ),
         "speculative decoding and several pipeline stages": speculation is not None and stages > 1,
-        "a drafter beside other than full attention has not been shown to be exact "
+        "a drafter with attention that is not full has not been shown to be exact "
         "(allow_unproven = true serves it)": (
             drafts(config)
             and not settings.allow_unproven
@@ -305,8 +306,8 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "it keeps no states at blocks' ends (mamba_cache_mode is none); enable prefix caching": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs
         ),
-        "vLLM turns chunked prefill off for its MLA here: it computes the rest of a prompt "
-        "without what was loaded before": (
+        "vLLM turns chunked prefill off for its MLA here: it would compute the rest of a "
+        "prompt without the loaded KV": (
             any(isinstance(spec, MLAAttentionSpec) for spec in specs)
             and not config.scheduler_config.enable_chunked_prefill
         ),
@@ -321,7 +322,7 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
             stages > 1 and layers % stages
         ),
         f"its workers are on {parallel.nnodes_within_dp} hosts (nnodes), and each host has "
-        "a node of its own": parallel.nnodes_within_dp > 1,
+        "its own node": parallel.nnodes_within_dp > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         "it keeps states between blocks' ends, since its prefixes are matched in units that are "

@@ -1,7 +1,7 @@
 """Refuse an engine whose workers are on several hosts.
 
-Another host's node does not know a ticket, so all hits would be lost silently. If the settings do
-not show the hosts (Ray), the workers report their node.
+A ticket is unknown to another host's node, so all hits would be lost silently. If the settings do
+not show the hosts (Ray), each worker reports its node.
 """
 
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# claims a hit until the stack is closed
+# claims a load's hit until the stack is closed
 Prepare = Callable[[Load, ExitStack], list[Piece]]
 
 
@@ -47,7 +47,7 @@ def refusal(config: "VllmConfig", geometry: Geometry) -> str | None:
         "the model keeps a state": any(part.group.attention == "state" for part in geometry.parts),
         f"there are {config.parallel_config.world_size} workers": config.parallel_config.world_size
         > 1,
-        "it speculates, and vLLM then asks for failed loads too early": config.speculative_config
+        "it speculates, and then vLLM asks for failed loads too early": config.speculative_config
         is not None,
     }
     return "; ".join(reason for reason, applies in reasons.items() if applies) or None
@@ -77,7 +77,7 @@ class _Pass:
 
 
 class Layerwise:
-    """One worker's passes, for the engine's thread."""
+    """One worker's passes. Only the engine's thread calls."""
 
     def __init__(self, part: Part, copier: Copier, loader: Executor, saver: Executor) -> None:
         self._part = part
@@ -136,7 +136,7 @@ class Layerwise:
         missed = len(self._numbers) - len(one.asked)
         if missed:
             log.error(
-                "kvhold: vLLM did not wait for %d of %d layers; what was loaded is computed",
+                "kvhold: vLLM did not wait for %d of %d layers; the loaded KV is computed again",
                 missed,
                 len(self._numbers),
             )
@@ -149,7 +149,7 @@ class Layerwise:
         }
 
     def _run(self, one: _Pass, prepare: Prepare) -> None:
-        """Copy layer by layer. Never raises, and ends every wait."""
+        """Copy layer by layer. Never raise, and end every wait."""
         with ExitStack() as stack:
             stack.callback(self._reach, one, len(self._numbers))
             claims = stack.enter_context(ExitStack())
@@ -216,7 +216,7 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
 
 @contextmanager
 def _keeping(claims: ExitStack) -> Iterator[None]:
-    """After a DeviceError, the claims keep their memory."""
+    """After a DeviceError, let the claims keep their memory."""
     try:
         yield
     except DeviceError as error:
@@ -226,8 +226,8 @@ def _keeping(claims: ExitStack) -> Iterator[None]:
 
 def log_damage(load: Load, blocks: Collection[int]) -> None:
     log.warning(
-        "kvhold: of the %d blocks of request %s, %d are of damaged chunks; from the first "
-        "of these on its KV is computed",
+        "kvhold: of the %d blocks of request %s, %d are of damaged chunks; KV is computed "
+        "from the first of these on",
         len(blocks_of(load)),
         load.request_id,
         len(blocks),
@@ -237,7 +237,7 @@ def log_damage(load: Load, blocks: Collection[int]) -> None:
 def blocks_of_chunks(
     chunks: Sequence[int], part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
 ) -> list[int]:
-    """blocks: of all chunks; -1 is not written."""
+    """Return the blocks of `chunks`. blocks: those of all chunks; -1 is not written."""
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     chosen = np.repeat(np.isin(np.arange(per_chunk.size), chunks), per_chunk)
     return [int(block) for block in blocks[chosen & (blocks >= 0)]]

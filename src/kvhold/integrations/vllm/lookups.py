@@ -1,10 +1,10 @@
 """Look up prompts in the cache, in the scheduler's process.
 
-The lookup thread hashes a prompt on arrival, and looks it up when the scheduler asks: a queued
-request pins nothing.
+The lookup thread hashes a prompt on arrival. It looks the prompt up only when the scheduler asks,
+so a queued request pins nothing.
 
 A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
-miss. If the node is lost, a lookup waits for the next one, at most as long as computing takes.
+miss. If the node is lost, a lookup waits for the next node, at most as long as computing takes.
 Chunks from lower tiers may take `client.arrival_timeout_s`.
 """
 
@@ -47,9 +47,9 @@ _PATIENCE_S = 0.003  # RAM answers faster
 class RequestLookups:
     """The lookups of requests.
 
-    Calls of the cache and hashing run on the lookup thread, all else on the scheduler's.
+    Hashing and calls to the cache run on the lookup thread, all else on the scheduler's.
 
-    namespace: of the prompts that are hashed from now on
+    namespace: for prompts that are hashed from now on
     costs:     estimates how long computing takes
     """
 
@@ -92,7 +92,7 @@ class RequestLookups:
         return self._thread.submit(self._hash_prompt, request, rules)
 
     def note(self, request: "Request") -> None:
-        """Note the content of an uncached request: vLLM's own caches keep its KV."""
+        """Note the content of an uncached request, because vLLM's own caches keep its KV."""
         if has_content(request):
             self.submit_name(request, RequestRules())
 
@@ -113,7 +113,7 @@ class RequestLookups:
     def would_load(self, request_state: RequestState, computed_tokens: int) -> bool:
         """Whether a load is allowed, and faster than computing.
 
-        One missing block is computed faster.
+        Computing a single missing block is faster.
         """
         least_block = min(part.group.block_tokens for part in self._geometry.parts)
         return self._loads_for(request_state) and (
@@ -148,7 +148,7 @@ class RequestLookups:
         request_state.lookup = self._thread.submit(request_state.ask)
 
     def _hash_prompt(self, request: "Request", rules: RequestRules) -> Prompt | None:
-        """Never raises, because the scheduler would raise it again."""
+        """Never raise, because the scheduler would raise the error again."""
         try:
             prompt = prompt_of(self.namespace, request, rules, self._adapters, self._media)
             if isinstance(prompt, str):
@@ -168,7 +168,7 @@ class RequestLookups:
         if cause not in self._not_named and len(self._not_named) < _MOST_CAUSES:
             self._not_named.add(cause)
             log.warning(
-                "kvhold: request %s is not cached, nor are others like it: %s",
+                "kvhold: request %s and others like it are not cached: %s",
                 request.request_id,
                 cause,
             )
@@ -183,7 +183,7 @@ class RequestLookups:
                 return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
             except Exception:
                 log.exception(
-                    "kvhold: what request %s has generated is not looked up", request.request_id
+                    "kvhold: tokens that request %s generated are not looked up", request.request_id
                 )
         return prompt
 
@@ -249,7 +249,7 @@ class RequestLookups:
         request_state.is_lost = True
 
     def _trim_prompt(self, prompt: Prompt) -> Prompt:
-        """Leave out the prompt's last token, if the model does not allow it in a hit."""
+        """Leave out the prompt's last token, if a hit must not cover it."""
         if (
             self._geometry.whole_prompt_fits
             or self._config.skip_last_n_tokens
@@ -269,7 +269,7 @@ class RequestLookups:
     def resolve(
         self, request_state: RequestState, patience_s: float, *, last: bool = False
     ) -> bool:
-        """Take the lookup's answer if it is there in time and final.
+        """Take the lookup's answer if it is in time and final.
 
         last: take any answer; a late one is a miss
         """
@@ -357,7 +357,7 @@ class RequestLookups:
     def saves_decode(self, request_state: RequestState) -> bool:
         """Whether generated tokens are stored.
 
-        Not for a resumable session, whose later prompts may contain more than tokens.
+        Not for a resumable session: its later prompts may contain more than tokens.
         """
         return self._config.save_decode and not request_state.request.resumable
 
@@ -378,7 +378,7 @@ class RequestLookups:
 
 
 def has_content(request: "Request") -> bool:
-    """Whether vLLM's caches name a request's KV by a client's choice."""
+    """Whether vLLM's caches name a request's KV by an identifier that a client chose."""
     return bool(request.mm_features) or request.lora_request is not None
 
 

@@ -1,9 +1,9 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
-vLLM's own caches go by an identifier that a client may choose. If it has stood for two contents,
-vLLM may compute one with the other's KV or embeddings. So no later request with this identifier is
-named or stored. vLLM leaves out content that this process has had under the same identifier; then
-the earlier content counts.
+vLLM's own caches go by an identifier that a client may choose. If an identifier has stood for two
+contents, vLLM may compute one with the other's KV or embeddings. So no later request with this
+identifier is named or stored. vLLM leaves out content that this process has already had under the
+same identifier; then the earlier content counts.
 """
 
 import threading
@@ -30,7 +30,7 @@ class MediaError(Exception):
 
 
 class Media:
-    """The contents that this engine has met, by identifier. Any thread.
+    """The contents that this engine has seen, by identifier. Any thread.
 
     `announce` each request when it arrives. Then call `inserts_of` once, in the same order.
     """
@@ -50,7 +50,7 @@ class Media:
     def is_certain(self, request: "Request") -> bool:
         """Whether each identifier of a named request stands for one content.
 
-        False also while another request that shares an identifier waits to be read.
+        Also False while another request with such an identifier waits to be read.
         """
         with self._lock:
             return all(
@@ -61,11 +61,11 @@ class Media:
     def inserts_of(self, request: "Request") -> list[Insert]:
         """Return one insert per content.
 
-        Raises MediaError if one cannot be identified, TypeError for unknown types.
+        Raises MediaError for content that cannot be identified, TypeError for unknown types.
         """
         refusal: Exception | None = None
         inserts = []
-        for feature in request.mm_features:  # vLLM caches all, also after a refusal
+        for feature in request.mm_features:  # all of them: vLLM caches all, even after a refusal
             try:
                 digest = self._digest(feature)
             except (MediaError, TypeError) as error:
@@ -90,12 +90,12 @@ class Media:
                 known = self._known.get(_key(feature))
             if known is None:
                 raise MediaError(
-                    "the content of an image, video or audio was left out of the request, "
-                    "and was not seen here before"
+                    "the request leaves out the content of an image, video or audio that was "
+                    "not seen here before"
                 )
             content = self._note(_key(feature), known)
         else:
-            content = _SEVERAL  # unless it is known: vLLM caches its results in any case
+            content = _SEVERAL  # if unreadable: vLLM caches its results in any case
             try:
                 content = _content_of(feature)
             finally:
@@ -109,7 +109,7 @@ class Media:
         return state.digest()
 
     def _read(self, key: bytes) -> None:
-        """End the wait for an announced identifier."""
+        """Count an announced identifier as read."""
         with self._lock:
             if self._announced[key] > 1:
                 self._announced[key] -= 1
@@ -117,7 +117,7 @@ class Media:
                 del self._announced[key]
 
     def _note(self, key: bytes, content: bytes) -> bytes:
-        """Return the one content of an identifier, or _SEVERAL."""
+        """Note an identifier's content. Return its only content, or _SEVERAL."""
         with self._lock:
             if self._known.get(key, content) != content:
                 content = _SEVERAL

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = "\0"  # of an adapter without a name
-_NO_MEDIA = "its images, video or audio cannot be told"
+_UNKNOWN = "\0"  # the name of an unidentified adapter
+_NO_MEDIA = "its images, video or audio cannot be identified"
 
 
 def namespace_of(
     config: "VllmConfig", kv_cache: "KVCacheConfig", geometry: Geometry, settings: Config
 ) -> Namespace:
-    """Return the namespace: equal exactly for engines with equal KV.
+    """Return the namespace. It is equal exactly for engines with equal KV.
 
     Raises LayoutError for weights, code or settings that cannot be identified.
     """
     model = config.model_config
     if model.model_weights and not settings.model_id:
         raise LayoutError(
-            f"cannot tell the weights at {model.model_weights} by their content; set model_id"
+            f"cannot identify the weights at {model.model_weights} by their content; set model_id"
         )
     cache_dir = config.load_config.download_dir
     if not settings.model_id:
@@ -71,7 +71,7 @@ def layout_only(geometry: Geometry) -> Namespace:
 
 
 def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
-    """Raises NodeError without a node.
+    """Connect and register. Raises NodeError without a node.
 
     If the node is lost right after, the engine starts without it.
     """
@@ -84,7 +84,10 @@ def join(config: Config, namespace: Namespace, *, name: str) -> NodeClient:
 
 
 def rules_of(request: "Request", config: Config, *, is_coded: bool) -> RequestRules:
-    """Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds."""
+    """Return a request's rules.
+
+    Raises ConfigError for unknown words, and for an error bound that `memory_codec` exceeds.
+    """
     rules = request_rules((request.kv_transfer_params or {}).get("kvhold"), config.rules)
     most = rules.store_options.max_error
     if is_coded and most is not None and most < ERROR_BOUND:
@@ -100,7 +103,7 @@ def prompt_of(
 ) -> Prompt | str:
     """Return the named prompt, or why its KV cannot be named.
 
-    Call it for every request, in the order of arrival: vLLM's own caches keep the KV of all.
+    Call it for every request, in the order of arrival: vLLM's own caches keep every request's KV.
     """
     inserts = _inserts_of(request, media)
     lora = ""
@@ -113,12 +116,12 @@ def prompt_of(
         or request.prompt_embeds is not None
         or request.prompt_is_token_ids is not None
     ):
-        return "embeddings stand in its prompt"
+        return "its prompt contains embeddings"
     if request.pooling_params:
         return "it is a pooling request"
     if lora == _UNKNOWN:
         return (
-            f"adapter {request.lora_request.lora_name} cannot be told, has changed, or "
+            f"adapter {request.lora_request.lora_name} cannot be identified, has changed, or "
             "is newer than the engine"
         )
     if isinstance(inserts, str):
@@ -133,7 +136,7 @@ def prompt_of(
 
 
 def _inserts_of(request: "Request", media: Media) -> list[Insert] | str:
-    """Return the contents, or why they cannot be told."""
+    """Return the contents, or why they cannot be identified."""
     try:
         return media.inserts_of(request)
     except MediaError as error:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class RequestState:
     """A request's state.
 
-    naming: its result is None if the request is not cached
+    naming: the future of the hashed prompt, or of None if the request is not cached
     arriving: the hit that `lookup` refreshes
     patience_s: the longest wait for an answer
-    asked_s, since_s: the last and the first call to the cache for this hit
-    tried: `num_preemptions` at the last lookup; None: look up. Each start tries one load, so a
-        failing load ends in computing
+    asked_s, since_s: times of the last and the first call to the cache for this hit
+    tried: `num_preemptions` at the last lookup; None: look up. Each start tries only one load, so
+        the request is computed if it fails
     pending_steps: steps that the tracker does not know yet
-    no_hit: the miss reason, if the cache gave none
+    no_hit: the reason of a miss if the cache gave none
     """
 
     request: "Request"

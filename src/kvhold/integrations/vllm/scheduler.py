@@ -1,6 +1,6 @@
 """Plan loads and stores, in the scheduler's process.
 
-All methods run on the scheduler's thread. Only `reset` waits for the node there.
+All methods run on the scheduler's thread. Only `reset` waits for the node.
 """
 
 import logging
@@ -59,7 +59,8 @@ class SchedulerSide:
     ) -> None:
         """Join the node and start the lookup thread.
 
-        loads: vLLM protects freed blocks from running passes only for loads that it knows
+        loads: whether hits may be loaded; vLLM protects freed blocks from running passes only for
+            loads that it knows
         stores_plain: whether KV without an adapter can be trusted
         """
         self._config = config
@@ -78,7 +79,7 @@ class SchedulerSide:
             initializer=place_this_thread,
             initargs=(config.client.cores,),
         )
-        # threads that the engine's thread has started
+        # place the threads that the engine's thread has started
         place_own_threads(config.client.cores)
         self._announcer = (
             Announcer(self._cache, self._lookup_thread, describer)
@@ -137,7 +138,7 @@ class SchedulerSide:
             self.tally.add("refused_requests", 1)
             self.lookups.note(request)
             return
-        # a session that continues its prompt
+        # an earlier request with the same id: a session that continues its prompt
         if (before := self._request_states.pop(request.request_id, None)) is not None:
             self.lookups.let_go(before)
         if rules.store or rules.load:
@@ -148,15 +149,15 @@ class SchedulerSide:
             self.lookups.note(request)
 
     def matched(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens to load beyond `computed_tokens`, and whether outside the passes.
+        """Return the number of tokens to load after `computed_tokens`; None: ask again.
 
-        None: ask again.
+        The second value says whether the load runs outside the passes.
         """
         request_state = self._request_states.get(request.request_id)
         if request_state is None:
             return 0, False
         if request_state.tried != request.num_preemptions:
-            if request.request_id in self._inside:  # it has lost the blocks of its load
+            if request.request_id in self._inside:  # the request has lost its load's blocks
                 request_state.loading = False
                 self._inside.remove(request.request_id)
             self.lookups.let_go(request_state)
@@ -222,7 +223,7 @@ class SchedulerSide:
         request_state.loading = True
 
     def plan(self, output: "SchedulerOutput") -> Steps:
-        self.loaded(self._inside)  # that pass is over: layerwise is synchronous
+        self.loaded(self._inside)  # their pass is over: layerwise is synchronous
         self._costs.planned(output)
         if self._undrafted is not None:
             self._undrafted.planned(output)
@@ -300,8 +301,7 @@ class SchedulerSide:
             self._cache.clear(before.digest)
         except KVHoldError as error:
             log.warning(
-                "kvhold: what was cached before the reset is not used any more, but still "
-                "takes memory: %s",
+                "kvhold: KV from before the reset is not used any more, but still takes memory: %s",
                 error,
             )
         return True
@@ -315,7 +315,7 @@ class SchedulerSide:
 
     @property
     def _block(self) -> int:
-        """Tokens in a block; in a chunk, if there are no tails."""
+        """Tokens in a block, or in a chunk if there are no tails."""
         return self._namespace.layout.tail_tokens or self._namespace.layout.tokens_per_chunk
 
     def _run(
@@ -373,7 +373,7 @@ class SchedulerSide:
         *,
         last: bool = False,
     ) -> Store | None:
-        """None: a block lacks the drafter's KV."""
+        """Return the command; None: a block lacks the drafter's KV."""
         end = names.first_token + int(names.num_tokens(self._namespace.layout).sum())
         ids = [
             _blocks(part, tables[part.table], names.first_token, end)
@@ -413,7 +413,7 @@ def _blocks(
 ) -> list[int]:
     """Return the blocks of the tokens from `first` to before `last`, padded with -1.
 
-    -1: not written, because it ends before `skipped`, begins after `last`, or left the window.
+    -1: not written. The block ends before `skipped`, begins after `last`, or left the window.
     """
     size = part.group.block_tokens
     begin, end = max(first, skipped) // size, -(-last // size)

@@ -1,7 +1,7 @@
 """Count the connector's work, for vLLM's log and for Prometheus.
 
-Every looked-up token counts once, as a hit or a miss; every byte copied between blocks and the
-arena once.
+Every looked-up token counts once, as a hit or a miss. Every byte copied between blocks and the
+arena counts once.
 """
 
 import threading
@@ -26,23 +26,23 @@ METRICS: dict[str, tuple[str, str]] = {
     "missed_tokens": (
         "reason",
         (
-            "Prompt tokens whose KV was not found, by why: a word of kvhold.core.reasons, "
+            "Prompt tokens whose KV was not found, by reason: a word of kvhold.core.reasons, "
             "below_minimum, not_named, no_answer or not_awaited."
         ),
     ),
     "refused_requests": (
         "",
         (
-            "Requests that are not cached: their kv_transfer_params ask for what is not known "
-            "or not allowed."
+            "Requests that are not cached, because their kv_transfer_params have unknown or "
+            "forbidden values."
         ),
     ),
     "loads": ("", "Hits that were loaded into blocks."),
     "failed_loads": (
         "",
         (
-            "Hits that were not loaded after all, or not whole: chunks were damaged. What is "
-            "missing was computed."
+            "Hits that were not loaded, or only in part because chunks were damaged. The missing "
+            "KV was computed."
         ),
     ),
     "loaded_bytes": ("", "Bytes copied into blocks."),
@@ -54,13 +54,13 @@ METRICS: dict[str, tuple[str, str]] = {
 
 
 class Tally:
-    """Counters until they are taken. Any thread.
+    """Counters since the last `take`. Any thread.
 
-    The connector's own miss reasons:
+    The connector's own reasons of a miss:
 
-    - `below_minimum`: less than a block
+    - `below_minimum`: the hit is less than a block
     - `not_named`: the KV depends on something unidentified
-    - `no_answer`: no node, or too late
+    - `no_answer`: there was no node, or its answer was late
     - `not_awaited`: the node was restarting, and computing was faster
     """
 

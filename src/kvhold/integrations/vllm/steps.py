@@ -11,13 +11,13 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 
 @dataclass(frozen=True)
 class Load:
-    """Load a hit into blocks, beside the passes or inside this step's pass.
+    """Load a hit into blocks, during other passes or inside this step's pass.
 
-    ticket: for each worker's claim
+    ticket: each worker claims the hit with it
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
     inside: the step's pass computes the rest, and waits for each layer
-    patience_s: the longest wait for the claim; None: any call's deadline
-    adapter: None: the model itself
+    patience_s: the longest wait for the claim; None: the usual deadline of a call
+    adapter: None: no adapter
     """
 
     request_id: str

@@ -6,7 +6,7 @@
     tracker.finish(request.all_token_ids, num_blocks)
 
 Only the prompt's tokens and those in `all_token_ids` are known; drafts and placeholders are not. A
-step stores the KV of the first min(computed, known) tokens. It is final after the step's pass,
+step stores the KV of the first min(computed, known) tokens. This KV is final after the step's pass,
 because each pass begins with the last sampled token. So rejected drafts do no harm.
 
 An ended request's last token has no KV.
@@ -27,7 +27,7 @@ class RequestTracker:
     store_tails: store the blocks after the last whole chunk
     skip_last_n_tokens: with save_decode, leave out the last known tokens
     start_tokens: computed at the start or resume
-    taken_back_tokens: scheduled, but no longer counted by the engine
+    taken_back_tokens: scheduled tokens that the engine does not count any more
     next_chunk: the first chunk not known to be cached
     known_tail: end of the cached tail, in tokens; 0: none
     """
@@ -60,10 +60,10 @@ class RequestTracker:
         self._keep(computed_tokens + 1)
 
     def advance(self, scheduled_tokens: int, computed_tokens: int | None = None) -> None:
-        """Record a step of `scheduled_tokens` tokens, with drafts and placeholders.
+        """Record a step of `scheduled_tokens` tokens, including drafts and placeholders.
 
-        computed_tokens: the engine's count before the step. If it is below the tracker's, chunks
-            beyond it count as not stored
+        computed_tokens: the engine's count before the step. If the tracker's count is larger,
+            chunks beyond `computed_tokens` count as not stored
         """
         if computed_tokens is not None and computed_tokens < self._counted:
             self.taken_back_tokens += self._counted - computed_tokens
@@ -71,7 +71,7 @@ class RequestTracker:
         self.num_scheduled_tokens += scheduled_tokens
 
     def take(self, token_ids: Sequence[int] = ()) -> ChunkNames | None:
-        """Return the chunks that are whole after the last step and not taken yet; None: none.
+        """Return the chunks that are complete after the last step and not taken yet; None: none.
 
         Gather them after that step's pass and before the request's next one.
         """
@@ -108,7 +108,7 @@ class RequestTracker:
         if whole < first:
             return None
         text = self._grown(token_ids, end)
-        # () if a chunk beyond `end` was named
+        # empty if a chunk beyond `end` was named
         lengths = text.tail_lengths if self.store_tails else ()
         tail = bool(lengths) and self.known_tail < whole * self._chunk + lengths[-1]
         if whole == first and not tail:

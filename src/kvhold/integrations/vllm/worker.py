@@ -1,10 +1,11 @@
 """Copy between the engine's blocks and the node's arena, in a worker's process.
 
 Loads run on their own thread while their requests wait. A second thread reserves memory for stores
-during the pass and reads the blocks right after. The next pass waits for these reads, because it
-may reuse the blocks.
+during a pass and reads the blocks right after the pass. The next pass waits for these reads,
+because it may reuse the blocks.
 
-vLLM computes failed loads, and all from the first damaged chunk on. A failed store is a later miss.
+vLLM computes the KV of failed loads, and all KV from the first damaged chunk on. A failed store is
+a later miss.
 """
 
 import logging
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WARM_BYTES = 1 << 30
-# for a load, in a step that computes nothing
+# how long a step that computes nothing waits for a load
 _IDLE_WAIT_S = 0.005
 
 
@@ -106,7 +107,7 @@ class WorkerSide:
 
         num_blocks: the engine's blocks, equal for all its groups
         name: shown by `kvhold clients`
-        adapters: None: no adapters
+        adapters: the loads of adapters; None: no adapters
         copier: None: `register` chooses it by the blocks' device
         """
         self._config = config
@@ -127,7 +128,7 @@ class WorkerSide:
         }
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvhold-load", **placed)
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvhold-store", **placed)
-        self._settler = self._storer  # on the host, reading ends the copy
+        self._settler = self._storer  # on the host, a copy is complete after `_read`
         self._layerwise: Layerwise | None = None
         if layerwise:
             self._layer_saver = ThreadPoolExecutor(1, thread_name_prefix="kvhold-layer", **placed)
@@ -135,7 +136,7 @@ class WorkerSide:
                 geometry.parts[0], self._copier, self._loader, self._layer_saver
             )
         self._reserved: list[_Reserving] = []
-        # no pass may write to their blocks yet
+        # no pass may write to these blocks yet
         self._reading: list[tuple[_Reserving, Future[_Reading]]] = []
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
@@ -199,7 +200,7 @@ class WorkerSide:
         return tensor.unflatten(0, (self._num_blocks, -1))
 
     def _warm_pages(self, views: list[View]) -> None:
-        """Fault in arena and blocks, else 0.7 ms a MiB in the first hit."""
+        """Fault in the arena and the blocks; otherwise the first hit pays 0.7 ms per MiB."""
         try:
             self._cache.arena_buffer.size  # noqa: B018 - the first access maps it
         except KVHoldError as error:
@@ -237,9 +238,9 @@ class WorkerSide:
             self._layerwise.wait(layer_name)
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention: copy it out of the completed chunks.
+        """After a layer's attention: copy the layer of the completed chunks.
 
-        Chunks without memory by then are copied after the pass.
+        Chunks that have no memory yet are copied after the pass.
         """
         if self._layerwise is None:
             return
@@ -260,7 +261,7 @@ class WorkerSide:
                 one.layers.append(saving)
 
     def store(self, *, computed: bool = True) -> None:
-        """After the pass: copy and commit its chunks, with one deadline for all.
+        """After the pass: copy and commit its chunks, with one deadline for all chunks.
 
         computed: False if the pass failed; its stores are dropped
         """
@@ -287,9 +288,9 @@ class WorkerSide:
                 self._drop(one)
 
     def end_reading(self) -> None:
-        """Before blocks are written: submit the last pass's copies and fence later work.
+        """Before blocks are written: submit the last pass's copies, and fence later work.
 
-        Copies that have not begun in time are dropped.
+        A copy that has not begun by the deadline is dropped.
         """
         reading, self._reading = self._reading, []
         if not reading:
@@ -352,7 +353,7 @@ class WorkerSide:
             self._loading -= 1
             ended.add(loaded.request_id)
             if loaded.failed_blocks and len(self._geometry.parts) > 1:
-                # vLLM accepts no block numbers then
+                # with several groups, vLLM accepts no block numbers
                 self._failed_requests.add(loaded.request_id)
             else:
                 self._failed_blocks.update(loaded.failed_blocks)
@@ -430,7 +431,7 @@ class WorkerSide:
                 load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s
             )
             if lease is None:
-                raise KVHoldError("the hit is gone")
+                raise KVHoldError("the hit was lost before it was claimed")
             stack.enter_context(lease)
             pieces += self._pieces_into(load, shard, lease)
         return pieces
@@ -489,7 +490,7 @@ class WorkerSide:
     def _check_adapter(self, load: Load) -> None:
         if not self._is_of(load.adapter):
             raise KVHoldError(
-                "vLLM has loaded its adapter from other files than the KV is named by, or "
+                "vLLM has loaded its adapter from other files than those that name the KV, or "
                 "has not loaded it yet"
             )
 
@@ -524,7 +525,7 @@ def _whole(part: Part, ids: list[int], num_tokens: npt.NDArray[np.int64]) -> npt
 
 
 def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes) -> None:
-    """Raise KVHoldError if a block gets no bytes, which would be wrong KV."""
+    """Raise KVHoldError if a block would get no bytes: its KV would be wrong."""
     per_chunk = -(-places.num_tokens // part.group.block_tokens)
     absent = np.repeat(places.offsets == ABSENT, per_chunk)
     if (absent & (blocks >= 0)).any():
@@ -542,7 +543,7 @@ def _nbytes(view: View, places: ChunkBytes) -> int:
 @cache
 def _warn_of_infinity() -> None:
     log.warning(
-        "kvhold: KV with an infinity or a NaN cannot be kept with memory_codec; such "
+        "kvhold: memory_codec cannot encode KV with an infinity or a NaN; such "
         "chunks are not stored"
     )
 

@@ -1,9 +1,9 @@
 """Name a request's LoRA adapter by the content of its files.
 
-vLLM loads adapters without telling the connector (docs/decisions/0022). Its prefix cache goes by an
-adapter's name and path, its embeddings of images by the name. So once a name and path have had two
-contents, the adapter is not cached until the engine restarts, whatever its number is; the same
-holds for images and the name.
+vLLM loads adapters without telling the connector (docs/decisions/0022). Its prefix cache identifies
+an adapter by name and path, its image embeddings by the name only. So if a name and path have had
+two contents, the adapter is not cached until the engine restarts, whatever its number is. The same
+holds for images if the name has had two contents.
 
 Files older than the engine had one content in every load. For newer files, the workers compare the
 name with their loads (`loads.py`). One thread, except `is_unchanged` and `use_of`.
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
 
-_SEVERAL = "several contents, or one that cannot be told"
+_SEVERAL = "several contents, or an unidentified one"
 
 MARGIN_NS = 2_000_000_000
-"""Files must be older than the engine by this: file systems round times, to 2 seconds at worst."""
+"""Files must be this much older than the engine: file systems round times by up to 2 seconds."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Adapters:
         self._contents: dict[tuple[str, ...], str] = {}  # by name and path, and by name
 
     def name_of(self, adapter: Any, *, has_media: bool = False) -> str | None:
-        """Return the adapter's name; None: not cached, logged why.
+        """Return the adapter's name; None: not cached, and the reason is logged.
 
         Call it for every request with the adapter, in the order of arrival.
 
@@ -120,10 +120,10 @@ class Adapters:
             if before not in (identity, _SEVERAL):
                 self._contents[key] = _SEVERAL
                 is_path = len(key) == 2
-                log.log(  # matters for images only
+                log.log(  # another path with the same name matters only for images
                     logging.WARNING if is_path else logging.INFO,
                     "kvhold: %s of adapter %s are not cached any more: the name has had other "
-                    "content, whose results vLLM may use. Give each content a name of its own",
+                    "content, whose results vLLM may use. Give each content its own name",
                     "requests" if is_path else "images",
                     adapter.lora_name,
                 )
@@ -136,14 +136,14 @@ class Adapters:
     def _check_age(self, adapter: Any) -> bool:
         """Whether this engine may have loaded an earlier content.
 
-        Raises LayoutError if the workers cannot tell.
+        Raises LayoutError if it may, and the workers do not see vLLM's loads.
         """
         is_newer = last_change(adapter.lora_path) > self._oldest_load_ns - MARGIN_NS
         if is_newer and not self._can_observe():
             raise LayoutError(
                 f"the files in {adapter.lora_path} are newer than this engine, which may "
                 "have loaded the adapter before they changed;"
-                " start the engine again to have its requests cached"
+                " restart the engine to have its requests cached"
             )
         return is_newer
 
@@ -156,7 +156,7 @@ class Adapters:
         log.warning(
             "kvhold: requests of adapter %s are not cached any more: the files in %s have "
             "changed since they were named, and vLLM may have "
-            "either state loaded. Start the engine again to have them cached",
+            "loaded either content. Restart the engine to have them cached",
             adapter.lora_name,
             adapter.lora_path,
         )
@@ -170,12 +170,12 @@ class Adapters:
 
 
 def has_settled(path: str) -> bool:
-    """Whether any later change gives the files another time."""
+    """Whether any later change will give the files another time."""
     return last_change(path) < time.time_ns() - MARGIN_NS
 
 
 def stamp_of(path: str) -> Stamp:
-    """Return marks that change with the files."""
+    """Return the files' names, sizes, times and inodes. They change with the files."""
     marks = []
     for file in adapter_places(path):
         status = file.stat()
@@ -188,7 +188,7 @@ def stamp_of(path: str) -> Stamp:
 def last_change(path: str) -> int:
     """Return when files, folder or links last changed, in ns since 1970.
 
-    A moved or linked file keeps its old time.
+    Folder and links count, because a moved or linked file keeps its old time.
     """
     places = adapter_places(path)
     times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]
@@ -201,7 +201,7 @@ def _changed(status: os.stat_result) -> int:
 
 def _times_of_links(path: Path, depth: int = 0) -> Iterator[int]:
     if depth > 40:  # more than the system follows
-        raise LayoutError(f"{path} is a link to a link, and so on")
+        raise LayoutError(f"{path} leads through too many links")
     for place in (path, *path.parents):
         if place.is_symlink():
             yield place.lstat().st_ctime_ns

@@ -1,6 +1,6 @@
-"""Name the environment variables of vLLM and libraries, less the harmless.
+"""Name the environment variables of vLLM and libraries, except harmless ones.
 
-A VLLM_... variable that no table knows is named.
+A VLLM_... variable that is in no table is named.
 """
 
 import os
@@ -20,7 +20,7 @@ from kvhold.integrations.vllm.naming.tables import (
 )
 
 BUILD = "how vLLM was built; its version is a fact"
-SECRETS = "a secret or an address of a store; it says nothing of KV"
+SECRETS = "a secret or an address of a store; it does not change KV"
 SERVING = "what the API server does with requests and answers"
 
 HARMLESS = {

@@ -1,9 +1,9 @@
 """Record the files of each adapter that vLLM loads in this worker.
 
-kvhold wraps the method that loads an adapter, and records the files' digest.
+kvhold wraps vLLM's method that loads an adapter, and records the files' digest.
 
-KV is loaded and stored only if all loads of the number had the named content, and the files are
-unchanged since the last load.
+KV is loaded and stored only if all loads of the adapter's number had the named content, and the
+files are unchanged since the last load.
 """
 
 import logging
@@ -19,7 +19,7 @@ from kvhold.integrations.weights import adapter_identity
 
 log = logging.getLogger(__name__)
 
-_MOST_LOADS = 100_000  # beyond them no KV is loaded or stored
+_MOST_LOADS = 100_000  # with more, no KV is loaded or stored
 _MOST_DIGESTS = 1000
 _METHOD = "_load_adapter"
 
@@ -75,14 +75,14 @@ class AdapterLoads:
         return load_and_note
 
     def _content(self, path: str) -> tuple[Stamp, str | None]:
-        """Never raises, because the engine would fail."""
+        """Never raise, because the engine would fail."""
         try:
             stamp = stamp_of(path)
             if (known := self._digests.get((path, stamp))) is not None:
                 return stamp, known
             is_old = has_settled(path)
             identity = adapter_identity(path)
-            if is_old and stamp_of(path) == stamp:  # any later change changes the stamp
+            if is_old and stamp_of(path) == stamp:  # so any later change changes the stamp
                 self._digests = {(path, stamp): identity} | dict(
                     list(self._digests.items())[:_MOST_DIGESTS]
                 )

@@ -11,24 +11,24 @@ from kvhold.core.errors import LayoutError
 
 
 def check_weights(load: Any, model: str) -> None:
-    """Raises LayoutError for weights that vLLM reads from elsewhere.
+    """Raise LayoutError for weights that vLLM reads from elsewhere.
 
     load: vLLM's LoadConfig
     """
     extra = load.model_loader_extra_config
     if load.load_format == "tensorizer" or any("/" in text for text in _texts(extra)):
         raise LayoutError(
-            f"cannot tell the weights by their content: load_format {load.load_format} with "
+            f"cannot identify the weights by their content: load_format {load.load_format} with "
             "model_loader_extra_config reads them from elsewhere; set model_id"
         )
     if envs.VLLM_USE_MODELSCOPE and not Path(model).expanduser().exists():
         raise LayoutError(
-            f"cannot tell which weights {model!r} names: they come from ModelScope; set model_id"
+            f"cannot identify the weights of {model!r}: they come from ModelScope; set model_id"
         )
 
 
 def other_models(hf_config: object) -> list[tuple[str, str]]:
-    """Return the other models whose weights a model takes (Ultravox's towers), by setting."""
+    """Return (setting, model) of other models whose weights a model uses (Ultravox's towers)."""
     return [
         (name, value)
         for name, value in sorted(vars(hf_config).items())

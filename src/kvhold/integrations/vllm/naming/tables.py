@@ -1,7 +1,8 @@
 """The fields of vLLM's configuration that name a namespace, and why the others do not.
 
-Each field of vLLM 0.32 is listed once. A later field splits the cache until it is listed; a test
-asks for that. A field is harmless if it changes no byte of KV, or if its effect is another fact.
+Each field of vLLM 0.32 is listed once; a test checks that. A field of a later version splits the
+cache until it is listed. A field is harmless if it changes no byte of KV, or if its effect is in
+another fact.
 """
 
 from kvhold.core.naming import Table
@@ -13,7 +14,7 @@ PLACES = (
 )
 LOGS = "what is logged, counted or profiled"
 SAMPLING = "what is done with logits, after the KV was computed"
-INPUTS = "how a prompt becomes tokens and tensors; these are part of the key themselves"
+INPUTS = "how a prompt becomes tokens and tensors, which are in the key"
 CACHING = "where KV is kept, found and announced, not what it is"
 LAUNCHING = (
     "when code is compiled, captured or warmed up, and where it is kept; not what it computes"
@@ -41,7 +42,7 @@ _ALL_HARMLESS_SECTIONS = {
     CACHING: "kv_events_config",
     PLACES: "instance_id",
     SCHEDULING: "shutdown_timeout",
-    # its class is a fact of its own
+    # its class is a separate fact
     ELSEWHERE: "quant_config",
 }
 
@@ -235,7 +236,7 @@ TABLES: dict[str, Table] = {
         {
             ELSEWHERE: "target_model_config target_parallel_config draft_model_config "
             "draft_parallel_config",
-            # a fact of its own for a draft model
+            # a separate fact for a draft model
             LOADING: "draft_load_config",
             MEMORY: "suffix_decoding_max_cached_requests",
             SAMPLING: "rejection_sample_method synthetic_acceptance_rates "
@@ -316,7 +317,7 @@ TABLES: dict[str, Table] = {
         "layer_names kv_cache_spec is_eagle_group host_resident enable_kv_transfer role"
     ),
 }
-"""By the name of the class. A spec of layers (`KVCacheSpec` and its subclasses) is named whole."""
+"""Tables by class name. All fields of a `KVCacheSpec` (or subclass) are named."""
 
 WHOLE_HARMLESS = Table.of(
     "ObservabilityConfig LoggingConfig ProfilerConfig StructuredOutputsConfig "
@@ -325,6 +326,4 @@ WHOLE_HARMLESS = Table.of(
     "VideoDummyOptions SpeechToTextConfig SpeechToTextParams"
     " Range"
 ).named
-"""Classes that are reached through harmless fields alone, or are no part of an engine's
-configuration.
-"""
+"""Classes that only harmless fields contain, or that are not in an engine's configuration."""

@@ -1,6 +1,6 @@
-"""Collect the facts of a vLLM engine: its configuration, less the harmless fields.
+"""Collect the facts of a vLLM engine: its configuration, except harmless fields.
 
-Only plain values can be named. Another value raises a LayoutError with the name of its field,
+Only plain values can be named. Any other value raises a LayoutError with the name of its field,
 unless `share` leaves the field out.
 """
 
@@ -30,7 +30,7 @@ _MODULES = {"vllm": vllm, "torch": torch, "transformers": transformers}
 _LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "compressed-tensors")
 _OPEN_PACKAGES = ("vllm", "transformers", "transformers_modules", "compressed_tensors")
 _PLACES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-# the layout has them per shard
+# the layout has these fields per shard
 _PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"
 
 SHARES = {
@@ -44,14 +44,17 @@ SHARES = {
     ),
     "environment": ("environment.",),
 }
-"""Words of the setting `share`, and the facts that each leaves out.
+"""Words of the setting `share`, and the facts that each word leaves out.
 
 A name that ends in a dot stands for all facts that begin with it.
 """
 
 
 def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Config) -> Facts:
-    """Raises LayoutError for a value that cannot be named, ConfigError for an unknown `share`."""
+    """Return the facts.
+
+    Raises LayoutError for a value that cannot be named, ConfigError for an unknown `share`.
+    """
     left_out = shared_names(settings)
     found: dict[str, str] = {}
     rules = _rules(left_out, per_shard=settings.head_shards > 0)
@@ -87,7 +90,7 @@ def build_facts() -> dict[str, str]:
 
 
 def _device_facts() -> dict[str, str]:
-    """Read from the driver, because only the workers start CUDA."""
+    """Ask the driver, because only the workers start CUDA."""
     facts = {"cpu.device": repr(str(current_platform.device_name))}
     if not current_platform.is_cpu():
         facts["device.name"] = repr(str(current_platform.get_device_name()))
@@ -123,7 +126,7 @@ def _add_conditional(config: "VllmConfig", rules: NamingRules, found: dict[str, 
         for name, text in found.items()
         if name.startswith("vllm.model_config.hf")
     ):
-        # it decides between long and short factors
+        # the length decides between long and short factors
         found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")
     if str(config.load_config.load_format) == "dummy":
         found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # dummy weights depend on it
@@ -151,7 +154,7 @@ def _add_draft_model(
         weights = model_identity(draft.model, draft.revision, cache_dir=load.download_dir)
     except LayoutError as error:
         raise LayoutError(
-            f"the draft model {draft.model} cannot be told by its content: {error}"
+            f"the draft model {draft.model} cannot be identified by its content: {error}"
         ) from None
     walk(draft, where, rules, found)
     found[f"{where}.weights"] = repr(weights)
@@ -172,7 +175,7 @@ def _add_groups(
 ) -> None:
     """Add each group's layer names and spec.
 
-    A pipeline stage knows only its own layers, so names are left out.
+    A pipeline stage knows only its own layers, so with several stages the names are left out.
     """
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):
