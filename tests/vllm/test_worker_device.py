@@ -289,7 +289,7 @@ def test_the_proof_finds_what_is_left_out_before_anything_is_served(
             "gathered bytes are not those",
             "did not come back as it was",
             "are out of order",
-            "the device does not take",
+            "a device would refuse",
         )
     )
 

@@ -7,7 +7,7 @@ Needs pytest, pytest-asyncio and hypothesis.
 
 import pytest
 
-# before the imports: shows values in failed asserts, also for plugins
+# before the imports, so that failed asserts show values, for plugins too
 pytest.register_assert_rewrite(
     "kvhold.testing.cache",
     "kvhold.testing.cache_contract",

@@ -68,14 +68,14 @@ PATIENT_S = 60.0
 
 
 def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return [nbytes], the content of a chunk."""
+    """Return a chunk's content, [nbytes]."""
     return np.random.default_rng(int.from_bytes(key, "little")).integers(
         0, 256, nbytes, dtype=np.uint8
     )
 
 
 def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
-    """Return random tokens. Prompts of one seed share their beginning."""
+    """Return a prompt of random tokens. Prompts of one seed share their beginning."""
     return namespace.prompt(
         np.random.default_rng(seed).integers(0, 50_000, 4096, dtype=np.int32)[:num_tokens]
     )
@@ -139,11 +139,11 @@ def check(lease: Lease, prompt: Prompt, num_tokens: int, shard: int = 0) -> None
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
-    """Look up a prompt, and check every byte. Return the found tokens."""
+    """Look up a prompt, and check every byte. Return the number of found tokens."""
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
             lease = cache.claim(hit.ticket, shard)
-            assert lease is not None, "a ticket in hand is good"
+            assert lease is not None, "the ticket of an open hit is valid"
             with lease:
                 check(lease, prompt, hit.num_tokens, shard)
         return hit.num_tokens
@@ -174,7 +174,7 @@ class CacheFixtures:
             (status := cache.status())["arriving_chunks"] or status["write_behind"]["chunks"]
         ):
             assert time.monotonic() < until, (
-                f"something is on its way for more than {PATIENT_S:g} s"
+                f"chunks are still arriving or being written after {PATIENT_S:g} s"
             )
             time.sleep(0.002)
 

@@ -5,7 +5,7 @@
         def make_cache(self): ...          # a function that joins or makes a cache of 16 MiB
         lower_tiers = True                 # if there are tiers below memory
 
-After each test nothing is held, and a clear empties the arena.
+After each test no ticket, lease or reservation is held, and a clear empties the arena.
 """
 
 import random
@@ -40,7 +40,7 @@ from kvhold.testing.cache_stores import CacheStores
 
 
 class CacheContract(CacheLookups, CacheStores):
-    """Needs a fixture `make_cache`; in one test, all its caches are the same."""
+    """Needs a fixture `make_cache`. All its caches in one test share their chunks."""
 
     def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(
         self, cache: Cache, space: Namespace
@@ -53,11 +53,11 @@ class CacheContract(CacheLookups, CacheStores):
         with cache.reserve(PLAIN, names) as reservation:
             assert 0 < len(reservation.granted) < num_chunks
             assert reservation.granted == list(range(len(reservation.granted))), (
-                "in order, and no tail without what comes before it"
+                "granted in order, and no tail without the chunks before it"
             )
             assert cache.status()["used_bytes"] <= size
             with cache.reserve(PLAIN, a_prompt(space, 64, seed=5).chunks()) as none:
-                assert none.granted == [], "nobody's reservation is taken for another"
+                assert none.granted == [], "reserved memory is not given to another reservation"
             fill(reservation, PLAIN, names)
             reservation.commit()
             granted = len(reservation.granted)
@@ -87,15 +87,15 @@ class CacheContract(CacheLookups, CacheStores):
         self.settle(cache)
         with cache.lookup(prompt.query()) as hit:
             lease = cache.claim(hit.ticket)
-        assert lease is not None, "it outlives its hit"
+        assert lease is not None, "a lease outlives its hit"
         with lease:
             flood(cache, hybrid)
             check(lease, prompt, 90)
-            assert read(cache, prompt) == 90, "what is read is not evicted"
+            assert read(cache, prompt) == 90, "leased chunks are not evicted"
         self.settle(cache)
         flood(cache, hybrid, seed=2_000_000)
         self.settle(cache)
-        assert read(cache, prompt) == (90 if self.lower_tiers else 0), "evicted when it was let go"
+        assert read(cache, prompt) == (90 if self.lower_tiers else 0), "evicted after its release"
 
     def test_a_loan_stays_exact_after_a_clear(self, cache: Cache, hybrid: Namespace) -> None:
         prompt = a_prompt(hybrid, 90)
@@ -109,7 +109,7 @@ class CacheContract(CacheLookups, CacheStores):
                 flood(cache, hybrid)
                 check(lease, prompt, 90)
                 cache.clear()
-                assert cache.status()["used_bytes"] > 0, "what is lent is not free"
+                assert cache.status()["used_bytes"] > 0, "leased memory is not free"
         self.settle(cache)
         assert cache.status()["used_bytes"] == 0
 
@@ -119,7 +119,7 @@ class CacheContract(CacheLookups, CacheStores):
         prompt = a_prompt(space, 40)
         with cache.reserve(PLAIN, prompt.chunks()) as reservation:
             cache.clear()
-            assert store(cache, prompt) == [0, 1, 2], "the key is free"
+            assert store(cache, prompt) == [0, 1, 2], "cleared keys can be reserved again"
             fill(reservation, PLAIN, prompt.chunks())
             reservation.commit()
             assert read(cache, prompt) == 40
@@ -135,7 +135,7 @@ class CacheContract(CacheLookups, CacheStores):
         store(cache, prompt)
 
         def pinned() -> int:
-            # a chunk is pinned during its write below, too
+            # a write to a lower tier pins its chunk, too
             assert cache.flush(deadline_s=PATIENT_S)
             return cache.status()["pinned_chunks"]
 
@@ -318,7 +318,7 @@ class CacheContract(CacheLookups, CacheStores):
             found = list(pool.map(lambda seed: _live(cache, hybrid, seed), range(4)))
         assert sum(found) > 0, "some prompts were found"
         assert cache.status()["counters"]["kvhold_evicted_chunks{tier=ram}"] > 0, (
-            "and the arena was too small for all"
+            "the arena was too small for all prompts"
         )
 
 

@@ -57,7 +57,7 @@ class CacheStores(CacheFixtures):
             fill(reservation, HYBRID, prompt.chunks())
             reservation.commit()
         assert read(cache, prompt) == 0, (
-            "sliding attention looks back at 24 tokens, of which 8 are missing"
+            "sliding attention needs 24 tokens, and 8 of them are missing"
         )
         assert store(cache, prompt, groups=[[False] * 3, [True, False, False], [False] * 3]) == [0]
         assert read(cache, prompt) == 32
@@ -68,7 +68,7 @@ class CacheStores(CacheFixtures):
         prompt = a_prompt(hybrid, 48)
         full = [[True] * 3, [False] * 3, [False] * 3]
         assert store(cache, prompt, groups=full) == [0, 1, 2]
-        assert read(cache, prompt) == 0, "full attention alone does not go on"
+        assert read(cache, prompt) == 0, "a hit needs more than full attention"
         with cache.reserve(HYBRID, prompt.chunks()) as reservation:
             assert reservation.granted == [0, 1, 2]
             assert [(reservation.chunks(group).offsets != ABSENT).any() for group in range(3)] == [
@@ -76,7 +76,7 @@ class CacheStores(CacheFixtures):
                 True,
                 True,
             ]
-            assert store(cache, prompt) == [], "somebody else is writing the rest"
+            assert store(cache, prompt) == [], "another reservation is writing the rest"
             fill(reservation, HYBRID, prompt.chunks())
             reservation.commit()
         assert read(cache, prompt) == 48
@@ -135,7 +135,7 @@ class CacheStores(CacheFixtures):
             assert reservation.granted == [0, 1]
             with cache.reserve(PLAIN, prompt.chunks()) as later:
                 assert later.granted == [2]
-        assert store(cache, prompt) == [0, 1, 2], "what was abandoned may be stored"
+        assert store(cache, prompt) == [0, 1, 2], "abandoned chunks may be stored"
 
     def test_rooms_do_not_overlap(self, cache: Cache, hybrid: Namespace) -> None:
         layout = hybrid.layout

@@ -5,7 +5,7 @@
         def codec(self):
             return Deflate()
 
-A codec may refuse a case.
+Cases that the codec does not accept are skipped.
 """
 
 import random
@@ -136,7 +136,7 @@ class CodecContract:
 
     @pytest.fixture
     def codec(self) -> Codec:
-        raise NotImplementedError("a subclass gives the codec")
+        raise NotImplementedError("override the fixture `codec`")
 
     @pytest.fixture(params=CASES)
     def case(self, request: pytest.FixtureRequest) -> Case:
@@ -335,7 +335,7 @@ def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
         finally:
             _assert_guarded(room)
         results.append(bytes(out))
-    assert results[0] == results[1], "decode left a part of its output as it was"
+    assert results[0] == results[1], "decode left a part of its output unwritten"
     return results[0]
 
 

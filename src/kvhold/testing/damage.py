@@ -3,7 +3,7 @@
     with OpenArena(pid) as arena:
         arena.flip(offset, bit=3)
 
-Needs the same user.
+Both processes must belong to the same user.
 """
 
 import os
@@ -16,7 +16,10 @@ _NAME = "/memfd:kvhold-arena"
 
 class OpenArena:
     def __init__(self, pid: int, fd: int | None = None) -> None:
-        """fd: None is the process's only arena. Raises LookupError without exactly one."""
+        """Open an arena. Raises LookupError unless there is exactly one.
+
+        fd: the arena's descriptor in the process; None: the process's only arena
+        """
         found = [Path(f"/proc/{pid}/fd/{fd}")] if fd is not None else _arenas(pid)
         if len(found) != 1:
             raise LookupError(f"process {pid} has {len(found)} arenas")

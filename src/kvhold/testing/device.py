@@ -29,12 +29,12 @@ class FakeEvent:
         self._device = device
 
     def fired(self) -> bool:
-        """Whether it has fired. Sometimes runs the device first."""
+        """Whether the event has fired. Sometimes runs the device first."""
         self._device.run_seldom()
         return self.has_fired
 
     def wait(self) -> None:
-        """Run the device until it has fired."""
+        """Run the device until the event has fired."""
         self._device.hesitate()
         self._device.wait(self)
 
@@ -42,7 +42,7 @@ class FakeEvent:
 class FakeStream:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.operations: deque[Callable[[], None] | FakeEvent] = deque()  # an Event is a wait
+        self.operations: deque[Callable[[], None] | FakeEvent] = deque()  # an event: wait for it
 
 
 class FakeDevice:
@@ -62,7 +62,7 @@ class FakeDevice:
         self.put(self.engine, work)
 
     def put(self, stream: FakeStream, *operations: "Callable[[], None] | FakeEvent") -> FakeEvent:
-        """Append operations and an event, which is returned."""
+        """Append operations and an event. Return the event."""
         event = FakeEvent(self)
         with self._lock:
             stream.operations += [*operations, lambda: setattr(event, "has_fired", True)]
@@ -104,7 +104,7 @@ class FakeDevice:
     def wait(self, event: FakeEvent) -> None:
         with self._lock:
             while not event.has_fired:
-                assert self._step(), "the event that is waited for never fires"
+                assert self._step(), "the awaited event never fires"
 
     def synchronize(self) -> None:
         with self._lock:
@@ -174,14 +174,14 @@ class FakeDriver:
         return event
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> FakeEvent:
-        """See `DeviceDriver`. Unpinned copies are done on return, as a driver may do."""
+        """See `DeviceDriver`. Unpinned copies end before this returns, as with some drivers."""
 
         def work() -> None:
             for host, device, nbytes in zip(
                 copies.host.tolist(), copies.device.tolist(), copies.nbytes.tolist(), strict=True
             ):
                 assert self._may_copy(host, nbytes, pinned=copies.pinned), (
-                    "a copy that the device does not take"
+                    "a device would refuse this copy"
                 )
                 ctypes.memmove(*((host, device) if lane is Lane.STORE else (device, host)), nbytes)
 
@@ -206,7 +206,7 @@ class FakeDriver:
         del self.pinned[address]
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
-        """Real devices take ranges within one registration, or outside all."""
+        """Real devices accept ranges within one registration, or outside all of them."""
         pinned_now = self.pinned.copy()  # another thread may pin now
         touched = [
             start
@@ -227,7 +227,10 @@ class FakeDriver:
 def fake_copier(
     device: FakeDevice, *, seed: int = 0, driver: FakeDriver | None = None
 ) -> DeviceCopier:
-    """Return a real copier over this device. seed: draws sizes that fill rings and split chunks."""
+    """Return a real copier for this device.
+
+    seed: chooses sizes at which rings fill and chunks are split
+    """
     random = Random(seed)
     sizes = Settings(
         store_ring_bytes=random.choice([1 << 14, 1 << 16, 1 << 20]),

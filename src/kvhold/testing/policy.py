@@ -4,7 +4,7 @@
         def make_policy(self) -> Policy:
             return MyPolicy()
 
-Override `rank` too, and the order of eviction is compared with a slow model.
+If you override `rank` too, the order of eviction is compared with a slow model.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -427,21 +427,21 @@ class _History(RuleBasedStateMachine):
     ) -> list[bytes]:
         known = self.model.known
         victims = self.policy.victims(nbytes, self._asks_for_known_keys(pinned), namespace)
-        assert set(victims) <= set(known), "only what is here is evicted"
+        assert set(victims) <= set(known), "only known chunks are evicted"
         for i, victim in enumerate(victims):
             candidates = {
                 each.key: each for each in self.model.leaves(victims[:i], pinned, namespace)
             }
             assert victim in candidates, (
-                "each is in the namespace, not pinned, not chosen before, and nothing left "
-                "continues it"
+                "a victim is in the namespace, not pinned, not chosen before, and no remaining "
+                "chunk continues it"
             )
             rank = self.rank(candidates[victim])
             assert rank is None or rank == min(map(self.rank, candidates.values())), (
-                "of those that may go the lowest goes first"
+                "the candidate with the lowest rank goes first"
             )
         if nbytes > self.model.evictable_bytes(pinned, namespace):
-            assert victims == [], "all that was asked, or nothing"
+            assert victims == [], "all requested bytes, or none"
         else:
             assert (
                 sum(known[key].nbytes for key in victims[:-1])
@@ -466,9 +466,7 @@ class _History(RuleBasedStateMachine):
 
     def _asks_for_known_keys(self, pinned: Collection[bytes]) -> Callable[[bytes], bool]:
         def is_pinned(key: bytes) -> bool:
-            assert key in self.model.known, (
-                "a tier cannot say whether a chunk is pinned that is not there"
-            )
+            assert key in self.model.known, "a policy asks only for the pins of known chunks"
             return key in pinned
 
         return is_pinned

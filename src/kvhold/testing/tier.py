@@ -61,7 +61,7 @@ async def partly_scanned(tier: Tier) -> list[bytes]:
 
     async def scan() -> None:
         async for key in tier.scan(b""):
-            keys.append(key)  # noqa: PERF401 - they count although the scan fails
+            keys.append(key)  # noqa: PERF401 - the keys count even if the scan fails
 
     with pytest.raises(TierIncomplete):
         await scan()

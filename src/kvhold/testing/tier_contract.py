@@ -50,7 +50,7 @@ SIZES = (
     3_000_001,
 )
 
-# in names these have meanings for shells, URLs, patterns or protocols; in keys they are bytes
+# special in shells, URLs, patterns or protocols, but only bytes in keys
 AWKWARD = (
     b"\x00",
     b"\xff",
@@ -86,9 +86,9 @@ class TierContract(TierReplaces):
     async def lose_a_part(self, tier: Any) -> None:
         """Make a part of the place fail: one disk or server of several.
 
-        Override it for a tier that goes on without a part. Of 64 values, some must be in that part.
+        Override this for a tier that works without a part. Some of 64 values must be in that part.
         """
-        pytest.skip("this tier does not go on without a part of its place")
+        pytest.skip("this tier does not work without a part of its place")
 
     async def test_it_has_a_name(self, tier: Tier) -> None:
         assert tier.traits.name
@@ -333,7 +333,7 @@ class TierContract(TierReplaces):
         assert await tier.put([(make_key(1), [memoryview(b"short")])], ttl_s=0.05) == [None]
         assert await tier.put([(make_key(2), [memoryview(b"long")])], ttl_s=1000) == [None]
         assert await tier.put([(make_key(3), [memoryview(b"for ever")])]) == [None]
-        while await tier.probe([make_key(1)]) != [None]:  # noqa: ASYNC110 - the tier tells nobody
+        while await tier.probe([make_key(1)]) != [None]:  # noqa: ASYNC110 - a tier does not report expiry
             await asyncio.sleep(0.01)
         assert await fetch(tier, [make_key(1), make_key(2), make_key(3)], [10] * 3) == [
             None,

@@ -20,12 +20,12 @@ class TierReplaces:
     @pytest.fixture
     def replacing(self, tier: Any) -> Any:
         if not tier.traits.replaces:
-            pytest.skip("this tier cannot put a value in the place of another")
+            pytest.skip("this tier cannot replace a value")
         return tier
 
     async def test_a_tier_that_cannot_replace_says_so_and_changes_nothing(self, tier: Tier) -> None:
         if tier.traits.replaces:
-            pytest.skip("this one can")
+            pytest.skip("this tier can replace a value")
         await store(tier, {make_key(1): b"old"})
         with pytest.raises(TierError, match="cannot put a value in the place of another"):
             await replace(tier, [(make_key(1), [memoryview(b"new")])])
