@@ -97,7 +97,7 @@ class ChunkTable:
 class Described:
     """A chunk as vLLM would publish it.
 
-    stored: one event a group; None if vLLM does not hash its blocks
+    stored: one event per group; None if vLLM does not hash its blocks
     """
 
     first_token: int

@@ -251,7 +251,7 @@ def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig"
 def _reasons_of_drafts(
     config: "VllmConfig", specs: Sequence[Any], settings: Config
 ) -> dict[str, bool]:
-    """Return the reasons against speculative decoding, each with whether it applies."""
+    """Return each reason against speculative decoding, and whether it applies."""
     speculation, stages = config.speculative_config, config.parallel_config.pipeline_parallel_size
     method = getattr(speculation, "method", None)
     return {

@@ -97,7 +97,7 @@ class RequestLookups:
             self.submit_name(request, RequestRules())
 
     def is_certain(self, request: "Request") -> bool:
-        """Whether vLLM has computed a named request with the content of its name."""
+        """Whether vLLM has computed a named request with the content that its name says."""
         adapter = request.lora_request
         return self._media.is_certain(request) and (
             adapter is None

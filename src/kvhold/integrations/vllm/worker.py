@@ -326,7 +326,7 @@ class WorkerSide:
             reading.is_lost = True
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)
-        except Exception:  # the future's exception is never read
+        except Exception:  # logged here, because the future's exception is never read
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
         return reading
 
