@@ -193,7 +193,7 @@ def test_a_folder_that_others_can_write_to_holds_no_socket(tmp_path: Path) -> No
     end_node(place)
     place = tmp_path / "open" / "mine" / "node.sock"
     place.parent.mkdir(mode=0o700)
-    with pytest.raises(NodeError, match=r"who could replace what is in it; chmod o-w it"):
+    with pytest.raises(NodeError, match=r"who could replace its content; chmod o-w it"):
         connect(config_at(place))
     place.parent.parent.chmod(0o1777)
     prepare_folder(place)

@@ -213,7 +213,7 @@ class TestAccess:
             ("kvhold://", "write kvhold://host"),
             ("kvhold://a:1,b:2", "write kvhold://host"),
             ("kvhold://a:1/x", "write kvhold://host"),
-            ("kvhold://token@a:1", "with a colon before it"),
+            ("kvhold://token@a:1", "with a colon before the token"),
             ("kvhold://a:1?ca_file=x", "are for TLS"),
             ("kvhold://a:1?token_file=/nowhere", "token_file"),
             ("kvholds://a:1?ca_file=/nowhere", "ca_file"),

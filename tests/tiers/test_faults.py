@@ -387,7 +387,7 @@ class TestText:
                 ),
             ),
             ("get:corrupt:@0", "@0: the first is @1"),
-            ("get:corrupt:1:0", "a delay is no less than 0 s, and a corruption no less than 1 bit"),
+            ("get:corrupt:1:0", "a delay must be at least 0 s, and a corruption at least 1 bit"),
             ("get:corrupt:1:all", "'all' is not a number of bits"),
             (
                 "get:delay:0.5s",
@@ -396,13 +396,13 @@ class TestText:
                     "as @3, or 0.5@3"
                 ),
             ),
-            ("get:delay:1", "'' is not how long; write 0.5s or 20ms, after when: delay:1:0.5s"),
-            ("get:delay:1:5", "'5' is not how long; write 0.5s or 20ms, after when: delay:1:0.5s"),
+            ("get:delay:1", "'' is not a time; write 0.5s or 20ms, after `when`: delay:1:0.5s"),
+            ("get:delay:1:5", "'5' is not a time; write 0.5s or 20ms, after `when`: delay:1:0.5s"),
             (
                 "get:error:1:dead",
                 "there is no error 'dead'; known are error, unavailable, full, denied",
             ),
-            ("get:hang:1:1s", "hang takes nothing after when, not '1s'"),
+            ("get:hang:1:1s", "hang takes nothing after `when`, not '1s'"),
         ],
     )
     def test_a_bad_rule_is_named_with_what_is_allowed(self, text: str, said: str) -> None:

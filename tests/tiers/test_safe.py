@@ -141,7 +141,7 @@ class TestFiles:
                 planted.mkdir()
         folder = open_folder(tmp_path)
         with pytest.raises(
-            OSError, match=r"symbolic link|no regular file|another name|No such device|directory"
+            OSError, match=r"symbolic link|not a regular file|another name|No such device|directory"
         ):
             open_own_file("lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
         os.close(folder)

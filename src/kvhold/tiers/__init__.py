@@ -1,1 +1,1 @@
-"""Tiers: the places of chunks. The contract is in `base.py`, eviction in `policies/`."""
+"""Tiers: the places where chunks live. `base.py` has the contract, `policies/` the eviction."""

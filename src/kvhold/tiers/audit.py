@@ -6,9 +6,9 @@
 It keeps the `max_keys` digests used last (xxh3-128, against faults, not forgers). A whole value
 with another digest is a TierError. Ranges are not checked.
 
-**Only certain values are checked.** A put probes first, which costs a round trip, and keeps a
-digest only if the key was absent. A key with overlapping calls is not checked. Changes by other
-processes are not seen.
+**A value is checked only if its digest is certain.** A put probes first, which costs a round trip,
+and keeps a digest only if the key was absent. A key with overlapping calls is not checked. Changes
+by other processes are not seen.
 """
 
 import asyncio
@@ -42,14 +42,12 @@ OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 log = logging.getLogger("kvhold.audit")
 
 _PREFIX = "audit_"
-_LARGE_BYTES = 256 << 10  # about 20 µs; more is hashed in a thread
+_LARGE_BYTES = 256 << 10  # hashed in about 20 µs; more bytes are hashed in a thread
 
 
 @dataclass(frozen=True)
 class AuditConfig:
-    max_keys: int = setting(
-        100_000, "how many values' digests are kept, about 200 bytes each", minimum=1
-    )
+    max_keys: int = setting(100_000, "number of digests to keep, about 200 bytes each", minimum=1)
     exclude: str = setting(
         "", f"operations that are not logged, separated by commas: {', '.join(OPERATIONS)}"
     )
@@ -170,7 +168,7 @@ class AuditTier:
         got: list[int | TierError | None],
         before: Sequence[bytes | None],
     ) -> list[int | TierError | None]:
-        # the read may have met the old or the new value
+        # leave out changed keys: the read may have met the old or the new value
         some = [
             (i, size, digest)
             for i, digest in enumerate(before)
@@ -185,7 +183,7 @@ class AuditTier:
             if digest != expected:
                 self.mismatches += 1
                 log.error(
-                    "%s: %s came back as other bytes than were put, %d of them",
+                    "%s: %s came back with other bytes than were put (%d bytes)",
                     self._shown,
                     keys[i].hex(),
                     size,
@@ -193,7 +191,7 @@ class AuditTier:
                 answers[i] = TierError(
                     f"audit+{self.traits.name}",
                     "get",
-                    f"{keys[i].hex()} came back as other bytes than were put",
+                    f"{keys[i].hex()} came back with other bytes than were put",
                 )
         return answers
 
@@ -244,7 +242,7 @@ class _Digests:
         self._disputed: set[bytes] = set()
 
     def of(self, key: bytes) -> bytes | None:
-        """`None` if the digest is unknown or changing."""
+        """Return the digest; None: it is unknown or changing."""
         if key in self._changing or key not in self._kept:
             return None
         self._kept.move_to_end(key)

@@ -132,11 +132,11 @@ class Replaces(Protocol):
     """A tier that can replace a value in one step."""
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace each stored value by a new one; true where that was done.
+        """Replace each stored value by a new one; true where a value was replaced.
 
         False where no value is stored (any longer); then none is created. A TierError means that
-        the old value stays (TierFull where both do not fit at the same time), or that the answer
-        was lost and either value may be there.
+        the old value stays (TierFull if both do not fit at the same time), or that the answer was
+        lost and either value may be there.
 
         A concurrent reader gets the old value or the new one, whole. In a durable tier this also
         holds after a `kill -9`. The new value keeps the old one's remaining time to live. If a key
@@ -146,7 +146,7 @@ class Replaces(Protocol):
 
 @runtime_checkable
 class HasFolders(Protocol):
-    """A tier whose folders may be away and come back, such as mounted disks."""
+    """A tier whose folders may go away and come back, such as mounted disks."""
 
     def watch_folders(self, met: FolderMet) -> None:
         """Await `met(path, identity)` at each opening of a folder, before its values are used.

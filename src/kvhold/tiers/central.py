@@ -46,16 +46,16 @@ Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream
 
 @dataclass(frozen=True)
 class CentralConfig:
-    host: str = setting("", "where it listens")
-    port: int = setting(c.DEFAULT_PORT, "its port", minimum=1)
+    host: str = setting("", "the server")
+    port: int = setting(c.DEFAULT_PORT, "the server's port", minimum=1)
     token: str = setting(
-        "", "what the server demands; better in the URL's password, or in a file", secret=True
+        "", "the server's token; better in the URL's password, or in a file", secret=True
     )
-    token_file: str = setting("", "a file that holds it")
-    tls: bool = setting(False, "talk TLS")
+    token_file: str = setting("", "a file with the token")
+    tls: bool = setting(False, "use TLS")
     insecure: bool = setting(
         False,
-        "send the token to another host without TLS: whoever can listen on the network can read it",
+        "send the token to another host without TLS; anyone who listens on the network can read it",
     )
     ca_file: str = setting(
         "",
@@ -63,9 +63,9 @@ class CentralConfig:
         "the system's",
     )
     cert_file: str = setting(
-        "", "PEM file of our own certificate, where the server wants one (mTLS)"
+        "", "PEM file of the client's certificate, if the server requires one (mTLS)"
     )
-    key_file: str = setting("", "PEM file of its key; empty: it is in cert_file")
+    key_file: str = setting("", "PEM file of the certificate's key; empty: it is in cert_file")
     connections: int = setting(4, "connections that carry values", minimum=1)
 
 
@@ -90,7 +90,7 @@ class CentralTier:
             else config.token
         )
         if len(self._token.encode()) > c.MAX_TOKEN_BYTES:
-            raise ConfigError(f"kvhold: token: it has at most {c.MAX_TOKEN_BYTES} bytes")
+            raise ConfigError(f"kvhold: token: at most {c.MAX_TOKEN_BYTES} bytes are allowed")
         if self._token and not config.tls and not config.insecure and not is_loopback(config.host):
             raise ConfigError(
                 f"kvhold: {self._address}: the token would cross the network in clear text; "
@@ -111,7 +111,7 @@ class CentralTier:
         if url.username:
             raise ConfigError(
                 f"tiers: {url.shown}: there are no users, only a token; write "
-                "kvhold://:TOKEN@host, with a colon before it"
+                "kvhold://:TOKEN@host, with a colon before the token"
             )
         (host, port) = url.hosts[0]
         base = CentralConfig(
@@ -147,7 +147,7 @@ class CentralTier:
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
         """Tier contract."""
-        if ttl_s is not None and ttl_s != inf:  # rounded up to whole seconds, it may be above
+        if ttl_s is not None and ttl_s != inf:  # rounded up to seconds, it may exceed the limit
             ttl_s = min(ttl_s, MAX_TTL_S)
         batches = [
             _PutBatch(batch, ttl_s)
@@ -167,7 +167,7 @@ class CentralTier:
         return answer.removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """If the server has forgotten the scan, keys come twice."""
+        """Yield keys. If the server has forgotten the scan, some keys come twice."""
         after, more = b"", True
         while more:
             page = await self._ask("scan", c.Scan(prefix, after), c.CentralKeys)
@@ -212,8 +212,8 @@ class CentralTier:
             raise TierError(
                 "kvhold",
                 operation,
-                f"{self._address}: a {type(question.answer).__name__} where "
-                f"{expected.__name__} was due",
+                f"{self._address}: answered with {type(question.answer).__name__}, not with "
+                f"{expected.__name__}",
             )
         return question.answer
 
@@ -223,7 +223,7 @@ class CentralTier:
         where = f"{self._address}: "
         if isinstance(error, ProtocolError):
             return TierError(
-                "kvhold", operation, f"{where}is no central cache of this version: {error}"
+                "kvhold", operation, f"{where}is not a central cache of this version: {error}"
             )
         return TierUnavailable("kvhold", operation, f"{where}{str(error) or type(error).__name__}")
 
@@ -294,13 +294,11 @@ class _GetBatch(Exchange):
     async def take(self, stream: Stream) -> None:
         answer = _answer.decode(await _body(stream))
         if not isinstance(answer, c.ValueSizes) or len(answer.sizes) != len(self.items):
-            raise ProtocolError("the answer to a get is not of as many sizes")
+            raise ProtocolError("the answer to a get has another number of sizes")
         for one, size in zip(self.items, answer.sizes, strict=True):
             if size is not None:
                 if not 0 < size <= one.nbytes or (one.start is not None and size != one.nbytes):
-                    raise ProtocolError(
-                        f"a value of {size} bytes where there is room for {one.nbytes}"
-                    )
+                    raise ProtocolError(f"a value of {size} bytes for a buffer of {one.nbytes}")
                 await stream.read_into(one.parts, size)
             one.size = size
 
@@ -317,7 +315,7 @@ class _PutBatch(Exchange):
     async def take(self, stream: Stream) -> None:
         answer = _answer.decode(await _body(stream))
         if not isinstance(answer, c.Stored) or len(answer.faults) != len(self.faults):
-            raise ProtocolError("the answer to a put is not of as many items")
+            raise ProtocolError("the answer to a put has another number of items")
         self.faults = answer.faults
 
 
@@ -337,7 +335,7 @@ def _batched(items: list[Item]) -> list[list[Item]]:
 
 
 def _raise_if_all(batches: Sequence[Exchange]) -> None:
-    """If every batch failed, the whole place is at fault."""
+    """Raise a fault if every batch failed: the whole place is at fault."""
     faults = [batch.fault for batch in batches]
     if faults and None not in faults:
         raise next(fault for fault in faults if fault is not None)

@@ -1,4 +1,4 @@
-"""The pending clears of a tier: each is tried again until its values are removed.
+"""The pending clears of a tier. A clear is tried again until its values are removed.
 
     pending_clear = await clears.begin(prefix)  # suppressed, and in the journal
     await clears.end(pending_clear)             # removed, now or by a background task
@@ -40,7 +40,7 @@ class Clears:
 
     def __init__(self, guard: "Guard") -> None:
         self.suppressed = Suppressed(now)
-        # name prefix of old values to remove -> number of its clear
+        # name prefix of old values to remove -> number of their clear
         self.garbage: dict[bytes, int] = {}
         self.remember_generation: Callable[[], Awaitable[None]] | None = None
         self._guard = guard
@@ -53,8 +53,8 @@ class Clears:
         """Suppress all values with this prefix. Return the argument of `end`.
 
         If there is a journal, the clear is on the disk when this returns. A private tier with too
-        many pending clears gets one of everything instead, due when the present writes have ended.
-        In a read-only tier the values stay suppressed.
+        many pending clears gets one clear of everything instead. It is due when the current writes
+        have ended. In a read-only tier the values stay suppressed.
         """
         if (
             not self._guard.traits.shared
@@ -73,7 +73,7 @@ class Clears:
         return pending_clear
 
     async def begin_again(self, pending_clear: PendingClear) -> None:
-        """Journal and end a clear whose values are back. An earlier one may be ending now."""
+        """Journal and end a clear whose values are back. An earlier clear may be ending now."""
         await self._write_journal(pending_clear.prefix)
         await self.end(pending_clear)
 
@@ -85,7 +85,7 @@ class Clears:
         """
         if self._guard.config.read_only:
             log.warning(
-                "tier %s is read_only: what was cleared stays there, and this host does not use it",
+                "tier %s is read_only: cleared values stay there, and this host does not use them",
                 self._guard.name,
             )
             return 0
@@ -95,8 +95,8 @@ class Clears:
             self._retrying is None or self._retrying.done()
         ):
             log.warning(
-                "tier %s could not be cleared now; what was to go is not used, and goes "
-                "when it can",
+                "tier %s could not be cleared now; the cleared values are not used, and are "
+                "removed later",
                 self._guard.name,
             )
             self._retrying = asyncio.ensure_future(self._retry_clears())
@@ -111,7 +111,7 @@ class Clears:
                     await self._journal.remove(self._guard.place, prefix)
 
     def hide(self, prefix: bytes) -> None:
-        """`remember` writes the clear to the disk."""
+        """Suppress a prefix. `remember` writes the clear to the disk."""
         self.suppressed.add(prefix)
 
     async def remember(self) -> None:
@@ -139,7 +139,7 @@ class Clears:
             turn = self._payers[prefix] = asyncio.Lock()
         async with turn:
             pending_clear = self.suppressed.due(prefix)
-            if not pending_clear:  # the call before has ended it
+            if not pending_clear:  # an earlier call has ended it
                 return 0
             if isinstance(self._guard.tier, GenerationTier):
                 removed = await self._clear_by_generation(self._guard.tier, prefix, pending_clear)
@@ -148,7 +148,7 @@ class Clears:
         return removed
 
     async def _ended(self, prefix: bytes, pending_clear: int) -> None:
-        """End a pending clear, first in the journal: else a restart would repeat it."""
+        """End a pending clear, first in the journal: otherwise a restart would repeat it."""
         async with self._journal_turn:
             if self._journal is not None and self.suppressed.number(prefix) == pending_clear:
                 await self._journal.remove(self._guard.place, prefix)
@@ -162,7 +162,7 @@ class Clears:
         if call.result is None:
             return 0
         if self.remember_generation is not None:
-            # else a restarted node knows this clear only by its marker, which the store may lose
+            # otherwise a restarted node knows the clear only by its marker, which may be lost
             await self.remember_generation()
         await self._ended(prefix, pending_clear)
         removed, is_done = await self._remove_garbage(tier, call.result)
@@ -177,8 +177,8 @@ class Clears:
         fault = await self._guard.run(scan, lambda: tier.names_of(old))
         if isinstance(fault, TierCannotList):
             log.info(
-                "tier %s cannot list its values: those that were cleared are not used, and stay "
-                "until it removes them",
+                "tier %s cannot list its values: the cleared ones are not used, and stay until "
+                "the tier removes them",
                 self._guard.name,
             )
             return 0, True

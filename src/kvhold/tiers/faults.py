@@ -16,7 +16,8 @@ third alone), or both (`0.5@3`). Default: always.
 | swap | get | delivers another seen key's value | |
 | stale | get, probe | misses a stored value; a probe also finds a removed one | |
 
-`@n` counts calls for `error`, `delay` and `hang`; keys for `swap` and a probe's `stale`; else hits.
+`@n` counts calls for `error`, `delay` and `hang`, keys for `swap` and a probe's `stale`, and hits
+for all others.
 """
 
 import asyncio
@@ -95,7 +96,7 @@ class Rule:
         if self.error not in ERRORS:
             raise ConfigError(f"there is no error {self.error!r}; known are {', '.join(ERRORS)}")
         if self.delay_s < 0 or self.bits < 1:
-            raise ConfigError("a delay is no less than 0 s, and a corruption no less than 1 bit")
+            raise ConfigError("a delay must be at least 0 s, and a corruption at least 1 bit")
 
     @property
     def name(self) -> str:
@@ -106,10 +107,10 @@ class Rule:
 class FaultConfig:
     rules: str = setting(
         "",
-        "what goes wrong: operation:kind[:when[:with]], with spaces or commas between, "
-        "such as get:corrupt:0.01",
+        "faults as operation:kind[:when[:with]], separated by spaces or commas, such as "
+        "get:corrupt:0.01",
     )
-    seed: int = setting(0, "of the chance that decides", minimum=0)
+    seed: int = setting(0, "seed of the random numbers", minimum=0)
 
 
 def parse_rules(text: str) -> list[Rule]:
@@ -257,7 +258,7 @@ class FaultTier:
             return None
         if item and self._due("get", "truncate"):
             left = self._random.randrange(item)
-            # else a caller that ignores the size would have the whole value
+            # otherwise a caller that ignores the size would have the whole value
             _overwrite(parts, left, item)
             item = left
         for rule in self._due("get", "corrupt") if item else ():
@@ -311,7 +312,7 @@ def _with(rule: Rule, what: str) -> Rule:
         match = _TIME.fullmatch(what)
         if match is None:
             raise ConfigError(
-                f"{what!r} is not how long; write 0.5s or 20ms, after when: delay:1:0.5s"
+                f"{what!r} is not a time; write 0.5s or 20ms, after `when`: delay:1:0.5s"
             )
         delay_s = float(match[1]) / (1000 if match[2] == "ms" else 1)
     elif rule.kind == "corrupt" and what:
@@ -319,7 +320,7 @@ def _with(rule: Rule, what: str) -> Rule:
             raise ConfigError(f"{what!r} is not a number of bits")
         bits = int(what)
     elif what:
-        raise ConfigError(f"{rule.kind} takes nothing after when, not {what!r}")
+        raise ConfigError(f"{rule.kind} takes nothing after `when`, not {what!r}")
     return Rule(rule.operation, rule.kind, rule.probability, rule.nth, error, delay_s, bits)
 
 

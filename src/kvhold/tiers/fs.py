@@ -46,20 +46,20 @@ Answer = TypeVar("Answer")
 class SharedFilesConfig:
     path: str = setting("", "folder for the values, the same for all hosts")
     direct: str = setting(
-        "auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always")
+        "auto", "O_DIRECT, to bypass the page cache", choices=("auto", "never", "always")
     )
     sync: bool = setting(
         False, "fsync each value and its folder, so that it survives a power cut of the file server"
     )
     io_threads: int = setting(
-        8, "threads that read, as many that write, and as many that look things up", minimum=1
+        8, "threads for reads, as many for writes, and as many for lookups", minimum=1
     )
     any_owner: bool = setting(
         False,
-        "use a folder that belongs to another user or to a group; who can write there can forge KV",
+        "use a folder of another user or of a group; anyone who can write there can forge KV",
     )
     stale_s: float = setting(
-        86_400.0, "another host's temporary files are removed when they are older", minimum=60
+        86_400.0, "age at which another host's temporary files are removed", minimum=60
     )
 
 
@@ -92,7 +92,7 @@ class SharedFilesTier:
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:
-        """A read-only folder passes."""
+        """Check that the folder is in its place. A read-only folder passes."""
         async with self._opener.use() as tree:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:
@@ -144,7 +144,7 @@ class SharedFilesTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Keeps the mtime, since a cleaner may remove files by age."""
+        """Replace values. Keeps the mtime, since a cleaner may remove files by age."""
         first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [
@@ -159,7 +159,7 @@ class SharedFilesTier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Raises TierIncomplete if a file could not be removed."""
+        """Remove values. Raises TierIncomplete if a file could not be removed."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(
@@ -181,7 +181,7 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Lists all folders first, so the keys must fit in memory.
+        """Yield keys. All folders are listed first, so the keys must fit in memory.
 
         Raises TierIncomplete after the keys of the other folders if one cannot be listed.
         """
@@ -247,7 +247,7 @@ class SharedFilesTier:
         jobs = [_Job(call, operation=operation, path=self._path, tree=tree) for call in calls]
         await threads.run([job.run for job in jobs])
         if any(job.is_lost for job in jobs) and self._opener.lose(tree):
-            _log.warning("fs: %s was lost; the next call opens it anew", self._path)
+            _log.warning("fs: %s was lost; the next call opens it again", self._path)
         return [job.fault or job.answer for job in jobs]
 
 

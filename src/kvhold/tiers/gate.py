@@ -49,7 +49,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it will not use the turn
+            if turn.done() and not turn.cancelled():  # the caller will not use its turn
                 self._leave(urgency)
             raise
 

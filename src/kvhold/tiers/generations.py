@@ -5,15 +5,16 @@
 
 **Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
 hash of namespace and generation, so no host asks for older values. The number of clears of
-everything follows (docs/format.md), so a host can remove older names of unknown namespaces.
+everything follows the hash (docs/format.md), so a host can remove older names of unknown
+namespaces.
 
 **Marker** n: generation n has begun. A probe asks for the next marker, too.
 
 **Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
-repeats: 13 is reached by 8 and 12. Hosts restore evicted markers.
+repeats: 13 is reached through 8 and 12. Hosts restore evicted markers.
 
 **Namespaces are forgotten**, except the `_MOST_USED` used last and those with chunks in memory. The
-next use of a forgotten one searches it again.
+next use of a forgotten namespace searches it again.
 
 **Chunks on this host** have a generation too, in a journal. `learned` is called before any key gets
 a newer name, so a running write uses an old name or is stopped.
@@ -37,9 +38,9 @@ Result = TypeVar("Result")
 
 ALL = bytes(NAMESPACE_BYTES)
 _PLACE = b"\xff\xff\xff\xff"  # a group and shard that no chunk has
-_SAYS = b"kvhold-clear"  # in place of the hash of tokens
+_SAYS = b"kvhold-clear"  # instead of the hash of tokens
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
-_TOKEN_BYTES = 16  # tells who put a marker
+_TOKEN_BYTES = 16  # random; shows which host put a marker
 _EVERY_BYTES = 4  # of a name: the number of clears of everything
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
 # Numbers up to this far ahead are not older. A key without a generation has any number there, so
@@ -51,16 +52,16 @@ _SPACES_AT_ONCE = 64  # in one call
 _MOST_SLICES = 64  # in one refresh
 _MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
 _MOST_NUMBERS = 20_000  # the journal's limit, too
-_LOOKS = 4  # numbers to check for forgetting, at each new one
+_LOOKS = 4  # for each new number, how many old ones may be forgotten
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
-_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # in place of the number of a contact
+_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # instead of the number of a contact
 
 
 class _Use:
     """A namespace in use.
 
-    contact: with the tier, at the latest search; _NOT_SEARCHED: not since the first use
+    contact: number of the contact at the latest search; _NOT_SEARCHED: not since the first use
     """
 
     __slots__ = ("contact", "num_refreshes")
@@ -97,7 +98,7 @@ class GenerationTier:
         self._holds = holds
         self._contact = 1  # raised whenever the tier was away
         self._used: dict[bytes, _Use] = {ALL: _Use()}
-        # the same without ALL; the next one to refresh first
+        # used namespaces without ALL; the next one to refresh first
         self._turns: OrderedDict[bytes, None] = OrderedDict()
         # namespaces that may be forgotten; the least recently used first
         self._lately: OrderedDict[bytes, None] = OrderedDict()
@@ -119,7 +120,7 @@ class GenerationTier:
         await self._noticed(self._tier.check())
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
-        """Raises a marker's fault: another host may have cleared."""
+        """Probe keys and the next markers. Raises a marker's fault: there may be a newer clear."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
@@ -239,8 +240,8 @@ class GenerationTier:
     async def names_of(self, old: bytes) -> KeyList:
         """Return the names with the prefix `old` (from `advance`), without markers.
 
-        b"": only names from before the latest known clear of everything. Their number tells them
-        from the names that other hosts have used since.
+        b"": only names from before the latest known clear of everything. The number in a name
+        distinguishes it from the names that other hosts have used since.
         """
         every = self._number(ALL)
         names, _ = await self._scanned(old)
@@ -287,7 +288,7 @@ class GenerationTier:
             self._numbers.move_to_end(space)
 
     def _may_forget(self, space: bytes) -> None:
-        """Let a namespace be forgotten, as the last one. Forget the first ones."""
+        """Queue a namespace to be forgotten. If the queue is too long, forget its first ones."""
         self._lately[space] = None
         while len(self._lately) > _MOST_USED:
             first, _ = self._lately.popitem(last=False)
@@ -429,7 +430,7 @@ class GenerationTier:
             if len(self._numbers) <= _MOST_NUMBERS:
                 break
             first = next(iter(self._numbers))
-            if first in self._used:  # else its chunks get the names of an earlier generation
+            if first in self._used:  # its chunks must not get the names of an earlier generation
                 self._numbers.move_to_end(first)
             else:
                 del self._numbers[first]
@@ -437,14 +438,17 @@ class GenerationTier:
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
         """Search each namespace's latest generation. Call `learned` before it is used.
 
-        Skips a generation that this host is beginning: that clear checks whose marker it is.
+        Skips a generation that this host is beginning: its clear checks whose marker it is.
         """
         for some in _sliced(spaces):
             uses = {space: self._used.get(space) for space in some}
             self._learn(await self._searched(some), uses)
 
     def _learn(self, latest: Mapping[bytes, int], uses: Mapping[bytes, _Use | None]) -> None:
-        """uses: at the start of the search; a namespace forgotten since then is not met"""
+        """Use the results of a search.
+
+        uses: at the start of the search; a namespace forgotten since then is not met
+        """
         for space, number in latest.items():
             if number > self._number(space) and self._own.get(space) != number:
                 known = (
@@ -521,10 +525,10 @@ class GenerationTier:
             raise
 
     async def _asked(self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]) -> Result:
-        """Await a question for markers. A fault forgets their namespaces, a second fault all.
+        """Await a question for markers. After a fault, their namespaces are searched again.
 
-        Answered slices of a slow tier stay met, or a search of very many namespaces would never
-        end.
+        After a second fault in a row, all namespaces are. A single fault must not forget the
+        answered slices of a slow tier, or a search of very many namespaces would never end.
         """
         try:
             answer = await call

@@ -44,15 +44,15 @@ _WRITES = ("put", "replace")
 
 @dataclass(frozen=True)
 class GuardConfig:
-    name: str = setting("", "what the tier is called in metrics and logs; empty: its scheme")
-    read_only: bool = setting(False, "never write to it")
+    name: str = setting("", "the tier's name in metrics and logs; empty: its scheme")
+    read_only: bool = setting(False, "never write to the tier")
     codec: str = setting(
         "raw",
-        "what chunks are written by: raw, lossless, or one with a loss (`kvhold bench codecs`)",
+        "codec of written chunks: raw, lossless, or one with a loss (`kvhold bench codecs`)",
     )
     encrypt: bool = setting(
         False,
-        "write frames that are encrypted, and read no others; the keys are in `encryption.keys`",
+        "write encrypted frames, and read no others; the keys are in `encryption.keys`",
     )
     probe_timeout_s: float = setting(
         0.5, "deadline of a probe, which a lookup waits for", minimum=0.001
@@ -63,18 +63,18 @@ class GuardConfig:
     )
     batch_bytes: int = size(
         0,
-        "bytes of chunks in one call; a batch is checked while the next one is read; 0: as "
-        "suits the tier",
+        "bytes of chunks in one call; a batch is checked while the next one is read; 0: the "
+        "tier's own default",
     )
     concurrent_calls: int = setting(4, "calls at once", minimum=1)
     breaker_failures: int = setting(
-        3, "after so many failures in a row the tier is left alone", minimum=1
+        3, "failures in a row after which the tier is left alone", minimum=1
     )
     clears_check_s: float = setting(
-        5.0, "of a shared tier: how often to ask what other hosts have cleared", minimum=0.001
+        5.0, "how often to ask a shared tier for the clears of other hosts", minimum=0.001
     )
     breaker_pause_s: float = setting(
-        1.0, "then it is tried after so long, later less often, at least every 30 s", minimum=0.001
+        1.0, "pause before it is tried again; grows with each failure, up to 30 s", minimum=0.001
     )
 
 
@@ -103,7 +103,7 @@ class Guard:
         metrics: Metrics,
         place: str | None = None,
     ) -> None:
-        """place: under which the journal of clears keeps its pending clears; None: the name.
+        """place: the tier's name in the journal of clears; None: `name`.
 
         New settings may give a name to another tier, but never a place.
         """
@@ -147,7 +147,7 @@ class Guard:
     async def probe(
         self, keys: Sequence[bytes], silent: set[str] | None = None
     ) -> list[int | None]:
-        """Return the size of each value. A tier that failed for a key is added to `silent`."""
+        """Return the size of each value. Add the tier to `silent` if it failed for a key."""
         call = TierCall[Sequence[int | TierError | None]](
             "probe", len(keys), self.config.probe_timeout_s
         )
@@ -307,7 +307,7 @@ class Guard:
         if self._is_closing:
             return
         if self._folders.setdefault(path, identity) != identity:
-            # a running clear may have read only the folder before
+            # a running clear may have read only the earlier folder
             prefixes += self._suppressed.all_due
         self._folders[path] = identity
         for prefix in dict.fromkeys(prefixes):
@@ -462,7 +462,7 @@ class Guard:
             else:
                 failed(call.operation, error)
             return error
-        # A bad plugin must not stop other tiers. A CancelledError here is the tier's own.
+        # A bad plugin must not stop other tiers. A CancelledError here comes from the tier.
         except (Exception, asyncio.CancelledError) as error:
             log.exception("tier %s: %s broke the contract of a tier", self.name, call.operation)
             fault = TierError(self.name, call.operation, f"{type(error).__name__}: {error}")
@@ -499,7 +499,7 @@ class Guard:
     ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
-            if not isinstance(item, TierUnavailable):  # passes, and is not about the value
+            if not isinstance(item, TierUnavailable):  # that would pass, and is not about the value
                 self._suppressed.unreadable(key)
             return None
         return item
@@ -531,7 +531,7 @@ class Guard:
                 await self.check()
 
     def has_late_writes(self, from_before_s: float = inf) -> bool:
-        """Whether a write that began before that time runs past its deadline."""
+        """Whether a write that began before this time runs past its deadline."""
         return any(
             call.operation in _WRITES and call.began_s <= from_before_s
             for call in self._stuck.values()
@@ -546,7 +546,7 @@ class Guard:
         self._stuck.pop(task, None)
         self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
         if not task.cancelled():
-            task.exception()  # else asyncio logs it
+            task.exception()  # otherwise asyncio logs it
 
     def count(self, operation: str, **results: int) -> None:
         for result, count in results.items():

@@ -3,7 +3,7 @@
     # infinistore://host:12345?device=mlx5_0&link_type=Ethernet
 
 The client is infinistore 0.2.35. Not tested on RDMA hardware, only up to the client's calls. The
-server has no authentication: run it in a network of its own.
+server has no authentication: run it in a separate network.
 """
 
 import os
@@ -27,12 +27,10 @@ for _name, _value in _before.items():  # the import sets them to 1
 @dataclass(frozen=True)
 class InfiniStoreConfig:
     host: str = setting("", "the server")
-    port: int = setting(0, "its service port")
+    port: int = setting(0, "the server's service port")
     device: str = setting("mlx5_0", "the RDMA device of this host")
     device_port: int = setting(1, "the device's port", minimum=1)
-    link_type: str = setting(
-        "IB", "what the device's port is connected to", choices=("IB", "Ethernet")
-    )
+    link_type: str = setting("IB", "the network at the device's port", choices=("IB", "Ethernet"))
     prefix: str = setting(
         "kvhold", "before each key; tiers with different prefixes do not see each other"
     )
@@ -53,8 +51,8 @@ class InfiniStoreTier(BlockTier):
             or not config.slot_bytes
         ):
             raise ConfigError(
-                "infinistore: slot_bytes must be a multiple of block_bytes, and that at "
-                f"least {HEAD_BYTES}"
+                "infinistore: slot_bytes must be a multiple of block_bytes, and block_bytes "
+                f"at least {HEAD_BYTES}"
             )
         self._config = config
         layout = BlockLayout(

@@ -36,7 +36,7 @@ HEAD_BYTES = 64
 _HEAD = struct.Struct("<8sQI16s")  # magic, value bytes, block bytes, put id
 _MAGIC = b"kvholdI1"
 _COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
-_LAST_MOVES_S = 5.0  # for the moves of cancelled calls
+_LAST_MOVES_S = 5.0  # how long to wait for the moves of cancelled calls
 _NAMES_AT_ONCE = 1000
 _MOVES_AT_ONCE = 64  # the client has 128 request buffers, and aborts if it needs more
 
@@ -169,7 +169,7 @@ class BlockTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Removes heads first, so that no reader finds a partial value."""
+        """Remove heads first, so that no reader finds a partial value."""
         unique = list(dict.fromkeys(keys))
         heads = await _all([self._whole("delete", partial(self._head, key)) for key in unique])
         removed = set()
@@ -294,7 +294,7 @@ class BlockTier:
                 free.put_nowait(at)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
-        """Stops at a missing batch, because the head's number of blocks is not trusted."""
+        """Stop at a missing batch, because the head's number of blocks is not trusted."""
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
             if not await self._drop(
                 self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))
@@ -449,7 +449,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Raise the first error when all have ended, also when cancelled."""
+    """Await all calls. Raise the first error after all have ended, even if cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

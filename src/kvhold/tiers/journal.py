@@ -1,4 +1,4 @@
-"""A small file of the pending clears, which must survive a restart.
+"""A small file with the pending clears, which must survive a restart.
 
     journal.begin([place, other])             # once, at the start
 
@@ -10,14 +10,13 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
 - a clear that ended without a folder: the folder's line, the prefix in hex
 
-A clear may end while a folder of its tier is away, as an unmounted disk: then the folder below the
-mount point is cleared. The clear is pending again when the folder is back.
+A clear may end while a folder of its tier is away, such as an unmounted disk. Then only the folder
+below the mount point is cleared. The clear is pending again when the missing folder is back.
 
 A store may have several places, since its URL can be written in several ways (`place_of`). So a new
-place may be any store, and gets the pending clears of all places that have gone. That costs misses
-only.
+place may be any store, and gets the pending clears of all removed places. This only costs misses.
 
-The file is bounded. A private tier with too many pending clears gets one of everything
+The file is bounded. A private tier with too many pending clears gets one clear of everything
 (`clears.py`). Clears of a shared tier beyond the bound are logged and not written. If the file is
 invalid, `begin` gives every tier a pending clear of everything.
 """
@@ -38,8 +37,8 @@ log = logging.getLogger(__name__)
 
 _MOST_PENDING = 100_000
 _MOST_REACHED = 20_000
-_MOST_FOLDERS = 64  # of a tier that are away; the one opened longest ago is forgotten
-_MOST_MISSED = 1000  # clears of a folder; more become one of everything
+_MOST_FOLDERS = 64  # absent folders of a tier; the one opened longest ago is forgotten
+_MOST_MISSED = 1000  # clears of a folder; more become one clear of everything
 _MOST_BYTES = 16 << 20
 
 
@@ -47,7 +46,7 @@ class ClearsJournal:
     """`pending` is read once at the start. Await `add`, `remove` and `reach` from one loop."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
-        """Raises ConfigError if the file cannot be read or is not ours."""
+        """Read the file. Raises ConfigError if it cannot be read or belongs to another user."""
         self._path = path
         self._any_owner = any_owner
         self._lock = threading.Lock()
@@ -56,9 +55,9 @@ class ClearsJournal:
         self._pending: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
         self._last_places: set[str] = set()
-        # of a tier: identity of a folder -> the clears that ended without it
+        # tier -> identity of a folder -> the clears that ended without the folder
         self._folders: dict[str, dict[str, dict[bytes, None]]] = {}
-        self._present: dict[str, dict[str, str]] = {}  # of a tier: path -> identity
+        self._present: dict[str, dict[str, str]] = {}  # tier -> path -> identity
         try:
             text = self._read()
         except OSError as error:
@@ -85,7 +84,7 @@ class ClearsJournal:
             self._all_owe = True
 
     def begin(self, tiers: Sequence[str]) -> None:
-        """tiers: the places of the configured tiers"""
+        """Begin with the configured tiers. tiers: their places"""
         with self._lock:
             if self._all_owe:
                 self._all_owe = False
@@ -173,7 +172,7 @@ class ClearsJournal:
     async def meet(self, tier: str, path: str, identity: str) -> list[bytes]:
         """Note which folder is at a path of a tier.
 
-        Return the prefixes of the clears that ended while it was away; they are pending again.
+        Return the prefixes of the clears that the folder has missed. They are pending again.
         """
         return await asyncio.to_thread(self._meet, tier, path, identity)
 
@@ -237,7 +236,7 @@ class ClearsJournal:
             prefixes[prefix] = None
 
     async def close(self, timeout_s: float) -> None:
-        """Write nothing more: the next node may have the file. Wait for writes that run."""
+        """Write nothing more: the next node may use the file. Wait for running writes."""
         closing = asyncio.ensure_future(asyncio.to_thread(self._close))
         await asyncio.wait((closing,), timeout=timeout_s)
         self._is_closed = True
@@ -285,7 +284,7 @@ class ClearsJournal:
                 opened.write("".join(self._lines()).encode())
                 opened.flush()
                 os.fsync(opened.fileno())
-            if self._is_closed:  # while it waited for the disk
+            if self._is_closed:  # closed during the wait for the disk
                 return
             os.rename(temporary, self._path.name, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)

@@ -45,10 +45,10 @@ _CHANGED = 2
 @dataclass(frozen=True)
 class MemcachedConfig:
     addresses: tuple[Address, ...] = setting((), "the server")
-    prefix: str = setting("kvhold:", "what the names of our keys begin with")
+    prefix: str = setting("kvhold:", "beginning of the names of this tier's keys")
     ttl_s: float = setting(
         0.0,
-        "remove a value so long after it was put; 0: keep it until the server evicts it",
+        "time after which a value is removed; 0: keep it until the server evicts it",
         minimum=0,
     )
     connections: int = setting(
@@ -64,8 +64,8 @@ class MemcachedTier:
     def __init__(self, config: MemcachedConfig) -> None:
         if len(config.addresses) != 1 or not isinstance(config.addresses[0], Address):
             raise ConfigError(
-                "memcached: name one server, as in memcached://host:11211; several are a "
-                "tier each, or behind a proxy"
+                "memcached: name one server, as in memcached://host:11211; for several, write a "
+                "tier for each, or use a proxy"
             )
         if len(config.prefix) > _MAX_PREFIX or re.search(r"[^!-$&-~]", config.prefix):
             raise ConfigError(
@@ -82,8 +82,7 @@ class MemcachedTier:
     def from_url(cls, url: TierUrl) -> Self:
         if url.path.strip("/") or "@" in url.netloc:
             raise ConfigError(
-                f"{url.shown}: memcached has neither databases nor, here, users; write "
-                "memcached://host:port"
+                f"{url.shown}: databases and users are not supported; write memcached://host:port"
             )
         addresses = tuple(Address(host, port or _PORT) for host, port in url.hosts)
         return cls(url.apply(replace(MemcachedConfig(), addresses=addresses)))
@@ -164,7 +163,8 @@ class MemcachedTier:
             if not todo:
                 break
         answers |= {
-            key: TierError("memcached", "replace", "it changes again and again") for key in todo
+            key: TierError("memcached", "replace", "the value changes again and again")
+            for key in todo
         }
         return [answers[key] for key, _ in items]
 
@@ -250,7 +250,7 @@ class _Refusal:
 
     def fault(self, operation: str) -> TierError:
         full = "too large" in self.text or "out of memory" in self.text.lower()
-        hint = "; memcached -I sets how large an item may be" if "too large" in self.text else ""
+        hint = "; memcached -I sets the largest item size" if "too large" in self.text else ""
         return (TierFull if full else TierError)("memcached", operation, self.text + hint)
 
 
@@ -275,13 +275,13 @@ class _Call(_Exchange):
         if isinstance(self.answer, _Refusal) and self.answer.text.startswith(
             ("ERROR", "CLIENT_ERROR")
         ):
-            stream.close()  # the rest might be taken for commands
+            stream.close()  # the server might take the rest for commands
 
 
 class _Look(_Exchange):
     """left_s:  the remaining time to live; None: for ever.
 
-    version: its number for `cas`
+    version: the value's number for `cas`
     """
 
     def __init__(self, name: bytes) -> None:
@@ -376,7 +376,7 @@ def _nonsense(line: bytes) -> ProtocolError:
 
 
 def _expiry(ttl_s: float | None) -> int:
-    """Return whole seconds, at least 1, or a date beyond 30 days; 0 means never."""
+    """Return whole seconds (at least 1), a date if that is beyond 30 days, or 0 for never."""
     if ttl_s is None or ttl_s == math.inf:
         return 0
     seconds = max(1, math.ceil(min(ttl_s, _LAST_DATE_S)))

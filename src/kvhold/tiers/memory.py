@@ -1,6 +1,6 @@
 """The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory.
 
-Below the arena, where engines read unencoded chunks: a codec lets memory hold more.
+This tier is below the arena, where engines read unencoded chunks. A codec lets memory hold more.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +19,7 @@ from kvhold.tiers.url import TierUrl
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    max_bytes: int = size(0, "how much memory; there is no default")
+    max_bytes: int = size(0, "memory to use; required")
     policy: str = setting("lru", "which value is evicted first", choices=TIER_POLICIES)
 
 
@@ -79,7 +79,7 @@ class MemoryTier:
             self._arena = None
 
     def _tier(self, operation: str) -> RamTier:
-        """The first call allocates the memory, or raises TierUnavailable."""
+        """Return the tier. The first call allocates the memory, or raises TierUnavailable."""
         if self._ram is None:
             try:
                 self._arena = Arena.create(self._config.max_bytes, huge_pages="never")

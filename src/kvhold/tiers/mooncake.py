@@ -3,13 +3,13 @@
     # mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB
 
 The client is mooncake-transfer-engine-non-cuda, or the CUDA build. Its blocking calls run in
-threads. It copies nothing, so a cancelled call waits for its thread.
+threads. It uses the caller's memory, so a cancelled call waits for its thread.
 
 **The client listens on all interfaces**, without authentication, and no option changes that
-(0.3.13). So the tier requires `allow_all_interfaces=true`. Use a network of its own.
+(0.3.13). So the tier requires `allow_all_interfaces=true`. Use a separate network.
 
-The master leases a value to its readers (5 s by default). `delete` waits for that, at most
-`delete_wait_s`. RDMA was never run.
+The master leases a value to its readers (5 s by default). `delete` waits for the leases, at most
+`delete_wait_s`. RDMA is untested.
 """
 
 import asyncio
@@ -58,18 +58,18 @@ _LISTING_BYTES = 1 << 30
 class MooncakeConfig:
     master: str = setting("", "host:port of the master")
     metadata: str = setting(
-        "P2PHANDSHAKE", "the metadata server; P2PHANDSHAKE: none, the clients tell each other"
+        "P2PHANDSHAKE", "the metadata server; P2PHANDSHAKE: none, the clients ask each other"
     )
     admin: str = setting(
         "",
         "host:port of the master's HTTP server (its --metrics_port), which lists keys; "
         "empty: no scan",
     )
-    protocol: str = setting("tcp", "how bytes travel", choices=("tcp", "rdma"))
+    protocol: str = setting("tcp", "protocol for values", choices=("tcp", "rdma"))
     device: str = setting("", "RDMA devices, separated by commas")
     hostname: str = setting(
         "",
-        "how other clients reach this one; empty: loopback if the master is there, else "
+        "address of this client for others; empty: loopback if the master is on loopback, else "
         "this host's name",
     )
     segment_bytes: int = size(0, "memory that this process lends to the store")
@@ -81,7 +81,7 @@ class MooncakeConfig:
     threads: int = setting(4, "calls at once", minimum=1)
     delete_wait_s: float = setting(10.0, "how long a delete waits for leases to end", minimum=0)
     allow_all_interfaces: bool = setting(
-        False, "I know that the client listens on all interfaces, without authentication"
+        False, "accept that the client listens on all interfaces, without authentication"
     )
 
 
@@ -99,7 +99,7 @@ class MooncakeTier:
             raise ConfigError(
                 "mooncake: its client listens on all interfaces of this host without "
                 "authentication;"
-                " set allow_all_interfaces=true if that network is yours alone"
+                " set allow_all_interfaces=true if nobody else can reach them"
             )
         if "/" in config.prefix or not config.prefix.isprintable() or not config.prefix.isascii():
             raise ConfigError(f"mooncake: prefix = {config.prefix!r}: use ASCII without /")
@@ -195,7 +195,7 @@ class MooncakeTier:
         return await in_thread(self._threads, self._set_up)
 
     def _begin_close(self, client: Any) -> None:
-        """`close` waits for the end: it takes a second."""
+        """Begin to close the client, which takes a second. `close` waits for the end."""
         assert self._threads is not None
         self._client_close = self._threads.submit(client.close)
 
@@ -412,7 +412,7 @@ class MooncakeTier:
 
 
 def _size_in(replicas: Sequence[Any]) -> int | None:
-    """None without a complete replica in memory."""
+    """Return a value's size; None: there is no complete replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica() and replica.status.name == "COMPLETE":
             nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size
@@ -432,7 +432,10 @@ def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
 def _without_repeats(
     reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """The client (0.3.13) fills one of two reads of a key in a batch, but reports both."""
+    """Yield batches without repeated keys.
+
+    Of two reads of a key in a batch, the client (0.3.13) fills one, but reports both.
+    """
     left = list(reads)
     while left:
         first = {keys[read[0]]: read for read in reversed(left)}

@@ -7,8 +7,8 @@
 A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned.
 Not evicted: entries that are pinned or being written, and the parents of those being written.
 
-A *doomed* entry was removed or cleared while pinned or written: it is not found, and freed by its
-last user.
+A *doomed* entry was removed or cleared while pinned or written. It is not found, and its last user
+frees it.
 
 Single-threaded: a cache's lock or a node's loop protects it.
 """
@@ -50,9 +50,9 @@ class Entry:
     """One chunk in the arena.
 
     taken_bytes: its memory, with rounding
-    expires_at:  Unix time; 0: never; NEVER: nor by a tier's own setting
-    checksums:   of its layers (`core.checksums`); empty for frames, which have their own
-    epoch:       number of clears before it
+    expires_at:  Unix time; 0: never; NEVER: not by a tier's own setting either
+    checksums:   of the layers (`core.checksums`); empty for frames, which have their own
+    epoch:       number of clears before the entry
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Entry:
 
 
 class RamTier:
-    """The methods of the Tier contract copy the bytes."""
+    """Only the methods of the Tier contract copy bytes."""
 
     traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True, replaces=True)
 
@@ -108,8 +108,8 @@ class RamTier:
         numa_nodes: Sequence[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """quota_bytes: limit of each namespace, beyond which it evicts its own chunks; 0: none
-        numa_nodes: each has an equal part of the arena; fewer than two: the arena is one
+        """quota_bytes: limit of a namespace; beyond it, it evicts its own chunks; 0: no limit
+        numa_nodes: each has an equal part of the arena; fewer than two: the arena is not divided
         """
         self._arena = arena
         self._zones: dict[int | None, int] = {node: zone for zone, node in enumerate(numa_nodes)}
@@ -133,7 +133,7 @@ class RamTier:
         self.watch: Callable[[str, Entry], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
-        # receives each namespace that gets its first memory, after `used_bytes_of` has it
+        # receives each namespace that gets its first memory, after `used_bytes_of` counts it
         self.new_namespaces: deque[bytes] | None = None
         self._doomed = 0
         self.refusal: Reason = NO_ROOM  # of the last `reserve_all` that returned None
@@ -155,7 +155,7 @@ class RamTier:
         return dict(self._used_by)
 
     def used_bytes_of(self, namespace: bytes) -> int:
-        """Includes memory reserved, or removed but still used. Any thread."""
+        """Includes memory of reserved entries, and of removed ones still in use. Any thread."""
         return self._used_by.get(namespace, 0)
 
     @property
@@ -304,7 +304,7 @@ class RamTier:
 
     def hold_all(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
-            assert entry.committed, "only what is visible is read"
+            assert entry.committed, "only visible entries are read"
             if not entry.pins and not entry.doomed:
                 self._num_pinned += 1
             entry.pins += 1
@@ -446,7 +446,7 @@ class RamTier:
     def _copy_in(self, key: bytes, parts: Parts, expires_at: int) -> TierError | None:
         if self.holds(key):
             return (
-                None if self.find(key) else TierError("ram", "put", "somebody else is writing it")
+                None if self.find(key) else TierError("ram", "put", "another writer is storing it")
             )
         nbytes = size_of(parts)
         entries = self.reserve_all(
@@ -471,7 +471,7 @@ class RamTier:
         )
         self.unpin(old)
         if entries is None:
-            return TierFull("ram", "replace", f"no room for {nbytes} bytes beside the old value")
+            return TierFull("ram", "replace", f"no room for {nbytes} bytes next to the old value")
         self._fill(entries[0], parts)
         return True
 
@@ -490,7 +490,7 @@ class RamTier:
             return None
         tries = 0
         while (offsets := self._slabs.allocate_all(sizes, zone)) is None:
-            # evict only the missing bytes, then one by one until one slab has them
+            # evict only the missing bytes, then one entry at a time until a slab has room
             if not self._evict(
                 max(1, needed - (self._slabs.capacity - self._slabs.used_bytes)), wanted=wanted
             ):

@@ -4,7 +4,7 @@
     tier, settings = make_tier(url, plugins=())
 
 A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`
-(`plugin://module:Class`). Wrappers stand before it, with a plus sign. Only plugins in the
+(`plugin://module:Class`). Wrappers stand before the scheme, with a plus sign. Only plugins in the
 settings are run.
 """
 
@@ -142,11 +142,9 @@ def tier_options(scheme: str) -> list[tuple[str, object, str]]:
             for name, option in _GUARD_OPTIONS.items()
         ]
     if scheme not in _TIERS:
-        raise ConfigError(
-            f"there is no tier {scheme!r} of ours; known are {', '.join(sorted(_TIERS))}"
-        )
+        raise ConfigError(f"kvhold has no tier {scheme!r}; known are {', '.join(sorted(_TIERS))}")
     home = _TIERS[scheme]
-    # such as DiskConfig beside DiskTier
+    # such as DiskConfig for DiskTier
     settings = getattr(_load_module(home, scheme), home.name.replace("Tier", "Config"), None)
     return (
         []

@@ -2,12 +2,12 @@
 
     # s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
 
-The client, obstore, has threads of its own.
+The client, obstore, has its own threads.
 
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. With
   `put_if_absent=false`, and for values of `multipart_bytes` or more, a HEAD comes first. Then the
   last of two concurrent writers wins.
-- **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore that.
+- **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore it.
 - **Miss.** Needs the right to list the bucket: otherwise S3 answers 403, which is a fault.
 - **Expiry.** Set lifecycle rules for values, and for the multipart uploads of killed processes.
 """
@@ -48,7 +48,7 @@ _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
 _DELETE_ROUNDS = 3
 _ABORT_S = 5.0
-# lets obstore's threads return: one that waits for the GIL at exit aborts the process
+# obstore's threads must return: a thread that waits for the GIL at exit aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
 
@@ -77,7 +77,7 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """Lists an empty page: tests bucket, credentials and the right to list."""
+        """List an empty page. This tests bucket, credentials and the right to list."""
         try:
             await obstore.list(
                 self._client(), self._root or None, offset=f"{self._root}{_LAST}"
@@ -129,7 +129,7 @@ class S3Tier:
         return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def _delete(self, names: list[str]) -> None:
-        """Ceph does not remove an object that is replaced at that moment (UnknownError)."""
+        """Remove objects. Ceph refuses one that is replaced at that moment (UnknownError)."""
         for turn in range(_DELETE_ROUNDS):
             try:
                 await obstore.delete_async(self._client(), names)
@@ -312,7 +312,7 @@ class S3Tier:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait((upload,), timeout=_ABORT_S)
             if not upload.cancel() and not upload.cancelled():
-                upload.exception()  # else asyncio logs it
+                upload.exception()  # otherwise asyncio logs it
             raise
 
     async def _names(self, folder: str) -> AsyncIterator[str]:

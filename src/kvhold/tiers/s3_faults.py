@@ -1,7 +1,7 @@
 """Map obstore's exceptions to TierError. Messages say how to repair the fault.
 
-They use only the status, the server's code and message, or the system's message about the
-connection: no header, key or signature gets into a log.
+A message contains only the status, the server's code and message, or the system's message about the
+connection. So no header, key or signature gets into a log.
 """
 
 import re
@@ -84,8 +84,8 @@ def fault_of(error: BaseException, *, operation: str, place: BucketPlace) -> Tie
         kind, detail = (
             TierError,
             (
-                "cannot list what others keep there under names with empty segments; use a "
-                "prefix of its own"
+                "cannot list objects of others whose names have empty segments; use a separate "
+                "prefix"
             ),
         )
     elif code == "NoSuchBucket":

@@ -26,7 +26,7 @@ _BACKOFF = timedelta(milliseconds=20)
 class S3Config:
     bucket: str = setting("", "the bucket; it must exist")
     prefix: str = setting(
-        "", "where in the bucket; tiers with different prefixes do not see each other"
+        "", "folder in the bucket; tiers with different prefixes do not see each other"
     )
     endpoint: str = setting(
         "",
@@ -45,29 +45,27 @@ class S3Config:
     session_token: str = setting("", "belongs to access_key_id, if that is temporary", secret=True)
     anonymous: bool = setting(False, "send no credentials at all")
     virtual_hosted: bool = setting(
-        False, "the bucket is named in the host, bucket.host, and not in the path"
+        False, "name the bucket in the host (bucket.host), not in the path"
     )
     unsigned_payload: str = setting(
         "auto",
-        "leave the body out of the signature: auto: where the way is TLS or loopback",
+        "leave the body out of the signature; auto: with TLS or on loopback",
         choices=("auto", "true", "false"),
     )
-    ca_file: str = setting("", "a PEM file of certificate authorities to trust beside the system's")
-    parallel: int = setting(16, "values that travel at once", minimum=1)
-    parallel_probes: int = setting(128, "questions after values that travel at once", minimum=1)
+    ca_file: str = setting(
+        "", "PEM file of certificate authorities to trust in addition to the system's"
+    )
+    parallel: int = setting(16, "values transferred at once", minimum=1)
+    parallel_probes: int = setting(128, "values probed at once", minimum=1)
     put_if_absent: bool = setting(
-        True, "the store enforces `If-None-Match: *`; false: ask, then write"
+        True, "the store enforces `If-None-Match: *`; false: probe, then write"
     )
     bulk_delete: bool = setting(
         True, "the store has DeleteObjects; false: one request for each object"
     )
-    multipart_bytes: int = size(
-        256 << 20, "values of this size and more are put in parts, side by side"
-    )
+    multipart_bytes: int = size(256 << 20, "values of this size and more are put in parallel parts")
     part_bytes: int = size(16 << 20, "size of such a part; at least 5MiB")
-    connect_timeout_s: float = setting(
-        1.0, "how long a connection may take to be made", minimum=0.01
-    )
+    connect_timeout_s: float = setting(1.0, "deadline of a new connection", minimum=0.01)
 
 
 def check_config(config: S3Config) -> None:
@@ -84,13 +82,13 @@ def check_config(config: S3Config) -> None:
     if config.anonymous and config.access_key_id:
         raise ConfigError("s3: anonymous means without access_key_id")
     if config.part_bytes < _LEAST_PART:
-        raise ConfigError(f"s3: part_bytes = {config.part_bytes}: S3 wants at least 5MiB")
+        raise ConfigError(f"s3: part_bytes = {config.part_bytes}: S3 requires at least 5MiB")
     prefix_of(config)
     endpoint_of(config)
 
 
 def prefix_of(config: S3Config) -> str:
-    """Empty, or with a final `/`."""
+    """Return the prefix: empty, or with a final `/`."""
     segments = [segment for segment in config.prefix.split("/") if segment]
     for segment in segments:
         if not _SEGMENT.fullmatch(segment):
@@ -102,7 +100,7 @@ def prefix_of(config: S3Config) -> str:
 
 
 def endpoint_of(config: S3Config) -> str:
-    """Empty for the default. Raises ConfigError."""
+    """Return the endpoint; empty for the default. Raises ConfigError."""
     if not config.endpoint:
         return ""
     parts = _split(config.endpoint)
@@ -112,7 +110,7 @@ def endpoint_of(config: S3Config) -> str:
 
 
 def open_store(config: S3Config) -> S3Store:
-    """Raises ConfigError if `ca_file` cannot be read."""
+    """Make the client. Raises ConfigError if `ca_file` cannot be read."""
     endpoint = endpoint_of(config)
     options: dict[str, Any] = {
         "virtual_hosted_style_request": config.virtual_hosted,
@@ -163,7 +161,7 @@ def _split(endpoint: str) -> SplitResult:
 
 
 def _is_unsigned(config: S3Config) -> bool:
-    """With "auto", TLS and loopback save the SHA-256 of the body."""
+    """Whether to leave out the body. "auto" saves its SHA-256 with TLS and on loopback."""
     if config.unsigned_payload != "auto":
         return config.unsigned_payload == "true"
     return (

@@ -2,11 +2,11 @@
 
 - *Cleared*, but not removed yet. `journal.py` keeps these through a restart.
 - *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy. Then
-  tried again: there may be another value.
+  the key is tried again, because its value may be another one.
 
 A clear is *pending* from its start until the values of its prefix are removed. Its number keeps an
-earlier removal from ending a later clear. It is *due* when the writes from before its start have
-ended: an earlier removal would miss their values.
+earlier removal from ending a later clear. A clear is *due* when the writes from before its start
+have ended: an earlier removal would miss their values.
 """
 
 import time
@@ -63,7 +63,7 @@ class Suppressed:
             self._due[prefix] = max(number, self._due.get(prefix, 0))
 
     def due(self, prefix: bytes) -> int:
-        """0 if none is due."""
+        """Return the number of the due clear; 0: none is due."""
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
@@ -71,7 +71,7 @@ class Suppressed:
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
-        """Return the pending clear's number, 0 without one."""
+        """Return the pending clear's number; 0: none is pending."""
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:
@@ -92,7 +92,7 @@ class Suppressed:
         self._unreadable.pop(key, None)
 
     def mended(self) -> None:
-        """After an outage, the tier may be another disk."""
+        """Try all keys again: after an outage, the tier may be another disk."""
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:

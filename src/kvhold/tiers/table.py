@@ -14,7 +14,7 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 Value = TypeVar("Value")
 
-SPREAD = NAMESPACE_BYTES  # of a key: selects its dictionary
+SPREAD = NAMESPACE_BYTES  # index of the key's byte that selects its dictionary
 _MOST = 512
 KEYS_A_PART = 256
 
@@ -100,7 +100,7 @@ class KeySet:
 
 
 class KeyList:
-    """A list of keys as many short lists: one of a million keys takes 7 ms to grow once."""
+    """A list of keys in many short lists: one list of a million keys takes 7 ms to grow once."""
 
     __slots__ = ("num", "parts")
 
@@ -112,7 +112,7 @@ class KeyList:
         return self.num
 
     def append(self, key: bytes) -> bool:
-        """Whether the key began a new part: then let other tasks run."""
+        """Append a key. True: it began a new part, so let other tasks run."""
         begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
         if begins:
             self.parts.append([])

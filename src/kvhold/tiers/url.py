@@ -45,7 +45,7 @@ class TierUrl:
 
     @property
     def has_secret(self) -> bool:
-        """Whether the line contains a password or token. A reference is no secret."""
+        """Whether the line contains a password or token. A reference is not a secret."""
         user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
         named = [
             password if colon else user,
@@ -60,7 +60,7 @@ class TierUrl:
 
     @property
     def shown(self) -> str:
-        """Without passwords and tokens, for logs, metrics and errors."""
+        """The line without passwords and tokens, for logs, metrics and errors."""
         credentials, at, hosts = self.netloc.rpartition("@")
         user, colon, _ = credentials.partition(":")
         shown = f"{user}:***" if colon else "***" if user else ""  # a lone user may be a token
@@ -95,7 +95,7 @@ class TierUrl:
 
 
 def parse_url(text: str) -> TierUrl:
-    """Raises ConfigError, which shows no secret."""
+    """Parse a tier's URL. Raises ConfigError, which shows no secret."""
     text = REFERENCE.sub(lambda found: quote(found[0], safe=""), text)
     if not _SCHEME.match(text):
         raise ConfigError(
@@ -122,7 +122,7 @@ def parse_url(text: str) -> TierUrl:
         ) from None
     options = dict(pairs)
     if len(options) != len(pairs):
-        raise ConfigError(f"tiers: {parts.scheme}://...: an option is there twice")
+        raise ConfigError(f"tiers: {parts.scheme}://...: an option is given twice")
     return TierUrl(parts.scheme, parts.netloc, unquote(parts.path), options)
 
 

@@ -31,12 +31,11 @@ def as_tier_error(error: OSError, *, tier: str, operation: str, where: str) -> T
         return TierDenied(
             tier,
             operation,
-            f"{error}; or set any_owner=true, if those users may read and forge what is "
-            "not encrypted",
+            f"{error}; or set any_owner=true, if those users may read and forge unencrypted values",
         )
     detail = f"{where}: {error.strerror or error}"
     if error.errno in _FULL:
-        return TierFull(tier, operation, f"{detail}; make room there, or let this tier have less")
+        return TierFull(tier, operation, f"{detail}; make room there, or give this tier less")
     if error.errno in _READ_ONLY:
         return TierDenied(tier, operation, f"{detail}; mount it writable")
     if error.errno in _DENIED:

@@ -16,7 +16,7 @@ _PAUSE_S = 0.0001
 
 
 def with_pauses(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items. Sleep for a moment after each half of a millisecond."""
+    """Yield the items. Sleep for a moment after every half millisecond."""
     until_s = time.perf_counter() + _WORK_S
     for item in items:
         yield item

@@ -92,7 +92,7 @@ def open_own_file(
     state = os.fstat(fd)
     why = ""
     if not stat.S_ISREG(state.st_mode):
-        why = "is no regular file"
+        why = "is not a regular file"
     elif state.st_uid != os.geteuid() and not any_owner:
         why = f"belongs to {user_name(state.st_uid)}"
     elif state.st_nlink > 1:
@@ -106,7 +106,7 @@ def open_own_file(
 def check_folder(state: os.stat_result, path: str) -> None:
     if state.st_uid not in (0, os.geteuid()):
         raise Unsafe(
-            f"{path} belongs to {user_name(state.st_uid)}, who could change what is in it; "
+            f"{path} belongs to {user_name(state.st_uid)}, who could change its content; "
             f"chown it to {user_name(os.geteuid())}, or choose another folder"
         )
     if state.st_mode & stat.S_IWOTH:
@@ -129,20 +129,20 @@ def user_name(uid: int) -> str:
 
 
 def _parts(path: str) -> list[str]:
-    """The first component is at the end."""
+    """Return the components, the first one at the end."""
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
 def _check_above(state: os.stat_result, path: str) -> None:
     if state.st_mode & stat.S_IWOTH and not state.st_mode & stat.S_ISVTX:
         raise Unsafe(
-            f"{path} can be written to by every user, who could replace what is in it; "
+            f"{path} can be written to by every user, who could replace its content; "
             "chmod o-w it, or choose another folder"
         )
 
 
 def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str | None:
-    """Raises Unsafe for another user's link."""
+    """Return a link's target; None: not a link. Raises Unsafe for another user's link."""
     try:
         state = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -161,7 +161,7 @@ def _step_into(name: str, folder: int, *, make: bool) -> int:
     flags = FOLDER | os.O_NOFOLLOW
     try:
         return os.open(name, flags, dir_fd=folder)
-    # may be passed but not listed, as many home folders
+    # may be entered but not listed, like many home folders
     except PermissionError:
         return os.open(
             name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder

@@ -1,7 +1,7 @@
 """Move bytes between a value's parts and one file, past the page cache where that is faster.
 
-O_DIRECT moves the leading bytes that are page-aligned in memory and in the file, the page cache the
-rest. The system calls release the GIL.
+O_DIRECT moves the leading bytes that are page-aligned in memory and in the file. The page cache
+moves the rest. The system calls release the GIL.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ _UNSUPPORTED = frozenset({EINVAL, EOPNOTSUPP, ENOSYS})
 
 
 def as_pieces(parts: Parts) -> list[memoryview]:
-    """Flat bytes, without empty parts."""
+    """Return the parts as flat bytes, without empty ones."""
     return [part.cast("B") for part in parts if part.nbytes]
 
 
@@ -55,7 +55,7 @@ def fill_parts(fd: int, pieces: Sequence[memoryview], nbytes: int, *, at: int, d
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """A full disk fails here, before any write."""
+    """Allocate the file's blocks, so that a full disk fails before any write."""
     if nbytes:
         try:
             os.posix_fallocate(fd, 0, nbytes)

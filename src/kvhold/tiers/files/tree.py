@@ -1,4 +1,4 @@
-"""One folder of kvhold: temporary files in `new/`, whole ones elsewhere.
+"""One folder of kvhold: temporary files in `new/`, complete files elsewhere.
 
 Names are relative to a descriptor of the folder, and no symbolic link below it is followed. Every
 call blocks, and raises OSError.
@@ -40,7 +40,7 @@ class FileTree:
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
         """Open the folder, and make it if it is missing. Raises `Unsafe` (`safe.py`).
 
-        direct:    `always` raises EOPNOTSUPP where there is no O_DIRECT; `auto` works without
+        direct:    `always` raises EOPNOTSUPP if there is no O_DIRECT; `auto` works without it
         any_owner: others may own the folder or write to it
         """
         root = open_folder(path, any_owner=any_owner)
@@ -75,7 +75,7 @@ class FileTree:
             os.close(fd)
 
     def stat_file(self, name: str) -> os.stat_result | None:
-        """None: not a regular file."""
+        """Return the file's state; None: not a regular file."""
         try:
             state = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -104,7 +104,7 @@ class FileTree:
     ) -> tuple[str, os.stat_result]:
         """Write all pieces to a new temporary file. Return its name and state.
 
-        allocate: not on network file systems, where the C library writes to each block
+        allocate: preallocate; not on network file systems, where libc writes to each block
         used_ns:  the file's mtime
         reuse:    a file to rename and overwrite
         """
@@ -130,7 +130,7 @@ class FileTree:
             raise
 
     def rename(self, old: str, new: str) -> None:
-        """Replaces any file named `new`. Makes a missing folder."""
+        """Rename a file. Replaces any file named `new`, and makes a missing folder."""
         try:
             os.rename(old, new, src_dir_fd=self._root, dst_dir_fd=self._root)
         except FileNotFoundError:
@@ -157,7 +157,7 @@ class FileTree:
             self._sync_folder(name.rpartition("/")[0])
 
     def link(self, old: str, new: str) -> None:
-        """Raises FileExistsError if `new` exists, OSError if links are not supported."""
+        """Link a file. Raises FileExistsError if `new` exists, OSError if links do not work."""
         try:
             os.link(old, new, src_dir_fd=self._root, dst_dir_fd=self._root, follow_symlinks=False)
         except FileNotFoundError:
@@ -176,7 +176,7 @@ class FileTree:
     ) -> int | None:
         """Read the whole file, or fill the pieces from offset `at`. Return the number of bytes.
 
-        None if the file is missing, is not of `size` (if given), does not fit, or ends too early.
+        None: the file is missing, does not have `size` (if given), does not fit, or is too short.
         """
         try:
             fd = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._root)
@@ -199,7 +199,7 @@ class FileTree:
             os.close(fd)
 
     def remove(self, name: str) -> bool:
-        """A power cut may bring the file back until `sync_folder`."""
+        """Remove a file. A power cut may bring it back until `sync_folder`."""
         try:
             os.unlink(name, dir_fd=self._root)
         except FileNotFoundError:

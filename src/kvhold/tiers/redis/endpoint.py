@@ -23,7 +23,7 @@ class Tls:
         self._context: ssl.SSLContext | None = None
 
     async def context(self) -> ssl.SSLContext | None:
-        """None without TLS. Raises TierDenied if its files cannot be used."""
+        """Return the context; None: no TLS. Raises TierDenied if its files cannot be used."""
         if self._config.tls and self._context is None:
             try:
                 self._context = await asyncio.to_thread(_make_context, self._config)
@@ -36,7 +36,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Login:
-    """primary_only: refuse a server that is no primary."""
+    """primary_only: refuse a server that is not a primary."""
 
     username: str = ""
     password: str = ""
@@ -95,7 +95,7 @@ class RedisEndpoint:
         if isinstance(reply, ErrorReply):
             found = fault_of(reply, "connect")
             if name == "AUTH" and not isinstance(found, TierUnavailable):
-                # the text may repeat the password
+                # the server's text may contain the password
                 raise TierDenied(
                     "redis",
                     "connect",
@@ -111,7 +111,7 @@ class RedisEndpoint:
                 raise TierDenied(
                     "redis",
                     "connect",
-                    f"{self.address} wants a password: write redis://:password@... ({reply.code})",
+                    f"{self.address} needs a password: write redis://:password@... ({reply.code})",
                 )
             if name == "CLIENT" and not isinstance(found, TierUnavailable):
                 return  # not every user may set a name
@@ -133,7 +133,7 @@ class RedisEndpoint:
                 f"{self.address}: its certificate is not accepted: {error.verify_message}",
             )
         hint = (
-            "; it does that, too, where max_value_bytes is more than its proto-max-bulk-len"
+            "; this also happens if max_value_bytes is more than the server's proto-max-bulk-len"
             if operation == "put"
             else ""
         )

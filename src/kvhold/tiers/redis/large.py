@@ -44,7 +44,7 @@ class LargeValues:
         self._part_bytes = part_bytes
 
     async def sizes(self, names: Sequence[bytes]) -> list[int | TierError | None]:
-        """None if a part is missing or the string has changed; a fault if a server failed."""
+        """Return sizes; None: a part is missing, or the string has changed; or a fault."""
         peeks = [peek(name) for name in names]
         await self._router.run("probe", peeks, bulk=False)
         return [
@@ -89,19 +89,19 @@ class LargeValues:
         try:
             return await self._put(name, head, value, ttl_ms)
         except TierError as error:
-            with suppress(TierError):  # else it expires, or is whole
+            with suppress(TierError):  # otherwise the value expires, or is complete
                 await self.mend(name, head)
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Whether there was a value, or the fault."""
+        """Replace a value. Return whether there was one, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:
             await self._upload(names, head, value)
             done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
             if done is False:
-                with suppress(TierError):  # else they expire
+                with suppress(TierError):  # otherwise the parts expire
                     await self.remove_parts([(name, head)])
         except TierError as error:  # keep the parts, which may be in use
             return error
@@ -117,7 +117,7 @@ class LargeValues:
         return await self._transact("delete", lambda: _Remove(name)) not in (0, None)
 
     async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
-        """Remove the parts of values whose heads, given with their names, are removed."""
+        """Remove the parts of values whose heads are removed. heads: (name, head)"""
         calls = [
             RedisCall(part, "UNLINK", part)
             for name, head in heads
@@ -147,7 +147,7 @@ class LargeValues:
         )
         await self._router.run("put", [written], bulk=False)
         if written.reply is None and written.fault is None:
-            with suppress(TierError):  # else they expire
+            with suppress(TierError):  # otherwise the parts expire
                 await self.remove_parts([(name, head)])
             return False
         if written.fault is not None or written.reply != b"OK":
@@ -190,14 +190,14 @@ class LargeValues:
 
 
 def peek(name: bytes) -> RedisCall:
-    """Reads a byte more than HEAD_BYTES: a longer string is no head."""
+    """Read one byte more than HEAD_BYTES, because a longer string is not a head."""
     return RedisCall(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
 class RemoveString(RedisCall):
     """Remove a string in one round trip. The reply is the number of removed strings.
 
-    seen: its first bytes, one more than a head has
+    seen: the string's first bytes, one more than a head has
     """
 
     def __init__(self, name: bytes) -> None:
@@ -222,7 +222,7 @@ class RemoveString(RedisCall):
 
 
 class _Remove(Transaction):
-    """Remove a string, and its parts if it is a head; with `only`, this head alone."""
+    """Remove a string, and its parts if it is a head. With `only`, remove only this head."""
 
     def __init__(self, name: bytes, only: Head | None = None) -> None:
         super().__init__(name)

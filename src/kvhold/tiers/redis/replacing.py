@@ -56,7 +56,7 @@ class _Replace(Transaction):
         ]
         old = Head.parse(seen)
         leaving = old.part_names(self.name) if old is not None else []
-        # may run twice after a lost connection: keep the new parts
+        # this may run twice after a lost connection: keep the new parts
         commands += [
             [command("PEXPIRE", part, _LATE_READERS_MS)]
             for part in leaving

@@ -14,7 +14,7 @@ from kvhold.net.pool import Exchange
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 
-_MAX_SMALL_BYTES = 1 << 20  # of a string that is no value
+_MAX_SMALL_BYTES = 1 << 20  # of a string that is not a value
 _MAX_ITEMS = 1 << 16
 _MAX_DEPTH = 5
 _INTEGER = re.compile(rb"-?\d{1,19}")
@@ -71,7 +71,7 @@ class RedisCall(Exchange):
         self.reply = None
 
     def asking_request(self) -> Sequence[Bytes]:
-        """The request to a server that takes over the key's slot."""
+        """Return the request to a server that takes over the key's slot."""
         return (command("ASKING"), *self.request)
 
     async def take_asked(self, stream: Stream) -> None:
@@ -127,7 +127,7 @@ async def read_reply(stream: Stream, depth: int = 0) -> Reply:
 
 
 async def read_string_head(stream: Stream) -> int | ErrorReply | None:
-    """The string and its CRLF follow. None for a null string."""
+    """Return the string's length; None: a null string. The string and its CRLF follow."""
     line = await stream.line()
     if line[:1] == b"-":
         return ErrorReply(_readable(line[1:]))
@@ -144,7 +144,7 @@ def fault_of(reply: Reply, operation: str) -> TierError:
         return TierError(
             "redis",
             operation,
-            f"the server answered {str(reply)[:40]!r}, which is no answer to that",
+            f"the server answered {str(reply)[:40]!r}, which does not fit the command",
         )
     if reply.code == "OOM":
         return TierFull("redis", operation, f"the server is full: {reply.text}")
@@ -158,7 +158,9 @@ def fault_of(reply: Reply, operation: str) -> TierError:
 def no_answer(reply: Reply) -> ErrorReply:
     """Return an error for a reply that does not fit its command."""
     return (
-        reply if isinstance(reply, ErrorReply) else ErrorReply(f"{str(reply)[:40]!r} is no answer")
+        reply
+        if isinstance(reply, ErrorReply)
+        else ErrorReply(f"{str(reply)[:40]!r} does not fit the command")
     )
 
 
@@ -166,9 +168,7 @@ async def _read_string(stream: Stream, nbytes: int) -> bytes | None:
     if nbytes == -1:
         return None
     if not 0 <= nbytes <= _MAX_SMALL_BYTES:
-        raise ProtocolError(
-            f"a string of {nbytes} bytes, where at most {_MAX_SMALL_BYTES} can be meant"
-        )
+        raise ProtocolError(f"a string of {nbytes} bytes; at most {_MAX_SMALL_BYTES} are expected")
     data = await stream.read(nbytes)
     await stream.expect_crlf()
     return data
@@ -178,20 +178,18 @@ async def _read_list(stream: Stream, length: int, depth: int) -> list[Reply] | N
     if length == -1:
         return None
     if not 0 <= length <= _MAX_ITEMS or depth == _MAX_DEPTH:
-        raise ProtocolError(f"a list of {length} items in {depth} others, which nobody asked for")
+        raise ProtocolError(f"an unexpected list of {length} items in {depth} others")
     return [await read_reply(stream, depth + 1) for _ in range(length)]
 
 
 def _integer(text: bytes) -> int:
     if not _INTEGER.fullmatch(text):  # int() accepts blanks, a plus and underscores
-        raise ProtocolError(f"{_readable(text)!r}, where a number should be")
+        raise ProtocolError(f"{_readable(text)!r} instead of a number")
     return int(text)
 
 
 def _not_redis(line: bytes) -> ProtocolError:
-    return ProtocolError(
-        f"{_readable(line)[:40]!r}, which is no reply of Redis' kind that could come here"
-    )
+    return ProtocolError(f"{_readable(line)[:40]!r} is not an expected reply of Redis")
 
 
 def _readable(text: bytes) -> str:

@@ -39,7 +39,7 @@ class Router:
             raise next(fault for fault in faults if fault)
 
     async def _run(self, operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
-        failed: dict[RedisCall, RedisEndpoint] = {}  # this endpoint is not tried again
+        failed: dict[RedisCall, RedisEndpoint] = {}  # the endpoint is not tried again
         asking: dict[RedisCall, RedisEndpoint] = {}
         pending = list(calls)
         for _ in range(_MAX_ROUNDS):

@@ -28,31 +28,31 @@ class RedisConfig:
         (), "the server; or some nodes of the cluster, or the sentinels"
     )
     username: str = setting("", "the ACL user")
-    password: str = setting("", "its password, or the server's", secret=True)
+    password: str = setting("", "the user's password, or the server's", secret=True)
     db: int = setting(0, "number of the database; a cluster has only 0", minimum=0)
     cluster: bool = setting(False, "the addresses are nodes of a cluster")
     service: str = setting(
-        "", "the addresses are sentinels, and this is the name that they watch the primary under"
+        "", "the sentinels' name of the primary; then the addresses are sentinels"
     )
     sentinel_username: str = setting("", "the ACL user of the sentinels")
     sentinel_password: str = setting("", "the password of the sentinels", secret=True)
-    tls: bool = setting(False, "talk TLS, to sentinels too")
+    tls: bool = setting(False, "use TLS, for sentinels too")
     ca_file: str = setting(
         "",
         "PEM file of the authorities that may have signed the server's certificate; empty: "
         "the system's",
     )
-    cert_file: str = setting("", "PEM file of our own certificate, where the server wants one")
-    key_file: str = setting("", "PEM file of its key; empty: it is in cert_file")
+    cert_file: str = setting("", "PEM file of the client's certificate, if the server requires one")
+    key_file: str = setting("", "PEM file of the certificate's key; empty: it is in cert_file")
     verify: str = setting(
         "full",
         "check the server's certificate and its name, the certificate only, or nothing",
         choices=("full", "chain", "none"),
     )
-    prefix: str = setting("kvhold:", "what the names of our keys begin with")
+    prefix: str = setting("kvhold:", "beginning of the names of this tier's keys")
     ttl_s: float = setting(
         0.0,
-        "remove a value so long after it was put; 0: keep it until the server evicts it",
+        "time after which a value is removed; 0: keep it until the server evicts it",
         minimum=0,
     )
     connections: int = setting(
@@ -84,7 +84,7 @@ class RedisConfig:
             raise ConfigError(f"redis: db = {self.db}: a cluster has database 0 only")
         if any(c in self.prefix for c in "{}\r\n"):
             raise ConfigError(
-                f"redis: prefix = {self.prefix!r}: braces and line ends cannot be in it"
+                f"redis: prefix = {self.prefix!r}: braces and line ends are not allowed"
             )
         if self.max_value_bytes <= HEAD_BYTES:
             raise ConfigError(
@@ -126,8 +126,7 @@ def config_from(url: TierUrl) -> RedisConfig:
     config = url.apply(base)
     if kind == "redis-sentinel" and not config.service:
         raise ConfigError(
-            f"{url.shown}: which primary? Add ?service=name, the name that the sentinels "
-            "watch it under"
+            f"{url.shown}: which primary? Add ?service=name, the primary's name at the sentinels"
         )
     return config
 

@@ -8,8 +8,8 @@ A value is one string, written whole by `SET ... NX`; for larger ones see `split
 latest values.
 
 The server's user needs the commands get, getrange, strlen, set, unlink, pexpire, persist,
-watch, unwatch, multi, exec, scan, ping and select on the keys of the prefix; for replacing pttl; a
-cluster `cluster|slots`; Sentinel `role`. Needs Redis 6.2 or later.
+watch, unwatch, multi, exec, scan, ping and select on the keys of the prefix; also pttl to replace
+values, `cluster|slots` for a cluster, and `role` for Sentinel. Needs Redis 6.2 or later.
 """
 
 import math
@@ -61,7 +61,7 @@ class RedisTier:
         await self._router.run("check", [RedisCall(name, "STRLEN", name)], bulk=False)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
-        """A fault where the server of a cluster does not answer."""
+        """Return sizes; a fault where the server of a cluster does not answer."""
         sizes: list[int | TierError | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         for _ in range(_PROBE_ROUNDS):
@@ -134,13 +134,13 @@ class RedisTier:
             if not todo:
                 break
         faults |= {
-            key: TierError("redis", "put", "what is there loses its parts again and again")
+            key: TierError("redis", "put", "the stored value loses its parts again and again")
             for key in todo
         }
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """One by one: each takes two round trips alone on a connection."""
+        """Replace values one by one: each takes two round trips alone on a connection."""
         answers: dict[bytes, bool | TierError] = {}
         for key, parts in items:
             if key not in answers:
@@ -148,7 +148,7 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Values in parts one by one: each takes two round trips."""
+        """Remove values. Those in parts go one by one: each takes two round trips."""
         removed, faults = [False] * len(keys), list[TierError]()
         calls: dict[int, RemoveString] = {}
         heads: dict[int, bytes] = {}
@@ -167,7 +167,7 @@ class RedisTier:
             if (fault := fault_in(call, "delete")) is not None:
                 faults.append(fault)
         came = [(call.name, head) for call in calls.values() if (head := Head.parse(call.seen))]
-        if came:  # since the lengths were read
+        if came:  # heads that were written after the lengths were read
             await self._large.remove_parts(came)
         for i, name in heads.items():
             try:
@@ -200,7 +200,7 @@ class RedisTier:
             raise fault_of(reply, "check")
 
     async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply | TierError]:
-        """An ErrorReply where the key holds no string, a TierError after a fault."""
+        """Return lengths; an ErrorReply where the key holds no string, a TierError for a fault."""
         names = [self._names.of(key) for key in keys]
         calls = [RedisCall(name, "STRLEN", name) for name in names]
         await self._router.run(operation, calls, bulk=False)
@@ -298,7 +298,7 @@ class RedisTier:
         return broken
 
     async def _mended(self, name: bytes) -> bool:
-        """Whether there was a head without parts."""
+        """Remove a head that lacks parts. Return whether there was one."""
         if await self._large.sizes([name]) != [None]:
             return False
         look = peek(name)

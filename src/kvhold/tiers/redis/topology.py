@@ -1,7 +1,7 @@
 """Find the server of a key: a single one, Sentinel's primary, or a cluster slot's owner.
 
-Sentinels and cluster nodes are asked at the first use, and again after `invalidate`: all at once,
-and the first good answer counts, so a dead one costs no time.
+Sentinels and cluster nodes are asked at the first use, and again after `invalidate`. All are asked
+at once, and the first good answer counts, so a dead one costs no time.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 class Topology(Protocol):
     async def endpoint_of(self, name: bytes) -> RedisEndpoint:
-        """Raises TierError if no server answers."""
+        """Return the server of a name. Raises TierError if no server answers."""
 
     async def primaries(self) -> Sequence[RedisEndpoint]:
         """Return all servers that hold keys. Raises TierError."""
@@ -188,7 +188,7 @@ class Cluster(Discovered):
             raise fault_of(reply, "connect")
         if not reply:
             raise TierUnavailable(
-                "redis", "connect", f"{endpoint.address} is in no cluster that serves anything"
+                "redis", "connect", f"{endpoint.address} is in no cluster that serves slots"
             )
         for row in reply:
             match row:
@@ -209,7 +209,7 @@ def make_topology(config: RedisConfig) -> Topology:
 
 
 def slot_of(name: bytes) -> int:
-    """By the Redis Cluster specification."""
+    """Return a name's slot, by the Redis Cluster specification."""
     start = name.find(b"{")
     end = name.find(b"}", start + 1)
     tag = name[start + 1 : end] if 0 <= start and start + 1 < end else name

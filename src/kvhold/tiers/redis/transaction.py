@@ -2,7 +2,7 @@
 
     reply = await transact(router, "delete", lambda: Remove(name), bulk=False)
 
-Each takes two round trips, alone on its connection.
+Each transaction takes two round trips, alone on its connection.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,7 +91,7 @@ async def transact(
             return fault
         if not call.is_changed:
             return call.reply
-    return TierError("redis", operation, "what is there changes again and again")
+    return TierError("redis", operation, "the stored value changes again and again")
 
 
 def _first_error(replies: Sequence[Reply]) -> ErrorReply | None:
