@@ -81,7 +81,7 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame refers to them: no changes
+    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; do not change them: a raw frame uses them
     checksums: [layers], if known; only a raw frame uses them
     out:   at least `max_frame_bytes`; without it raw copies nothing
     align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
