@@ -3,6 +3,7 @@ full.
 """
 
 import asyncio
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +13,9 @@ import pytest
 from kvhold.net import messages as m
 from kvhold.node import listener
 from kvhold.node.listener import Listener
+from kvhold.tiers.policies import POLICIES
 from kvhold_lab.simulation.descriptors import Descriptors
+from kvhold_lab.simulation.draw import draw
 from kvhold_lab.simulation.interruption import Interruption
 from kvhold_lab.simulation.link import SimLink
 from kvhold_lab.simulation.listening import ListeningLoop, ListeningSocket, SimOs
@@ -173,3 +176,10 @@ def test_garbage_inside_a_message_may_be_taken_for_checksums(fits: int, garbled:
     assert checker.garbled == garbled
     task.cancel()
     world.run(task.done, most_s=1.0)
+
+
+def test_each_policy_of_memory_is_drawn_and_a_seed_always_draws_the_same() -> None:
+    drawn = [draw(Random(seed), seed=seed).node.policy for seed in range(200)]
+    assert drawn == [draw(Random(seed), seed=seed).node.policy for seed in range(200)]
+    assert set(drawn) == set(POLICIES)
+    assert 20 < drawn.count("learned") < 60

@@ -14,6 +14,7 @@ from kvhold.tiers.guard import GuardConfig
 from kvhold_lab.simulation.node import NodeDraw
 
 _CHUNK_BYTES = 4096
+_LEARNED = 0.2  # the share of seeds
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -48,7 +49,7 @@ class Draw:
     one_turn_keys: int  # calls for more keys take several turns
 
 
-def draw(random: Random) -> Draw:
+def draw(random: Random, *, seed: int) -> Draw:
     num_tiers = random.choice((0, 1, 1, 1, 1, 2, 2, 2, 3))
     turn_units = random.choice((1, 5, 50, TURN))
     spaces = tuple(_namespace(random, number) for number in range(random.choice((1, 1, 2))))
@@ -56,7 +57,7 @@ def draw(random: Random) -> Draw:
         NodeDraw(
             arena_bytes=_CHUNK_BYTES * random.choice((6, 12, 24, 64)),
             quota_bytes=random.choice((0, 0, 0, 8 * _CHUNK_BYTES)),
-            policy=random.choice(("lru", "lfu", "fifo", "mru", "s3fifo")),
+            policy=_policy(random, seed),
             write_behind_bytes=random.choice((300, 2_000, 1 << 20, 1 << 20)),
             event_buffer=random.choice((0, 8, 100)),
             guards=tuple(draw_guard(random, number) for number in range(num_tiers)),
@@ -130,6 +131,12 @@ def draw_guard(random: Random, number: int) -> GuardConfig:
         breaker_failures=random.choice((1, 3, 3)),
         breaker_pause_s=random.choice((0.1, 1.0)),
     )
+
+
+def _policy(random: Random, seed: int) -> str:
+    """Draw `learned` from a generator of its own, so that other seeds keep their histories."""
+    policy = random.choice(("lru", "lfu", "fifo", "mru", "s3fifo"))
+    return "learned" if Random(f"policy {seed}").random() < _LEARNED else policy
 
 
 def _namespace(random: Random, number: int) -> Namespace:

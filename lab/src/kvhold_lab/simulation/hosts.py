@@ -333,14 +333,14 @@ class SimHost(Simulation):
             )
 
 
-def _draw_small(random: Random) -> Draw:
+def _draw_small(random: Random, *, seed: int) -> Draw:
     group = Group(layers=random.choice((1, 2)), planes=1, heads=1, head_dim=4, dtype="bfloat16")
     layout = Layout((group,), tokens_per_chunk=4, tail_tokens=random.choice((0, 1)))
     spaces = tuple(
         Namespace(f"model-{number}", layout) for number in range(random.choice((1, 1, 2)))
     )
     texts = [[number] * random.randrange(3, 12) for number in range(random.choice((1, 2, 3)))]
-    base = draw(random)
+    base = draw(random, seed=seed)
     behind_bytes = random.choice((2_000, 1 << 20, 1 << 20))
     return replace(
         base,
@@ -359,7 +359,7 @@ class Hosts:
         self.shared = Shared(world, Markers(world))
         self.central: SimCentral | None = None
         self.over = False
-        base = _draw_small(random)
+        base = _draw_small(random, seed=world.seed)
         self.trouble = base.trouble
         if random.random() < 0.5:
             self.central = SimCentral(world, self.shared.markers)

@@ -24,7 +24,7 @@ from kvhold.node.peers import Peer, ProcessEnd
 from kvhold.tiers.faults import FaultConfig, FaultTier
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
-from kvhold.tiers.policies import make_policy
+from kvhold.tiers.policies import LearnedPolicy, Policy, make_policy
 from kvhold.tiers.ram import Entry, RamTier
 from kvhold.tiers.stack import Stack
 from kvhold_lab.simulation.checker import Checker
@@ -135,7 +135,7 @@ class SimNode(server.Node):
         arena, metrics = SimArena(draw.arena_bytes), Metrics()
         ram = RamTier(
             arena,  # type: ignore[arg-type]
-            make_policy(draw.policy),
+            _policy(draw.policy, world),
             metrics,
             quota_bytes=draw.quota_bytes,
             clock=world.wall,
@@ -262,6 +262,10 @@ class SimNode(server.Node):
         self.world.kill(self.tier_worker_loop)
         if self.scrubber is not None:
             self.world.kill(self.scrubber.loop)
+
+
+def _policy(name: str, world: World) -> Policy:
+    return LearnedPolicy(lambda: world.now) if name == "learned" else make_policy(name)
 
 
 class _SimConnection(client_connection.ClientConnection):

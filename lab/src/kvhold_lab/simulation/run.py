@@ -131,7 +131,7 @@ class Simulation:
     ) -> None:
         self.world = world
         self.random = world.random
-        self.draw = drawn if drawn is not None else draw(world.random)
+        self.draw = drawn if drawn is not None else draw(world.random, seed=world.seed)
         chores._ONE_TURN_KEYS = self.draw.one_turn_keys
         chores.Running.step.__defaults__ = (self.draw.node.turn_units,)
         self.checker = checker if checker is not None else Checker(world)
