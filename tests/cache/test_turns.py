@@ -343,10 +343,12 @@ def test_a_policy_that_learns_hears_of_few_chunks_in_one_turn(
     heard = [0]
     for name, method in (("used", LearnedPolicy.used), ("missed", LearnedPolicy.missed)):
 
-        def counted(policy: Any, keys: Any, *args: Any, method: Any = method) -> None:
+        def counted(
+            policy: Any, keys: Any, *args: Any, method: Any = method, **kwargs: Any
+        ) -> None:
             keys = list(keys)
             heard[0] += len(keys)
-            method(policy, keys, *args)
+            method(policy, keys, *args, **kwargs)
 
         monkeypatch.setattr(LearnedPolicy, name, counted)
     for num_chunks, most_used, most_missed in ((15, 60, 15), (60, 120, 60), (1000, 120, 600)):

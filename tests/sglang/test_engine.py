@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.linker_config import UnifiedCacheLinkerC
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from kvhold.core.errors import ConfigError, LayoutError, NodeError
-from kvhold.integrations.sglang import KVHoldLinker, KVHoldStorage, names
+from kvhold.integrations.sglang import KVHoldLinker, KVHoldStorage, linker, names
 from kvhold.integrations.sglang.names import engine_of
 from kvhold.integrations.sglang.settings import storage_settings
 from kvhold.integrations.sglang.tables import SERVER_ARGS
@@ -347,6 +347,30 @@ class TestLinker:
         seen, failed = tree.run(request)
         assert equal(seen, wanted)
         assert failed == []
+
+    def test_a_waiting_request_is_one_use_however_often_it_is_looked_up(
+        self, trees: list[Tree], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tree = Tree(mha_device(), EMBEDDED | {"policy": "learned"})
+        trees.append(tree)
+        tree.insert(TOKENS)
+        tree.settle()
+        tree.forget()
+        policy: Any = tree.linker._cache._state.ram.policy
+        (before,) = {chunk.uses for chunk in policy._chunks.values()}
+        for rid in "abab":
+            request, _ = tree.match(TOKENS, rid)
+        assert {chunk.uses for chunk in policy._chunks.values()} == {before + 2}
+        tree.linker._forget("b")  # as after half a minute
+        assert tree.admit(request) == len(TOKENS)
+        tree.run(request)
+        assert {chunk.uses for chunk in policy._chunks.values()} == {before + 2}
+        tree.forget()
+        monkeypatch.setattr(linker, "_MOST_REQUESTS", 3)
+        for rid in "cdeb":
+            tree.match(TOKENS, rid)
+        assert {chunk.uses for chunk in policy._chunks.values()} == {before + 6}
+        assert len(tree.linker._asked_s) == 3
 
     def test_pages_that_have_left_memory_are_there_when_sglang_asks_again(
         self, trees: list[Tree], tmp_path: Path

@@ -18,9 +18,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
+from kvhold.core.keys import place_suffix, split_hashes
 from kvhold.integrations.sglang import KVHoldStorage
-from kvhold.integrations.sglang.names import PagePart, SGLangEngine, names_of, namespace_of
+from kvhold.integrations.sglang.names import (
+    PagePart,
+    SGLangEngine,
+    names_of,
+    namespace_of,
+    query_of,
+)
 from kvhold.integrations.sglang.pools import OpaquePages, PlainPages, host_pages
+from kvhold.tiers.policies.ghosts import uses_of
 from tests.sglang.pools import (
     PAGE,
     PAGES,
@@ -573,6 +581,55 @@ def test_rules_forbid_storing_and_loading(open_storage: Any) -> None:
     assert writes._cache.status()["chunks"] == 1
     assert writes.batch_exists(KEYS[:1]) == 0
     assert writes.batch_get_v1(KEYS[:1], slots([0])) == [False]
+
+
+def learned_uses(storage: KVHoldStorage, keys: list[str], pool: str = "kv") -> list[int]:
+    """How often each page was used; 0: unknown."""
+    cache: Any = storage._cache
+    policy = cache._state.ram.policy
+    query = query_of(storage._pools[pool][0].namespace, keys)
+    names = [query.namespace + chain_hash for chain_hash in split_hashes(query.hashes)]
+    return [
+        uses_of(policy.ghosts.find(name))
+        if (chunk := policy._chunks.get(name + place_suffix(0, 0))) is None
+        else chunk.uses
+        for name in names
+    ]
+
+
+LEARNED = {"policy": "learned"}
+
+
+def test_a_request_that_is_counted_loaded_and_stored_is_one_use(open_storage: Any) -> None:
+    storage = open_storage(mha_host("page_first"), LEARNED)
+    for uses in (1, 2, 3):
+        assert storage.batch_exists(KEYS[:5]) == (0 if uses == 1 else 3)
+        storage.batch_get_v1(KEYS[:3], slots([4, 5, 6]))
+        storage.batch_set_v1(KEYS[:3], slots([0, 1, 2]))
+        assert learned_uses(storage, KEYS[:6]) == [uses] * 5 + [0]
+
+
+def test_pages_behind_a_gap_are_used_once(open_storage: Any) -> None:
+    storage = open_storage(mha_host("page_first"), LEARNED)
+    storage.register_mem_host_pool_v2(mha_host("page_first"), "swa")
+    storage.batch_set_v1(KEYS[:4], slots([0, 1, 2, 3]))
+    window = PoolTransfer(
+        name=PoolName.SWA,
+        keys=KEYS[2:4],
+        host_indices=slots([2, 3]),
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+    )
+    storage.batch_set_v2([window])
+    assert learned_uses(storage, KEYS[:4], "swa") == [0, 0, 1, 1]
+    storage.batch_exists_v2(KEYS[:4], [window])
+    assert learned_uses(storage, KEYS[:4]) == [2] * 4
+    assert learned_uses(storage, KEYS[:4], "swa") == [1, 1, 2, 2]
+
+
+def test_without_storing_only_known_pages_are_used(open_storage: Any) -> None:
+    storage = open_storage(mha_host("page_first"), LEARNED | {"rules": {"store": False}})
+    storage.batch_exists(KEYS[:3])
+    assert learned_uses(storage, KEYS[:3]) == [0, 0, 0]
 
 
 def test_metrics_count_what_was_moved_once(open_storage: Any) -> None:

@@ -232,6 +232,13 @@ class TestGhosts:
         assert (known, len(replaced)) == ([], 1)
         assert ghosts.num == 8
 
+    def test_uses_of_those_that_are_known_alone(self) -> None:
+        ghosts = Ghosts(8)
+        pasts = [pack(Ghost(20.0, 5, uses)) for uses in range(1, MOST_USES + 1)]
+        ghosts.use_all([a_key(1)], pasts, 20.0)
+        assert ghosts.use_all(map(a_key, range(20)), pasts, 20.0, if_known=True) == ([pasts[0]], [])
+        assert (ghosts.num, ghosts.find(a_key(1)), ghosts.find(a_key(2))) == (1, pasts[1], 0)
+
     def test_times_are_right_after_a_year(self) -> None:
         ghosts, now_s = Ghosts(), 365 * DAY_S
         ghosts.add(a_key(1), pack(Ghost(now_s - 90 * DAY_S, 1, 1)), now_s)
@@ -301,6 +308,18 @@ class TestWhatIsEvicted:
             memory.ask([10**6 + second])
             memory.ask([second % 40])
         assert memory.policy.ghosts.num > 400
+
+    def test_of_a_prompt_that_is_not_stored_nothing_new_is_awaited(self) -> None:
+        memory = Memory(4)
+        memory.ask([1])
+        policy, keys = memory.policy, [a_key(number) for number in (1, 2, 3)]
+        policy.remove(keys[0], evicted=True)
+        kinds = [policy.looked_up(keys, 0) for _ in range(2)]
+        policy.missed(keys, kinds[0], if_known=True)
+        assert unpack(policy.ghosts.find(keys[0][:NAME_BYTES]), 0.0).uses == 2
+        assert policy.ghosts.num == 1
+        awaited = [use.num for use in policy.times._cohorts[-1].uses.values() if use.num]
+        assert awaited == [1], "the chunk that was evicted"
 
     def test_a_cleared_chunk_is_not_remembered(self) -> None:
         memory = Memory(8)

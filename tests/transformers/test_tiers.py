@@ -15,6 +15,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.rules import RequestRules
 from kvhold.core.store_options import StoreOptions
 from kvhold.integrations.transformers import Reuse, ReuseResult
+from kvhold.tiers.policies import LearnedPolicy
 from tests.transformers.models import prompt_of, small_chunks
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
@@ -46,6 +47,21 @@ class TestRules:
         reuse.generate(prompt_of(50), **GREEDY)
         assert reuse.last == ReuseResult(num_tokens=50)
         assert cache.status()["chunks"] == 0
+
+    def test_a_request_that_is_not_stored_uses_known_chunks_alone(self, llama: Any) -> None:
+        with open_cache(policy="learned") as cache:
+            policy = cache._state.ram.policy
+            assert isinstance(policy, LearnedPolicy)
+            reuse = Reuse(llama, cache, config=small_chunks())
+            reuse.rules = RequestRules(store=False)
+            reuse.generate(prompt_of(50), **GREEDY)
+            assert policy.ghosts.num == 0
+            reuse.rules = RequestRules()
+            reuse.generate(prompt_of(50), **GREEDY)
+            before = [chunk.uses for chunk in policy._chunks.values()]
+            reuse.rules = RequestRules(store=False)
+            reuse.generate(prompt_of(50), **GREEDY)
+            assert [chunk.uses for chunk in policy._chunks.values()] == [n + 1 for n in before]
 
     def test_a_request_that_does_not_want_to_load_computes(
         self, llama: Any, cache: LocalCache

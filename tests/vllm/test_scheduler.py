@@ -2075,6 +2075,32 @@ class TestRules:
         assert one.tokens_computed["b"] == 301 - 288 + 1
         assert one.stores == []
 
+    def test_a_lookup_says_which_chunks_it_uses(
+        self, engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        heard: list[str] = []
+        look_up = NodeClient.lookup
+
+        def heard_too(client: NodeClient, *args: Any, uses: Any, **kwargs: Any) -> Any:
+            heard.append(uses)
+            return look_up(client, *args, uses=uses, **kwargs)
+
+        monkeypatch.setattr(NodeClient, "lookup", heard_too)
+        one, consumer = engine(), engine(role="kv_consumer")
+        one.add("a", make_prompt("uses a", 100))
+        one.run()
+        one.add("b", make_prompt("uses b", 100), **asks(store=False))
+        one.run()
+        consumer.add("c", make_prompt("uses c", 100))
+        consumer.run()
+        assert heard == ["all", "known", "known"]
+        tight = engine(num_blocks=48, caching=False)
+        for name in "abc":
+            tight.add(name, make_prompt(f"uses tight {name}", 200), max_tokens=100)
+        tight.run()
+        assert heard[3:] == ["all"] * 3 + ["none"] * (len(heard) - 6)
+        assert len(heard) > 6, "one was preempted"
+
     def test_what_is_not_to_be_loaded_is_computed_and_not_stored_twice(
         self, engine: MakeEngine
     ) -> None:

@@ -15,7 +15,15 @@ from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import new_state
 from kvhold.cache.transfer.reencodings import ReencodeRequest
 from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
-from kvhold.core.api import EventBatch, Found, Hit, ReencodeProgress, Reencoding, mask_bytes
+from kvhold.core.api import (
+    EventBatch,
+    Found,
+    Hit,
+    ReencodeProgress,
+    Reencoding,
+    Uses,
+    mask_bytes,
+)
 from kvhold.core.arrays import WholePrompts
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
@@ -90,12 +98,13 @@ class LocalCache(WholePrompts):
         *,
         cost: ComputeCost | None = None,
         have_tokens: int = 0,
+        uses: Uses = "all",
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
         with self._lock:
             self._check_open()
-            found = self._state.lookup(self._owner, query, cost, have_tokens=have_tokens)
+            found = self._state.lookup(self._owner, query, cost, have_tokens=have_tokens, uses=uses)
             self._move()
             if found.arriving and wait_s != 0:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s

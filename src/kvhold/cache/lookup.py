@@ -23,7 +23,7 @@ from kvhold.cache.planner import Planner
 from kvhold.cache.reservations import MAX_SHARDS
 from kvhold.cache.transfer.searches import Search, Searches, sources_turns
 from kvhold.cache.values import ChunkValues, Run
-from kvhold.core.api import Found
+from kvhold.core.api import Found, Uses
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
 from kvhold.core.layout import Layout
@@ -97,12 +97,19 @@ class Lookups:
         self._has_news = False
 
     def lookup_turns(
-        self, owner: Owner, query: Query, cost: ComputeCost | None = None, *, have_tokens: int = 0
+        self,
+        owner: Owner,
+        query: Query,
+        cost: ComputeCost | None = None,
+        *,
+        have_tokens: int = 0,
+        uses: Uses = "all",
     ) -> Turns[Found]:
         """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
         layout = self._find_layout(query.layout)
-        num_keys = check_query(layout, query) * (_LEARNING if self._ram.policy.learns else 1)
-        turns = self._look_up(owner, query, layout, cost, have_tokens, num_keys)
+        notes_use = self._ram.policy.learns and uses != "none"
+        num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
+        turns = self._look_up(owner, query, layout, cost, have_tokens, uses, num_keys)
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
@@ -181,18 +188,21 @@ class Lookups:
         layout: Layout,
         cost: ComputeCost | None,
         have_tokens: int,
+        uses: Uses,
         num_keys: int,
     ) -> Turns[Found]:
+        missing, is_first = None, True
         for _ in range(_LOOKUP_ATTEMPTS):
             clears = self._ram.num_clears
             held: list[Entry] = []
             try:
                 presence = Presence(query, layout, self._pins.finder(num_keys, held))
-                prefix, missing = (yield from presence.take_turns()), None
-                if self._ram.policy.learns:
+                prefix = yield from presence.take_turns()
+                if is_first and self._ram.policy.learns:
+                    is_first = False
                     if cost is not None:
                         missing = self._expected_back(presence.gap(prefix.extent))
-                    yield from self._note_use_turns(query, layout, prefix, cost)
+                    yield from self._note_use_turns(query, layout, prefix, cost, uses)
                 extent, number, declined = prefix.extent, next(self._numbers), False
                 if self._is_worth_a_search(query, presence, extent):
                     declined = cost is not None and not self._planner.pays(
@@ -237,9 +247,16 @@ class Lookups:
         return Found(0, 0, reason=CLEARED)
 
     def _note_use_turns(
-        self, query: Query, layout: Layout, prefix: Prefix[Entry], cost: ComputeCost | None
+        self,
+        query: Query,
+        layout: Layout,
+        prefix: Prefix[Entry],
+        cost: ComputeCost | None,
+        uses: Uses,
     ) -> Turns[None]:
         """Tell the policy which prompt was looked up."""
+        if uses == "none":
+            return
         policy, keys, extent = self._ram.policy, FirstKeys(query), prefix.extent
         prompt = policy.looked_up(keys, extent.whole)
         runs = self._values.runs(query, layout, max(len(keys), extent.chunks), cost)
@@ -250,7 +267,7 @@ class Lookups:
                 policy.used(here, prompt, run.value)
                 yield _USED_UNITS * len(here)
         for run in _steps(runs, extent.whole, len(keys), _MOST_NOTED):
-            policy.missed(keys[run.first : run.last], prompt, run.value)
+            policy.missed(keys[run.first : run.last], prompt, run.value, if_known=uses == "known")
             yield _MOST_NOTED
 
     def _expected_back(self, gap: Gap | None) -> ExpectedChunk | None:

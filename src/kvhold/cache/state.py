@@ -27,7 +27,7 @@ from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.cache.values import ChunkValues
-from kvhold.core.api import EventBatch, Found, ReencodeProgress
+from kvhold.core.api import EventBatch, Found, ReencodeProgress, Uses
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
@@ -169,10 +169,16 @@ class CacheState:
         return layout
 
     def lookup_turns(
-        self, owner: Owner, query: Query, cost: ComputeCost | None = None, *, have_tokens: int = 0
+        self,
+        owner: Owner,
+        query: Query,
+        cost: ComputeCost | None = None,
+        *,
+        have_tokens: int = 0,
+        uses: Uses = "all",
     ) -> Turns[Found]:
         """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
-        return self._lookups.lookup_turns(owner, query, cost, have_tokens=have_tokens)
+        return self._lookups.lookup_turns(owner, query, cost, have_tokens=have_tokens, uses=uses)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
         """Return a ticket's current hit; an empty `Found` if none."""

@@ -21,7 +21,7 @@ Every call is safe from any thread. A miss is a shorter hit. A fault or a missed
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -36,6 +36,12 @@ from kvhold.core.planning import ComputeCost, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.status import CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
+
+# Which chunks of a prompt its lookup uses, for a policy that learns from uses:
+#   all:   all of them, in the cache or not
+#   known: not those that were in no lookup before, because the caller will not store them
+#   none:  none, because another lookup of the same request has used them
+Uses: TypeAlias = Literal["all", "known", "none"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
 _REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
@@ -294,6 +300,7 @@ class Cache(Protocol):
         *,
         cost: ComputeCost | None = None,
         have_tokens: int = 0,
+        uses: Uses = "all",
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
@@ -304,6 +311,7 @@ class Cache(Protocol):
                      load than to compute
         have_tokens: tokens that the caller already has. If no tier has more, the lookup loads
                      nothing and does not wait
+        uses:        which chunks count as used; see `Uses`
         wait_s:      how long to wait for chunks of lower tiers. None: as configured. 0: not at all,
                      so the hit may be arriving
         """

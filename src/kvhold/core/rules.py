@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvhold.core.api import Uses
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import TENANT
@@ -33,6 +34,11 @@ class RequestRules:
     plan: bool = False
     store_options: StoreOptions = DEFAULT_OPTIONS
     tags: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def uses(self) -> Uses:
+        """What a lookup of the request uses."""
+        return "all" if self.store else "known"
 
 
 def request_rules(asked: Any, settings: RulesConfig) -> RequestRules:

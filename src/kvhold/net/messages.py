@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union
 
 import msgspec
 
-from kvhold.core.api import Event, ReencodeProgress
+from kvhold.core.api import Event, ReencodeProgress, Uses
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
@@ -20,7 +20,7 @@ from kvhold.core.planning import MOST_NAME, ComputeCost, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -80,6 +80,7 @@ class Lookup(Message, frozen=True):
     query: Query
     cost: ComputeCost | None = None
     have_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    uses: Uses = "all"
 
 
 class LookupAnswer(Message, frozen=True):

@@ -20,7 +20,15 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.core.api import EventBatch, Found, Hit, ReencodeProgress, Reencoding, mask_bytes
+from kvhold.core.api import (
+    EventBatch,
+    Found,
+    Hit,
+    ReencodeProgress,
+    Reencoding,
+    Uses,
+    mask_bytes,
+)
 from kvhold.core.arrays import WholePrompts
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import (
@@ -142,12 +150,15 @@ class NodeClient(WholePrompts):
         *,
         cost: ComputeCost | None = None,
         have_tokens: int = 0,
+        uses: Uses = "all",
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
         """deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
-        found = self._call(m.Lookup(query, cost, have_tokens), m.LookupAnswer, deadline_s, link)
+        found = self._call(
+            m.Lookup(query, cost, have_tokens, uses), m.LookupAnswer, deadline_s, link
+        )
 
         def ask(ticket: int, settle: bool, growth: bool) -> Found:
             return _found(

@@ -186,7 +186,11 @@ class Session:
 
     def _lookup(self, request: m.Lookup) -> m.Answer | Running[m.Answer]:
         turns = self._state.lookup_turns(
-            self, request.query, request.cost, have_tokens=request.have_tokens
+            self,
+            request.query,
+            request.cost,
+            have_tokens=request.have_tokens,
+            uses=request.uses,
         )
         return self._in_turns(turns, self._found)
 

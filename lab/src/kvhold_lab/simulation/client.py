@@ -7,9 +7,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import cycle
+from typing import Any, TypeVar, get_args
 
 from kvhold.codecs.frame import checksum
+from kvhold.core.api import Uses
 from kvhold.core.checksums import pack, unpack
 from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
 from kvhold.core.holdings import ABSENT
@@ -92,6 +94,7 @@ class SimClient:
         self.reconnect_s = world.random.choice((0.05, 0.5))
         self._find_node = find_node
         self._mailbox = mailbox
+        self._uses = cycle(get_args(Uses))
         self._device = (
             SimDevice(world, checker, self.name) if world.random.random() < _WITH_DEVICE else None
         )
@@ -375,7 +378,8 @@ class SimClient:
     ) -> None:
         await self.register(prompt.namespace)
         link = await self.link()
-        found = await self.call(link, m.Lookup(prompt.query(), work, have_tokens), m.LookupAnswer)
+        lookup = m.Lookup(prompt.query(), work, have_tokens, next(self._uses))
+        found = await self.call(link, lookup, m.LookupAnswer)
         ticket = found.ticket
         try:
             until = self.world.now + wait_s

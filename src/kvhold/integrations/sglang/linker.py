@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 from queue import SimpleQueue
 from typing import Any
 
@@ -45,6 +46,8 @@ from kvhold.memory.placement import place_own_threads, place_this_thread
 log = logging.getLogger(__name__)
 
 _PINNED_S = 30.0  # how long a hit stays pinned for its load
+_AGAIN_S = 30.0  # SGLang looks up a waiting request in each of its passes
+_MOST_REQUESTS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         self._page_store.register()
         self._copier.prepare()
         self._found: dict[str, _Found] = {}
+        self._asked_s: dict[str, float] = {}  # the last lookup of each request, in order
         self._queued: dict[str, _Load] = {}
         self._under_way = 0
         self._idle = threading.Condition()
@@ -143,7 +147,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         check_keys(keys)
         self._forget(rid)
         self._forget_late()
-        hit = self._page_store.find(keys)
+        hit = self._page_store.find(keys, again=self._is_again(rid))
         if hit is None:
             return []
         num_pages = hit.num_tokens // self._pages.layout.tokens_per_chunk
@@ -166,7 +170,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         if found is None or found.keys[: len(keys)] != keys:
             if found is not None:
                 found.hit.close()
-            hit = self._page_store.find(keys)
+            hit = self._page_store.find(keys, again=True)
             if hit is not None and hit.num_tokens < len(keys) * self._pages.layout.tokens_per_chunk:
                 hit.close()
                 hit = None
@@ -304,6 +308,15 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         found = self._found.pop(rid, None)
         if found is not None:
             found.hit.close()
+
+    def _is_again(self, rid: str) -> bool:
+        """Note a lookup. Whether it is another one of the same request."""
+        now = time.monotonic()
+        is_again = now - self._asked_s.pop(rid, -inf) < _AGAIN_S
+        self._asked_s[rid] = now
+        if len(self._asked_s) > _MOST_REQUESTS:
+            del self._asked_s[next(iter(self._asked_s))]
+        return is_again
 
     def _forget_late(self) -> None:
         now = time.monotonic()

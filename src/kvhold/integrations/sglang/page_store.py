@@ -1,7 +1,9 @@
 """Count, load and store the pages of one pool, by SGLang's hashes.
 
-A lookup ends at the first missing page, so each missing page costs another lookup. Errors are
-logged, never raised: the page is a miss or is not stored. Any thread.
+A lookup ends at the first missing page, so each missing page costs another lookup. SGLang counts or
+finds the pages of a request before it loads and stores them: only the first lookup is a use.
+
+Errors are logged, never raised: the page is a miss or is not stored. Any thread.
 """
 
 import logging
@@ -14,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvhold.core.api import Cache, Hit, leases_as_they_arrive
+from kvhold.core.api import Cache, Hit, Uses, leases_as_they_arrive
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.holdings import ABSENT, ChunkBytes, Lease
@@ -65,15 +67,18 @@ class PageStore:
 
     def count(self, keys: Sequence[str]) -> int:
         """Count the pages before the first missing one. Loads them into memory."""
-        return self._find(keys, self._until()) or 0
+        return self._find(keys, self._until(), uses=self._rules.uses) or 0
 
-    def find(self, keys: Sequence[str]) -> Hit | None:
-        """Pin the pages before the first missing one; None: there are none."""
+    def find(self, keys: Sequence[str], *, again: bool = False) -> Hit | None:
+        """Pin the pages before the first missing one; None: there are none.
+
+        again: another lookup of a request
+        """
         if not keys or not self._rules.load:
             return None
         with _FaultsAreMisses("lookup"):
             query = query_of(self.namespace, keys)
-            hit = self._cache.lookup(query, wait_s=0)
+            hit = self._cache.lookup(query, uses="none" if again else self._rules.uses, wait_s=0)
             try:
                 more = hit.arriving
                 hit.settle()
@@ -87,12 +92,9 @@ class PageStore:
             hit.close()
         return None
 
-    def present(self, keys: Sequence[str], *, wait: bool = True) -> list[bool]:
-        """Return which pages are present. wait: wait for lower tiers too."""
-        there = [False] * len(keys)
-        for first, pages in self._walk(keys, self._until() if wait else 0.0):
-            there[first : first + pages] = [True] * pages
-        return there
+    def present(self, keys: Sequence[str]) -> list[bool]:
+        """Return which pages are present. Loads them into memory."""
+        return self._present(keys, self._until(), uses=self._rules.uses)
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
         """Copy the present pages out. Return which ones arrived; others may be partly written."""
@@ -131,7 +133,7 @@ class PageStore:
         self.stored.add(sum(there), self._page_bytes, started_s)
         rest = [number for number, written in enumerate(there) if not written]
         for number, found in zip(
-            rest, self.present([keys[number] for number in rest], wait=False), strict=True
+            rest, self._present([keys[number] for number in rest], until_s=0.0), strict=True
         ):
             there[number] = found
         return there
@@ -143,14 +145,28 @@ class PageStore:
     def _until(self) -> float:
         return time.monotonic() + self._wait_s
 
+    def _present(self, keys: Sequence[str], until_s: float, *, uses: Uses = "none") -> list[bool]:
+        there = [False] * len(keys)
+        for first, pages in self._walk(keys, until_s, uses=uses):
+            there[first : first + pages] = [True] * pages
+        return there
+
     def _walk(
-        self, keys: Sequence[str], until_s: float, take: Take | None = None
+        self,
+        keys: Sequence[str],
+        until_s: float,
+        take: Take | None = None,
+        *,
+        uses: Uses = "none",
     ) -> Iterator[tuple[int, int]]:
-        """Yield (first page, number of pages) of present runs."""
+        """Yield (first page, number of pages) of present runs. uses: of the first lookup"""
         first = 0
         while first < len(keys):
             pages = self._find(
-                keys[first:], until_s, None if take is None else partial(take, first)
+                keys[first:],
+                until_s,
+                None if take is None else partial(take, first),
+                uses="none" if first else uses,
             )
             if pages is None:
                 return
@@ -159,7 +175,12 @@ class PageStore:
             first += pages + 1
 
     def _find(
-        self, keys: Sequence[str], until_s: float, take: Callable[[Lease], None] | None = None
+        self,
+        keys: Sequence[str],
+        until_s: float,
+        take: Callable[[Lease], None] | None = None,
+        *,
+        uses: Uses,
     ) -> int | None:
         if not keys or not self._rules.load:
             return None
@@ -167,7 +188,7 @@ class PageStore:
             wait_s = max(0.0, until_s - time.monotonic())
             size = self.namespace.layout.tokens_per_chunk
             with self._cache.lookup(
-                query_of(self.namespace, keys), wait_s=wait_s if take is None else 0
+                query_of(self.namespace, keys), uses=uses, wait_s=wait_s if take is None else 0
             ) as hit:
                 if take is not None:
                     for lease in leases_as_they_arrive(self._cache, hit, size, until_s=until_s):

@@ -209,7 +209,8 @@ class Reuse:
             return
         with ExitStack() as held:
             hits = [
-                held.enter_context(self.cache.lookup(prompt.query())) for prompt in work.prompts
+                held.enter_context(self.cache.lookup(prompt.query(), uses=self.rules.uses))
+                for prompt in work.prompts
             ]
             work.known = [hit.num_tokens for hit in hits]
             num_tokens = min(work.call.most, *work.known)

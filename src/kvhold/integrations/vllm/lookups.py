@@ -16,7 +16,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvhold.core.api import Hit
+from kvhold.core.api import Hit, Uses
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError, NodeLost
 from kvhold.core.keys import Namespace, Prompt
@@ -121,7 +121,7 @@ class RequestLookups:
         )
 
     def look_up(
-        self, request_state: RequestState, request: "Request", computed_tokens: int
+        self, request_state: RequestState, request: "Request", computed_tokens: int, uses: Uses
     ) -> None:
         if request_state.naming is None:
             request_state.naming = self.submit_name(request, request_state.rules)
@@ -143,7 +143,13 @@ class RequestLookups:
         request_state.patience_s = self._config.client.arrival_timeout_s
         request_state.no_hit, request_state.computed_tokens = NO_ANSWER, computed_tokens
         request_state.ask = partial(
-            self._lookup, request_state, request_state.naming, asking, have_tokens, computed_tokens
+            self._lookup,
+            request_state,
+            request_state.naming,
+            asking,
+            have_tokens,
+            computed_tokens,
+            uses,
         )
         request_state.lookup = self._thread.submit(request_state.ask)
 
@@ -199,6 +205,7 @@ class RequestLookups:
         asking: tuple[str, int, int] | None,
         have_tokens: int,
         computed_tokens: int,
+        uses: Uses,
     ) -> Hit | None:
         prompt = None if naming.cancelled() else naming.result()
         request_state.is_lost = False
@@ -212,6 +219,7 @@ class RequestLookups:
                     self._trim_prompt(prompt).query(),
                     cost=cost,
                     have_tokens=have_tokens,
+                    uses=uses,
                     wait_s=0,
                     deadline_s=patience_s,
                 )

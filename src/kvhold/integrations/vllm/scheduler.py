@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from kvhold.core.api import Uses
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, KVHoldError
 from kvhold.core.keys import ChunkNames, Namespace
@@ -161,7 +162,9 @@ class SchedulerSide:
                 request_state.loading = False
                 self._inside.remove(request.request_id)
             self.lookups.let_go(request_state)
-            self.lookups.look_up(request_state, request, computed_tokens)
+            self.lookups.look_up(
+                request_state, request, computed_tokens, self._uses_of(request_state)
+            )
         if not self.lookups.would_load(request_state, computed_tokens):
             return 0, False
         if request_state.lookup is not None and not self.lookups.resolve(
@@ -402,6 +405,11 @@ class SchedulerSide:
     def _stores_for(self, request_state: RequestState) -> bool:
         trusted = self._stores_plain or request_state.request.lora_request is not None
         return self._may_store and request_state.rules.store and trusted
+
+    def _uses_of(self, request_state: RequestState) -> Uses:
+        if request_state.request.num_preemptions:  # the request was looked up before
+            return "none"
+        return "all" if self._stores_for(request_state) else "known"
 
     def _adapter_of(self, request_state: RequestState) -> AdapterUse | None:
         adapter = request_state.request.lora_request

@@ -56,8 +56,13 @@ class Policy(Protocol):
         value: of each, below `NUM_VALUES`
         """
 
-    def missed(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
-        """Note the chunks that the hit lacks, of the first group and shard."""
+    def missed(
+        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+    ) -> None:
+        """Note the chunks that the hit lacks, of the first group and shard.
+
+        if_known: leave out those that were in no lookup before
+        """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         """Return how long after its eviction a chunk was expected to be used again.

@@ -209,7 +209,9 @@ class ChainPolicy:
     def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         pass
 
-    def missed(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
+    def missed(
+        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+    ) -> None:
         pass
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:

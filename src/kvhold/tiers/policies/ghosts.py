@@ -72,11 +72,17 @@ class Ghosts:
         return 0 if place < 0 else self._places[place] >> _TAG_BITS
 
     def use_all(
-        self, names: Iterable[bytes], pasts: Sequence[int], now_s: float
+        self,
+        names: Iterable[bytes],
+        pasts: Sequence[int],
+        now_s: float,
+        *,
+        if_known: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Note uses of chunks.
 
-        pasts: [uses before] the past to remember now
+        pasts:    [uses before] the past to remember now
+        if_known: add no others
 
         Returns the earlier pasts of those that were known, and of those that had to make room.
         """
@@ -87,7 +93,7 @@ class Ghosts:
             if place >= 0:
                 past = self._renew(place, pasts[self._places[place] >> _TAG_BITS & MOST_USES])
                 known.append(past)
-            elif past := self._set(number, new, now_s):
+            elif not if_known and (past := self._set(number, new, now_s)):
                 replaced.append(past)
         return known, replaced
 

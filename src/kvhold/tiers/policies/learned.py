@@ -133,7 +133,9 @@ class LearnedPolicy(ChainPolicy):
                 self._requeue(chunk, queue)
         times.move(before, after, num)
 
-    def missed(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
+    def missed(
+        self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
+    ) -> None:
         shards, names, here = self._chunks.shards, [], []
         for key in keys:
             if key in shards[key[SPREAD]]:
@@ -144,8 +146,9 @@ class LearnedPolicy(ChainPolicy):
         now_s = self.times.now_s
         first = pack(Ghost(now_s, prompt, 0, value))
         pasts = [first + more for more in _PAST_OF_NEXT_USE]
-        known, replaced = self.ghosts.use_all(names, pasts, now_s)
-        begun = Counter({queue_of(pasts[0]): len(names) - len(known)})
+        known, replaced = self.ghosts.use_all(names, pasts, now_s, if_known=if_known)
+        num_new = 0 if if_known else len(names) - len(known)
+        begun = Counter({queue_of(pasts[0]): num_new})
         for past, num in Counter(known).items():
             self.times.end(self._use_at(past), num)
             begun[queue_of(pasts[uses_of(past)])] += num
