@@ -172,6 +172,52 @@ def test_learned_is_one_of_the_policies_if_all_requests_have_a_time(
     assert "without learned, which needs a timestamp in each line" in simulate(untimed).output
 
 
+def test_what_learned_maximises_is_an_option_and_a_field(trace: Path) -> None:
+    sizes = ("--capacity", "2GiB", "--bytes-per-token", "131072", "--attention-tokens", "2000")
+    policies = ("--policy", "lru", "--policy", "learned")
+    aims = [word for aim in ("tokens", "ttft", "bytes") for word in ("--policy-for", aim)]
+    found = rows(trace, *sizes, *policies, *aims, "--check")
+    assert [(row["policy"], row["policy_for"]) for row in found] == [
+        ("lru", ""),
+        ("learned", "tokens"),
+        ("learned", "ttft"),
+        ("learned", "bytes"),
+    ]
+    tokens, ttft, nbytes = ({**row, "policy_for": "", "events_per_s": 0} for row in found[1:])
+    assert tokens == nbytes != ttft
+    [default] = rows(trace, *sizes, "--policy", "learned")
+    assert default["policy_for"] == "tokens"
+    assert default["hit_tokens"] == tokens["hit_tokens"]
+
+
+def test_seconds_count_more_than_tokens_for_ttft(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ("--workload", "documents", "--minutes", "15", "--capacity", "32GiB")
+    aims = ("--policy", "learned", "--policy-for", "tokens", "--policy-for", "ttft")
+    simulate(None, *arguments, *aims, "--attention-tokens", "1000", "--json", str(file))
+    tokens, ttft = json.loads(file.read_text())
+    assert ttft["saved_s"] / ttft["hit_tokens"] > 1.02 * tokens["saved_s"] / tokens["hit_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "lru", "--policy-for", "ttft"), "add --policy learned"),
+        (("--policy", "learned", "--policy-for", "seconds"), "'seconds' is not one of"),
+        (
+            ("--policy", "learned", "--policy-for", "ttft", "--check", "--disk", "1GiB"),
+            "cannot check --policy-for ttft",
+        ),
+    ],
+)
+def test_what_cannot_be_maximised_or_checked_is_a_mistake(
+    trace: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    shown = simulate(trace, *arguments)
+    assert shown.exit_code == 2
+    assert message in shown.output
+
+
 @pytest.mark.parametrize("check", [(), ("--check",)])
 def test_learned_without_times_is_refused_if_it_is_named(
     untimed: Path, check: tuple[str, ...]

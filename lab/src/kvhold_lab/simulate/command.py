@@ -1,5 +1,6 @@
 """`kvhold simulate`."""
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kvhold_lab.simulate.requests import BLOCK_TOKENS
 from kvhold_lab.simulate.trace import Trace, read_trace, trace_of
 
 _POLICIES = (*POLICIES, "arc", "belady")
+_POLICY_FOR = ("tokens", "ttft", "bytes")
 _HALVINGS = 6  # from a 64th of all different chunks to all
 _MOST_APART = 0.001
 _SEED, _MINUTES = 1, 60.0
@@ -74,6 +76,15 @@ def _policies_for(read: Trace) -> tuple[str, ...]:
     return tuple(name for name in _POLICIES if name != "learned")
 
 
+def _with_aims(policies: Sequence[str], policies_for: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each policy with its `policy_for`; empty for others than `learned`."""
+    return [
+        (policy, aim)
+        for policy in policies
+        for aim in ((policies_for or _POLICY_FOR[:1]) if policy == "learned" else ("",))
+    ]
+
+
 @click.command()
 @click.argument(
     "trace", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -100,6 +111,14 @@ def _policies_for(read: Trace) -> tuple[str, ...]:
     callback=_check_policies,
     help=f"Only these: {', '.join(_POLICIES)}, or a class as module:Class. [default: all; learned "
     "only if all requests have a timestamp]",
+)
+@click.option(
+    "--policy-for",
+    "policies_for",
+    multiple=True,
+    type=click.Choice(_POLICY_FOR),
+    help="What learned maximises, as the setting policy_for. tokens and bytes are the same here: "
+    "all chunks have one size. [default: tokens]",
 )
 @click.option(
     "--capacity",
@@ -169,6 +188,7 @@ def command(
     seed: int | None,
     minutes: float | None,
     policies: tuple[str, ...],
+    policies_for: tuple[str, ...],
     capacities: tuple[int, ...],
     disks: tuple[int, ...],
     chunks: tuple[int, ...],
@@ -197,9 +217,19 @@ def command(
         raise click.UsageError(
             "--codec is that of the tier below memory; say how large it is with --disk"
         )
+    if check and any(disks) and "ttft" in policies_for:
+        raise click.UsageError(
+            "--check with --disk cannot check --policy-for ttft, which depends on the real disk's "
+            "speed; leave out one of them"
+        )
     with needing("'kvhold[lab]'"):
         from kvhold_lab.simulate.check import serve_too
-        from kvhold_lab.simulate.simulation import Setup, SimulatedRow, best_hit_rate, simulate
+        from kvhold_lab.simulate.simulation import (
+            Setup,
+            SimulatedRow,
+            best_hit_rate,
+            simulate,
+        )
     needing_pictures(plot)
     read = _requests_of(
         trace,
@@ -220,6 +250,8 @@ def command(
     ratios = {codec: ratio_of(codec, kv_dtype) for codec in codecs or ("raw",)}
     cost = PrefillCost(prefill_tokens_per_s, attention_tokens)
     policies = policies or _policies_for(read)
+    if policies_for and "learned" not in policies:
+        raise click.UsageError("--policy-for is a setting of learned; add --policy learned")
     num_tokens = int(read.num_tokens.sum())
     click.echo(
         f"{read.num_requests:,} requests, {num_tokens:,} tokens, {token_bytes:,} bytes a token"
@@ -236,10 +268,10 @@ def command(
             f"with all of them kept, {most:.2%} of the tokens are found\n{HEADING}"
         )
         sweep = capacities or tuple(all_bytes >> step for step in range(_HALVINGS, -1, -1))
-        for policy, (codec, ratio), disk, capacity in product(
-            policies, ratios.items(), disks or (0,), sweep
+        for (policy, policy_for), (codec, ratio), disk, capacity in product(
+            _with_aims(policies, policies_for), ratios.items(), disks or (0,), sweep
         ):
-            setup = Setup(policy, capacity, token_bytes, disk, codec, ratio, cost)
+            setup = Setup(policy, capacity, token_bytes, disk, codec, ratio, cost, policy_for)
             rows.append(simulate(cut, num_tokens, setup))
             click.echo(line(rows[-1]))
             if check and policy in POLICIES and setup.ram_chunks(tokens_per_chunk):

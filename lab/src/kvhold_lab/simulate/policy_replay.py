@@ -20,9 +20,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from kvhold.cache.values import Run
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.policies import POLICIES, LearnedPolicy, LruPolicy, Policy
+from kvhold.tiers.policies.base import NEUTRAL
 from kvhold_lab.simulate.trace import Ids, Starts, Times
 
 _NAMESPACE = bytes(NAMESPACE_BYTES)
@@ -68,6 +70,7 @@ def replay_class(
     lower_capacity: int = 0,
     num_victims: int = 0,
     times_s: Times | None = None,
+    values: Sequence[Run] | None = None,
 ) -> Replayed:
     """Serve the requests in order.
 
@@ -76,6 +79,7 @@ def replay_class(
     parents:  [ids] int32, the chunk before each in its prompt; -1: none
     make:     returns a new policy; `learned` needs `times_s`
     times_s:  [requests], arrivals
+    values:   of a prompt's chunks, for `learned`; None: all are worth the same
 
     Raises ConfigError.
     """
@@ -97,8 +101,10 @@ def replay_class(
         here = memory.num_found(prompt)
         if memory.policy.learns:
             number = memory.policy.looked_up(prompt, here)
-            memory.policy.used(prompt[:here], number)
-            memory.policy.missed(prompt[here:], number)
+            for run in values or (Run(0, len(prompt), NEUTRAL),):
+                first, last = run.first, min(run.last, len(prompt))
+                memory.policy.used(prompt[first : min(last, here)], number, run.value)
+                memory.policy.missed(prompt[max(first, here) : last], number, run.value)
         memory.policy.touch_all(reversed(prompt[:here]))
         missing = prompt[here:]
 

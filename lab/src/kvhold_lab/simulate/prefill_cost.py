@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvhold.core.planning import ComputeCost
+
 
 @dataclass(frozen=True)
 class PrefillCost:
@@ -36,3 +38,13 @@ class PrefillCost:
             tokens + pairs / self.attention_tokens
         ) / self.tokens_per_s
         return seconds
+
+    def compute_cost(self, chunk_tokens: int = 1) -> ComputeCost:
+        """Return the cost as an engine reports it, of chunks that count as a token each."""
+        token_s = 1.0 / self.tokens_per_s
+        return ComputeCost(
+            "simulated",
+            0,
+            token_s=token_s * chunk_tokens,
+            pair_s=token_s / self.attention_tokens * chunk_tokens**2,
+        )

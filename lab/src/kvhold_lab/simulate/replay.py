@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.cache.local import LocalCache
-from kvhold.core.config import load_config
+from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.tiers.policies import POLICIES, TIER_POLICIES
 from kvhold_lab.simulate.policy_replay import Arrivals, learned_policy
+from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.trace import Cut
 
 _CHUNK_BYTES = 4096
@@ -41,44 +42,55 @@ def serve(
     policy: str,
     ram_chunks: int,
     lower_chunks: int = 0,
+    policy_for: str = "tokens",
+    cost: PrefillCost | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Return chunks found in memory and below, by request: [requests, 2].
 
     lower_chunks: of a disk; 0: none
+    policy_for:   of `learned`
+    cost:         of the prefill, for `ttft`
 
     Raises CapacityError; ConfigError: `learned` has no times; KVHoldError: the disk does not keep
     up.
     """
     with tempfile.TemporaryDirectory(prefix="kvhold-simulate-") as folder:
-        return _serve(cut, policy, ram_chunks, lower_chunks, Path(folder), on_request)
+        settings = _settings(Path(folder), policy, policy_for, ram_chunks, lower_chunks)
+        return _serve(cut, settings, cost, on_request)
 
 
-def _serve(
-    cut: Cut,
-    policy: str,
-    ram_chunks: int,
-    lower_chunks: int,
-    folder: Path,
-    on_request: Callable[[int], None] | None,
-) -> npt.NDArray[np.int32]:
+def _settings(
+    folder: Path, policy: str, policy_for: str, ram_chunks: int, lower_chunks: int
+) -> Config:
     assert policy in POLICIES and ram_chunks >= 1
-    arrivals = Arrivals(cut.times_s)
     settings = {
         "ram_bytes": _rounded(ram_chunks * _CHUNK_BYTES, _ARENA_BYTES),
         "namespace_quota_bytes": ram_chunks * _CHUNK_BYTES,  # exact; the arena is rounded
         "policy": policy,
+        "policy_for": policy_for,
         "huge_pages": "never",
         "write_behind_bytes": 1 << 50,
         "tiers": [_disk(folder, policy, lower_chunks)] if lower_chunks else [],
         "client": {"arrival_timeout_s": _PATIENT_S},
     }
+    return load_config(settings, environ={})
+
+
+def _serve(
+    cut: Cut,
+    config: Config,
+    cost: PrefillCost | None,
+    on_request: Callable[[int], None] | None,
+) -> npt.NDArray[np.int32]:
+    arrivals = Arrivals(cut.times_s)
     found = np.zeros((cut.starts.size - 1, 2), np.int32)
     with LocalCache(
-        load_config(settings, environ={}),
-        policy=learned_policy(arrivals) if policy == "learned" else None,
+        config, policy=learned_policy(arrivals) if config.policy == "learned" else None
     ) as cache:
         cache.register(_SPACE)
+        if cost is not None:  # the cache remembers it; in each lookup it would allow misses
+            cache.lookup(_SPACE.prompt([]).query(), cost=cost.compute_cost(cut.tokens_per_chunk))
         for request in range(found.shape[0]):
             arrivals.reach(request)
             prompt = _SPACE.prompt(cut.chunks[cut.starts[request] : cut.starts[request + 1]])
@@ -87,7 +99,7 @@ def _serve(
             found[request] = here, num_tokens - here
             with cache.reserve(_LAYOUT, prompt.chunks(first=num_tokens)) as reservation:
                 mark = reservation.commit()
-            if lower_chunks and not cache.flush(mark, deadline_s=_PATIENT_S):
+            if config.tiers and not cache.flush(mark, deadline_s=_PATIENT_S):
                 raise KVHoldError(
                     f"the tier below has not written request {request + 1} within {_PATIENT_S:g} s"
                 )

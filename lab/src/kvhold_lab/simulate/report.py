@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # its import loads a compiler
     from kvhold_lab.simulate.simulation import SimulatedRow
 
 HEADING = (
-    f"{'policy':8} {'memory':>10} {'below':>10} {'codec':>12} {'tokens':>8} {'memory':>8} "
+    f"{'policy':13} {'memory':>10} {'below':>10} {'codec':>12} {'tokens':>8} {'memory':>8} "
     f"{'below':>8} {'requests':>9} {'saved':>10} "
     f"{'read':>10} {'stored':>10} {'evicted':>10} {'M chunks/s':>10}"
 )
@@ -28,6 +28,7 @@ _COLORS = {
     "arc": "#c44536",
     "belady": "#222222",
 }
+_MARKERS = {"ttft": "s", "bytes": "^"}
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,20 @@ def line(row: "SimulatedRow") -> str:
         f"{sizes[2]:>10} {sizes[3]:>10} {row.evictions + row.disk_evictions:10,} "
         f"{row.events_per_s / 1e6:10.2f}"
     )
-    return f"{_short(row.policy):8} {sizes[0]:>10} {sizes[1]:>10} {codec:>12} {rates} {moved}"
+    name = label(row.policy, row.policy_for)
+    return f"{name:13} {sizes[0]:>10} {sizes[1]:>10} {codec:>12} {rates} {moved}"
 
 
-def _short(policy: str) -> str:
-    return policy.rpartition(":")[2]
+def label(policy: str, policy_for: str) -> str:
+    """Return the name of a policy or class; `tokens` is not mentioned."""
+    name = policy.rpartition(":")[2]
+    return name if policy_for in ("", "tokens") else f"{name} {policy_for}"
 
 
 def render_check(checked: Sequence[Checked]) -> str:
     lines = [
         (
-            f"{'policy':8} {'memory':>10} {'below':>10} {'simulated':>10} {'real cache':>11} "
+            f"{'policy':13} {'memory':>10} {'below':>10} {'simulated':>10} {'real cache':>11} "
             f"{'points apart':>13}  each request"
         )
     ]
@@ -75,7 +79,7 @@ def render_check(checked: Sequence[Checked]) -> str:
         apart = 100 * abs(one.simulated - one.served)
         rates = f"{one.simulated:10.2%} {one.served:11.2%} {apart:13.3f}"
         lines.append(
-            f"{one.policy:8} {format_size(one.ram_bytes):>10} {below:>10} {rates}  "
+            f"{one.policy:13} {format_size(one.ram_bytes):>10} {below:>10} {rates}  "
             f"{'the same' if one.same else 'differs'}"
         )
     return "\n".join(lines)
@@ -96,22 +100,23 @@ def draw(rows: Sequence["SimulatedRow"], path: Path, title: str) -> None:
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
     several = len({row.chunk_tokens for row in rows}) > 1
-    lines: dict[tuple[str, int, int, str], list[SimulatedRow]] = {}
+    lines: dict[tuple[str, str, int, int, str], list[SimulatedRow]] = {}
     for row in rows:
+        codec = row.codec if row.disk_bytes else ""
         lines.setdefault(
-            (row.policy, row.chunk_tokens, row.disk_bytes, row.codec if row.disk_bytes else ""), []
+            (row.policy, row.policy_for, row.chunk_tokens, row.disk_bytes, codec), []
         ).append(row)
-    for (policy, tokens, disk, codec), own in lines.items():
+    for (policy, policy_for, tokens, disk, codec), own in lines.items():
         own.sort(key=lambda row: row.capacity_bytes)
         below = f" + {format_size(disk)} {codec}" if disk else ""
         axes.plot(
             [row.capacity_bytes / 2**30 for row in own],
             [100 * row.hit_rate for row in own],
-            marker="o",
+            marker=_MARKERS.get(policy_for, "o"),
             markersize=4,
             color=_COLORS.get(policy),
             linestyle="--" if disk else "-",
-            label=f"{_short(policy)}{f', chunks of {tokens}' if several else ''}{below}",
+            label=f"{label(policy, policy_for)}{f', chunks of {tokens}' if several else ''}{below}",
         )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")

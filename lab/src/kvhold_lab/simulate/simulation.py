@@ -1,10 +1,14 @@
 """Simulate hit rates of planned caches, by the rules in `policy_replay.py`."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvhold.cache.values import ChunkValues, Run
+from kvhold.core.keys import NAMESPACE_BYTES, Query
+from kvhold.core.layout import Group, Layout
 from kvhold_lab.simulate.numba_eviction import POLICIES as MODELS
 from kvhold_lab.simulate.numba_eviction import replay
 from kvhold_lab.simulate.policy_replay import Replayed, find_policy, replay_class
@@ -12,6 +16,9 @@ from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.trace import Cut
 
 BOUND = "belady"
+_CHUNK = Layout(
+    (Group(layers=1, planes=1, heads=1, head_dim=1, dtype="uint8"),), tokens_per_chunk=1
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Setup:
     disk_bytes: of a tier below memory; 0: none
     ratio:      its codec's plain bytes / frame bytes
     cost:       of the prefill that hits save
+    policy_for: of `learned`; empty for others
     """
 
     policy: str
@@ -31,6 +39,7 @@ class Setup:
     codec: str = "raw"
     ratio: float = 1.0
     cost: PrefillCost = field(default_factory=PrefillCost)
+    policy_for: str = ""
 
     def ram_chunks(self, tokens_per_chunk: int) -> int:
         return self.ram_bytes // (tokens_per_chunk * self.token_bytes)
@@ -43,6 +52,7 @@ class Setup:
 class SimulatedRow:
     """The result of one simulated cache.
 
+    policy_for:       of `learned`; empty for others
     hit_rate:         tokens found / tokens of all prompts
     hit_tokens:       tokens found
     hit_requests:     requests with a chunk found
@@ -56,6 +66,7 @@ class SimulatedRow:
     """
 
     policy: str
+    policy_for: str
     capacity_bytes: int
     disk_bytes: int
     chunk_tokens: int
@@ -78,8 +89,15 @@ class SimulatedRow:
     events_per_s: float
 
 
-def replay_policy(cut: Cut, policy: str, *, capacity: int, lower_capacity: int = 0) -> Replayed:
-    """Use the policy's model, or its class if there is none."""
+def replay_policy(
+    cut: Cut,
+    policy: str,
+    *,
+    capacity: int,
+    lower_capacity: int = 0,
+    values: Sequence[Run] | None = None,
+) -> Replayed:
+    """Use the policy's model, or its class if there is none. values: for `learned`"""
     trace = cut.chunks, cut.starts, cut.parents
     if policy in MODELS:
         return replay(*trace, policy=policy, capacity=capacity, lower_capacity=lower_capacity)
@@ -89,7 +107,22 @@ def replay_policy(cut: Cut, policy: str, *, capacity: int, lower_capacity: int =
         capacity=capacity,
         lower_capacity=lower_capacity,
         times_s=cut.times_s,
+        values=values,
     )
+
+
+def values_of(cut: Cut, setup: Setup) -> Sequence[Run] | None:
+    """Return what each chunk of a prompt is worth to `learned`; None: all the same.
+
+    Chunks have one size, so `tokens` and `bytes` are the same. With `ttft`, a tier below counts as
+    slow.
+    """
+    if setup.policy_for != "ttft":
+        return None
+    most = int(np.diff(cut.starts).max(initial=0))
+    query = Query(bytes(NAMESPACE_BYTES), _CHUNK.fingerprint, 1, b"")
+    cost = setup.cost.compute_cost(cut.tokens_per_chunk)
+    return ChunkValues(setup.policy_for).runs(query, _CHUNK, most, cost)
 
 
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
@@ -103,7 +136,9 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
     if setup.policy == BOUND:
         replayed = replay_policy(cut, BOUND, capacity=ram + disk)
     else:
-        replayed = replay_policy(cut, setup.policy, capacity=ram, lower_capacity=disk)
+        replayed = replay_policy(
+            cut, setup.policy, capacity=ram, lower_capacity=disk, values=values_of(cut, setup)
+        )
     elapsed_s = time.perf_counter() - begun
     in_memory = replayed
     if setup.policy == BOUND and disk:
@@ -133,6 +168,7 @@ def _row(
     from_ram = int(in_memory.found[:, 0].sum())
     return SimulatedRow(
         policy=setup.policy,
+        policy_for=setup.policy_for,
         capacity_bytes=setup.ram_bytes,
         disk_bytes=setup.disk_bytes,
         chunk_tokens=cut.tokens_per_chunk,
