@@ -15,9 +15,10 @@ from kvhold.tiers.policies import POLICIES
 from kvhold_lab.bench.rows import needing, needing_pictures, write_rows
 from kvhold_lab.options import Number, default_option, json_option, plot_option
 from kvhold_lab.simulate.generators import GENERATORS, generate
+from kvhold_lab.simulate.pictures import draw
 from kvhold_lab.simulate.policy_replay import find_policy
 from kvhold_lab.simulate.prefill_cost import PrefillCost
-from kvhold_lab.simulate.report import HEADING, Checked, draw, line, render_check
+from kvhold_lab.simulate.report import HEADING, Checked, line, render_check
 from kvhold_lab.simulate.requests import BLOCK_TOKENS
 from kvhold_lab.simulate.trace import Trace, read_trace, trace_of
 

@@ -1,11 +1,8 @@
-"""Rows as text and as a picture."""
+"""Rows as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import click
 
 from kvhold.core.sizes import format_size
 
@@ -17,18 +14,6 @@ HEADING = (
     f"{'below':>8} {'requests':>9} {'saved':>10} "
     f"{'read':>10} {'stored':>10} {'evicted':>10} {'M chunks/s':>10}"
 )
-
-_COLORS = {
-    "lru": "#2a9d8f",
-    "lfu": "#e9a23b",
-    "fifo": "#9aa5b1",
-    "mru": "#7b5ea7",
-    "s3fifo": "#3a6ea5",
-    "learned": "#d4679a",
-    "arc": "#c44536",
-    "belady": "#222222",
-}
-_MARKERS = {"ttft": "s", "bytes": "^"}
 
 
 @dataclass(frozen=True)
@@ -83,50 +68,3 @@ def render_check(checked: Sequence[Checked]) -> str:
             f"{'the same' if one.same else 'differs'}"
         )
     return "\n".join(lines)
-
-
-def draw(rows: Sequence["SimulatedRow"], path: Path, title: str) -> None:
-    """Hit rate over memory as PNG, SVG or PDF; dashed lines have a lower tier.
-
-    Raises ClickException without matplotlib.
-    """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise click.ClickException(
-            "a picture needs matplotlib: pip install 'kvhold[lab]'"
-        ) from None
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    axes = figure.subplots()
-    several = len({row.chunk_tokens for row in rows}) > 1
-    lines: dict[tuple[str, str, int, int, str], list[SimulatedRow]] = {}
-    for row in rows:
-        codec = row.codec if row.disk_bytes else ""
-        lines.setdefault(
-            (row.policy, row.policy_for, row.chunk_tokens, row.disk_bytes, codec), []
-        ).append(row)
-    for (policy, policy_for, tokens, disk, codec), own in lines.items():
-        own.sort(key=lambda row: row.capacity_bytes)
-        below = f" + {format_size(disk)} {codec}" if disk else ""
-        axes.plot(
-            [row.capacity_bytes / 2**30 for row in own],
-            [100 * row.hit_rate for row in own],
-            marker=_MARKERS.get(policy_for, "o"),
-            markersize=4,
-            color=_COLORS.get(policy),
-            linestyle="--" if disk else "-",
-            label=f"{label(policy, policy_for)}{f', chunks of {tokens}' if several else ''}{below}",
-        )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("memory, GiB")
-    axes.set_ylabel("tokens found, %")
-    axes.set_title(title)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    # keeps text as text, and the bytes reproducible
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvhold"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
