@@ -84,6 +84,19 @@ class TestReuseTimes:
         assert worths[0, 25] == pytest.approx(worths[0, 24], rel=0.5)
         assert worths[0, 30] == 0.0 == yields[0, 30]
 
+    def test_what_does_not_pay_is_worth_nothing_and_less_than_nothing_before_it_is_stored(
+        self,
+    ) -> None:
+        times = self.learnt()
+        for _ in range(500):
+            times.advance(times.now_s + 0.5)
+            times.evicted(times.use(0))
+        use = times.use(1)
+        assert times.worth_of_new(1) < 0.0
+        for _ in range(20):
+            assert times.worth(use) == 0.0
+            times.advance(times.now_s + 0.5)
+
     def test_what_is_still_awaited_counts_for_no_age_that_it_has_not_reached(self) -> None:
         """Else all chunks of a new server would seem to come back never."""
         times = ReuseTimes((1,))
@@ -399,6 +412,25 @@ class TestWhatIsDeclined:
         assert memory.here == {a_key(1), a_key(2)}
         assert memory.policy.victims(1, lambda _: False) == [a_key(1)], "all are still candidates"
         assert not was_declined(memory.policy)
+
+    def test_a_new_chunk_that_does_not_pay_is_declined_and_old_ones_that_do_not_go_by_age(
+        self, memory: Memory
+    ) -> None:
+        policy, times = memory.policy, memory.policy.times
+        back = kind_of(memory, 1)
+        for _ in range(2000):
+            memory.clock.now_s += 2.0
+            times.advance(memory.clock.now_s)
+            use = times.use(back)
+            times.evicted(use)
+            times.forget(use)
+        places = [policy._chunks.get(a_key(number)) for number in (1, 2)]
+        assert [times.worth(chunk.use) for chunk in places if chunk and chunk.use] == [0.0, 0.0]
+        memory.ask([3])
+        assert was_declined(policy)
+        policy.insert(a_key(4), 1)  # in no lookup, so it is admitted
+        memory.here.add(a_key(4))
+        assert policy.victims(3, lambda _: False, None, a_key(5)) == [a_key(n) for n in (1, 2, 4)]
 
     def test_a_chunk_for_which_all_is_pinned_is_not_declined(self, memory: Memory) -> None:
         policy = memory.policy

@@ -22,6 +22,10 @@ largest, over all h, of
 The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
 of evicted chunks, so that chunks that are far from paying are worth 0 and go by age.
 
+For a new chunk, h is the end of the first bucket or later. If it does not pay, it is worth less
+than 0, so that it takes the place of no chunk that is worth 0. Hits would be the same without this
+rule, with more bytes written.
+
 A chunk whose use saves more than another's has a *factor*, by which its probability counts. Its
 worth is the factor times the worth at the price over the factor.
 
@@ -208,11 +212,14 @@ class ReuseTimes:
             self._worths[factor] = list(self._worths[self._factors_used[0]])
 
     def worth(self, use: Use, factor: int = 0) -> float:
+        """0 or more."""
         if use.into is not None:
             use = _merged(use)
-        return self._worths[factor][use.kind][use.cohort.bucket] * self._factors[factor]
+        worth = self._worths[factor][use.kind][use.cohort.bucket] * self._factors[factor]
+        return worth if worth > 0.0 else 0.0
 
     def worth_of_new(self, kind: int, factor: int = 0) -> float:
+        """Below 0 if such a chunk does not pay its price."""
         return self._worths[factor][kind][0] * self._factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
