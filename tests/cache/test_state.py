@@ -36,6 +36,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.tiers.policies import LearnedPolicy
 from tests.cache.laws import Index, assert_counters_reconcile, finish_chores
 from tests.cache.scripted import Asked, arena_of
+from tests.tiers.learnt import Clock
 
 SLOT = 4096
 SLOTS = 60
@@ -109,7 +110,12 @@ class Life(RuleBasedStateMachine):
     @initialize(target=owners)
     def begin(self) -> MultipleResults[str]:
         arena = arena_of(SLOTS * SLOT)
-        self.state = new_state(Config(policy=self.policy, event_buffer=10_000), arena)
+        self.clock = Clock()
+        self.state = new_state(
+            Config(policy=self.policy, event_buffer=10_000),
+            arena,
+            LearnedPolicy(self.clock) if self.policy == "learned" else None,
+        )
         self.index = Index(self.state)
         self.state.register(LAYOUT)
         self.memory = np.zeros(SLOTS, dtype=np.int64)
@@ -119,6 +125,11 @@ class Life(RuleBasedStateMachine):
         self.live_tickets: set[Ticket] = set()
         self.live_leases: set[Lease] = set()
         return multiple("a", "b", "c")
+
+    @rule(seconds=st.sampled_from((0.3, 2.0, 60.0)))
+    def wait(self, seconds: float) -> None:
+        """The clock of a policy that learns."""
+        self.clock.now_s += seconds
 
     # What owners do
 
