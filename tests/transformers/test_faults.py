@@ -197,9 +197,9 @@ class Failing:
         self._fail("register")
         self._cache.register(namespace)
 
-    def lookup(self, query: Query) -> Hit:
+    def lookup(self, query: Query, **options: Any) -> Hit:
         self._fail("lookup")
-        return self._cache.lookup(query)
+        return self._cache.lookup(query, **options)
 
     def claim(self, ticket: int) -> Lease | None:
         if self._operation == "claim" and self._error is None:
