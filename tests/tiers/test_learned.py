@@ -164,6 +164,24 @@ class TestReuseTimes:
         assert worth[0] <= worth[1] / 4
         assert worth[2] > 4 * worth[1]
 
+    def test_a_place_below_has_the_same_worths_until_it_has_another_price(self) -> None:
+        times = ReuseTimes((1,), (1.0, 4.0))
+        times.use_factor(1)
+        below = times.add_place()
+        sold: list[float] = []
+        for second in range(4000):
+            times.advance(float(second))
+            use = times.use(0)
+            if second == 2000:
+                sold = [below.worth(0, 0.0, factor) for factor in range(2)]
+                assert sold == [times.worth_of_new(0, factor) for factor in range(2)]
+                assert below.worth(0, 300.0, 0) == times.worth(times.use_at(0, 1700.0))
+            if second > 2000:
+                times.evicted(use)
+                below.evicted(0, DAY_S, 0)  # such old chunks yield nothing
+            times.end(use)
+        assert times.worth_of_new(0) < sold[0] == pytest.approx(below.worth(0, 0.0, 0), rel=0.05)
+
     def test_old_counts_fade(self) -> None:
         times = self.learnt()
         for _ in range(2_000):  # kind 0 comes back no more

@@ -29,12 +29,15 @@ rule, with more bytes written.
 A chunk whose use saves more than another's has a *factor*, by which its probability counts. Its
 worth is the factor times the worth at the price over the factor.
 
+Each place of chunks has its own price: memory, and each disk below it (`add_place`). A disk's
+thread may ask its `Worths` while memory's thread calls `ReuseTimes`.
+
 All results follow from the calls alone. Pure.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from operator import mul
 
@@ -109,6 +112,47 @@ class Use:
 NO_USE = Use(-1, Cohort(0.0))
 
 
+class Worths:
+    """What chunks are worth in one place, by its price.
+
+    table: [factor][kind][bucket] without the factor; of those not yet used, as of another
+    """
+
+    def __init__(self, times: "ReuseTimes", worths: list[list[float]]) -> None:
+        self.table = [worths] * len(times.factors)
+        self.price = 0.0
+        self._times = times
+        self._sold = (0.0, 0)  # the sum of yields of evicted chunks, and their number
+        self._counted = (0.0, 0)  # the same, as of the last `set_price`
+
+    @property
+    def now_s(self) -> float:
+        return self._times.now_s
+
+    @property
+    def num_ticks(self) -> int:
+        """Values of `worth` change when it does."""
+        return self._times.num_ticks
+
+    def worth(self, kind: int, age_s: float, factor: int) -> float:
+        """Return the worth of a chunk by the time since its last use."""
+        return self.table[factor][kind][_bucket(age_s)] * self._times.factors[factor]
+
+    def evicted(self, kind: int, age_s: float, factor: int) -> None:
+        """Note the price of a chunk that was evicted or not admitted."""
+        self.sell(self._times.yields[kind][_bucket(age_s)] * self._times.factors[factor])
+
+    def sell(self, price: float) -> None:
+        self._sold = self._sold[0] + price, self._sold[1] + 1
+
+    def set_price(self) -> None:
+        sold, counted = self._sold, self._counted
+        if num := sold[1] - counted[1]:
+            mean = (sold[0] - counted[0]) / num
+            self.price += _PRICE_SHARE * (_PRICE * mean - self.price)
+            self._counted = sold
+
+
 class ReuseTimes:
     def __init__(self, sizes: Sequence[int], factors: Sequence[float] = (1.0,)) -> None:
         """sizes: the number of values of each number that describes a kind
@@ -122,14 +166,13 @@ class ReuseTimes:
         self._cohorts = [Cohort(0.0)]  # the oldest first
         self._to_update = 0
         self._round_hazards = np.zeros((self.num_kinds, _NUM_BUCKETS))
-        self._price = 0.0
-        self._sold = [0.0, 0.0]  # the sum of yields of evicted chunks, and their number
         yields, (worths,) = _evaluate(_PRIOR[None], [0.0])
-        self._yields: list[list[float]] = yields.tolist() * self.num_kinds
-        # without the factor; of those not yet used, the same as of the first
-        self._factors = factors
-        self._worths: list[list[list[float]]] = [worths.tolist() * self.num_kinds] * len(factors)
+        self.yields: list[list[float]] = yields.tolist() * self.num_kinds
+        self.factors = factors
         self._factors_used = [factors.index(1.0)]
+        self._memory = Worths(self, worths.tolist() * self.num_kinds)
+        self._places = [self._memory]
+        self._worths = self._memory.table
         self.now_s = 0.0
         self.next_tick_s = _TICK_S
         self.num_ticks = 0
@@ -142,6 +185,12 @@ class ReuseTimes:
     def num_open(self, use: Use) -> int:
         """Return how many chunks of a use, and of those merged with it, are open."""
         return _merged(use).num
+
+    def add_place(self) -> Worths:
+        """Return the worths in a place below memory."""
+        place = Worths(self, list(self._worths[self._factors_used[0]]))
+        self._places.append(place)
+        return place
 
     def advance(self, now_s: float) -> None:
         """Set the time. Values of `worth` change when `num_ticks` does."""
@@ -209,18 +258,19 @@ class ReuseTimes:
         """Compute worths with a factor from now on."""
         if factor not in self._factors_used:
             self._factors_used.append(factor)
-            self._worths[factor] = list(self._worths[self._factors_used[0]])
+            for place in self._places:
+                place.table[factor] = list(place.table[self._factors_used[0]])
 
     def worth(self, use: Use, factor: int = 0) -> float:
         """0 or more."""
         if use.into is not None:
             use = _merged(use)
-        worth = self._worths[factor][use.kind][use.cohort.bucket] * self._factors[factor]
+        worth = self._worths[factor][use.kind][use.cohort.bucket] * self.factors[factor]
         return worth if worth > 0.0 else 0.0
 
     def worth_of_new(self, kind: int, factor: int = 0) -> float:
         """Below 0 if such a chunk does not pay its price."""
-        return self._worths[factor][kind][0] * self._factors[factor]
+        return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
         """Return the median time to the next use of chunks of this age, of those that have one.
@@ -240,15 +290,11 @@ class ReuseTimes:
     def evicted(self, use: Use, factor: int = 0) -> None:
         """Note the price of a chunk."""
         use = _merged(use)
-        self._sell(self._yields[use.kind][use.cohort.bucket] * self._factors[factor])
+        self._memory.sell(self.yields[use.kind][use.cohort.bucket] * self.factors[factor])
 
     def declined(self, kind: int, factor: int = 0) -> None:
         """Note the price of a chunk that was not admitted."""
-        self._sell(self._yields[kind][0] * self._factors[factor])
-
-    def _sell(self, price: float) -> None:
-        self._sold[0] += price
-        self._sold[1] += 1.0
+        self._memory.sell(self.yields[kind][0] * self.factors[factor])
 
     def _count_youngest(self) -> None:
         uses = self._cohorts[-1].uses.values()
@@ -294,18 +340,17 @@ class ReuseTimes:
         self._to_update = last % self.num_kinds
         if not first:
             self._begin_round()
-        prices = [self._price / self._factors[factor] for factor in self._factors_used]
+        priced = list(product(self._places, self._factors_used))
+        prices = [place.price / self.factors[factor] for place, factor in priced]
         yields, worths = _evaluate(self._round_hazards[first:last], prices)
-        self._yields[first:last] = yields.tolist()
-        for factor, rows in zip(self._factors_used, worths, strict=True):
-            self._worths[factor][first:last] = rows.tolist()
+        self.yields[first:last] = yields.tolist()
+        for (place, factor), rows in zip(priced, worths, strict=True):
+            place.table[factor][first:last] = rows.tolist()
 
     def _begin_round(self) -> None:
         self._round_hazards = self._hazards()
-        if self._sold[1]:
-            mean = self._sold[0] / self._sold[1]
-            self._price += _PRICE_SHARE * (_PRICE * mean - self._price)
-            self._sold = [0.0, 0.0]
+        for place in self._places:
+            place.set_price()
 
     def _hazards(self) -> Floats:
         """Return [kinds, buckets], the chance that an interval that reaches a bucket ends there."""
@@ -342,6 +387,10 @@ def _pour(younger: Cohort, older: Cohort) -> None:
         else:
             into.num += use.num
             use.into = into
+
+
+def _bucket(age_s: float) -> int:
+    return max(bisect_right(_EDGES_S, age_s) - 1, 0)
 
 
 def _begun_s(cohort: Cohort) -> float:
