@@ -134,8 +134,9 @@ def test_rows_grow_and_shrink_and_find_all_keys_of_one_chunk() -> None:
         assert [rows.find(key) for key in keys] == [NONE] * len(keys)
 
 
-def test_the_index_takes_at_most_150_bytes_a_value() -> None:
-    index = Index("lru", 1 << 40, 4096)
+@pytest.mark.parametrize("policy", ["lru", "learned"])
+def test_the_index_takes_at_most_150_bytes_a_value(policy: str) -> None:
+    index = Index(policy, 1 << 40, 4096)
     for number in range(0, LARGE, 100):
         index.add_found(
             [FoundValue(make_key(n), "", 1, 4096, n, n) for n in range(number, number + 100)]
@@ -144,7 +145,7 @@ def test_the_index_takes_at_most_150_bytes_a_value() -> None:
     assert index.index_bytes <= 150 * LARGE
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "mru", "lfu", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "mru", "lfu", "s3fifo", "learned"])
 def test_a_value_that_is_read_is_never_a_victim(policy: str) -> None:
     index = Index(policy, 10 * 4096, 4096)
     index.add_found(

@@ -12,14 +12,15 @@ An *orphan* is a file that could not be removed and whose key is not found, or i
 file. Until it is removed, the next start may find it again.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvhold.tiers.disk.folder import FoundValue, parts_of_name, value_name
+from kvhold.tiers.disk.learned import UNKNOWN_PAST, LearnedOrder, Learning
 from kvhold.tiers.disk.rows import NONE, Rows, Sorting
 from kvhold.tiers.policies import Policy, make_policy
 
-_IN_ROWS = ("lru", "fifo", "mru")
+_IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
 class DiskEntry:
@@ -53,13 +54,27 @@ class PlannedFile:
 
 
 class Index:
-    def __init__(self, policy: str, limit_bytes: int, block_bytes: int) -> None:
-        """Policies other than lru, fifo and mru add 400 bytes per value."""
+    def __init__(
+        self,
+        policy: str,
+        limit_bytes: int,
+        block_bytes: int,
+        learning: Learning | None = None,
+    ) -> None:
+        """Policies other than lru, fifo, mru and learned add 400 bytes per value.
+
+        learning: for `learned`
+        """
         self.limit_bytes = limit_bytes
         self._order = policy
         self._policy: Policy | None = None if policy in _IN_ROWS else make_policy(policy)
         self._block_bytes = block_bytes
-        self._rows = Rows()
+        self._learned: LearnedOrder | None = None
+        if policy == "learned":
+            self._rows = Rows(UNKNOWN_PAST)
+            self._learned = LearnedOrder(self._rows, learning or Learning())
+        else:
+            self._rows = Rows()
         self._busy: dict[bytes, DiskEntry] = {}
         self._used_bytes = 0
         self._leaving_bytes = 0
@@ -190,8 +205,15 @@ class Index:
         self.hold(entry)
         if self._policy is not None:
             self._policy.touch(entry.key)
-        elif self._order != "fifo" and (row := self._rows.find(entry.key)) != NONE:
+            return
+        row = NONE if self._order == "fifo" else self._rows.find(entry.key)
+        if row != NONE and (self._learned is None or self._rows.past(row) == UNKNOWN_PAST):
             self._rows.touch(row, used_ns)
+
+    def used(self, keys: Iterable[bytes], prompt: int, value: int, at_s: float) -> None:
+        """Note the chunks of a lookup. Only with `learned`."""
+        if self._learned is not None:
+            self._learned.used(keys, prompt, value, at_s)
 
     def hold(self, entry: DiskEntry) -> None:
         """Protect the entry from eviction until `unread`."""
@@ -244,7 +266,10 @@ class Index:
 
     def _take(self, entry: DiskEntry, *, evicted: bool) -> None:
         assert self.holds(entry)
-        self._rows.remove(self._rows.find(entry.key))
+        row = self._rows.find(entry.key)
+        if self._learned is not None:
+            self._learned.removed(row, evicted=evicted)
+        self._rows.remove(row)
         if self._busy.get(entry.key) is entry:
             del self._busy[entry.key]
         if self._policy is not None:
@@ -263,13 +288,17 @@ class Index:
 
     def _show(self, entry: DiskEntry, used_ns: int) -> None:
         assert self._rows.find(entry.key) == NONE
-        self._rows.add(
+        learned = self._learned
+        row = self._rows.add(
             entry.key,
             nbytes=entry.nbytes,
             occupied_bytes=entry.occupied_bytes,
             written_ns=entry.written_ns,
             used_ns=used_ns,
+            past=None if learned is None else learned.past_of(entry.key),
         )
+        if learned is not None:
+            learned.added(row)
         if entry.readers:
             self._busy[entry.key] = entry
         if self._policy is not None:
@@ -287,6 +316,9 @@ class Index:
                 self._found(key)
                 for key in self._policy.victims(nbytes, lambda key: key in self._busy)
             ]
+        if self._learned is not None:
+            rows = self._learned.victims(nbytes, self._is_read)
+            return [self._entry(row) for row in rows]
         victims: list[DiskEntry] = []
         for row in self._rows.newest() if self._order == "mru" else self._rows.oldest():
             if nbytes <= 0:
@@ -296,6 +328,9 @@ class Index:
                 victims.append(entry)
                 nbytes -= entry.occupied_bytes
         return victims if nbytes <= 0 else []
+
+    def _is_read(self, row: int) -> bool:
+        return self._rows.key(row) in self._busy
 
     def _found(self, key: bytes) -> DiskEntry:
         entry = self.find(key)

@@ -1,5 +1,8 @@
 """The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
+Rows are in lists, the least recently used first. With `pasts`, each row has a past
+(`tiers/policies/ghosts.py`), and there is one list for each kind and value; else there is one list.
+
 1,024 hash tables with linear probing map keys to rows, so each rebuild is short. A removed row
 leaves a mark until a rebuild.
 """
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
+from kvhold.tiers.policies.ghosts import queue_of
 
 NONE, _REMOVED = -1, -2
 _BLOCK = 512  # as `st_blocks` counts
@@ -23,10 +27,18 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class Rows:
-    """A row's number is used again after `remove`."""
+    """A row's number is used again after `remove`.
 
-    def __init__(self) -> None:
+    changed: lists that may have another first row, since it was last emptied
+    """
+
+    def __init__(self, first_past: int | None = None) -> None:
+        """first_past: of rows that are added without one; None: rows have no past"""
         self.num = 0
+        self.changed: set[int] = set()
+        self._first_past = first_past
+        self._first_list = 0 if first_past is None else queue_of(first_past)
+        self._pasts = array("Q")
         self._keys = bytearray()
         self._nbytes = array("q")
         self._blocks = array("I")
@@ -34,7 +46,9 @@ class Rows:
         self._used_ns = array("q")
         self._before = array("i")
         self._after = array("i")
-        self._oldest = self._newest = NONE
+        # by list; those without rows are missing
+        self._oldest: dict[int, int] = {}
+        self._newest: dict[int, int] = {}
         self._ordered_to = NONE
         self._free = array("i")
         self._tables = [_Table() for _ in range(_TABLES)]
@@ -51,9 +65,16 @@ class Rows:
         return NONE
 
     def add(
-        self, key: bytes, *, nbytes: int, occupied_bytes: int, written_ns: int, used_ns: int
+        self,
+        key: bytes,
+        *,
+        nbytes: int,
+        occupied_bytes: int,
+        written_ns: int,
+        used_ns: int,
+        past: int | None = None,
     ) -> int:
-        """Add a new key as the most recently used one."""
+        """Add a new key as the most recently used one of its list."""
         number = _hash(key)
         table = self._tables[number % _TABLES]
         if 3 * (table.num_filled + 1) > 2 * len(table.rows):
@@ -62,9 +83,11 @@ class Rows:
         self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
         self._nbytes[row], self._blocks[row] = nbytes, -(-occupied_bytes // _BLOCK)
         self._written_ns[row], self._used_ns[row] = written_ns, used_ns
+        if self._first_past is not None:
+            self._pasts[row] = self._first_past if past is None else past
         table.add(row, number // _TABLES)
         self.num += 1
-        self._link(row, self._newest)
+        self._link(row, self._newest.get(self.list_of(row), NONE))
         return row
 
     def remove(self, row: int) -> None:
@@ -78,20 +101,49 @@ class Rows:
     def touch(self, row: int, used_ns: int) -> None:
         self._used_ns[row] = used_ns
         self._unlink(row)
-        self._link(row, self._newest)
+        self._link(row, self._newest.get(self.list_of(row), NONE))
+
+    def past(self, row: int) -> int:
+        return self._pasts[row]
+
+    def set_past(self, row: int, past: int) -> None:
+        """Make a row the most recently used one of the list of its new past."""
+        self._unlink(row)
+        self._pasts[row] = past
+        self._link(row, self._newest.get(queue_of(past), NONE))
+
+    def set_before(self, row: int, other: int) -> None:
+        """Put a row right before another one of its list."""
+        self._unlink(row)
+        self._link(row, self._before[other])
+
+    def first(self, number: int) -> int:
+        """Return the first row of a list; NONE if it is empty."""
+        return self._oldest.get(number, NONE)
+
+    def after(self, row: int) -> int:
+        return self._after[row]
+
+    def list_of(self, row: int) -> int:
+        return 0 if self._first_past is None else queue_of(self._pasts[row])
+
+    def lists(self) -> list[int]:
+        return list(self._oldest)
 
     def oldest(self) -> Iterator[int]:
-        """Least recently used first. Do not change rows during this."""
-        row = self._oldest
-        while row != NONE:
-            yield row
-            row = self._after[row]
+        """Least recently used first, list by list. Do not change rows during this."""
+        for first in self._oldest.values():
+            row = first
+            while row != NONE:
+                yield row
+                row = self._after[row]
 
     def newest(self) -> Iterator[int]:
-        row = self._newest
-        while row != NONE:
-            yield row
-            row = self._before[row]
+        for last in self._newest.values():
+            row = last
+            while row != NONE:
+                yield row
+                row = self._before[row]
 
     def sort(self) -> None:
         sorting = Sorting(self)
@@ -113,8 +165,13 @@ class Rows:
         self._ordered_to = NONE
 
     def order_next(self, row: int, used_ns: int) -> None:
-        """Put a row behind the rows given before, unless it was removed or used since."""
+        """Put a row behind the rows given before, unless it was removed or used since.
+
+        Rows that were given a past stay.
+        """
         if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
+            return
+        if self.list_of(row) != self._first_list:
             return
         self._unlink(row)
         self._link(row, self._ordered_to)
@@ -148,6 +205,7 @@ class Rows:
             self._used_ns,
             self._before,
             self._after,
+            self._pasts,
             self._free,
         ]
         arrays += [table.rows for table in self._tables]
@@ -164,18 +222,22 @@ class Rows:
             self._after,
         ):
             each.append(0)
+        if self._first_past is not None:
+            self._pasts.append(0)
         return len(self._nbytes) - 1
 
     def _link(self, row: int, before: int) -> None:
-        """Put a row after the row `before`; NONE: at the start."""
-        after = self._oldest if before == NONE else self._after[before]
+        """Put a row of its list after the row `before`; NONE: at the start."""
+        number = self.list_of(row)
+        after = self._oldest.get(number, NONE) if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
         if before == NONE:
-            self._oldest = row
+            self._oldest[number] = row
+            self.changed.add(number)
         else:
             self._after[before] = row
         if after == NONE:
-            self._newest = row
+            self._newest[number] = row
         else:
             self._before[after] = row
 
@@ -183,14 +245,18 @@ class Rows:
         before, after = self._before[row], self._after[row]
         if row == self._ordered_to:
             self._ordered_to = before
+        if before != NONE and after != NONE:
+            self._after[before], self._before[after] = after, before
+            return
+        number = self.list_of(row)
+        if before == after:  # it was alone
+            del self._oldest[number], self._newest[number]
+        elif before == NONE:
+            self._oldest[number], self._before[after] = after, NONE
+        else:
+            self._newest[number], self._after[before] = before, NONE
         if before == NONE:
-            self._oldest = after
-        else:
-            self._after[before] = after
-        if after == NONE:
-            self._newest = before
-        else:
-            self._before[after] = before
+            self.changed.add(number)
 
     def _hashes_of(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Return `_hash` of each row's key: uint64 [rows]."""

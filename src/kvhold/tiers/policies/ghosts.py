@@ -139,9 +139,13 @@ def pack(ghost: Ghost) -> int:
 
 
 def unpack(past: int, now_s: float) -> Ghost:
-    ticks = (_tick(now_s) - (past >> _PAST_BITS)) % _TICKS
     value, kind = divmod(queue_of(past), MOST_KINDS)
-    return Ghost(now_s - ticks * TICK_S, kind, uses_of(past), value)
+    return Ghost(now_s - age_s_of(past, now_s), kind, uses_of(past), value)
+
+
+def age_s_of(past: int, now_s: float) -> float:
+    """Return the time since the last use."""
+    return (_tick(now_s) - (past >> _PAST_BITS)) % _TICKS * TICK_S
 
 
 def queue_of(past: int) -> int:

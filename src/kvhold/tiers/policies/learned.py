@@ -24,7 +24,6 @@ from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
 from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Place, Space, Walk
 from kvhold.tiers.policies.ghosts import (
     MOST_KINDS,
-    MOST_USES,
     TICK_S,
     Ghost,
     Ghosts,
@@ -33,12 +32,11 @@ from kvhold.tiers.policies.ghosts import (
     unpack,
     uses_of,
 )
+from kvhold.tiers.policies.kinds import NEW, PAUSES, USES, kind_of, pasts_of_use
 from kvhold.tiers.policies.reuse_times import NO_USE, ReuseTimes, Use
 from kvhold.tiers.table import SPREAD
 
-_USES, _PAUSES, _NEW = 7, 5, 8  # numbers of values
 _PAUSES_S = (30.0, 120.0, 480.0)
-_PROMPTS = _PAUSES * _NEW
 _UNKNOWN_PROMPT = 0
 _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
 # There are 4480 queues at most. So many of their heads are renewed:
@@ -46,16 +44,6 @@ _MOST_AGED = 150  # in a tick
 _MOST_CHANGED = 16  # for each victim
 _FIRST = place_suffix(0, 0)  # of the keys that are looked up
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
-
-
-def _kind(uses: int, prompt: int) -> int:
-    return (min(uses.bit_length(), _USES) - 1) * _PROMPTS + prompt
-
-
-# the number to add to the past of an unused chunk, by the uses before
-_PAST_OF_NEXT_USE = [
-    pack(Ghost(0.0, _kind(uses, 0), uses)) for uses in (*range(1, MOST_USES + 1), MOST_USES)
-]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
 
@@ -96,7 +84,7 @@ class LearnedPolicy(ChainPolicy):
         super().__init__()
         self._clock = clock
         self._begun_s = clock()
-        self.times = ReuseTimes((_USES, _PAUSES, _NEW), _FACTORS)
+        self.times = ReuseTimes((USES, PAUSES, NEW), _FACTORS)
         self.ghosts = Ghosts()
         self._uses_at: dict[int, Use] = {}  # by past, of `_version` of the times
         self._version = 0
@@ -107,7 +95,7 @@ class LearnedPolicy(ChainPolicy):
             return _UNKNOWN_PROMPT
         num_known = self._num_known(keys, num_here)
         pause = self._pause(keys[num_known - 1]) if num_known else 0
-        return pause * _NEW + min((len(keys) - num_known).bit_length(), _NEW - 1)
+        return pause * NEW + min((len(keys) - num_known).bit_length(), NEW - 1)
 
     def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         self._advance()
@@ -124,7 +112,7 @@ class LearnedPolicy(ChainPolicy):
                 assert chunk.use is not None
                 before, uses, num = chunk.use, chunk.uses, 0
                 uses_now = uses + 1
-                kind = _kind(uses_now, prompt)
+                kind = kind_of(uses_now, prompt)
                 after, queue = times.use(kind, 0), value * MOST_KINDS + kind
             num += 1
             chunk.use = after
@@ -144,8 +132,7 @@ class LearnedPolicy(ChainPolicy):
                 names.append(key[:NAME_BYTES])
         self.used(here, prompt, value)
         now_s = self.times.now_s
-        first = pack(Ghost(now_s, prompt, 0, value))
-        pasts = [first + more for more in _PAST_OF_NEXT_USE]
+        pasts = pasts_of_use(prompt, value, now_s)
         known, replaced = self.ghosts.use_all(names, pasts, now_s, if_known=if_known)
         num_new = 0 if if_known else len(names) - len(known)
         begun = Counter({queue_of(pasts[0]): num_new})

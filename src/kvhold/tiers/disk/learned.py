@@ -1,0 +1,144 @@
+"""The order of eviction with `policy = "learned"`: the row that is worth least goes first.
+
+    order.used(keys, prompt, value, at_s)        # of a lookup, in the order in which they may go
+    for row in order.victims(nbytes, is_held): ...
+
+Memory's policy learns (`tiers/policies/learned.py`) and tells what chunks are worth. Each row has a
+past; rows of one kind and value are one list, and its first row is compared. A row that was in no
+lookup since the start has an unknown past: it goes by its worth as a chunk used at the start.
+
+One event loop.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
+
+from kvhold.core.keys import NAME_BYTES, place_suffix
+from kvhold.tiers.disk.rows import NONE, Rows
+from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.ghosts import (
+    MOST_KINDS,
+    MOST_USES,
+    Ghost,
+    Ghosts,
+    age_s_of,
+    pack,
+    queue_of,
+)
+from kvhold.tiers.policies.kinds import pasts_of_use
+from kvhold.tiers.policies.reuse_times import Worths
+
+UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
+_FIRST = place_suffix(0, 0)
+_MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
+
+Head: TypeAlias = tuple[float, float, int, int]  # worth, time of the last use, list, row
+
+
+class Learning:
+    """What one tier knows of the uses of its chunks, for all its disks.
+
+    worths: from memory's policy; None: it does not learn
+    ghosts: of chunks that are not here
+    """
+
+    def __init__(self) -> None:
+        self.worths: Worths | None = None
+        self.ghosts = Ghosts()
+
+
+class LearnedOrder:
+    def __init__(self, rows: Rows, learning: Learning) -> None:
+        self._rows = rows
+        self._learning = learning
+        # a heap of the lists' first rows; some are out of date
+        self._heads: list[Head] = []
+        self._newest: dict[int, Head] = {}
+        self._aged: list[int] = []
+        self._tick = -1
+        self._added = NONE
+
+    def used(self, keys: Iterable[bytes], prompt: int, value: int, at_s: float) -> None:
+        """Note the chunks of a lookup. Of those of one kind, the first go first."""
+        rows, pasts, absent = self._rows, pasts_of_use(prompt, value, at_s), []
+        for key in keys:
+            row = rows.find(key)
+            if row != NONE:
+                rows.set_past(row, pasts[rows.past(row) & MOST_USES])
+            elif key.endswith(_FIRST):
+                absent.append(key[:NAME_BYTES])
+        self._learning.ghosts.use_all(absent, pasts, at_s)
+
+    def past_of(self, key: bytes) -> int:
+        """Return the past of a chunk that is not here."""
+        return self._learning.ghosts.find(key[:NAME_BYTES]) or UNKNOWN_PAST
+
+    def added(self, row: int) -> None:
+        """Chunks of a prompt are written in order, but the last one is to go first."""
+        rows, before, self._added = self._rows, self._added, row
+        if before not in (NONE, row) and rows.past(before) == rows.past(row) != UNKNOWN_PAST:
+            rows.set_before(row, before)
+
+    def removed(self, row: int, *, evicted: bool) -> None:
+        """Call it before the row is removed."""
+        if row == self._added:
+            self._added = NONE
+        past, worths = self._rows.past(row), self._learning.worths
+        if not evicted or worths is None:
+            return
+        value, kind = divmod(queue_of(past), MOST_KINDS)
+        worths.evicted(kind, _age_s(past, worths.now_s), value)
+        if past != UNKNOWN_PAST:
+            self._learning.ghosts.add(self._rows.key(row)[:NAME_BYTES], past, worths.now_s)
+
+    def victims(self, nbytes: int, is_held: Callable[[int], bool]) -> Sequence[int]:
+        """Return rows of at least `nbytes`, the least worth first; empty if impossible."""
+        self._renew()
+        rows, heads, newest = self._rows, self._heads, self._newest
+        victims: list[int] = []
+        walked = set[int]()
+        while heads and nbytes > 0:
+            head = heappop(heads)
+            number, row = head[2], head[3]
+            if newest.get(number) is not head:
+                continue
+            del newest[number]
+            walked.add(number)
+            if not is_held(row):
+                victims.append(row)
+                nbytes -= rows.occupied_bytes(row)
+            self._push(number, rows.after(row))
+        rows.changed |= walked
+        return victims if nbytes <= 0 else []
+
+    def _renew(self) -> None:
+        """Compare the first rows of lists again, if they are others or have aged."""
+        rows, worths = self._rows, self._learning.worths
+        if worths is not None and self._tick != worths.num_ticks:
+            self._tick = worths.num_ticks
+            self._aged = self._aged or rows.lists()
+            for _ in range(min(_MOST_AGED, len(self._aged))):
+                rows.changed.add(self._aged.pop())
+        while rows.changed:
+            number = rows.changed.pop()
+            self._push(number, rows.first(number))
+        if len(self._heads) > 2 * len(self._newest) + 16:
+            self._heads = list(self._newest.values())
+            heapify(self._heads)
+
+    def _push(self, number: int, row: int) -> None:
+        if row == NONE:
+            self._newest.pop(number, None)
+            return
+        worths, worth, at_s = self._learning.worths, 0.0, 0.0
+        if worths is not None:
+            value, kind = divmod(number, MOST_KINDS)
+            age_s = _age_s(self._rows.past(row), worths.now_s)
+            worth, at_s = worths.worth(kind, age_s, value), worths.now_s - age_s
+        head = self._newest[number] = worth, at_s, number, row
+        heappush(self._heads, head)
+
+
+def _age_s(past: int, now_s: float) -> float:
+    return now_s if past == UNKNOWN_PAST else age_s_of(past, now_s)

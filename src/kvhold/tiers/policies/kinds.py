@@ -1,0 +1,25 @@
+"""The kinds of chunks that `learned` tells apart: by uses, pause and new chunks of the prompt.
+
+A *prompt* is the number that `LearnedPolicy.looked_up` returns: the pause and the new chunks.
+"""
+
+from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, pack
+
+USES, PAUSES, NEW = 7, 5, 8  # numbers of values
+_PROMPTS = PAUSES * NEW
+
+
+def kind_of(uses: int, prompt: int) -> int:
+    return (min(uses.bit_length(), USES) - 1) * _PROMPTS + prompt
+
+
+# the number to add to the past of an unused chunk, by the uses before
+_PAST_OF_NEXT_USE = [
+    pack(Ghost(0.0, kind_of(uses, 0), uses)) for uses in (*range(1, MOST_USES + 1), MOST_USES)
+]
+
+
+def pasts_of_use(prompt: int, value: int, now_s: float) -> list[int]:
+    """Return [uses before] the past of a chunk that is used now."""
+    first = pack(Ghost(now_s, prompt, 0, value))
+    return [first + more for more in _PAST_OF_NEXT_USE]
