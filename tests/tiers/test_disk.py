@@ -41,7 +41,7 @@ from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.faults import FaultTier
 from kvhold.tiers.files.tree import FileTree
 from kvhold.tiers.guard import Guard, GuardConfig
-from kvhold.tiers.policies import TIER_POLICIES
+from kvhold.tiers.policies import POLICIES
 from kvhold.tiers.table import KEYS_A_PART
 from kvhold.tiers.url import parse_url
 
@@ -51,7 +51,7 @@ KIB, MIB = 1 << 10, 1 << 20
 class TestDiskTier(TierContract):
     too_large_bytes = 32 * MIB + 1
 
-    @pytest.fixture(params=TIER_POLICIES)
+    @pytest.fixture(params=POLICIES)
     async def tier(self, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[DiskTier]:
         async with disk(tmp_path, max_bytes=32 * MIB, policy=request.param) as tier:
             yield tier
@@ -287,7 +287,7 @@ class TestAlignedMemory:
 
 
 class TestEviction:
-    @pytest.mark.parametrize("policy", TIER_POLICIES)
+    @pytest.mark.parametrize("policy", POLICIES)
     async def test_d21_any_policy_keeps_the_limit_while_values_come_go_and_come_back(
         self, tmp_path: Path, policy: str
     ) -> None:

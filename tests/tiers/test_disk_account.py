@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.disk import DiskConfig, DiskTier
-from kvhold.tiers.policies import TIER_POLICIES
+from kvhold.tiers.policies import POLICIES
 
 LIMIT_BYTES = 64 << 10
 LARGEST_BYTES = 40_000
@@ -27,7 +27,7 @@ class AnyOrder(RuleBasedStateMachine):
     """Each number has one value, of a size of its own, so that any hit can be judged."""
 
     @initialize(
-        policy=st.sampled_from(sorted(TIER_POLICIES)),
+        policy=st.sampled_from(sorted(POLICIES)),
         paths=st.integers(1, 2),
         io_threads=st.integers(1, 3),
     )

@@ -50,7 +50,7 @@ class Disk:
 
     def use(self, keys: Sequence[bytes], prompt: int, value: int = NEUTRAL) -> None:
         self.policy.times.use_factor(value)
-        self.index.used(keys[::-1], prompt, value, self.policy.times.now_s)
+        self.index.used(keys[::-1], prompt, value, self.policy.times.now_s, are_whole=True)
 
     def write(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the victims."""

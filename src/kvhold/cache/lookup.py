@@ -22,6 +22,7 @@ from kvhold.cache.leases import ClaimAnswer, Leases, Owner
 from kvhold.cache.planner import Planner
 from kvhold.cache.reservations import MAX_SHARDS
 from kvhold.cache.transfer.searches import Search, Searches, sources_turns
+from kvhold.cache.transfer.use_queue import UseQueue
 from kvhold.cache.values import ChunkValues, Run
 from kvhold.core.api import Found, Uses
 from kvhold.core.errors import ProtocolError
@@ -76,6 +77,7 @@ class Lookups:
         planner: Planner,
         evictions: EvictionHistory,
         values: ChunkValues,
+        uses: UseQueue,
         numbers: Iterator[int],
         *,
         has_tiers: bool,
@@ -91,6 +93,7 @@ class Lookups:
         self._planner = planner
         self._evictions = evictions
         self._values = values
+        self._uses = uses
         self._numbers = numbers
         self._has_tiers = has_tiers
         self._find_layout = find_layout
@@ -254,7 +257,7 @@ class Lookups:
         cost: ComputeCost | None,
         uses: Uses,
     ) -> Turns[None]:
-        """Tell the policy which prompt was looked up."""
+        """Tell the policies of memory and of tiers which prompt was looked up."""
         if uses == "none":
             return
         policy, keys, extent = self._ram.policy, FirstKeys(query), prefix.extent
@@ -269,6 +272,8 @@ class Lookups:
         for run in _steps(runs, extent.whole, len(keys), _MOST_NOTED):
             policy.missed(keys[run.first : run.last], prompt, run.value, if_known=uses == "known")
             yield _MOST_NOTED
+        if runs:
+            self._uses.add(query, layout, prompt, runs[-1].value)
 
     def _expected_back(self, gap: Gap | None) -> ExpectedChunk | None:
         """Return the first missing chunk, if the policy evicted or declined it and knows more."""

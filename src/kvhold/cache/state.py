@@ -25,6 +25,7 @@ from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.transfer.commands import ClearCommand, Command
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
 from kvhold.cache.transfer.searches import Searches
+from kvhold.cache.transfer.use_queue import UseQueue
 from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.cache.values import ChunkValues
 from kvhold.core.api import EventBatch, Found, ReencodeProgress, Uses
@@ -118,6 +119,7 @@ class CacheState:
         give_command, pins = self._give_command, Pins(ram, self._chores)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self.reencodings = Reencodings(give_command)
+        self.uses = UseQueue(metrics, give_command)
         self._writes = WriteQueue(ram, metrics, give_command, limit_bytes=write_behind_bytes)
         reservations = Reservations(
             ram,
@@ -148,6 +150,7 @@ class CacheState:
             self.planner,
             self._evictions,
             ChunkValues(policy_for, self.planner.speeds),
+            self.uses,
             self._numbers,
             has_tiers=self._has_tiers,
             find_layout=self.layout,

@@ -207,6 +207,13 @@ TABLE = {
             "Chunks not written to a tier, by reason.",
         ),
         Metric(
+            "kvhold_tier_dropped_uses",
+            "counter",
+            "chunks",
+            (),
+            "Chunks looked up of which tiers with policy=learned were not told.",
+        ),
+        Metric(
             "kvhold_encoded_chunks",
             "counter",
             "chunks",

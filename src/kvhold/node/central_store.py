@@ -31,7 +31,7 @@ from kvhold.node.scans import Scans
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.policies import TIER_POLICIES, make_policy
 from kvhold.tiers.ram import NEVER, Entry, RamTier, Wanted
-from kvhold.tiers.stack import Stack, make_stack
+from kvhold.tiers.stack import Stack, learning_tiers, make_stack
 
 NotReserved = Literal["stored", "busy", "full"]
 """stored: the key has a value already; busy: another call is writing it; full: there is no space"""
@@ -48,6 +48,11 @@ class CentralStore:
         """Raises CapacityError; ConfigError: unusable tiers or policy."""
         metrics = Metrics()
         stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
+        for name in learning_tiers(stack):
+            raise ConfigError(
+                f"tier {name}: policy=learned: a central cache is told of no lookups; use one of "
+                f"{', '.join(TIER_POLICIES)}"
+            )
         self._prepare(
             config,
             Arena.create(config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages),

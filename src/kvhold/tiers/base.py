@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvhold.core.errors import TierError
+from kvhold.tiers.policies.reuse_times import Worths
 
 Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
 
@@ -152,6 +153,28 @@ class HasFolders(Protocol):
         """Await `met(path, identity)` at each opening of a folder, before its values are used.
 
         A folder keeps its identity wherever it is mounted.
+        """
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A tier that can evict by what memory's policy has learnt (`policies/learned.py`)."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether its settings say so."""
+
+    def learn_from(self, worths: Worths) -> None:
+        """Call this before any other call."""
+
+    def used(
+        self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
+    ) -> None:
+        """Note chunks of a lookup, in the order in which they may go. Does no I/O.
+
+        prompt, value: see `Policy.used`
+        at_s:          by the clock of `worths`
+        are_whole:     false for tails, most of which are in no tier
         """
 
 

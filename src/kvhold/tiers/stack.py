@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
+from kvhold.tiers.base import Learns
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.registry import make_tier, place_of
 from kvhold.tiers.suppressed import PendingClear
@@ -87,6 +88,15 @@ class Stack:
 
     async def close(self) -> None:
         await asyncio.gather(*(guard.close() for guard in self.guards))
+
+
+def learning_tiers(stack: Stack) -> dict[str, Learns]:
+    """Return the tiers that need to be told of lookups, by name."""
+    return {
+        guard.name: guard.tier
+        for guard in stack.guards
+        if isinstance(guard.tier, Learns) and guard.tier.learns
+    }
 
 
 def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics) -> Stack:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvhold.core.keys import HASH_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.tiers.ram import Entry
@@ -89,6 +90,26 @@ class ReencodeCommand:
 
 
 @dataclass(frozen=True)
+class UsedCommand:
+    """Tell tiers whose policy learns of a lookup. -> `uses.done(command)`
+
+    prompt, value: of `Policy.used`
+    at_s:          by the policy's clock
+    """
+
+    query: Query
+    num_groups: int
+    prompt: int
+    value: int
+    at_s: float
+
+    @property
+    def num_keys(self) -> int:
+        num_chunks = (len(self.query.hashes) + len(self.query.tail_hashes)) // HASH_BYTES
+        return num_chunks * self.num_groups * self.query.shards
+
+
+@dataclass(frozen=True)
 class StopCommand:
     """Stop a re-encoding. -> `reencode_progressed(number, progress)`"""
 
@@ -96,5 +117,11 @@ class StopCommand:
 
 
 Command: TypeAlias = (
-    ProbeCommand | FetchCommand | WriteCommand | ClearCommand | ReencodeCommand | StopCommand
+    ProbeCommand
+    | FetchCommand
+    | WriteCommand
+    | UsedCommand
+    | ClearCommand
+    | ReencodeCommand
+    | StopCommand
 )

@@ -26,6 +26,7 @@ from kvhold.cache.transfer.commands import (
     ProbeCommand,
     ReencodeCommand,
     StopCommand,
+    UsedCommand,
     WriteCommand,
 )
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
@@ -33,6 +34,7 @@ from kvhold.cache.transfer.reencoder import Reencoder
 from kvhold.cache.transfer.reencodings import LOSES_NOTHING, ReencodableTier
 from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
 from kvhold.cache.transfer.tier_reader import TierReader
+from kvhold.cache.transfer.use_queue import keys_of
 from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
@@ -46,8 +48,9 @@ from kvhold.core.status import CacheTierStatus, TiersStatus
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.ram import Entry
-from kvhold.tiers.stack import Stack, make_stack
+from kvhold.tiers.stack import Stack, learning_tiers, make_stack
 from kvhold.tiers.suppressed import PendingClear
 
 log = logging.getLogger(__name__)
@@ -82,6 +85,8 @@ class TierWorker:
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
+        self._learning = list(learning_tiers(stack).values())
+        self._uses = deque[UsedCommand]()
         # namespaces that are new in memory
         self._new_spaces = deque[bytes]()
         if self._shared:
@@ -198,6 +203,10 @@ class TierWorker:
                     self.reader.fetch(command)
                 case WriteCommand():
                     self._queue(command)
+                case UsedCommand():
+                    self._uses.append(command)
+                    if len(self._uses) == 1:
+                        self._tasks.start(self._tell_uses())
                 case ClearCommand(prefix=prefix):
                     if not command.learned:
                         self._write_behind.drop(prefix)  # now, because later writes stay
@@ -241,6 +250,24 @@ class TierWorker:
             self.written(command.number)
         else:
             self._write_behind.add(command)
+
+    async def _tell_uses(self) -> None:
+        while self._uses:
+            command = self._uses[0]
+            try:
+                for keys, are_whole in keys_of(command):
+                    for tier in self._learning:
+                        tier.used(
+                            keys,
+                            command.prompt,
+                            command.value,
+                            command.at_s,
+                            are_whole=are_whole,
+                        )
+                    await asyncio.sleep(0)
+            finally:
+                self._uses.popleft()
+                self._state.uses.done(command)
 
     def written(self, number: int) -> None:
         self._post(lambda: self._state.written(number))
@@ -351,6 +378,7 @@ def make_tier_worker(
         _check_coding(guard, config)
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
+    _teach(stack, state, config.policy)
     state.tier_names = [guard.name for guard in stack.guards]
     state.reencodings.tiers = _reencodable(stack)
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
@@ -362,6 +390,20 @@ def make_tier_worker(
         keyring,
         journal=ClearsJournal(file, any_owner=config.node.any_owner) if file is not None else None,
     )
+
+
+def _teach(stack: Stack, state: CacheState, policy: str) -> None:
+    """Let tiers with `policy=learned` learn from memory's policy. Raises ConfigError."""
+    for name, tier in learning_tiers(stack).items():
+        learned = state.ram.policy
+        if not isinstance(learned, LearnedPolicy):
+            raise ConfigError(
+                f"tier {name}: policy=learned needs policy = 'learned' for memory, which learns "
+                f"for it, not {policy!r}"
+            )
+        worths = learned.times.add_place()
+        tier.learn_from(worths)
+        state.uses.begin(worths)
 
 
 def _check_coding(guard: Guard, config: Config) -> None:

@@ -116,7 +116,7 @@ class Index:
     def add(self, entry: DiskEntry, used_ns: int) -> None:
         """Call `sort` after the last file."""
         self._used_bytes += entry.occupied_bytes
-        self._show(entry, used_ns)
+        self._show(entry, used_ns, is_found=True)
 
     def add_found(
         self,
@@ -207,13 +207,21 @@ class Index:
             self._policy.touch(entry.key)
             return
         row = NONE if self._order == "fifo" else self._rows.find(entry.key)
-        if row != NONE and (self._learned is None or self._rows.past(row) == UNKNOWN_PAST):
+        if row != NONE and (self._learned is None or self._learned.is_unused(row)):
             self._rows.touch(row, used_ns)
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int, at_s: float) -> None:
-        """Note the chunks of a lookup. Only with `learned`."""
-        if self._learned is not None:
-            self._learned.used(keys, prompt, value, at_s)
+    def used(
+        self,
+        keys: Iterable[bytes],
+        prompt: int,
+        value: int,
+        at_s: float,
+        *,
+        are_whole: bool,
+    ) -> None:
+        """See `tiers/base.py`, `Learns`."""
+        assert self._learned is not None
+        self._learned.used(keys, prompt, value, at_s, are_whole=are_whole)
 
     def hold(self, entry: DiskEntry) -> None:
         """Protect the entry from eviction until `unread`."""
@@ -286,7 +294,7 @@ class Index:
             entry.leaving = False
             self._leaving_bytes -= entry.occupied_bytes
 
-    def _show(self, entry: DiskEntry, used_ns: int) -> None:
+    def _show(self, entry: DiskEntry, used_ns: int, *, is_found: bool = False) -> None:
         assert self._rows.find(entry.key) == NONE
         learned = self._learned
         row = self._rows.add(
@@ -295,7 +303,7 @@ class Index:
             occupied_bytes=entry.occupied_bytes,
             written_ns=entry.written_ns,
             used_ns=used_ns,
-            past=None if learned is None else learned.past_of(entry.key),
+            past=None if learned is None or is_found else learned.past_of(entry.key),
         )
         if learned is not None:
             learned.added(row)

@@ -14,6 +14,7 @@ from threading import Event
 from kvhold.core.errors import TierError
 from kvhold.tiers.disk.folder import FileLeft, Folder, FoundValue
 from kvhold.tiers.disk.index import DiskEntry, Index
+from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.files.faults import as_tier_error
 from kvhold.tiers.files.pauses import with_pauses
 
@@ -32,6 +33,7 @@ class StoreSettings:
     sync: bool
     io_threads: int
     any_owner: bool
+    learning: Learning | None = None
 
 
 class Open:
@@ -67,7 +69,12 @@ class Open:
     def _build(self, folder: Folder) -> Index:
         free_bytes = folder.free_bytes
         index, rest = (
-            Index(self._settings.policy, self._settings.max_bytes, folder.block_bytes),
+            Index(
+                self._settings.policy,
+                self._settings.max_bytes,
+                folder.block_bytes,
+                self._settings.learning,
+            ),
             folder.batches(),
         )
         for found in rest:

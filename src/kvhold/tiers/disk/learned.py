@@ -5,7 +5,7 @@
 
 Memory's policy learns (`tiers/policies/learned.py`) and tells what chunks are worth. Each row has a
 past; rows of one kind and value are one list, and its first row is compared. A row that was in no
-lookup since the start has an unknown past: it goes by its worth as a chunk used at the start.
+lookup counts as used when it was written; if that was before the start, as used at the start.
 
 One event loop.
 """
@@ -25,6 +25,7 @@ from kvhold.tiers.policies.ghosts import (
     age_s_of,
     pack,
     queue_of,
+    uses_of,
 )
 from kvhold.tiers.policies.kinds import pasts_of_use
 from kvhold.tiers.policies.reuse_times import Worths
@@ -47,6 +48,14 @@ class Learning:
         self.worths: Worths | None = None
         self.ghosts = Ghosts()
 
+    def used_elsewhere(
+        self, keys: Iterable[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
+    ) -> None:
+        """Note chunks of a lookup that are not here. Tails are left out: most are nowhere."""
+        if are_whole:
+            names = [key[:NAME_BYTES] for key in keys if key.endswith(_FIRST)]
+            self.ghosts.use_all(names, pasts_of_use(prompt, value, at_s), at_s)
+
 
 class LearnedOrder:
     def __init__(self, rows: Rows, learning: Learning) -> None:
@@ -59,20 +68,30 @@ class LearnedOrder:
         self._tick = -1
         self._added = NONE
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int, at_s: float) -> None:
+    def used(
+        self, keys: Iterable[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
+    ) -> None:
         """Note the chunks of a lookup. Of those of one kind, the first go first."""
         rows, pasts, absent = self._rows, pasts_of_use(prompt, value, at_s), []
         for key in keys:
             row = rows.find(key)
             if row != NONE:
                 rows.set_past(row, pasts[rows.past(row) & MOST_USES])
-            elif key.endswith(_FIRST):
-                absent.append(key[:NAME_BYTES])
-        self._learning.ghosts.use_all(absent, pasts, at_s)
+            else:
+                absent.append(key)
+        if absent:
+            self._learning.used_elsewhere(absent, prompt, value, at_s, are_whole=are_whole)
 
     def past_of(self, key: bytes) -> int:
-        """Return the past of a chunk that is not here."""
-        return self._learning.ghosts.find(key[:NAME_BYTES]) or UNKNOWN_PAST
+        """Return the past of a chunk that is written now."""
+        worths, past = self._learning.worths, self._learning.ghosts.find(key[:NAME_BYTES])
+        if past or worths is None:
+            return past or UNKNOWN_PAST
+        return pack(Ghost(worths.now_s, 0, 0, NEUTRAL))
+
+    def is_unused(self, row: int) -> bool:
+        """Return whether a row was in no lookup."""
+        return uses_of(self._rows.past(row)) == 0
 
     def added(self, row: int) -> None:
         """Chunks of a prompt are written in order, but the last one is to go first."""

@@ -130,6 +130,17 @@ class DiskStore:
         async with self._opener.use() as opened:
             return [entry.nbytes if (entry := opened.index.find(key)) else None for key in keys]
 
+    def used(
+        self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
+    ) -> None:
+        """See `Learns`."""
+        learning = self._settings.learning
+        assert learning is not None
+        heard = learning.used_elsewhere
+        if self._opener.place is not None:
+            heard = self._opener.place.index.used
+        heard(keys, prompt, value, at_s, are_whole=are_whole)
+
     async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
         """Yield the keys with this prefix, in parts. A key may come twice.
 

@@ -26,8 +26,10 @@ from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete
 from kvhold.tiers.base import FolderMet, Parts, TierTraits, check_lengths
 from kvhold.tiers.disk.jobs import StoreSettings
+from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.disk.store import DiskStore
-from kvhold.tiers.policies import TIER_POLICIES
+from kvhold.tiers.policies import POLICIES
+from kvhold.tiers.policies.reuse_times import Worths
 from kvhold.tiers.url import TierUrl
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class DiskConfig:
         "free, less reserve_bytes",
     )
     reserve_bytes: int = size(4 << 30, "what max_bytes=0 leaves free on each file system")
-    policy: str = setting("lru", "which value is evicted first", choices=TIER_POLICIES)
+    policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
     direct: str = setting(
         "auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always")
     )
@@ -75,15 +77,16 @@ class DiskTier:
                 f"disk: path = {config.path!r}: write absolute paths, each once, such as "
                 "disk:///var/cache/kvhold"
             )
-        if config.policy not in TIER_POLICIES:
+        if config.policy not in POLICIES:
             raise ConfigError(
-                f"disk: policy = {config.policy!r}: must be one of {', '.join(TIER_POLICIES)}"
+                f"disk: policy = {config.policy!r}: must be one of {', '.join(POLICIES)}"
             )
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
             raise ConfigError("disk: max_bytes and io_threads must leave something for each path")
         # a batch from the page cache takes only 1 ms; a larger one spreads the fixed cost
         batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
         self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
+        self._learning = Learning() if config.policy == "learned" else None
         settings = StoreSettings(
             max_bytes=config.max_bytes // len(paths),
             reserve_bytes=config.reserve_bytes,
@@ -92,6 +95,7 @@ class DiskTier:
             sync=config.sync,
             io_threads=config.io_threads,
             any_owner=config.any_owner,
+            learning=self._learning,
         )
         self._stores = [DiskStore(path, settings) for path in paths]
 
@@ -109,11 +113,29 @@ class DiskTier:
 
     @property
     def index_bytes(self) -> int:
-        return sum(store.index_bytes for store in self._stores)
+        ghosts_bytes = 0 if self._learning is None else self._learning.ghosts.nbytes
+        return ghosts_bytes + sum(store.index_bytes for store in self._stores)
 
     @property
     def limit_bytes(self) -> int:
         return sum(store.limit_bytes for store in self._stores)
+
+    @property
+    def learns(self) -> bool:
+        return self._learning is not None
+
+    def learn_from(self, worths: Worths) -> None:
+        assert self._learning is not None
+        self._learning.worths = worths
+
+    def used(
+        self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
+    ) -> None:
+        shares = {self._stores[0]: keys}
+        if len(self._stores) > 1:
+            shares = {store: _pick(keys, chosen) for store, chosen in self._by_store(keys).items()}
+        for store, share in shares.items():
+            store.used(share, prompt, value, at_s, are_whole=are_whole)
 
     def watch_folders(self, met: FolderMet) -> None:
         for store in self._stores:
@@ -212,9 +234,7 @@ class DiskTier:
         """
         if len(self._stores) == 1:
             return await call(self._stores[0], range(len(keys)))
-        shares: dict[DiskStore, list[int]] = {}
-        for i, key in enumerate(keys):
-            shares.setdefault(max(self._stores, key=lambda store: store.weight(key)), []).append(i)
+        shares = self._by_store(keys)
         faults: list[TierError] = []
         answers: dict[int, Answer] = {}
 
@@ -229,6 +249,12 @@ class DiskTier:
         if faults and len(faults) == len(self._stores):
             raise faults[0]
         return [answers[i] for i in range(len(keys))]
+
+    def _by_store(self, keys: Sequence[bytes]) -> dict[DiskStore, list[int]]:
+        shares: dict[DiskStore, list[int]] = {}
+        for i, key in enumerate(keys):
+            shares.setdefault(max(self._stores, key=lambda store: store.weight(key)), []).append(i)
+        return shares
 
     async def _fault_of(self, work: Awaitable[object]) -> TierError | None:
         try:

@@ -18,7 +18,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "s3fifo": S3FifoPolicy,
     "learned": LearnedPolicy,
 }
-# that need no lookups, which tiers below memory are not told of
+# that need no lookups, of which only a node's disks are told
 TIER_POLICIES = tuple(name for name in POLICIES if name != "learned")
 
 __all__ = [

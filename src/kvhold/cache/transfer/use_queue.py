@@ -1,0 +1,68 @@
+"""The bounded queue of lookups that tiers with `policy=learned` are told of.
+
+    uses.add(query, layout, prompt, value)     # of the state: a UsedCommand, or none
+    for keys in keys_of(command): ...          # in the tier worker
+    uses.done(command)
+
+It drops lookups instead of delaying them. Both counters have one writer: the state's thread, and
+the tier worker's. No I/O.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from kvhold.cache.transfer.commands import Command, UsedCommand
+from kvhold.core.keys import HASH_BYTES, Query, place_suffix
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.tiers.policies.reuse_times import Worths
+
+_MOST_WAITING = 1 << 18  # keys
+_MOST_KEYS = 250  # at once
+
+
+class UseQueue:
+    def __init__(self, metrics: Metrics, give_command: Callable[[Command], None]) -> None:
+        self._metrics = metrics
+        self._give_command = give_command
+        self._worths: Worths | None = None
+        self._num_added = 0
+        self._num_done = 0
+
+    def begin(self, worths: Worths) -> None:
+        """A tier wants to be told. worths: of any place, for the time"""
+        self._worths = worths
+
+    def add(self, query: Query, layout: Layout, prompt: int, value: int) -> None:
+        """prompt: of `Policy.looked_up`; value: of the last chunk, which needs all before it"""
+        if self._worths is None:
+            return
+        command = UsedCommand(query, len(layout.groups), prompt, value, self._worths.now_s)
+        if self._num_added - self._num_done + command.num_keys > _MOST_WAITING:
+            self._metrics.add("kvhold_tier_dropped_uses", command.num_keys)
+            return
+        self._num_added += command.num_keys
+        self._give_command(command)
+
+    def done(self, command: UsedCommand) -> None:
+        """The tier worker has told the tiers."""
+        self._num_done += command.num_keys
+
+
+def keys_of(command: UsedCommand) -> Iterator[tuple[list[bytes], bool]]:
+    """Yield the keys of a lookup in parts, the last chunk first; true for those of whole chunks."""
+    query = command.query
+    suffixes = [
+        place_suffix(group, shard)
+        for group in range(command.num_groups)
+        for shard in range(query.shards)
+    ]
+    for hashes, are_whole in ((query.tail_hashes, False), (query.hashes, True)):
+        keys = (query.namespace + each + s for each in _reversed(hashes) for s in suffixes)
+        while part := list(islice(keys, _MOST_KEYS)):
+            yield part, are_whole
+
+
+def _reversed(hashes: bytes) -> Iterator[bytes]:
+    for end in range(len(hashes), 0, -HASH_BYTES):
+        yield hashes[end - HASH_BYTES : end]
