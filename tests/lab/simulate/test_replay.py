@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("numba", reason="no numba in this environment")
 
 from kvhold.core.errors import ConfigError
-from kvhold.tiers.policies import POLICIES, LearnedPolicy
+from kvhold.tiers.policies import POLICIES, LearnedPolicy, LruPolicy
 from kvhold_lab.simulate.numba_eviction import POLICIES as MODELS
 from kvhold_lab.simulate.numba_eviction import replay
 from kvhold_lab.simulate.policy_replay import replay_class
@@ -50,8 +50,21 @@ def test_the_class_and_its_model_find_and_evict_exactly_the_same(policy: str, lo
     assert model.evicted_below == own.evicted_below and bool(lower) == bool(own.evicted_below)
 
 
-def test_below_a_policy_that_learns_is_the_least_recently_used() -> None:
-    """A tier below memory is not told of lookups."""
+def test_below_another_policy_that_learns_is_the_least_recently_used() -> None:
+    """It needs no lookups."""
+
+    class Learning(LruPolicy):
+        learns = True
+
+    sizes = {"capacity": RAM, "lower_capacity": RAM}
+    learning, least_recent = (
+        replay_class(CUT.chunks, CUT.starts, CUT.parents, make=make, **sizes)
+        for make in (Learning, LruPolicy)
+    )
+    assert np.array_equal(learning.found, least_recent.found)
+
+
+def test_below_learned_a_disk_s_index_is_told_of_lookups() -> None:
     made: list[LearnedPolicy] = []
 
     def make() -> LearnedPolicy:
@@ -62,6 +75,7 @@ def test_below_a_policy_that_learns_is_the_least_recently_used() -> None:
         CUT.chunks, CUT.starts, CUT.parents, make=make, capacity=RAM, lower_capacity=RAM
     )
     assert len(made) == 1 and replayed.evicted_below > 0
+    assert len(made[0].times._places) == 2
 
 
 @pytest.mark.parametrize("lower", [0, RAM])

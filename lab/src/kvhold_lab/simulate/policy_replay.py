@@ -5,8 +5,8 @@
 Per request, chunks in memory are touched, the next ones are promoted from a lower tier, and the
 others are stored. Transfers take no time. All chunks have one size and one namespace.
 
-The lower tier has a policy of the same class. A policy that learns from lookups has `lru` below,
-because a tier below memory is not told of lookups.
+The lower tier has a policy of the same class. Below `learned`, it is a disk's index. Another policy
+that learns from lookups has `lru` below, which needs none.
 
 `numba_eviction` has fast models of kvhold's classes.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.policies import POLICIES, LearnedPolicy, LruPolicy, Policy
 from kvhold.tiers.policies.base import NEUTRAL
+from kvhold_lab.simulate.learned_disk import LearnedDisk
 from kvhold_lab.simulate.trace import Ids, Starts, Times
 
 _NAMESPACE = bytes(NAMESPACE_BYTES)
@@ -89,8 +91,12 @@ def replay_class(
     keys = [_key(number) for number in range(parents.size)]
     above = [keys[parent] if parent >= 0 else None for parent in parents.tolist()]
     memory = _Tier(make(), capacity, dict(zip(keys, above, strict=True)))
-    policy_below = LruPolicy() if memory.policy.learns else make()
-    lower = _Tier(policy_below, lower_capacity, dict.fromkeys(keys))
+    lower: _Lower
+    if isinstance(memory.policy, LearnedPolicy) and lower_capacity:
+        lower = LearnedDisk(memory.policy, lower_capacity)
+    else:
+        policy_below = LruPolicy() if memory.policy.learns else make()
+        lower = _Tier(policy_below, lower_capacity, dict.fromkeys(keys))
     found = np.zeros((starts.size - 1, 2), np.int32)
     stored = promoted = written = 0
 
@@ -105,12 +111,13 @@ def replay_class(
                 first, last = run.first, min(run.last, len(prompt))
                 memory.policy.used(prompt[first : min(last, here)], number, run.value)
                 memory.policy.missed(prompt[max(first, here) : last], number, run.value)
+            lower.used(prompt, number)
         memory.policy.touch_all(reversed(prompt[:here]))
         missing = prompt[here:]
 
         if lower_capacity:
             below = memory.reserve(missing[: lower.num_found(missing)], if_worth=False)
-            lower.policy.touch_all(below)
+            lower.read(below)
             for key in below:
                 memory.commit(key)
                 memory.policy.touch(key)
@@ -163,6 +170,18 @@ def learned_policy(arrivals: Arrivals) -> LearnedPolicy:
     return LearnedPolicy(arrivals)
 
 
+class _Lower(Protocol):
+    victims: list[bytes]
+
+    def num_found(self, keys: Sequence[bytes]) -> int: ...
+
+    def used(self, prompt: Sequence[bytes], number: int) -> None: ...
+
+    def read(self, keys: Sequence[bytes]) -> None: ...
+
+    def write(self, keys: Sequence[bytes]) -> int: ...
+
+
 class _Tier:
     """A tier of `capacity` chunks.
 
@@ -185,6 +204,12 @@ class _Tier:
             if key not in here:
                 return i
         return len(keys)
+
+    def used(self, prompt: Sequence[bytes], number: int) -> None:
+        """Only reads count."""
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        self.policy.touch_all(keys)
 
     def reserve(self, keys: Sequence[bytes], *, if_worth: bool) -> Sequence[bytes]:
         """Return the chunks that have room, the first ones.

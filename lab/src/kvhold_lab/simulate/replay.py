@@ -18,7 +18,7 @@ from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
-from kvhold.tiers.policies import POLICIES, TIER_POLICIES
+from kvhold.tiers.policies import POLICIES
 from kvhold_lab.simulate.policy_replay import Arrivals, learned_policy
 from kvhold_lab.simulate.prefill_cost import PrefillCost
 from kvhold_lab.simulate.trace import Cut
@@ -111,9 +111,8 @@ def _serve(
 def _disk(folder: Path, policy: str, num_chunks: int) -> str:
     """Return the URL of a disk tier that holds so many chunks."""
     file_bytes = _rounded(_FRAME_BYTES, os.statvfs(folder).f_frsize)
-    policy_below = policy if policy in TIER_POLICIES else "lru"
     return (
-        f"disk://{folder}?max_bytes={num_chunks * file_bytes}&policy={policy_below}"
+        f"disk://{folder}?max_bytes={num_chunks * file_bytes}&policy={policy}"
         "&direct=never&io_threads=1"
     )
 

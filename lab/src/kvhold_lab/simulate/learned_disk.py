@@ -1,0 +1,49 @@
+"""A simulated disk tier with `policy=learned`: the disk's own index, without files."""
+
+from collections.abc import Sequence
+
+from kvhold.tiers.disk.index import DiskEntry, Index
+from kvhold.tiers.disk.learned import Learning
+from kvhold.tiers.policies import LearnedPolicy
+from kvhold.tiers.policies.base import NEUTRAL
+
+_CHUNK_BYTES = 512  # the unit of an index
+
+
+class LearnedDisk:
+    """victims: all evicted keys, in order"""
+
+    def __init__(self, policy: LearnedPolicy, capacity: int) -> None:
+        """policy: of memory; capacity: in chunks"""
+        self.victims: list[bytes] = []
+        learning = Learning()
+        self._worths = learning.worths = policy.times.add_place()
+        self._index = Index("learned", capacity * _CHUNK_BYTES, _CHUNK_BYTES, learning)
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        for i, key in enumerate(keys):
+            if self._index.find(key) is None:
+                return i
+        return len(keys)
+
+    def used(self, prompt: Sequence[bytes], number: int) -> None:
+        """number: of `Policy.looked_up`"""
+        self._index.used(reversed(prompt), number, NEUTRAL, self._worths.now_s, are_whole=True)
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Only lookups count."""
+
+    def write(self, keys: Sequence[bytes]) -> int:
+        """Store the missing keys. Return their number."""
+        written: list[DiskEntry] = []
+        for key in [key for key in keys if self._index.find(key) is None]:
+            planned = self._index.reserve(key, 0, _CHUNK_BYTES)
+            if planned is None:
+                continue
+            for victim in planned.victims:
+                self._index.finish(victim)
+                self.victims.append(victim.key)
+            written.append(planned.entry)
+        for entry in written:
+            self._index.commit(entry, _CHUNK_BYTES)
+        return len(written)
