@@ -19,9 +19,22 @@ from kvhold.tiers.disk import DiskTier
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.base import NEUTRAL
 from kvhold.tiers.policies.ghosts import uses_of
-from tests.cache.below import SPACE, a_cache_over, cache_over, eventually, forget, on_disk
+from kvhold.tiers.policies.kinds import kind_of
+from tests.cache.below import (
+    CHUNK_BYTES,
+    SPACE,
+    a_cache_over,
+    cache_over,
+    eventually,
+    forget,
+    on_disk,
+    tier_counter,
+)
 from tests.cache.scripted import arena_of
+from tests.tiers.learnt import Clock, teach
 
+DROPPED = "kvhold_tier_dropped_chunks"
+FRAME_BYTES = -(-CHUNK_BYTES // 4096) * 4096 + 4096  # with a header page
 SHARDED = Namespace("model", HYBRID, shards=2)
 
 
@@ -132,9 +145,8 @@ def test_a_disk_counts_the_uses_of_its_chunks_wherever_they_are(
 def test_prompts_that_come_back_stay_on_a_full_disk(tmp_path: Path) -> None:
     """Before it knows anything, the time of the last use counts, not that of the last read."""
     prompts = [a_prompt(SPACE, 16 * 16, seed) for seed in range(8)]
-    frame = 16 * 1024
     with cache_over(
-        f"disk://{tmp_path}/kv?max_bytes={5 * 16 * frame}&policy=learned", policy="learned"
+        f"disk://{tmp_path}/kv?max_bytes={5 * 16 * FRAME_BYTES}&policy=learned", policy="learned"
     ) as cache:
         for number, prompt in enumerate(prompts):
             cache.lookup(prompts[0].query()).close()
@@ -143,6 +155,29 @@ def test_prompts_that_come_back_stay_on_a_full_disk(tmp_path: Path) -> None:
             assert cache.flush()
             assert number < 5 or uses_on(cache)[-1] >= number, "the first prompt is there"
         assert len(uses_on(cache)) < 16 * 8
+
+
+def test_a_chunk_that_is_not_worth_its_room_on_the_disk_stays_in_memory_alone(
+    tmp_path: Path,
+) -> None:
+    policy = LearnedPolicy(clock := Clock())
+    back, gone = a_prompt(SPACE, 16 * 8, 1), a_prompt(SPACE, 16 * 4, 2)
+    url = f"disk://{tmp_path}/kv?max_bytes={8 * FRAME_BYTES}&policy=learned"
+    config = Config(ram_bytes=16 << 20, huge_pages="never", tiers=(url,), policy="learned")
+    with LocalCache(config, policy=policy) as cache:
+        cache.register(SPACE)
+        # a first use, of a prompt with 8 new chunks and with 4
+        teach(policy, clock, back=kind_of(1, 4), gone=kind_of(1, 3))
+        for prompt in (back, gone):
+            cache.lookup(prompt.query()).close()
+            store(cache, prompt)
+            assert cache.flush()
+        assert uses_on(cache) == [1] * 8
+        assert tier_counter(cache, DROPPED, tier="disk", reason="declined") == 4
+        assert read(cache, gone) == gone.num_tokens
+        forget(cache)
+        assert read(cache, back) == back.num_tokens
+        assert read(cache, gone) == 0
 
 
 def uses_on(cache: LocalCache) -> list[int]:

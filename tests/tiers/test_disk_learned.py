@@ -324,3 +324,30 @@ def test_the_first_rows_are_compared_again_only_where_they_changed(
     for _ in range(50):
         disk.evict(1)
     assert calls[0] <= 50 * 4
+
+
+def test_a_chunk_that_is_worth_less_than_what_it_would_evict_is_not_admitted() -> None:
+    disk, back, gone, unknown = Disk(4), keys_of(range(4)), a_key(4), a_key(5)
+    disk.use([gone], GONE)
+    assert disk.index.admits(gone, BLOCK), "there is room"
+    disk.use(back, BACK)
+    disk.write(back)
+    disk.use([a_key(6)], BACK)
+    assert disk.index.admits(a_key(6), BLOCK), "it is worth as much"
+    assert not disk.index.admits(gone, BLOCK)
+    assert disk.index.admits(unknown, BLOCK), "it was not looked up"
+    disk.pass_s(600.0)
+    disk.use([gone], GONE)
+    assert disk.index.admits(gone, BLOCK), "the others are overdue"
+
+
+def test_chunks_that_are_not_admitted_set_the_price_too() -> None:
+    disk = Disk(1)
+    disk.use([a_key(1)], BACK)
+    disk.write([a_key(1)])
+    disk.use([a_key(2)], GONE)
+    worths = disk.index._learned._learning.worths  # type: ignore[union-attr]
+    assert worths is not None
+    sold = worths._sold
+    assert not disk.index.admits(a_key(2), BLOCK)
+    assert worths._sold[1] == sold[1] + 1

@@ -177,6 +177,9 @@ class Learns(Protocol):
         are_whole:     false for tails, most of which are in no tier
         """
 
+    def admits(self, key: bytes, nbytes: int) -> bool:
+        """Return whether a chunk is worth the room that it would take. Does no I/O."""
+
 
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
     """Call `tier.replace(items)`. Raises TierError for a tier that cannot replace values."""

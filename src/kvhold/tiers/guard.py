@@ -24,7 +24,7 @@ from kvhold.core.errors import (
 )
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
-from kvhold.tiers.base import HasFolders, Parts, Tier, replace, size_of
+from kvhold.tiers.base import HasFolders, Learns, Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
 from kvhold.tiers.clears import Clears
@@ -114,6 +114,7 @@ class Guard:
         self.traits = tier.traits
         self.batch_bytes = config.batch_bytes or self.traits.batch_bytes
         self._tier = tier
+        self._learning = tier if isinstance(tier, Learns) and tier.learns else None
         self._metrics = metrics
         self._breaker = Breaker(
             failures=config.breaker_failures, first_pause_s=config.breaker_pause_s
@@ -254,6 +255,13 @@ class Guard:
         )
         self._metrics.add("kvhold_tier_bytes", written, tier=self.name, operation="replace")
         return TierOutcome(done, call.pending)
+
+    def admits(self, key: bytes, nbytes: int) -> bool:
+        """Return whether a chunk is worth its room in the tier. Counts those that are not."""
+        if self._learning is None or self._learning.admits(key, nbytes):
+            return True
+        self.drop(1, reason="declined")
+        return False
 
     def drop(self, count: int, *, reason: str) -> None:
         self._metrics.add("kvhold_tier_dropped_chunks", count, tier=self.name, reason=reason)

@@ -34,9 +34,10 @@ class LearnedDisk:
         """Only lookups count."""
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Store the missing keys. Return their number."""
+        """Store the missing keys that are worth it. Return their number."""
         written: list[DiskEntry] = []
-        for key in [key for key in keys if self._index.find(key) is None]:
+        missing = [key for key in keys if self._index.find(key) is None]
+        for key in [key for key in missing if self._index.admits(key, _CHUNK_BYTES)]:
             planned = self._index.reserve(key, 0, _CHUNK_BYTES)
             if planned is None:
                 continue

@@ -171,7 +171,9 @@ class WriteBehind:
         missing = [
             write
             for write, size in zip(batch, there, strict=True)
-            if size is None and not self._ram.is_doomed(write.command.entry)
+            if size is None
+            and not self._ram.is_doomed(write.command.entry)
+            and guard.admits(write.command.entry.key, write.nbytes)
         ]
         for expires_at in sorted({write.command.entry.expires_at for write in missing}):
             ttl_s = self._ttl_s(expires_at)

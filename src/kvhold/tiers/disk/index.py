@@ -175,6 +175,12 @@ class Index:
         self._used_bytes += occupied
         return PlannedFile(DiskEntry(key, nbytes, written_ns, occupied), victims)
 
+    def admits(self, key: bytes, nbytes: int) -> bool:
+        """See `Learns`."""
+        assert self._learned is not None
+        left = self.limit_bytes - self._used_bytes + self._leaving_bytes
+        return self._occupied_bytes(nbytes) <= left or self._learned.admits(key)
+
     def evict(self, nbytes: int) -> list[DiskEntry] | None:
         """Take victims of at least `nbytes`, or return None and take none."""
         if nbytes <= 0:

@@ -111,6 +111,25 @@ class LearnedOrder:
         if past != UNKNOWN_PAST:
             self._learning.ghosts.add(self._rows.key(row)[:NAME_BYTES], past, worths.now_s)
 
+    def admits(self, key: bytes) -> bool:
+        """Return whether a chunk is worth no less than the first victim.
+
+        A chunk that was not looked up is admitted.
+        """
+        worths, past = self._learning.worths, self.past_of(key)
+        if worths is None or not uses_of(past):
+            return True
+        self._renew()
+        heads, newest = self._heads, self._newest
+        while heads and newest.get(heads[0][2]) is not heads[0]:
+            heappop(heads)
+        value, kind = divmod(queue_of(past), MOST_KINDS)
+        age_s = _age_s(past, worths.now_s)
+        if not heads or worths.worth(kind, age_s, value) >= heads[0][0]:
+            return True
+        worths.evicted(kind, age_s, value)
+        return False
+
     def victims(self, nbytes: int, is_held: Callable[[int], bool]) -> Sequence[int]:
         """Return rows of at least `nbytes`, the least worth first; empty if impossible."""
         self._renew()

@@ -141,6 +141,10 @@ class DiskStore:
             heard = self._opener.place.index.used
         heard(keys, prompt, value, at_s, are_whole=are_whole)
 
+    def admits(self, key: bytes, nbytes: int) -> bool:
+        """See `Learns`."""
+        return self._opener.place is None or self._opener.place.index.admits(key, nbytes)
+
     async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
         """Yield the keys with this prefix, in parts. A key may come twice.
 

@@ -131,11 +131,11 @@ class DiskTier:
     def used(
         self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        shares = {self._stores[0]: keys}
-        if len(self._stores) > 1:
-            shares = {store: _pick(keys, chosen) for store, chosen in self._by_store(keys).items()}
-        for store, share in shares.items():
-            store.used(share, prompt, value, at_s, are_whole=are_whole)
+        for store, chosen in self._by_store(keys).items():
+            store.used(_pick(keys, chosen), prompt, value, at_s, are_whole=are_whole)
+
+    def admits(self, key: bytes, nbytes: int) -> bool:
+        return self._store_of(key).admits(key, nbytes)
 
     def watch_folders(self, met: FolderMet) -> None:
         for store in self._stores:
@@ -253,8 +253,13 @@ class DiskTier:
     def _by_store(self, keys: Sequence[bytes]) -> dict[DiskStore, list[int]]:
         shares: dict[DiskStore, list[int]] = {}
         for i, key in enumerate(keys):
-            shares.setdefault(max(self._stores, key=lambda store: store.weight(key)), []).append(i)
+            shares.setdefault(self._store_of(key), []).append(i)
         return shares
+
+    def _store_of(self, key: bytes) -> DiskStore:
+        if len(self._stores) == 1:
+            return self._stores[0]
+        return max(self._stores, key=lambda store: store.weight(key))
 
     async def _fault_of(self, work: Awaitable[object]) -> TierError | None:
         try:
