@@ -33,6 +33,11 @@ NAMES = {
             "miss, evict, reserve and commit",
         )
         for size in (10, 30)
+    }
+    | {
+        f"learned on a disk: {what} 10 chunks, {size} in the index"
+        for what in ("use", "evict and write")
+        for size in (10, 30)
     },
     "lookup": {"lookup 32,000 tokens through the node", "lookup 128,000 tokens through the node"},
     "frames": {"framing, raw", "checking a frame, raw"},
@@ -74,7 +79,7 @@ TINY = {
     "wire.CALLS": 2,
     "wire.LARGE_CALLS": 1,
     "wire.LARGE_BYTES": 1 << 20,
-} | {f"{part}.ROUNDS": 1 for part in NAMES}
+} | {f"{part}.ROUNDS": 1 for part in (*NAMES, "disk_policies")}
 
 
 @pytest.fixture(autouse=True)

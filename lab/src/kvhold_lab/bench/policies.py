@@ -5,6 +5,8 @@
     miss, reserve and commit           with the lookup that finds nothing
     miss, evict, reserve and commit    the same in full memory
 
+`disk_policies` measures a disk's index likewise.
+
 The limit is the time with LRU. Chunks are not written, so both memories have one arena.
 """
 
@@ -20,7 +22,7 @@ from kvhold.core.keys import ChunkNames
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SLAB_BYTES, size_class
 from kvhold.tiers.ram import Wanted
-from kvhold_lab.bench import index
+from kvhold_lab.bench import disk_policies, index
 from kvhold_lab.bench.index import LAYOUT, NAMESPACE, PASSING, fresh, keys_of, query_of
 from kvhold_lab.bench.profiles import Profiles, of_calls
 from kvhold_lab.bench.rows import Row, in_turn, time_row
@@ -40,6 +42,7 @@ def rows(profiles: Profiles | None = None) -> list[Row]:
         with Arena.create(-(-nbytes // SLAB_BYTES) * SLAB_BYTES, huge_pages="never") as arena:
             both = _Both(arena, num_chunks, profiles or Profiles())
             measured += [both.hit(), both.store(), both.new_prompt(), both.full()]
+        measured += disk_policies.rows(num_chunks, profiles or Profiles())
     return measured
 
 

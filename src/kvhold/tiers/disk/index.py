@@ -282,7 +282,7 @@ class Index:
         assert self.holds(entry)
         row = self._rows.find(entry.key)
         if self._learned is not None:
-            self._learned.removed(row, evicted=evicted)
+            self._learned.removed(entry.key, row, evicted=evicted)
         self._rows.remove(row)
         if self._busy.get(entry.key) is entry:
             del self._busy[entry.key]
@@ -302,16 +302,20 @@ class Index:
 
     def _show(self, entry: DiskEntry, used_ns: int, *, is_found: bool = False) -> None:
         assert self._rows.find(entry.key) == NONE
-        learned = self._learned
+        learned, past, behind = self._learned, None, NONE
+        if learned is not None and not is_found:
+            past = learned.past_of(entry.key)
+            behind = learned.behind(past)
         row = self._rows.add(
             entry.key,
             nbytes=entry.nbytes,
             occupied_bytes=entry.occupied_bytes,
             written_ns=entry.written_ns,
             used_ns=used_ns,
-            past=None if learned is None or is_found else learned.past_of(entry.key),
+            past=past,
+            behind=behind,
         )
-        if learned is not None:
+        if learned is not None and not is_found:
             learned.added(row)
         if entry.readers:
             self._busy[entry.key] = entry
@@ -344,7 +348,7 @@ class Index:
         return victims if nbytes <= 0 else []
 
     def _is_read(self, row: int) -> bool:
-        return self._rows.key(row) in self._busy
+        return bool(self._busy) and self._rows.key(row) in self._busy
 
     def _found(self, key: bytes) -> DiskEntry:
         entry = self.find(key)

@@ -34,7 +34,8 @@ UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
 _MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
 
-Head: TypeAlias = tuple[float, float, int, int]  # worth, time of the last use, list, row
+# worth, time of the last use, list, row, its past
+Head: TypeAlias = tuple[float, float, int, int, int]
 
 
 class Learning:
@@ -93,13 +94,19 @@ class LearnedOrder:
         """Return whether a row was in no lookup."""
         return uses_of(self._rows.past(row)) == 0
 
-    def added(self, row: int) -> None:
-        """Chunks of a prompt are written in order, but the last one is to go first."""
-        rows, before, self._added = self._rows, self._added, row
-        if before not in (NONE, row) and rows.past(before) == rows.past(row) != UNKNOWN_PAST:
-            rows.set_before(row, before)
+    def behind(self, past: int) -> int:
+        """Return the row that stays behind the one that is added next; NONE: put it last.
 
-    def removed(self, row: int, *, evicted: bool) -> None:
+        Chunks of a prompt are written in order, but the last one is to go first.
+        """
+        row = self._added
+        is_same = row != NONE and self._rows.past(row) == past and uses_of(past)
+        return row if is_same else NONE
+
+    def added(self, row: int) -> None:
+        self._added = row
+
+    def removed(self, key: bytes, row: int, *, evicted: bool) -> None:
         """Call it before the row is removed."""
         if row == self._added:
             self._added = NONE
@@ -109,7 +116,7 @@ class LearnedOrder:
         value, kind = divmod(queue_of(past), MOST_KINDS)
         worths.evicted(kind, _age_s(past, worths.now_s), value)
         if past != UNKNOWN_PAST:
-            self._learning.ghosts.add(self._rows.key(row)[:NAME_BYTES], past, worths.now_s)
+            self._learning.ghosts.add(key[:NAME_BYTES], past, worths.now_s)
 
     def admits(self, key: bytes) -> bool:
         """Return whether a chunk is worth no less than the first victim.
@@ -157,10 +164,13 @@ class LearnedOrder:
             self._tick = worths.num_ticks
             self._aged = self._aged or rows.lists()
             for _ in range(min(_MOST_AGED, len(self._aged))):
-                rows.changed.add(self._aged.pop())
+                number = self._aged.pop()
+                self._push(number, rows.first(number))
         while rows.changed:
             number = rows.changed.pop()
-            self._push(number, rows.first(number))
+            row, head = rows.first(number), self._newest.get(number)
+            if head is None or head[3] != row or head[4] != rows.past(row):
+                self._push(number, row)
         if len(self._heads) > 2 * len(self._newest) + 16:
             self._heads = list(self._newest.values())
             heapify(self._heads)
@@ -169,12 +179,12 @@ class LearnedOrder:
         if row == NONE:
             self._newest.pop(number, None)
             return
-        worths, worth, at_s = self._learning.worths, 0.0, 0.0
+        worths, past, worth, at_s = self._learning.worths, self._rows.past(row), 0.0, 0.0
         if worths is not None:
             value, kind = divmod(number, MOST_KINDS)
-            age_s = _age_s(self._rows.past(row), worths.now_s)
+            age_s = _age_s(past, worths.now_s)
             worth, at_s = worths.worth(kind, age_s, value), worths.now_s - age_s
-        head = self._newest[number] = worth, at_s, number, row
+        head = self._newest[number] = worth, at_s, number, row, past
         heappush(self._heads, head)
 
 

@@ -73,8 +73,12 @@ class Rows:
         written_ns: int,
         used_ns: int,
         past: int | None = None,
+        behind: int = NONE,
     ) -> int:
-        """Add a new key as the most recently used one of its list."""
+        """Add a new key as the most recently used one of its list.
+
+        behind: a row of its list that stays behind it
+        """
         number = _hash(key)
         table = self._tables[number % _TABLES]
         if 3 * (table.num_filled + 1) > 2 * len(table.rows):
@@ -87,7 +91,8 @@ class Rows:
             self._pasts[row] = self._first_past if past is None else past
         table.add(row, number // _TABLES)
         self.num += 1
-        self._link(row, self._newest.get(self.list_of(row), NONE))
+        newest = self._newest.get(self.list_of(row), NONE)
+        self._link(row, newest if behind == NONE else self._before[behind])
         return row
 
     def remove(self, row: int) -> None:
@@ -111,11 +116,6 @@ class Rows:
         self._unlink(row)
         self._pasts[row] = past
         self._link(row, self._newest.get(queue_of(past), NONE))
-
-    def set_before(self, row: int, other: int) -> None:
-        """Put a row right before another one of its list."""
-        self._unlink(row)
-        self._link(row, self._before[other])
 
     def first(self, number: int) -> int:
         """Return the first row of a list; NONE if it is empty."""
