@@ -135,6 +135,22 @@ def test_uses_are_counted_on_the_disk_and_beyond() -> None:
     assert kind_on(disk, key) <= kind_of(1 << USES, BACK)
 
 
+def test_a_value_keeps_its_uses_when_it_is_replaced() -> None:
+    disk, key = Disk(2), a_key(1)
+    disk.use([key], BACK)
+    disk.write([key])
+    disk.use([key], BACK)
+    old = disk.index.find(key)
+    assert old is not None
+    disk.index.hold(old)
+    planned = disk.index.reserve(key, 99, BLOCK, beside=old)
+    assert planned is not None
+    disk.index.unread(old)
+    disk.index.swap(old, planned.entry, BLOCK)
+    disk.index.finish(old)
+    assert kind_on(disk, key) == kind_of(2, BACK)
+
+
 def kind_on(disk: Disk, key: bytes) -> int:
     rows = disk.index._rows
     return queue_of(rows.past(rows.find(key))) % MOST_KINDS

@@ -116,7 +116,7 @@ class Index:
     def add(self, entry: DiskEntry, used_ns: int) -> None:
         """Call `sort` after the last file."""
         self._used_bytes += entry.occupied_bytes
-        self._show(entry, used_ns, is_found=True)
+        self._show(entry, used_ns, UNKNOWN_PAST)
 
     def add_found(
         self,
@@ -190,15 +190,17 @@ class Index:
             self._take(victim, evicted=True)
         return victims or None
 
-    def commit(self, entry: DiskEntry, occupied_bytes: int) -> None:
+    def commit(self, entry: DiskEntry, occupied_bytes: int, past: int | None = None) -> None:
+        """past: of the value that it replaces, with `learned`"""
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
-        self._show(entry, entry.written_ns)
+        self._show(entry, entry.written_ns, past)
 
     def swap(self, old: DiskEntry, entry: DiskEntry, occupied_bytes: int) -> None:
         """Show `entry` instead of `old`, whose file must be removed next."""
+        past = self._past_on_disk(old.key)
         self._take(old, evicted=False)
-        self.commit(entry, occupied_bytes)
+        self.commit(entry, occupied_bytes, past)
 
     def abandon(self, entry: DiskEntry, *, is_orphan: bool = False) -> None:
         """is_orphan: the file may be there"""
@@ -300,10 +302,15 @@ class Index:
             entry.leaving = False
             self._leaving_bytes -= entry.occupied_bytes
 
-    def _show(self, entry: DiskEntry, used_ns: int, *, is_found: bool = False) -> None:
+    def _past_on_disk(self, key: bytes) -> int | None:
+        return None if self._learned is None else self._rows.past(self._rows.find(key))
+
+    def _show(self, entry: DiskEntry, used_ns: int, past: int | None = None) -> None:
+        """past: None: it is written now"""
         assert self._rows.find(entry.key) == NONE
-        learned, past, behind = self._learned, None, NONE
-        if learned is not None and not is_found:
+        learned, behind = self._learned, NONE
+        is_new = learned is not None and past is None
+        if learned is not None and past is None:
             past = learned.past_of(entry.key)
             behind = learned.behind(past)
         row = self._rows.add(
@@ -315,7 +322,7 @@ class Index:
             past=past,
             behind=behind,
         )
-        if learned is not None and not is_found:
+        if learned is not None and is_new:
             learned.added(row)
         if entry.readers:
             self._busy[entry.key] = entry
