@@ -13,11 +13,12 @@ from kvhold.cache.transfer.use_queue import keys_of
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import Namespace, make_key
+from kvhold.core.planning import ComputeCost
 from kvhold.node.central_store import CentralStore
 from kvhold.testing.cache import HYBRID, LAYOUTS, a_prompt, read, store
 from kvhold.tiers.disk import DiskTier
 from kvhold.tiers.policies import LearnedPolicy
-from kvhold.tiers.policies.base import NEUTRAL
+from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
 from kvhold.tiers.policies.ghosts import uses_of
 from kvhold.tiers.policies.kinds import kind_of
 from tests.cache.below import (
@@ -38,8 +39,9 @@ FRAME_BYTES = -(-CHUNK_BYTES // 4096) * 4096 + 4096  # with a header page
 SHARDED = Namespace("model", HYBRID, shards=2)
 
 
-def new(policy: str = "learned", *, is_told: bool = True) -> CacheState:
-    state = new_state(Config(policy=policy, tiers=("disk:///x",)), arena_of(64 << 20))
+def new(policy: str = "learned", *, is_told: bool = True, policy_for: str = "tokens") -> CacheState:
+    config = Config(policy=policy, policy_for=policy_for, tiers=("disk:///x",))
+    state = new_state(config, arena_of(64 << 20))
     for space in (SPACE, SHARDED):
         state.register(space.layout)
     if is_told:
@@ -78,6 +80,16 @@ def test_it_has_the_prompt_and_the_value_that_memory_s_policy_has_heard(
     state.lookup("reader", a_prompt(SPACE, 64).query())
     [command] = told(state)
     assert heard == [(command.prompt, command.value)] == [(3, NEUTRAL)]
+
+
+def test_all_chunks_of_a_prompt_have_the_value_of_the_last_one_which_needs_them() -> None:
+    state = new(policy_for="ttft")
+    cost = ComputeCost("a", 64, token_s=1e-3, pair_s=1e-3)
+    state.lookup("reader", a_prompt(SPACE, 16).query(), cost)
+    state.lookup("reader", a_prompt(SPACE, 16 * 64).query(), cost)
+    assert NEUTRAL == told(state)[0].value < NUM_VALUES - 1
+    state.lookup("reader", a_prompt(SPACE, 16 * 64).query(), cost)
+    assert told(state)[0].value == NUM_VALUES - 1
 
 
 def test_its_keys_are_of_all_groups_and_shards_the_last_chunk_first() -> None:
