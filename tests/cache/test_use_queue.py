@@ -72,9 +72,11 @@ def test_it_has_the_prompt_and_the_value_that_memory_s_policy_has_heard(
 ) -> None:
     state, heard, missed = new(), list[tuple[int, int]](), LearnedPolicy.missed
 
-    def noted(policy: LearnedPolicy, keys: Sequence[bytes], prompt: int, value: int) -> None:
+    def noted(
+        policy: LearnedPolicy, keys: Sequence[bytes], prompt: int, value: int, **options: bool
+    ) -> None:
         heard.append((prompt, value))
-        missed(policy, keys, prompt, value)
+        missed(policy, keys, prompt, value, **options)
 
     monkeypatch.setattr(LearnedPolicy, "missed", noted)
     state.lookup("reader", a_prompt(SPACE, 64).query())
