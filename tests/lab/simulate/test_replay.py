@@ -1,6 +1,7 @@
 """The simulation agrees with a real cache that serves the same requests."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,11 @@ def test_a_real_cache_finds_exactly_the_same(policy: str, lower: int) -> None:
 @pytest.mark.parametrize("lower", [0, RAM, 2 * RAM])
 @pytest.mark.parametrize("policy", MODELLED)
 def test_the_class_and_its_model_find_and_evict_exactly_the_same(policy: str, lower: int) -> None:
-    sizes = {"capacity": RAM, "lower_capacity": lower, "num_victims": CUT.chunks.size}
+    sizes: dict[str, Any] = {
+        "capacity": RAM,
+        "lower_capacity": lower,
+        "num_victims": CUT.chunks.size,
+    }
     model = replay(CUT.chunks, CUT.starts, CUT.parents, policy=policy, **sizes)
     own = replay_class(
         CUT.chunks, CUT.starts, CUT.parents, make=POLICIES[policy], times_s=None, **sizes
@@ -56,7 +61,7 @@ def test_below_another_policy_that_learns_is_the_least_recently_used() -> None:
     class Learning(LruPolicy):
         learns = True
 
-    sizes = {"capacity": RAM, "lower_capacity": RAM}
+    sizes: dict[str, Any] = {"capacity": RAM, "lower_capacity": RAM}
     learning, least_recent = (
         replay_class(CUT.chunks, CUT.starts, CUT.parents, make=make, **sizes)
         for make in (Learning, LruPolicy)
