@@ -1,4 +1,4 @@
-"""Compile the codecs' arithmetic for fixed types, at import, without the GIL. Any thread."""
+"""Compile arithmetic for fixed types, at import, without the GIL. Any thread."""
 
 from typing import Any
 

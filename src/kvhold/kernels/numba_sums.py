@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
+from kvhold.kernels.numba_compile import compiled
 from kvhold.kernels.numba_copy import SLICE_BYTES, _int64s, _take, on_threads
 from kvhold.kernels.numba_xxh3 import SHORT_BYTES, START, STRIPE_BYTES, finish, fold
 from kvhold.kernels.view import Int64s
@@ -20,7 +21,8 @@ def sum_ranges(addresses: Int64s, nbytes: Int64s, threads: int) -> npt.NDArray[n
     return sums
 
 
-def _sum_ranges_source(counter: Any, addresses: Any, nbytes: Any, sums: Any) -> None:
+@compiled(types.void(types.int64[::1], _int64s, _int64s, types.uint64[::1]))
+def _sum_ranges(counter: Any, addresses: Any, nbytes: Any, sums: Any) -> None:
     state = np.empty(8, np.uint64)
     at = state.ctypes.data
     while True:
@@ -31,16 +33,3 @@ def _sum_ranges_source(counter: Any, addresses: Any, nbytes: Any, sums: Any) -> 
         state[:] = START
         fold(at, start, 0, (length - 1) // STRIPE_BYTES)
         sums[number] = finish(at, start + length - STRIPE_BYTES, length)
-
-
-_SUM_RANGES = types.void(types.int64[::1], _int64s, _int64s, types.uint64[::1])
-
-
-def _compile() -> Any:
-    try:
-        return njit(_SUM_RANGES, nogil=True, cache=True)(_sum_ranges_source)
-    except (RuntimeError, OSError):  # no writable cache
-        return njit(_SUM_RANGES, nogil=True)(_sum_ranges_source)
-
-
-_sum_ranges = _compile()
