@@ -92,6 +92,14 @@ def of_width(
     return geometry_of(config, kv, Config(**settings))
 
 
+@pytest.fixture
+def gpu(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """Only the configuration: nothing here runs on a GPU."""
+    monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")
+    config.cache_config.kv_cache_layout = "LBNHC"
+    return config
+
+
 class TestShards:
     def test_each_worker_holds_and_stores_its_own(self, config: VllmConfig) -> None:
         geometry = of_width(config, 4, groups(full(num_kv_heads=1)))
@@ -104,9 +112,9 @@ class TestShards:
         assert [list(geometry.held_by(rank)) for rank in range(4)] == [[0], [1], [2], [3]]
 
     def test_what_all_workers_hold_alike_is_stored_once_and_loaded_by_all(
-        self, config: VllmConfig
+        self, gpu: VllmConfig
     ) -> None:
-        geometry = of_width(config, 4, groups(latent(), copies=4))
+        geometry = of_width(gpu, 4, groups(latent(), copies=4), allow_unproven=True)
         assert (geometry.shards, geometry.parts[0].group.planes) == (1, 1)
         assert [list(geometry.held_by(rank)) for rank in range(4)] == [[0]] * 4
         assert [list(geometry.stored_by(rank)) for rank in range(4)] == [[0], [], [], []]
@@ -131,15 +139,24 @@ class TestShards:
     def test_without_them_engines_of_other_widths_share_nothing(self, config: VllmConfig) -> None:
         """Another width adds up in another order: its KV is not the same to the bit."""
         kinds = [(width, groups(full(num_kv_heads=8 // width))) for width in (1, 2, 4)]
-        kinds += [(width, groups(latent(), copies=width)) for width in (1, 2)]
         spaces = {
             namespace_of(config, kv, of_width(config, width, kv), Config()).digest
             for width, kv in kinds
         }
-        assert len(spaces) == 5
+        assert len(spaces) == 3
 
-    def test_a_latent_is_not_divided(self, config: VllmConfig) -> None:
-        assert of_width(config, 2, groups(latent(), copies=2), head_shards=4).shards == 1
+    def test_without_them_latents_of_other_widths_share_nothing(self, gpu: VllmConfig) -> None:
+        settings = Config(allow_unproven=True)
+        spaces = set()
+        for width in (1, 2):
+            kv = groups(latent(), copies=width)
+            made = of_width(gpu, width, kv, allow_unproven=True)
+            spaces.add(namespace_of(gpu, kv, made, settings).digest)
+        assert len(spaces) == 2
+
+    def test_a_latent_is_not_divided(self, gpu: VllmConfig) -> None:
+        kv = groups(latent(), copies=2)
+        assert of_width(gpu, 2, kv, head_shards=4, allow_unproven=True).shards == 1
 
 
 class TestHosts:
@@ -224,11 +241,15 @@ class TestParts:
         assert all(len(packing_name(name)) == 32 for name in names)
         assert packing_name("vllm-0.32-state-mamba2") == "vllm-0.32-state-mamba2"
 
-    def test_mla_that_cannot_go_on_from_loaded_kv_is_refused(self, config: VllmConfig) -> None:
-        config.scheduler_config.enable_chunked_prefill = False
+    def test_mla_is_refused_on_cpus(self, config: VllmConfig) -> None:
+        with pytest.raises(LayoutError, match="answers otherwise when a prompt goes on from KV"):
+            of_width(config, 1, groups(latent()), allow_unproven=True)
+
+    def test_mla_that_cannot_go_on_from_loaded_kv_is_refused(self, gpu: VllmConfig) -> None:
+        gpu.scheduler_config.enable_chunked_prefill = False
         with pytest.raises(LayoutError, match="without the loaded KV"):
-            of_width(config, 1, groups(latent()))
-        assert of_width(config, 1, groups(full())).whole_prompt_fits
+            of_width(gpu, 1, groups(latent()), allow_unproven=True)
+        assert of_width(gpu, 1, groups(full()), allow_unproven=True).whole_prompt_fits
 
     def test_kv_of_another_type_is_another_namespace(
         self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
@@ -468,12 +489,6 @@ def test_views_of_shards_are_slices_of_the_heads(config: VllmConfig) -> None:
 
 class TestOnAGpu:
     """The configuration alone: nothing here ran on a GPU."""
-
-    @pytest.fixture
-    def gpu(self, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
-        monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")
-        config.cache_config.kv_cache_layout = "LBNHC"
-        return config
 
     def test_it_is_refused_until_the_user_allows_it(self, gpu: VllmConfig) -> None:
         with pytest.raises(

@@ -163,6 +163,8 @@ RECIPES: dict[str, Recipe] = {
             topk_method="greedy",
             routed_scaling_factor=1.0,
         ),
+        engine={"attention_config": {"backend": "CPU_MLA"}},
+        why="vLLM's MLA for AMX, which it takes where it can, has bfloat16 only",
     ),
     "idefics3": Recipe(
         "multimodal (Idefics3)",

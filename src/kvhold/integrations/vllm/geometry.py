@@ -306,8 +306,11 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "it keeps no states at blocks' ends (mamba_cache_mode is none); enable prefix caching": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs
         ),
-        "vLLM turns chunked prefill off for its MLA here: it would compute the rest of a "
-        "prompt without the loaded KV": (
+        "vLLM's MLA on CPUs answers otherwise when a prompt goes on from KV": (
+            not device and any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+        ),
+        "vLLM's chunked prefill is off, and its MLA then computes the rest of a prompt without "
+        "the loaded KV": (
             any(isinstance(spec, MLAAttentionSpec) for spec in specs)
             and not config.scheduler_config.enable_chunked_prefill
         ),
