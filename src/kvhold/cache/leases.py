@@ -177,7 +177,7 @@ class Leases:
         leased = holdings.leases[lease] = []
         holdings.lease_bytes[lease] = 0
         offsets: list[list[int]] = [[] for _ in rows]
-        checksums: list[list[bytes]] = [[] for _ in rows]
+        checksums = [bytearray() for _ in rows]
         size = max(1, _MOST_LEASED // max(1, len(rows)))
         for begin in range(0, len(num_tokens), size):
             if begin:
@@ -190,13 +190,13 @@ class Leases:
                 part = row[begin : begin + size]
                 there = [entry for entry in part if entry is not None]
                 places += [ABSENT if entry is None else entry.offset for entry in part]
-                sums += [entry.checksums for entry in there]
+                sums += b"".join([entry.checksums for entry in there])
                 entries += there
             self._ram.hold_all(entries)
             leased += entries
             holdings.lease_bytes[lease] += _bytes_of(entries)
             count_entries(self._metrics, "leased", entries)
-        return ClaimAnswer(lease, offsets, num_tokens, [b"".join(sums) for sums in checksums])
+        return ClaimAnswer(lease, offsets, num_tokens, [bytes(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
         """Remove the chunks of a reader's report. A wrong report costs only a miss."""
