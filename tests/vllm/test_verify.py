@@ -332,6 +332,14 @@ def test_this_vllm_s_mla_does_not_go_on_from_its_own_kv_as_it_computes_a_prompt(
 
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
+def test_vllm_s_attention_for_amx_passes(tmp_path: Path) -> None:
+    """In bfloat16, vLLM packs its KV for AMX."""
+    path = "no-prefix-caching"
+    verified = verify(tmp_path, "--classes", "llama", "--paths", path, "--dtype", "bfloat16")
+    assert_passed(verified.rows["llama", path], verified.output)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
 def test_this_vllm_s_mla_for_amx_computes_a_prompt_in_pieces_otherwise_than_whole() -> None:
     """Why it is refused, too: what follows a hit is such a piece. Llama does it well."""
     backend = {"attention_config": {"backend": "AMX_MLA"}}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
-import torch
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -230,8 +229,6 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
         return packing_name(
             f"vllm-{version}-{device}-{latent}{config.cache_config.kv_cache_layout}"
         )
-    if isinstance(spec, MLAAttentionSpec):
-        return f"vllm-{version}-mla-{'amx' if torch.cpu._is_amx_tile_supported() else 'cpu'}"
     isa = _get_attn_isa(
         config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype
     )
