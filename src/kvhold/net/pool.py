@@ -42,7 +42,7 @@ class Pool:
         self._open = open
         self._room = asyncio.Semaphore(limit)
         self._idle: list[Stream] = []
-        self._lent: set[Stream] = set()
+        self._lent: dict[Stream, None] = {}
         self._opening: set[asyncio.Future[Stream]] = set()
         self._closed = False
         self.limit = limit
@@ -55,14 +55,14 @@ class Pool:
             if self._closed:
                 stream.close()
                 raise ConnectionAbortedError("closed on this side")
-            self._lent.add(stream)
+            self._lent[stream] = None
             try:
                 yield stream
             except BaseException:
                 stream.close()
                 raise
             finally:
-                self._lent.discard(stream)
+                self._lent.pop(stream, None)
             if not stream.closed:
                 stream.reused = True
                 self._idle.append(stream)

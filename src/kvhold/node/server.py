@@ -96,7 +96,7 @@ class Node:
         self.metrics = state.metrics
         self.names = Names()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.connections: set[ClientConnection] = set()
+        self.connections: dict[ClientConnection, None] = {}  # in the order of their arrival
         self.numbers = count(1)
         self.run = randbits(60)  # tells client numbers of two nodes apart
         self._most_clients = _LEAST_CLIENTS
@@ -252,10 +252,10 @@ class Node:
         self.took(began)
 
     def joined(self, connection: ClientConnection) -> None:
-        self.connections.add(connection)
+        self.connections[connection] = None
 
     def left(self, connection: ClientConnection) -> None:
-        self.connections.discard(connection)
+        self.connections.pop(connection, None)
         if not self.connections:
             self._empty_since_s = time.monotonic()
             collect_all()

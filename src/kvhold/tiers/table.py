@@ -7,7 +7,7 @@ entry that exists during the whole scan is in exactly one part.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from kvhold.core.keys import NAMESPACE_BYTES
@@ -49,8 +49,7 @@ class KeyTable(Generic[Value]):
         return self.shards[key[SPREAD]].get(key)
 
     def values(self) -> Iterator[Value]:
-        for shard in self.shards:
-            yield from shard.values()
+        return chain.from_iterable(map(dict.values, self.shards))
 
     def parts(self) -> Iterator[list[Value]]:
         """Yield all values, some hundred at a time.

@@ -64,7 +64,7 @@ def draw(random: Random, *, seed: int) -> Draw:
             turn_units=turn_units,
             drain_s=random.choice((0.0, 1.0)),
             stalled_after_s=random.choice((0.5, 5.0, 60.0)),
-            scrub_interval_s=random.choice((0.0, 5.0, 20.0)),
+            scrub_interval_s=random.choice((0.0, 20.0, 60.0)),
         ),
         num_clients=random.choice((1, 2, 2, 3, 4)),
         tasks_a_client=random.choice((1, 1, 2, 3)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvhold.cache import chores, scrub
+from kvhold.cache import events as events_module
 from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.node import listener
@@ -99,11 +100,13 @@ class _Findings(logging.Handler):
 def _real_code_simulated(world: World) -> Iterator[None]:
     log = logging.getLogger("kvhold")
     handler, level, propagate = _Findings(world), log.level, log.propagate
-    numbers: Any = state_module
     outside: Any = listener
-    kept = numbers.randbits, chores._ONE_TURN_KEYS, chores.Running.step.__defaults__
+    chances: tuple[Any, ...] = (state_module, events_module)
+    kept_chances = [each.randbits for each in chances]
+    kept = chores._ONE_TURN_KEYS, chores.Running.step.__defaults__
     kept_scrub, kept_os = scrub._BATCH_BYTES, outside.os
-    numbers.randbits = world.random.getrandbits
+    for each in chances:
+        each.randbits = world.random.getrandbits
     scrub._BATCH_BYTES, outside.os = world.random.choice((1, 1000)), SimOs(world.descriptors)
     log.addHandler(handler)
     log.setLevel(logging.ERROR)
@@ -121,7 +124,9 @@ def _real_code_simulated(world: World) -> Iterator[None]:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
-        numbers.randbits, chores._ONE_TURN_KEYS, chores.Running.step.__defaults__ = kept
+        for each, randbits in zip(chances, kept_chances, strict=True):
+            each.randbits = randbits
+        chores._ONE_TURN_KEYS, chores.Running.step.__defaults__ = kept
         scrub._BATCH_BYTES, outside.os = kept_scrub, kept_os
 
 

@@ -203,6 +203,17 @@ class World:
         self._heap.clear()
 
 
+class SimTask(asyncio.Task[Any]):
+    """Its hash is its number, so that the order of a set of tasks is part of the history."""
+
+    def __init__(self, coro: Coroutine[Any, Any, Any], loop: "SimLoop", **kwargs: Any) -> None:
+        self._number = loop.world.number()
+        super().__init__(coro, loop=loop, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def __init__(self, world: World, name: str) -> None:
         super().__init__()
@@ -254,7 +265,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> "asyncio.Task[Any]":  # type: ignore[override]
-        task = asyncio.Task(coro, loop=self, **kwargs)
+        task = SimTask(coro, self, **kwargs)
         self.tasks.append(task)
         return task
 
