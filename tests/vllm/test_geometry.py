@@ -241,9 +241,10 @@ class TestParts:
         assert all(len(packing_name(name)) == 32 for name in names)
         assert packing_name("vllm-0.32-state-mamba2") == "vllm-0.32-state-mamba2"
 
-    def test_mla_is_refused_on_cpus(self, config: VllmConfig) -> None:
+    def test_mla_on_cpus_is_refused_until_the_user_allows_it(self, config: VllmConfig) -> None:
         with pytest.raises(LayoutError, match="answers otherwise when a prompt goes on from KV"):
-            of_width(config, 1, groups(latent()), allow_unproven=True)
+            of_width(config, 1, groups(latent()))
+        assert of_width(config, 1, groups(latent()), allow_unproven=True).shards == 1
 
     def test_mla_that_cannot_go_on_from_loaded_kv_is_refused(self, gpu: VllmConfig) -> None:
         gpu.scheduler_config.enable_chunked_prefill = False

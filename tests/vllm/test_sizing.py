@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
 
 from kvhold.core.config import Config
 from kvhold.core.layout import Group
-from kvhold.integrations.vllm import geometry
 from kvhold.integrations.vllm.geometry import geometry_of
 from kvhold.sizing.model import kv_of, read_settings
 from kvhold_lab.checkpoints.recipes import RECIPES
@@ -61,10 +60,8 @@ def config(tmp_path: Path) -> VllmConfig:
     "name", ["llama", "qwen3", "qwen3-moe", "gemma3", "gpt-oss", "deepseek-v2"]
 )
 def test_a_chunk_has_as_many_bytes_as_its_settings_say(
-    name: str, tp: int, config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tp: int, config: VllmConfig, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(geometry, "unproven_platform", lambda: "cuda")  # CPUs have no MLA
-    config.cache_config.kv_cache_layout = "LBNHC"
     settings = getattr(transformers, RECIPES[name].config)(**RECIPES[name].settings)
     settings.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].__name__]
     settings.save_pretrained(tmp_path / "model")
@@ -84,8 +81,8 @@ def test_a_chunk_has_as_many_bytes_as_its_settings_say(
     kv_cache = KVCacheConfig(
         num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups, kv_tp_replicas=copies
     )
-    found = geometry_of(config, kv_cache, Config(tokens_per_chunk=BLOCK, allow_unproven=True))
-    shard_bytes = sum(found.layout.chunk_bytes(number, BLOCK) for number in range(len(groups)))
-    assert kv.stored_bytes(BLOCK) == found.shards * shard_bytes
+    geometry = geometry_of(config, kv_cache, Config(tokens_per_chunk=BLOCK, allow_unproven=True))
+    shard_bytes = sum(geometry.layout.chunk_bytes(number, BLOCK) for number in range(len(groups)))
+    assert kv.stored_bytes(BLOCK) == geometry.shards * shard_bytes
     if all(not group.window for group in kv.groups):
-        assert kv.rank_bytes(BLOCK, tp) == found.per_worker * shard_bytes
+        assert kv.rank_bytes(BLOCK, tp) == geometry.per_worker * shard_bytes

@@ -239,8 +239,8 @@ class Config:
     )
     allow_unproven: bool = setting(
         False,
-        "serve engines on devices whose copies have not been tested to be exact, if the check at "
-        "start passes",
+        "serve engines whose answers have not been shown to be exact: on GPUs if the check at "
+        "start passes, with MLA on CPUs, and with some drafters (vLLM)",
     )
     skip_last_n_tokens: int = setting(
         0,

