@@ -242,38 +242,49 @@ MUTATIONS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One copy for all, so that its kernels are compiled once."""
+    copy = tmp_path_factory.mktemp("mutations") / "src"
+    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_what_is_left_out_is_found(mutation: Mutation, tmp_path: Path) -> None:
+def test_what_is_left_out_is_found(mutation: Mutation, source: Path) -> None:
     if "vllm" in mutation.tests and find_spec("vllm") is None:
         pytest.skip("no vLLM in this environment")
-    shutil.copytree(ROOT / "src", tmp_path / "src")
-    path = tmp_path / "src" / "kvhold" / mutation.file
-    parts = path.read_text().split(mutation.was)
+    path = source / "kvhold" / mutation.file
+    unchanged = path.read_text()
+    parts = unchanged.split(mutation.was)
     assert len(parts) > mutation.nth + 1, "the source has changed; change the mutation with it"
     first, second = (
         mutation.was.join(parts[: mutation.nth + 1]),
         mutation.was.join(parts[mutation.nth + 1 :]),
     )
     path.write_text(first + mutation.becomes + second)
-    environ = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
+    try:
+        found = _run_tests(mutation.tests, source)
+    finally:
+        path.write_text(unchanged)
+    assert found.returncode == 1, found.stdout[-2000:] + found.stderr[-1000:]
+
+
+def _run_tests(tests: str, source: Path) -> "subprocess.CompletedProcess[str]":
+    """Up to three times: threads take part, so a run may miss what the next one finds."""
+    # no bytecode: a mutation may be as long as what it replaces, and as old
+    environ = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     environ.pop("COVERAGE_PROCESS_CONFIG", None)  # nobody measures a copy
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--timeout=120",
-        mutation.tests,
-    ]
-    for _ in range(3):  # threads take part, so that a run may miss what the next one finds
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120"]
+    for _ in range(3):
         found = subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "pytest", *options, tests],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if found.returncode:
             break
-    assert found.returncode == 1, found.stdout[-2000:] + found.stderr[-1000:]
+    return found
