@@ -10,9 +10,9 @@ import torch
 from kvhold.memory.copier import HostCopier
 from kvhold.memory.device import DeviceCopier, DeviceEvent, Lane, PinnedArenas, Settings
 from kvhold.testing.device import FakeDevice, FakeDriver, FakeEvent
-from kvhold_lab.bench.gpu.decode import Compared, Copies, Verb, compare
-from kvhold_lab.bench.gpu.decoder import GPU, SMALL, HostDecoder, Model, QueueDecoder
-from kvhold_lab.bench.gpu.sample import Sample
+from kvhold_lab.bench.gpu.decode import Compared, RepeatedCopies, Verb, compare
+from kvhold_lab.bench.gpu.decoder import GPU, SMALL, HostDecoder, QueueDecoder, StepModel
+from kvhold_lab.bench.gpu.sample import CopySample
 from kvhold_lab.bench.gpu.target import Target
 
 ROUNDS, STEPS = 4, 8
@@ -172,7 +172,7 @@ class LoggingDriver(FakeDriver):
 
 class LoggingDecoder(QueueDecoder):
     def __init__(self, log: Log, driver: FakeDriver) -> None:
-        super().__init__(Model(SMALL, torch.device("cpu")), driver, log.tick)
+        super().__init__(StepModel(SMALL, torch.device("cpu")), driver, log.tick)
         self._log = log
 
     def step(self) -> None:
@@ -181,7 +181,7 @@ class LoggingDecoder(QueueDecoder):
         super().step()
 
 
-def copier_over(driver: FakeDriver, sample: Sample, settings: Settings) -> DeviceCopier:
+def copier_over(driver: FakeDriver, sample: CopySample, settings: Settings) -> DeviceCopier:
     arenas = PinnedArenas(driver)
     arenas.add(sample.buffer, sample.buffer)
     arenas.wait()
@@ -189,8 +189,8 @@ def copier_over(driver: FakeDriver, sample: Sample, settings: Settings) -> Devic
 
 
 @pytest.fixture
-def sample() -> Sample:
-    return Sample(Target("fake"), piece_bytes=1 << 10, total_bytes=32 << 10, layers=2)
+def sample() -> CopySample:
+    return CopySample(Target("fake"), piece_bytes=1 << 10, total_bytes=32 << 10, layers=2)
 
 
 PATHS: dict[tuple[Verb, str], tuple[Settings, set[str]]] = {
@@ -209,13 +209,13 @@ PATHS: dict[tuple[Verb, str], tuple[Settings, set[str]]] = {
 
 @pytest.mark.parametrize(("verb", "way"), PATHS)
 def test_copies_run_beside_the_steps_and_never_beside_the_baseline(
-    verb: Verb, way: str, sample: Sample
+    verb: Verb, way: str, sample: CopySample
 ) -> None:
     log = Log()
     driver = LoggingDriver(log)
     settings, lanes = PATHS[verb, way]
     copier = copier_over(driver, sample, settings)
-    with closing(Copies(copier, sample, verb)) as copies:
+    with closing(RepeatedCopies(copier, sample, verb)) as copies:
         log.done.clear()
         found = compare(LoggingDecoder(log, driver), copies, rounds=ROUNDS, steps=STEPS)
     copier.close()
@@ -232,18 +232,18 @@ def test_copies_run_beside_the_steps_and_never_beside_the_baseline(
 
 
 @pytest.mark.parametrize("verb", ["stores", "loads"])
-def test_without_streams_copies_end_within_the_window(verb: Verb, sample: Sample) -> None:
-    decoder = HostDecoder(Model(SMALL, torch.device("cpu")))
-    with closing(Copies(HostCopier(), sample, verb)) as copies:
+def test_without_streams_copies_end_within_the_window(verb: Verb, sample: CopySample) -> None:
+    decoder = HostDecoder(StepModel(SMALL, torch.device("cpu")))
+    with closing(RepeatedCopies(HostCopier(), sample, verb)) as copies:
         found = compare(decoder, copies, rounds=ROUNDS, steps=STEPS)
     assert found.copied_bytes_a_s > 0
 
 
-def test_a_copy_that_has_not_ended_is_not_counted(sample: Sample) -> None:
+def test_a_copy_that_has_not_ended_is_not_counted(sample: CopySample) -> None:
     device = FakeDevice(seed=1)
     driver = FakeDriver(device)
     with closing(
-        Copies(copier_over(driver, sample, Settings(1 << 20, 1 << 20)), sample, "stores")
+        RepeatedCopies(copier_over(driver, sample, Settings(1 << 20, 1 << 20)), sample, "stores")
     ) as copies:
         driver.delay(0)  # its mark is late
         copies.begin()
@@ -251,11 +251,11 @@ def test_a_copy_that_has_not_ended_is_not_counted(sample: Sample) -> None:
         copies.end()
 
 
-def test_a_load_that_finds_damage_ends_the_part(sample: Sample) -> None:
+def test_a_load_that_finds_damage_ends_the_part(sample: CopySample) -> None:
     driver = FakeDriver(FakeDevice(seed=1))
     copier = copier_over(driver, sample, Settings(1 << 20, 1 << 20))
-    decoder = HostDecoder(Model(SMALL, torch.device("cpu")))
-    with closing(Copies(copier, sample, "loads")) as copies:
+    decoder = HostDecoder(StepModel(SMALL, torch.device("cpu")))
+    with closing(RepeatedCopies(copier, sample, "loads")) as copies:
         sample.buffer[0] ^= 1
         with pytest.raises(RuntimeError, match="a load found damage"):
             compare(decoder, copies, rounds=ROUNDS, steps=STEPS)
@@ -265,7 +265,7 @@ def test_a_load_that_finds_damage_ends_the_part(sample: Sample) -> None:
 def test_a_pause_of_the_host_is_no_time_of_the_device() -> None:
     now_s = 0.0
     decoder = QueueDecoder(
-        Model(SMALL, torch.device("cpu")), FakeDriver(FakeDevice(seed=1)), lambda: now_s
+        StepModel(SMALL, torch.device("cpu")), FakeDriver(FakeDevice(seed=1)), lambda: now_s
     )
     began = decoder.tick()
     now_s = 100.0
@@ -276,5 +276,5 @@ def test_a_pause_of_the_host_is_no_time_of_the_device() -> None:
 
 def test_a_step_reads_gibibytes_on_a_gpu() -> None:
     assert GPU.layers * GPU.layer_bytes == 12 << 30
-    model = Model(SMALL, torch.device("cpu"))
+    model = StepModel(SMALL, torch.device("cpu"))
     assert model.nbytes == sum(tensor.nbytes for layer in model._layers for tensor in layer)

@@ -11,11 +11,11 @@ pytest.importorskip("torch")  # checkpoints need it
 pytest.importorskip("transformers")
 
 from kvhold_lab.bench.soak.requests import Requests, SoakAnswer, _report, _Soak
-from kvhold_lab.bench.soak.texts import Shape, Texts
+from kvhold_lab.bench.soak.texts import Texts, TextShape
 from kvhold_lab.engines.process import EngineFailed
 from kvhold_lab.verify.messages import VerifyArrival, VerifyServed
 
-SHAPE = Shape(block=32, chunk=64, limit=448)
+SHAPE = TextShape(block=32, chunk=64, limit=448)
 VOCABULARY = range(10, 250)
 LOADED = {"request": "a", "compared": 3, "wrong": [], "unknown": [], "in_part": False}
 

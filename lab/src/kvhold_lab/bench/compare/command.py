@@ -18,7 +18,7 @@ from kvhold_lab.bench.compare.rounds import SHARES, repeating
 from kvhold_lab.bench.compare.rows import SystemRow, failed, make_rows
 from kvhold_lab.bench.compare.run import CompareMeasurement, measure
 from kvhold_lab.bench.compare.systems import Sizes, started
-from kvhold_lab.bench.compare.visits import VISITING, WORKLOADS, Plan, VisitTexts, visiting
+from kvhold_lab.bench.compare.visits import VISITING, WORKLOADS, ComparePlan, VisitTexts, visiting
 from kvhold_lab.bench.compare_engines.lmcache_env import find_lmcache
 from kvhold_lab.bench.engines import PEER_SPEC
 from kvhold_lab.bench.ratios import Goal, render_goals
@@ -194,7 +194,12 @@ class _Result:
 
 
 def _compare(
-    plan: Plan, host: _Host, tokens: int, *, lmcache: Path | str = "", folder: Path | None = None
+    plan: ComparePlan,
+    host: _Host,
+    tokens: int,
+    *,
+    lmcache: Path | str = "",
+    folder: Path | None = None,
 ) -> _Result:
     began, stopped = time.monotonic(), ""
     click.echo(f"starting the engines, for prompts of {tokens:,} tokens ...")
@@ -230,7 +235,7 @@ def _report(
     write_rows(json_file, result.rows)
 
 
-def _end(plan: Plan, result: _Result) -> None:
+def _end(plan: ComparePlan, result: _Result) -> None:
     """Exit with 1 after a failure or a stop."""
     if bad := failed(result.rows, most_reuse=plan.most_reuse, strict=plan.strict):
         places = sorted({f"{row.system} ({row.tier}, {row.workload})" for row in bad})
@@ -245,7 +250,7 @@ def _end(plan: Plan, result: _Result) -> None:
         sys.exit(1)
 
 
-def _fitting_tokens(host: _Host, plan: Plan) -> int:
+def _fitting_tokens(host: _Host, plan: ComparePlan) -> int:
     prefill_s = longest_s(host.model, num_threads=host.threads)
     planned = [visit for stage in plan.stages for visit in stage.visits]
     tokens, expected_s = fitting(prefill_s, planned, num_asked(VISITING, plan.tiers))

@@ -9,7 +9,7 @@ effects are measured within one engine, because processes differ.
 from collections.abc import Sequence
 
 from kvhold_lab.bench.compare import names
-from kvhold_lab.bench.compare.visits import BURST, WITHIN, Plan, Stage, Visit
+from kvhold_lab.bench.compare.visits import BURST, WITHIN, ComparePlan, Visit, VisitStage
 
 SHARES = (0, 25, 50, 75, 100)
 HELD_PROMPTS = 48  # a round makes 32, and 40 with `unchecked`
@@ -32,7 +32,7 @@ def repeating(
     offloading: bool = True,
     layerwise: bool = False,
     unchecked: bool = False,
-) -> Plan:
+) -> ComparePlan:
     """shares: of reuse, per cent"""
     of_share = {share: _cells(share, layerwise=layerwise, unchecked=unchecked) for share in shares}
     stages = []
@@ -53,7 +53,7 @@ def repeating(
                     )
                 )
                 documents += size
-            stages.append(Stage(_WORKLOAD, f"{what}, {share} % reuse", tuple(visits)))
+            stages.append(VisitStage(_WORKLOAD, f"{what}, {share} % reuse", tuple(visits)))
     systems = (
         *(names.RECOMPUTE, names.PLAIN, names.AGAIN, names.LIMIT),
         *((names.OFFLOADING,) if offloading else ()),
@@ -61,7 +61,7 @@ def repeating(
         *((names.LAYERWISE, names.BESIDE) if layerwise else ()),
         *((names.UNCHECKED,) if unchecked else ()),
     )
-    return Plan(
+    return ComparePlan(
         "vllm",
         systems,
         tuple(stages),

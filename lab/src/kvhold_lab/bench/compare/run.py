@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvhold_lab.bench.compare.names import COPIES, LIMIT, RECOMPUTE
 from kvhold_lab.bench.compare.systems import RunningSystem, settle
-from kvhold_lab.bench.compare.visits import Plan, Visit, VisitTexts, seconds_left
+from kvhold_lab.bench.compare.visits import ComparePlan, Visit, VisitTexts, seconds_left
 from kvhold_lab.bench.compare_engines.child import drop_pages
 from kvhold_lab.bench.engines import OutputsDiffer, Served
 from kvhold_lab.bench.ratios import Cell
@@ -32,7 +32,7 @@ class CompareMeasurement:
 def measure(
     running: RunningSystem,
     texts: VisitTexts,
-    plan: Plan,
+    plan: ComparePlan,
     measured: CompareMeasurement,
     *,
     say: Callable[[str], None],
@@ -74,7 +74,7 @@ def _visit(
     prompts: list[list[int]],
     visit: Visit,
     chance: random.Random,
-    plan: Plan,
+    plan: ComparePlan,
 ) -> Cell:
     if not plan.page_cache:
         for folder in running.folders:

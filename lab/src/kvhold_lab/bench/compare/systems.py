@@ -16,7 +16,7 @@ from typing import Any
 from kvhold.node import NodeClient, end_node
 from kvhold_lab.bench.compare import names
 from kvhold_lab.bench.compare.lmcache import LMCacheServer, environment
-from kvhold_lab.bench.compare.visits import OWN_PROMPTS, TOKENS_PER_BLOCK, Plan
+from kvhold_lab.bench.compare.visits import OWN_PROMPTS, TOKENS_PER_BLOCK, ComparePlan
 from kvhold_lab.bench.engines import (
     PATIENT,
     ROOM_TOKENS,
@@ -121,7 +121,7 @@ def settle(system: System) -> None:
 @contextmanager
 def started(
     sizes: Sizes,
-    plan: Plan,
+    plan: ComparePlan,
     *,
     num_threads: int,
     peer: Path | None,

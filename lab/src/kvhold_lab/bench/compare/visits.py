@@ -78,7 +78,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Stage:
+class VisitStage:
     """Visits of one share of reuse in one workload. what: text for the user"""
 
     workload: str
@@ -87,7 +87,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparePlan:
     """One comparison.
 
     command:       of `kvhold bench`
@@ -101,7 +101,7 @@ class Plan:
 
     command: str
     systems: tuple[str, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[VisitStage, ...]
     held_prompts: int
     output_tokens: int
     tiers: tuple[str, ...] = ("ram",)
@@ -120,16 +120,16 @@ def visiting(
     rounds: int,
     tiers: tuple[str, ...],
     page_cache: bool = False,
-) -> Plan:
+) -> ComparePlan:
     stages = []
     for workload in workloads:
         planned = list(visits(workload, rounds=rounds))
         first = tuple(visit for visit in planned if not visit.counts)
-        stages.append(Stage(workload.title, "first visits", first))
+        stages.append(VisitStage(workload.title, "first visits", first))
         for reuse in REUSE_PERCENT:
             counted = tuple(visit for visit in planned if visit.counts and visit.reuse == reuse)
-            stages.append(Stage(workload.title, f"{reuse} % reuse", counted))
-    return Plan(
+            stages.append(VisitStage(workload.title, f"{reuse} % reuse", counted))
+    return ComparePlan(
         "compare",
         VISITING,
         tuple(stages),

@@ -20,9 +20,9 @@ from typing import Literal, Protocol, TypeAlias
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.memory.copier import Copier, Mark, Transfer
 from kvhold.memory.device import Settings
-from kvhold_lab.bench.gpu.decoder import Decoder, Tick, decoder_of
+from kvhold_lab.bench.gpu.decoder import StepDecoder, Tick, decoder_of
 from kvhold_lab.bench.gpu.rows import GpuRow
-from kvhold_lab.bench.gpu.sample import SIZES, Sample
+from kvhold_lab.bench.gpu.sample import SIZES, CopySample
 from kvhold_lab.bench.gpu.target import Target
 
 PART = "decode"
@@ -79,7 +79,7 @@ def rows(target: Target) -> Iterator[GpuRow]:
     for name in _PIECES:
         large = SIZES[name] >= serves
         for verb, way, has_goal in _paths(target, large=large):
-            sample = Sample(
+            sample = CopySample(
                 target,
                 piece_bytes=SIZES[name],
                 total_bytes=sizes.store_bytes if verb == "stores" else sizes.load_bytes,
@@ -87,7 +87,7 @@ def rows(target: Target) -> Iterator[GpuRow]:
             )
             copier = target.copier(sample.buffer, sample.buffer, sizes.settings(way))
             try:
-                with closing(Copies(copier, sample, verb)) as copies:
+                with closing(RepeatedCopies(copier, sample, verb)) as copies:
                     found = compare(decoder, copies, rounds=sizes.rounds, steps=sizes.steps)
             finally:
                 copier.close()
@@ -163,7 +163,7 @@ class Compared:
         )
 
 
-def compare(decoder: Decoder, copies: Beside, *, rounds: int, steps: int) -> Compared:
+def compare(decoder: StepDecoder, copies: Beside, *, rounds: int, steps: int) -> Compared:
     """Alternate windows without and with copies. rounds: even.
 
     The first round does not count. Raises RuntimeError if copies run in a window without them, and
@@ -183,7 +183,7 @@ def compare(decoder: Decoder, copies: Beside, *, rounds: int, steps: int) -> Com
     return Compared(*(median(each[1:]) for each in (alone, beside, copied)))
 
 
-def _alone(decoder: Decoder, copies: Beside, steps: int) -> float:
+def _alone(decoder: StepDecoder, copies: Beside, steps: int) -> float:
     running = copies.in_flight
     began, ended = _window(decoder, steps, None)
     if running or copies.in_flight:
@@ -191,7 +191,7 @@ def _alone(decoder: Decoder, copies: Beside, steps: int) -> float:
     return ended.seconds_since(began)
 
 
-def _beside(decoder: Decoder, copies: Beside, steps: int) -> tuple[float, int]:
+def _beside(decoder: StepDecoder, copies: Beside, steps: int) -> tuple[float, int]:
     copies.begin()
     try:
         began, ended = _window(decoder, steps, copies)
@@ -201,7 +201,7 @@ def _beside(decoder: Decoder, copies: Beside, steps: int) -> tuple[float, int]:
     return ended.seconds_since(began), nbytes
 
 
-def _window(decoder: Decoder, steps: int, copies: Beside | None) -> tuple[Tick, Tick]:
+def _window(decoder: StepDecoder, steps: int, copies: Beside | None) -> tuple[Tick, Tick]:
     """Put steps on the device, one ahead of it. Return the ticks before and after them."""
     began = decoder.tick()
     running, ended = deque[Tick](), began
@@ -217,10 +217,10 @@ def _window(decoder: Decoder, steps: int, copies: Beside | None) -> tuple[Tick, 
     return began, ended
 
 
-class Copies:
+class RepeatedCopies:
     """See `Beside`: the order and the threads of vLLM's worker."""
 
-    def __init__(self, copier: Copier, sample: Sample, verb: Verb) -> None:
+    def __init__(self, copier: Copier, sample: CopySample, verb: Verb) -> None:
         """Store once, so that loads find chunks. Raises the errors of `Copier.gather`."""
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")

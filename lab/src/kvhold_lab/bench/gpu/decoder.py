@@ -35,7 +35,7 @@ class Tick(Protocol):
         """Return the device's time between two ticks that it has reached."""
 
 
-class Decoder(Protocol):
+class StepDecoder(Protocol):
     @property
     def step_bytes(self) -> int:
         """Weights and KV that a step reads."""
@@ -51,7 +51,7 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """The sizes of a model. A layer has two products, and attention over a KV cache.
 
     width:    of a token's state
@@ -80,7 +80,7 @@ class Shape:
 
 
 # Llama-3-8B's heads. A layer has 128 MiB of weights and 256 MiB of KV.
-GPU = Shape(
+GPU = StepShape(
     layers=32,
     width=4096,
     requests=32,
@@ -91,7 +91,7 @@ GPU = Shape(
     dtype=torch.bfloat16,
 )
 # So small that torch computes it in the calling thread.
-SMALL = Shape(
+SMALL = StepShape(
     layers=1,
     width=16,
     requests=1,
@@ -103,15 +103,15 @@ SMALL = Shape(
 )
 
 
-def decoder_of(target: Target) -> Decoder:
+def decoder_of(target: Target) -> StepDecoder:
     if target.kind == "cuda":
         return GpuDecoder(target.device)
-    model = Model(SMALL, target.device)
+    model = StepModel(SMALL, target.device)
     return HostDecoder(model) if target.driver is None else QueueDecoder(model, target.driver)
 
 
-class Model:
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+class StepModel:
+    def __init__(self, shape: StepShape, device: torch.device) -> None:
         def random(*sizes: int) -> torch.Tensor:
             return torch.randn(sizes, device=device, dtype=shape.dtype).mul_(0.02)
 
@@ -140,12 +140,12 @@ class Model:
 
 
 class GpuDecoder:
-    """See `Decoder`. Takes half of the free memory at most."""
+    """See `StepDecoder`. Takes half of the free memory at most."""
 
     def __init__(self, device: torch.device) -> None:
         free_bytes = torch.cuda.mem_get_info(device)[0]
         layers = max(1, min(GPU.layers, free_bytes // 2 // GPU.layer_bytes))
-        self._model = Model(replace(GPU, layers=layers), device)
+        self._model = StepModel(replace(GPU, layers=layers), device)
         self._stream = torch.cuda.Stream(device)
         self._graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -190,7 +190,7 @@ class QueueDecoder:
 
     def __init__(
         self,
-        model: Model,
+        model: StepModel,
         driver: DeviceDriver,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -220,7 +220,7 @@ class QueueDecoder:
 class HostDecoder:
     """A decoder whose steps end before their call returns."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: StepModel) -> None:
         self._model = model
 
     @property

@@ -12,7 +12,7 @@ import torch
 from kvhold.memory.copier import Copier, Piece
 from kvhold.memory.device import Settings
 from kvhold_lab.bench.gpu.rows import GpuRow, check, rate
-from kvhold_lab.bench.gpu.sample import BLOCKS_A_CHUNK, SIZES, Sample
+from kvhold_lab.bench.gpu.sample import BLOCKS_A_CHUNK, SIZES, CopySample
 from kvhold_lab.bench.gpu.target import Target
 
 PART = "pieces"
@@ -25,7 +25,7 @@ def rows(target: Target) -> Iterator[GpuRow]:
 
 
 def _of_size(target: Target, name: str, piece_bytes: int) -> Iterator[GpuRow]:
-    sample = Sample(
+    sample = CopySample(
         target,
         piece_bytes=piece_bytes,
         total_bytes=(8 if target.small else 256) << 20,
@@ -48,7 +48,7 @@ def _of_size(target: Target, name: str, piece_bytes: int) -> Iterator[GpuRow]:
 
 
 def _measured(
-    target: Target, copier: Copier, sample: Sample, name: str, goal: float | None
+    target: Target, copier: Copier, sample: CopySample, name: str, goal: float | None
 ) -> Iterator[GpuRow]:
     piece, into, nbytes = sample.stored, sample.loaded, sample.nbytes
     host, flat = target.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=target.device)
@@ -65,7 +65,9 @@ def _measured(
         )
 
 
-def _with_checksums(target: Target, copier: Copier, sample: Sample, name: str) -> Iterator[GpuRow]:
+def _with_checksums(
+    target: Target, copier: Copier, sample: CopySample, name: str
+) -> Iterator[GpuRow]:
     """Yield the rates of a store with its commit and of a load, compared with the plain copies."""
 
     def store() -> None:
@@ -97,7 +99,7 @@ def _with_checksums(target: Target, copier: Copier, sample: Sample, name: str) -
         )
 
 
-def _is_exact(copier: Copier, sample: Sample) -> bool:
+def _is_exact(copier: Copier, sample: CopySample) -> bool:
     piece, into, tensors = sample.stored, sample.loaded, sample.tensors
     for tensor in tensors:
         tensor[torch.from_numpy(into.ids)] = 0

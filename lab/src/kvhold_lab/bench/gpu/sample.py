@@ -1,6 +1,6 @@
 """Blocks of one piece size, and an arena with the chunks of half of the blocks.
 
-    sample = Sample(target, piece_bytes=8 << 10, total_bytes=64 << 20)
+    sample = CopySample(target, piece_bytes=8 << 10, total_bytes=64 << 20)
     with sample.reserve() as reservation:
         copier.gather([sample.store_into(reservation)], after=copier.mark()).wait()
         reservation.commit()                            # keeps the checksums
@@ -28,7 +28,7 @@ SIZES = {"8 KiB": 8 << 10, "18 KiB": 18 << 10, "64 KiB": 64 << 10, "2 MiB": 2 <<
 _BLOCK_TOKENS = 16
 
 
-class Sample:
+class CopySample:
     """See above.
 
     tensors: uint8 [blocks, piece_bytes], one for each layer

@@ -23,14 +23,14 @@ from msgspec import structs
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import KVHoldError
 from kvhold.node import NodeClient, end_node
-from kvhold_lab.bench.soak.texts import Shape, Texts
+from kvhold_lab.bench.soak.texts import Texts, TextShape
 from kvhold_lab.checkpoints import make_checkpoint
 from kvhold_lab.engines.process import EngineFailed
 from kvhold_lab.verify.engine import Engines
 from kvhold_lab.verify.messages import STAGES, Serve, Start, Started, VerifyArrival, VerifyServed
 from kvhold_lab.verify.notes import FOLDER, read_loads
 
-_SHAPE = Shape(block=32, chunk=64, limit=448)
+_SHAPE = TextShape(block=32, chunk=64, limit=448)
 _LONGEST_ANSWER = 64
 _RAM_BYTES = 4 << 20
 _BLOCKS = 1 + 20

@@ -15,7 +15,7 @@ _KINDS, _OF_TEN = (_NEW, _AGAIN, _GO_ON, _BRANCH), (2, 2, 2, 4)
 
 
 @dataclass(frozen=True)
-class Shape:
+class TextShape:
     """Sizes in tokens. limit: of the longest prompt"""
 
     block: int
@@ -24,7 +24,7 @@ class Shape:
 
 
 class Texts:
-    def __init__(self, chance: random.Random, vocabulary: Sequence[int], shape: Shape) -> None:
+    def __init__(self, chance: random.Random, vocabulary: Sequence[int], shape: TextShape) -> None:
         self._chance = chance
         self._vocabulary = vocabulary
         self._shape = shape
