@@ -299,7 +299,7 @@ class TestEncryption:
     @pytest.mark.parametrize(
         ("keys", "told"),
         [
-            ((), "tier plugin: encrypt is set, and encryption.keys names no key"),
+            ((), "tier plugin: encrypt is set, but encryption.keys is empty"),
             (("=env:NOWHERE",), "env:NOWHERE is not set"),
             (("secret",), "'secret' needs =file:PATH or =env:NAME after it"),
             (("a=file:/nowhere/key",), "file:/nowhere/key: No such file"),

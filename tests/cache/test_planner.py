@@ -244,7 +244,9 @@ def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here
     assert (final.num_tokens, final.arriving, final.reason) == (6, False, SLOWER)
     assert world.state.metrics.value("kvhold_plans_cut_short") == 1
     [decision] = world.state.planner.explain("late")
-    assert decision.hit_tokens == 6 and decision.why.startswith("what was on its way")
+    assert decision.hit_tokens == 6 and decision.why.startswith(
+        "the reads took longer than computing"
+    )
     for pending_read in command.pending_reads[3:]:
         world.state.fetched(pending_read.entry, True)
     assert world.ask(cost=cost).num_tokens == 16, "it came for the next one"
@@ -353,7 +355,7 @@ def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes() -> No
     final = world.state.refresh(found.ticket)
     assert (final.arriving, final.reason) == (False, SLOWER)
     [decision] = world.state.planner.explain("slow")
-    assert decision.why.startswith("what was on its way") and (
+    assert decision.why.startswith("the reads took longer than computing") and (
         decision.waited_s,
         decision.hit_tokens,
     ) == (20, 0)

@@ -1,4 +1,4 @@
-"""Long work of a loop, done in steps between other work.
+"""Divides a loop's long work into short steps, with other work between them.
 
 A unit of work is about one microsecond. Units are counted, not measured, so equal calls make equal
 steps.
@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 TURN = 400  # units per step: under a millisecond on a slow machine
-_ONE_TURN_KEYS = 250  # a call of at most so many keys is one turn
+_ONE_TURN_KEYS = 250  # a call with at most this many keys is one step
 _MOST_DROPPED = 4000  # list items per step
 _MOST_POPPED = 200  # dictionary items per step
 
@@ -95,7 +95,7 @@ class Running(Generic[Result]):
         self.is_done = False
 
     def step(self, units: int = TURN) -> bool:
-        """Do about `units`. Return whether the call is done; raise its errors."""
+        """Do about `units` of work. Return whether the call is done. Raises the call's errors."""
         while units > 0:
             try:
                 units -= next(self._turns)

@@ -1,7 +1,7 @@
 """The latest admissions to memory and removals, as numbered events.
 
-Numbers begin at a random value, so those of another run or cache are detected as *lost*. The cache
-is the single writer.
+Numbers begin at a random value. So a number of another run or cache is answered with *lost*. Only
+the cache writes to the log.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from secrets import randbits
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 500  # in one batch, which takes a millisecond
+MOST = 500  # events per batch; a batch takes a millisecond
 
 
 class EventLog:
@@ -37,13 +37,13 @@ class EventLog:
     def after(self, number: int) -> EventBatch:
         """Return the events after `number`, oldest first, at most MOST."""
         new = self._last - number
-        if not 0 <= new <= len(self._ring):  # forgotten, or no number of this log
+        if not 0 <= new <= len(self._ring):  # too old, or not a number of this log
             return EventBatch([], self._last, lost=True)
         if not new:
             return EventBatch([], number)
         begin, count = (number + 1 - self._first) % self._limit, min(new, MOST)
         events = self._ring[begin : begin + count]
-        events += self._ring[: count - len(events)]  # after the ring's end
+        events += self._ring[: count - len(events)]  # the part after the wrap-around
         return EventBatch(events, number + count)
 
 

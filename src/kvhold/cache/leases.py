@@ -29,13 +29,18 @@ log = logging.getLogger(__name__)
 
 Owner = Hashable
 _MOST_LEASED = 500  # entries per step
-_MOST_AT_ONCE = 2000  # freed in the background beyond this many entries
+_MOST_AT_ONCE = 2000  # more entries than this are freed in the background
 _MOST_ABANDONED = 300  # entries abandoned per step
 
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """offsets: `[group][chunk]`, or ABSENT. checksums: `[group]`, of the present chunks."""
+    """A lease of one shard's chunks.
+
+    offsets:    `[group][chunk]`; ABSENT: not present
+    num_tokens: `[chunk]`
+    checksums:  `[group]`; packed, of the present chunks
+    """
 
     lease: int
     offsets: list[list[int]]
@@ -56,8 +61,8 @@ class _Ticket:
     """A hit that may be claimed.
 
     shards:   `{shard: [group][chunk]}`
-    claiming: claims in progress, which need the pins
-    dropped:  released; the last claim unpins
+    claiming: number of claims in progress, which need the pins
+    dropped:  the ticket was released; the last claim unpins its entries
     """
 
     owner: Owner
@@ -103,7 +108,7 @@ class Leases:
         return list(held.tickets) if held is not None else []
 
     def promise(self, owner: Owner, number: int) -> None:
-        """Note the ticket of a lookup that is not settled."""
+        """Add the ticket of a lookup that is not settled."""
         self._of(owner).tickets.add(number)
 
     def withdraw(self, owner: Owner, number: int) -> None:
@@ -118,7 +123,7 @@ class Leases:
         prefix: Prefix[Entry],
         pinned: list[Entry],
     ) -> None:
-        """Make a hit's ticket, which takes over the pins."""
+        """Create the ticket of a hit. The ticket takes over the pins."""
         shards = {
             shard: [prefix.rows[group, shard] for group in range(len(layout.groups))]
             for shard in range(query.shards)
@@ -142,7 +147,7 @@ class Leases:
 
         The ticket's pins stay until the last step.
 
-        is_arriving: the ticket is valid, though not settled
+        is_arriving: the ticket is valid but not settled; used for the metric's reason
         """
         held = self._tickets.get(ticket)
         if held is None or shard not in held.shards:
@@ -172,7 +177,11 @@ class Leases:
         num_tokens: list[int],
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> Turns[ClaimAnswer]:
-        """Pin entries. may_go_on: whether the remaining ones are still pinned."""
+        """Lease entries.
+
+        may_go_on: asked between steps; False ends the lease before the remaining entries, because
+                   the caller no longer pins them
+        """
         lease, holdings = next(self._numbers), self._of(owner)
         leased = holdings.leases[lease] = []
         holdings.lease_bytes[lease] = 0
@@ -199,7 +208,7 @@ class Leases:
         return ClaimAnswer(lease, offsets, num_tokens, [bytes(sums) for sums in checksums])
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
-        """Remove the chunks of a reader's report. A wrong report costs only a miss."""
+        """Remove the chunks that a reader reports as damaged. A wrong report costs only a miss."""
         reported = set(offsets)
         self.remove_damaged(
             [entry for entry in self._of(owner).leases.get(lease, []) if entry.offset in reported],
@@ -213,8 +222,8 @@ class Leases:
                 continue
             self._metrics.add("kvhold_damaged_chunks", found_by=found_by)
             log.error(
-                "%s: bytes in memory (offset %d, %d bytes) are not those that were stored: "
-                "removed; found by a %s",
+                "chunk %s: its bytes in memory (offset %d, %d bytes) are not those that were "
+                "stored; the chunk was removed; found by a %s",
                 entry.key.hex(),
                 entry.offset,
                 entry.nbytes,
@@ -243,7 +252,7 @@ class Leases:
     ) -> Turns[Grant]:
         """Reserve memory for missing chunks, up to the first that does not fit.
 
-        groups: `[group][chunk]`, one byte each, 0: not written; None: all
+        groups: `[group][chunk]`, one byte each; 0: do not reserve. None: reserve all
         """
         held, number = self._of(owner), next(self._numbers)
         reservation = ReservedChunks(layout, store_options, {}, held.numa_node)
@@ -303,7 +312,7 @@ class Leases:
             reservation.is_given_up = True
 
     def release_owner(self, owner: Owner) -> None:
-        """Release the leases and reservations of an owner without tickets."""
+        """Release an owner's leases and reservations. Its tickets were released before."""
         held = self._holdings.get(owner)
         if held is None:
             return

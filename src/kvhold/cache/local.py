@@ -1,4 +1,4 @@
-"""The cache in this process: the state machine under a lock, over its own arena.
+"""A cache in this process: the state machine under a lock, with an arena of its own.
 
 with open_cache(ram_bytes="2GiB", tiers=["disk:///var/cache/kvhold"]) as cache: ...
 """
@@ -39,7 +39,7 @@ from kvhold.tiers.policies import Policy
 
 
 def open_cache(**settings: Any) -> "LocalCache":
-    """Settings as in `Config`."""
+    """Open a cache. Settings: the fields of `Config`."""
     return LocalCache(load_config(settings))
 
 
@@ -47,7 +47,7 @@ class LocalCache(WholePrompts):
     """After `close`, every call raises KVHoldError."""
 
     def __init__(self, config: Config, *, policy: Policy | None = None) -> None:
-        """policy: of memory, instead of the one that `config.policy` names
+        """policy: memory's policy; None: the one that `config.policy` names
 
         Raises CapacityError, or ConfigError for invalid tiers.
         """
@@ -61,7 +61,8 @@ class LocalCache(WholePrompts):
         self._owner = object()
         self._buffer = np.frombuffer(self._arena.buffer, dtype=np.uint8)
         self._read_only = np.frombuffer(self._arena.buffer.toreadonly(), dtype=np.uint8)
-        self.tier_worker: TierWorker | None = None  # its thread calls `_happen` at once
+        # its thread may call `_happen` before `make_tier_worker` returns
+        self.tier_worker: TierWorker | None = None
         try:
             self.tier_worker = make_tier_worker(config, self._state, self._happen)
         except BaseException:
@@ -279,7 +280,7 @@ class LocalCache(WholePrompts):
             raise KVHoldError("this cache is closed")
 
     def _await(self, ticket: int, wait_s: float) -> Found:
-        """Under the lock."""
+        """Wait for a hit. The caller holds the lock."""
         try:
             self._lock.wait_for(lambda: self._closed or self._state.is_over(ticket), wait_s)
         except BaseException:  # Ctrl-C: only this call knows the ticket
@@ -288,12 +289,12 @@ class LocalCache(WholePrompts):
         return self._state.refresh(ticket, settle=True)
 
     def _move(self) -> None:
-        """Under the lock."""
+        """Submit the state's commands. The caller holds the lock."""
         if self.tier_worker is not None:
             self.tier_worker.submit(self._state.take_commands())
 
     def _happen(self, event: Callable[[], None]) -> None:
-        """Runs in the tier worker's or scrubber's thread."""
+        """Apply an event, in the tier worker's or the scrubber's thread."""
         with self._lock:
             event()
             self._move()
@@ -301,7 +302,7 @@ class LocalCache(WholePrompts):
         self._finish_chores()
 
     def _finish_chores(self) -> None:
-        """Other threads take the lock between steps."""
+        """Do the state's background work. Other threads can take the lock between steps."""
         while self._state.has_chores:
             with self._lock:
                 if self._closed:

@@ -1,6 +1,6 @@
 """Lookups and prefetches.
 
-    probing  -> the tiers are asked for missing chunks
+    probing  -> the tiers are probed for missing chunks
     arriving -> chunks are read and pinned; the hit may still grow
     settled  -> the hit has a ticket (`leases.py`), or there is none
 
@@ -45,12 +45,12 @@ from kvhold.core.reasons import (
 from kvhold.tiers.ram import Entry, RamTier
 
 _MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
-_MOST_ROWS = 1 << 12  # groups times shards, which some steps look at together
-_MOST_NOTED = 250  # missing chunks of a lookup per step
-_MOST_USED = 64  # present ones
-_MOST_SIBLINGS = 256  # keys of the missing chunk, for the reason
-_USED_UNITS = 7  # each, if all are leaves
-_LEARNING = 4  # with a policy that learns, a lookup takes as long as one of so many keys for each
+_MOST_ROWS = 1 << 12  # groups times shards; some steps visit all of them
+_MOST_NOTED = 250  # missing chunks per step, for the policy
+_MOST_USED = 64  # present chunks per step, for the policy
+_MOST_SIBLINGS = 256  # keys of the missing chunk that are looked up for the reason
+_USED_UNITS = 7  # per present chunk, if all are leaves
+_LEARNING = 4  # a lookup takes this many times as long with a learning policy
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
 
 
@@ -126,7 +126,7 @@ class Lookups:
     ) -> Turns[ClaimAnswer | None]:
         """Pin one shard's entries; None for an invalid ticket. arriving: do not settle the hit."""
         if first_chunk < 0:
-            raise ProtocolError(f"a claim from chunk {first_chunk} on; the first one is 0")
+            raise ProtocolError(f"first_chunk is {first_chunk}; it must be 0 or more")
         while self._is_arriving(ticket):
             search = self._searches[ticket]
             if search.settling:
@@ -168,7 +168,7 @@ class Lookups:
         return news
 
     def release(self, owner: Owner, number: int) -> bool:
-        """Release an unsettled lookup. False: the owner has none."""
+        """Release an unsettled lookup. Return False if the owner has no such lookup."""
         search = self._searches.get(number)
         if search is None or search.owner != owner:
             return False
@@ -276,7 +276,7 @@ class Lookups:
             self._uses.add(query, layout, prompt, runs[-1].value)
 
     def _expected_back(self, gap: Gap | None) -> ExpectedChunk | None:
-        """Return the first missing chunk, if the policy evicted or declined it and knows more."""
+        """Return the missing chunk with its expected return; None if the policy expects none."""
         ago_s = None if gap is None else self._evictions.ago_s(gap.key)
         if gap is None or ago_s is None:
             return None
@@ -330,7 +330,7 @@ class Lookups:
             else:
                 present = yield from prefix.in_order_turns()
                 yield from self._pins.pin_turns(present)
-                self._pins.unpin(present)  # they are young now, so not evicted next
+                self._pins.unpin(present)  # a pin counts as a use, so they are evicted last
         finally:
             self._pins.unpin(held)
 
@@ -343,7 +343,10 @@ class Lookups:
         prefix: Prefix[Entry] | None = None,
         sample: bool = False,
     ) -> Turns[None]:
-        """Load chunks without a waiting request. sample: only one, to measure the tier."""
+        """Load chunks without a waiting request.
+
+        sample: load only one chunk, to measure its tier
+        """
         number, clears, has_begun = next(self._numbers), self._ram.num_clears, False
         held: list[Entry] = []
         try:
@@ -355,7 +358,7 @@ class Lookups:
                 number, None, query, layout, prefix, num_keys=num_keys, sample=sample
             )
             has_begun = clears == self._ram.num_clears  # else pins may have been cleared
-        finally:  # the caller may have left
+        finally:  # the caller may have closed this generator
             if number in self._searches and not has_begun:
                 self._let_go(self._searches.take(number))
             self._pins.unpin(held)
@@ -371,7 +374,7 @@ class Lookups:
         while self._is_arriving(ticket):
             search = self._searches[ticket]
             if search.settling:
-                yield TURN  # another caller makes the hit
+                yield TURN  # another call is settling it
                 continue
             if settle or search.over:
                 return (yield from self._settle(ticket))
@@ -435,7 +438,7 @@ class Lookups:
             return answer
         finally:
             search.settling = False
-            if not is_settled:  # the caller has left
+            if not is_settled:  # the caller has closed this generator
                 search.forget_what_is_here()
 
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
@@ -492,7 +495,7 @@ class Lookups:
             return SLOWER
         if search is not None and gap is not None and search.idle and gap.key in search.places:
             return NOT_NEEDED
-        if search is not None:  # a chunk in RAM or a tier is not the reason
+        if search is not None:  # the reason is a chunk that neither RAM nor a tier has
             gap = self._gap_anywhere(presence, extent, search)
         if gap is None:
             return WHOLE
@@ -526,7 +529,7 @@ class Lookups:
 
 
 def _steps(runs: Iterable[Run], first: int, last: int, most: int) -> Iterator[Run]:
-    """Yield the runs from `first` to before `last` in short ones."""
+    """Divide the runs of the chunks `first` to `last - 1` into runs of at most `most` chunks."""
     for run in runs:
         end = min(run.last, last)
         for begin in range(max(run.first, first), end, most):
@@ -540,24 +543,33 @@ def check_query(layout: Layout, query: Query) -> int:
         or len(query.hashes) % HASH_BYTES
         or not 1 <= query.shards <= MAX_SHARDS
     ):
-        raise ProtocolError("a query's namespace, hashes or shards have an impossible size")
+        raise ProtocolError(
+            f"a query with {len(query.namespace)} bytes of namespace, {len(query.hashes)} bytes of "
+            f"hashes and {query.shards} shards; needed are {NAMESPACE_BYTES} bytes, a multiple of "
+            f"{HASH_BYTES} bytes and 1 to {MAX_SHARDS} shards"
+        )
     if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
-        raise ProtocolError("a query's tail hashes and tail lengths do not agree")
+        raise ProtocolError(
+            f"a query with {len(query.tail_hashes)} bytes of tail_hashes and "
+            f"{len(query.tail_lengths)} tail_lengths; each tail needs one length and a hash of "
+            f"{HASH_BYTES} bytes"
+        )
     if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
         raise ProtocolError(
-            f"a query's tail is not shorter than a chunk of {layout.tokens_per_chunk} tokens"
+            f"a query's tail_lengths must be 1 to {layout.tokens_per_chunk - 1} tokens: a chunk "
+            f"has {layout.tokens_per_chunk}"
         )
     num_rows = len(layout.groups) * query.shards
     num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * num_rows
     if num_rows > _MOST_ROWS:
         raise ProtocolError(
             f"a query of {num_keys} keys, of {len(layout.groups)} groups in {query.shards} "
-            f"shards; groups times shards are {_MOST_ROWS} at most"
+            f"shards; groups times shards must be {_MOST_ROWS} at most"
         )
     if num_keys > _MOST_KEYS:
         raise ProtocolError(
             f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "
             f"{len(query.tail_lengths)} tails, {len(layout.groups)} "
-            f"groups, {query.shards} shards); {_MOST_KEYS} is the most: look up a shorter prompt"
+            f"groups, {query.shards} shards); the limit is {_MOST_KEYS}: look up a shorter prompt"
         )
     return num_keys

@@ -1,10 +1,10 @@
-"""Decides how much of a prompt's KV to wait for, and remembers why.
+"""Decides how much of a prompt's KV to load, and remembers why.
 
     planner.pays(cost, query, layout, here)    # before the probe
     planner.plan(number, cost, layout, found)  # after it
     planner.is_too_slow(number, ...)           # during the reads
 
-An engine states its costs; tiers are measured (`transfer/speeds.py`). No I/O.
+The engine states its costs; the tiers' costs are measured (`transfer/speeds.py`). No I/O.
 """
 
 import time
@@ -35,8 +35,8 @@ from kvhold.core.planning import (
 
 _REMEMBERED = 512
 _SHOWN = 20
-_SURELY = 1.05  # the factor below which a difference changes no decision
-_LATE = 1.5
+_SURELY = 1.05  # a wait ends early only if going on without it is faster by this factor
+_LATE = 1.5  # a probe is late when it takes this many times its estimate
 _TRY_S = 30.0  # between samples of a slow tier
 IN_RAM = -1
 
@@ -45,10 +45,11 @@ IN_RAM = -1
 class ChunkPlaces:
     """Where a prompt's chunks are.
 
-    here:   the hit in memory
-    extent: the hit with all tiers
-    nbytes: `[chunk]`, over all groups and shards
-    below:  `{tier: [chunk]}` bytes to read; 1 if in progress
+    here:    the hit in memory alone
+    extent:  the hit in memory and all tiers
+    nbytes:  `[chunk]`, over all groups and shards
+    below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
+    sources: `{"ram" or a tier's name: tokens}`
     """
 
     query: Query
@@ -61,11 +62,12 @@ class ChunkPlaces:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to load.
+    """How much to load.
 
-    chunks:     request the chunks before this number now
-    wait_s:     until they all arrive
-    more_bytes: `{tier: bytes}`, ordered later
+    num_tokens: the length of the planned hit
+    chunks:     number of chunks to request now
+    wait_s:     until all planned chunks have arrived
+    more_bytes: `{tier: bytes}` to request later
     """
 
     num_tokens: int
@@ -76,7 +78,10 @@ class LoadPlan:
 
 @dataclass
 class Marks:
-    """The ends of a search's reads in the tiers' queues, as `TierSpeed.requested_bytes`."""
+    """The plan of a search, and its position in the tiers' queues.
+
+    by_tier: `{tier: TierSpeed.requested_bytes after the search's last read}`
+    """
 
     by_tier: dict[int, int] = field(default_factory=dict)
     plan: LoadPlan | None = None
@@ -105,13 +110,13 @@ class Planner:
     def is_worth_loading(
         self, cost: ComputeCost, query: Query, layout: Layout, num_tokens: int
     ) -> bool:
-        """Compare a copy from memory with computing."""
+        """Whether a copy from memory is faster than computing."""
         tokens = np.array([0, num_tokens])
         nbytes = np.array([0, _load_bytes(layout, query.shards, cost, num_tokens)])
         return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
-        """Whether a probe pays if one tier has all missing chunks."""
+        """Whether a probe could pay: assumes that one tier has all missing chunks."""
         if not cost.is_known or not all(speed.is_known for speed in self.speeds):
             return True
         options = self._options_here(cost, query, layout, here.num_tokens)
@@ -155,7 +160,10 @@ class Planner:
         return costs[0] if costs is not None else 0.0
 
     def plan(self, number: int, cost: ComputeCost, layout: Layout, found: ChunkPlaces) -> LoadPlan:
-        """Plan a load of at most a few times the bytes that a tier has delivered at once."""
+        """Choose how much to load.
+
+        The first requests are limited to a few times the bytes that a tier has delivered at once.
+        """
         options = self._options_here(cost, found.query, layout, found.here.num_tokens)
         first, waits = (
             len(options.tokens),
@@ -224,7 +232,7 @@ class Planner:
             left_s = waited_s if waited_s > _LATE * self._probe_s else 0.0
         elif marks.plan is not None:
             goal = max(here, marks.plan.num_tokens)
-            # other reads may end while those of this search hang
+            # other searches' reads may end while this search's reads hang
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
         then = LoadOptions(
             np.array([goal]),
@@ -246,7 +254,7 @@ class Planner:
             )
         self._change(
             number,
-            why="what was on its way took longer than computing it, so no more was waited for",
+            why="the reads took longer than computing, so the rest was not waited for",
         )
         return True
 
@@ -277,8 +285,8 @@ class Planner:
             why = self._decisions[number].why
             self._change(
                 number,
-                why="tiers were not asked: had they all of it, computing it would be faster; "
-                f"of memory: {why}",
+                why="tiers were not asked: computing is faster, even if they have everything; "
+                f"from memory: {why}",
             )
 
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
@@ -294,7 +302,7 @@ class Planner:
                 return
 
     def explain(self, request: str) -> list[Decision]:
-        """Return decisions, newest first. request: a name or a part of one; empty: all."""
+        """Return decisions, newest first. request: a request's name or a part; empty: all"""
         decisions = list(reversed(self._decisions.values()))
         exact = [decision for decision in decisions if decision.request == request]
         return (exact or [decision for decision in decisions if request in decision.request])[
@@ -348,9 +356,9 @@ class Planner:
         found: ChunkPlaces,
         waits: Mapping[int, "np.ndarray[Any, Any]"],
     ) -> LoadOptions:
-        """Return one option per chunk end beyond memory.
+        """Return one option per chunk end beyond the hit in memory.
 
-        If a group has no full attention, only the last one.
+        If some group has no full attention, return only the option of the whole hit.
         """
         size, count = layout.tokens_per_chunk, found.extent.chunks
         ends = np.arange(1, count + 1) * size
@@ -370,7 +378,7 @@ class Planner:
 
 
 def _load_bytes(layout: Layout, shards: int, cost: ComputeCost, num_tokens: int) -> int:
-    """Return the bytes to copy. A tail counts as a whole chunk."""
+    """Return the bytes to copy to the engine. A tail counts as a whole chunk."""
     first = cost.computed_tokens // layout.tokens_per_chunk
     counts = [
         len(range(max(first, needed.start), needed.stop)) for needed in _needed(layout, num_tokens)
@@ -393,7 +401,13 @@ def _joined(one: LoadOptions, other: LoadOptions) -> LoadOptions:
 
 
 def _choice(cost: ComputeCost, alternatives: Mapping[str, Alternative]) -> str:
-    """Name a choice. `has`: the engine has it all. `all`, `part`, `none`: the loaded share."""
+    """Name a choice.
+
+    nothing:         nothing was found
+    unknown:         the engine's costs are not known
+    has:             the engine already has all that was found
+    all, part, none: the share that is loaded
+    """
     chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens
     if not everything:
         return "nothing"
@@ -412,9 +426,9 @@ def _why(cost: ComputeCost, alternatives: Mapping[str, Alternative], choice: str
         case "nothing":
             return "nothing was found"
         case "unknown":
-            return "the engine does not know yet how fast it computes: all that was found is loaded"
+            return "the engine's compute speed is not known yet, so the whole hit is loaded"
         case "has":
-            return "the engine has all that was found"
+            return "the engine already has the whole hit"
         case "all":
             return f"loading all of it takes {loaded}, computing it {computed}"
         case "part":

@@ -1,9 +1,8 @@
-"""Memory reserved for missing chunks, written, then made visible or freed.
+"""Reserves memory for missing chunks. A writer fills it, then commits or abandons it.
 
-No I/O; the state is the single writer. A writer abandons only after it has stopped writing.
-
-After `stalled_after_s`, a writer's chunks may be reserved again in other memory. Then its commit is
-dropped. So memory never has two owners, nor a key two entries.
+A writer abandons only after it has stopped writing. After `stalled_after_s`, another writer may
+reserve the same chunks in other memory; a later commit by the first writer is ignored. So no memory
+has two owners, and no key has two entries. No I/O.
 """
 
 import time
@@ -40,7 +39,9 @@ _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 @dataclass(frozen=True)
 class Grant:
-    """reservation: 0 if nothing was granted. offsets: `[group][chunk]`."""
+    """reservation: its number; 0: nothing was granted
+    offsets:     `[group][chunk]`; ABSENT: not granted
+    """
 
     reservation: int
     offsets: list[list[int]]
@@ -48,9 +49,11 @@ class Grant:
 
 @dataclass
 class ReservedChunks:
-    """Reserved chunks. is_given_up: others do not wait for its writer.
+    """Reserved chunks that are neither committed nor abandoned.
 
-    numa_node: of the writer
+    chunks:      `{chunk number: entries of the granted groups}`
+    numa_node:   the writer's NUMA node
+    is_given_up: others need not wait for the writer before they reserve the same chunks
     """
 
     layout: Layout
@@ -91,7 +94,7 @@ class Reservations:
         self._writes = writes
         self._stalled_after_s = stalled_after_s
         self._clock = clock
-        # with its start and its reservation
+        # by key: the entry, the time of its reservation, its reservation
         self._writing: dict[bytes, tuple[Entry, float, ReservedChunks]] = {}
 
     def reserve_turns(
@@ -102,13 +105,13 @@ class Reservations:
         *,
         groups: bytes | None = None,
     ) -> Turns[list[list[int]]]:
-        """Reserve memory. Return offsets, `[group][chunk]`. Raises ProtocolError."""
+        """Reserve memory. Return offsets, `[group][chunk]`. Raises ProtocolError, LayoutError."""
         layout, store_options = reservation.layout, reservation.store_options
         _check_names(layout, names, shard)
         if groups is not None and len(groups) != len(layout.groups) * len(names):
             raise ProtocolError(
                 f"groups has {len(groups)} bytes for {len(layout.groups)} groups of "
-                f"{len(names)} chunks; one each is needed"
+                f"{len(names)} chunks; it needs one byte per group and chunk"
             )
         expires_at = (
             0 if store_options.ttl_s is None else ceil(self._ram.now() + store_options.ttl_s)
@@ -146,11 +149,12 @@ class Reservations:
                     num_tokens=num_tokens,
                     first_token=first_token,
                     expires_at=expires_at,
-                    if_worth=self._writes is None,  # tiers get only what memory takes
+                    # tiers get chunks through memory, so with tiers memory may not decline any
+                    if_worth=self._writes is None,
                     numa_node=reservation.numa_node,
                 )
                 self._ram.unpin_all(there)
-                if entries is None:  # later chunks are useless
+                if entries is None:  # later chunks are useless without this one
                     why = self._ram.refusal
                     self._metrics.add(
                         "kvhold_store_skipped_chunks",
@@ -174,11 +178,11 @@ class Reservations:
     ) -> Turns[None]:
         """Make chunks visible, the last one first.
 
-        So eviction by age never takes a prefix before its continuation.
+        Then eviction by age never takes a prefix before its continuation.
 
-        checksums: `checksums.BYTES` per chunk, granted group and layer; None: no readers
+        checksums: `checksums.BYTES` bytes per chunk, granted group and layer; None: keep none
 
-        Raises ProtocolError for a wrong number, and commits nothing.
+        Raises ProtocolError if `checksums` has a wrong size; then nothing is committed.
         """
         if checksums is not None:
             yield from _keep_checksums(
@@ -188,7 +192,7 @@ class Reservations:
             )
         numbers = sorted(set(chunks) & reservation.chunks.keys(), reverse=True)
         committed: list[list[Entry]] = []
-        held: list[Entry] = []  # visible and not queued yet
+        held: list[Entry] = []  # visible, but not in the write queue yet
         try:
             for begin in range(0, len(numbers), _MOST_COMMITTED):
                 part = [
@@ -206,13 +210,13 @@ class Reservations:
                 yield _COMMIT_UNITS * sum(map(len, part))
             if self._writes is None:
                 return
-            # in the tiers, the beginning comes first
+            # tiers are written from the first chunk on
             for of_chunk in reversed(committed):
                 for entry in of_chunk:
                     self._writes.add(entry, reservation.layout, reservation.store_options)
                 self._ram.unpin_all([held.pop() for entry in of_chunk if entry.committed])
                 yield len(of_chunk)
-        finally:  # the client may leave
+        finally:  # the client may disconnect between steps
             self._ram.unpin_all(held)
 
     def _commit(self, entries: list[Entry]) -> None:
@@ -229,7 +233,7 @@ class Reservations:
             self._ram.commit(entry)
 
     def abandon_turns(self, reservation: ReservedChunks) -> Turns[None]:
-        """Free chunks. The reservation keeps those not freed yet."""
+        """Free the chunks. Chunks that are not freed yet stay in the reservation."""
         while reservation.chunks:
             entries = reservation.take(next(reversed(reservation.chunks)))
             self._is_written(entries)
@@ -284,7 +288,7 @@ def _keep_checksums(
     if len(packed) != sum(sizes):
         raise ProtocolError(
             f"checksums has {len(packed)} bytes for {len(entries)} chunks; {sum(sizes)} "
-            f"are needed, {BYTES} a layer"
+            f"are needed, {BYTES} per layer"
         )
     at = 0
     for number, (entry, size) in enumerate(zip(entries, sizes, strict=True), 1):
@@ -300,10 +304,19 @@ def _check_names(layout: Layout, names: ChunkNames, shard: int) -> None:
         or len(names.hashes) % HASH_BYTES
         or not 0 <= shard < MAX_SHARDS
     ):
-        raise ProtocolError("the chunks' namespace, hashes or shard have an impossible size")
+        raise ProtocolError(
+            f"chunk names with {len(names.namespace)} bytes of namespace and {len(names.hashes)} "
+            f"bytes of hashes, in shard {shard}; needed are {NAMESPACE_BYTES} bytes, a multiple of "
+            f"{HASH_BYTES} bytes and a shard below {MAX_SHARDS}"
+        )
     if len(names.parent) not in (0, HASH_BYTES):
-        raise ProtocolError("the hash before the chunks has an impossible size")
+        raise ProtocolError(
+            f"parent has {len(names.parent)} bytes; it must be empty or a hash of {HASH_BYTES} "
+            "bytes"
+        )
     if names.tail_tokens:
         if not names.hashes:
-            raise ProtocolError("a tail without a hash")
+            raise ProtocolError(
+                f"tail_tokens is {names.tail_tokens}, but hashes is empty; a tail needs its hash"
+            )
         layout.check_tokens(names.tail_tokens)

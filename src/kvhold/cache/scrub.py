@@ -1,7 +1,7 @@
 """Compares idle chunks in memory with their checksums, to find damage before readers do.
 
 A thread pins a few chunks for some milliseconds and hashes them; xxhash releases the GIL. `take`,
-`compare` and `give_back` do not wait, so the simulation runs them without the thread.
+`compare` and `give_back` never wait, so the simulation calls them without a thread.
 """
 
 import threading
@@ -17,7 +17,7 @@ from kvhold.core.status import ScrubStatus
 from kvhold.tiers.ram import Entry
 
 _BATCH_BYTES = 16 << 20  # pinned at a time, about 2 ms of hashing
-_MOST_BYTES_S = 1 << 30  # even for a short interval
+_MOST_BYTES_S = 1 << 30  # speed limit, even for a short interval
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
 
 
@@ -25,8 +25,8 @@ class Scrubber:
     def __init__(
         self, state: CacheState, post: Callable[[Callable[[], None]], None], interval_s: float
     ) -> None:
-        """post:       runs a call where the state lives
-        interval_s: seconds per pass; 0: never
+        """post:       runs a call under the state's lock, or in its loop
+        interval_s: seconds per pass; 0: never scrub
         """
         self._state = state
         self._post = post
@@ -46,7 +46,7 @@ class Scrubber:
         return self
 
     def stop(self) -> None:
-        """Wait until no chunk is read."""
+        """Stop, and wait until the thread reads no chunk."""
         self._stopped.set()
         self._taken.put(None)
         if self._thread is not None:
@@ -78,7 +78,7 @@ class Scrubber:
         )
 
     def take(self) -> list[Entry] | None:
-        """Pin some chunks, where the state lives; None at a pass's end."""
+        """Pin some chunks, called through `post`. Return None at the end of a pass."""
         if not self._waiting:
             part = next(self._parts, None)
             if part is None:
@@ -99,13 +99,14 @@ class Scrubber:
         return entries
 
     def compare(self, entry: Entry) -> Iterator[bool]:
+        """Yield for each layer whether its checksum is right."""
         view, checksums = self._state.ram.view(entry), unpack(entry.checksums)
         size = len(view) // len(checksums)
         for layer, stated in enumerate(checksums):
             yield xxh3_64_intdigest(view[layer * size : (layer + 1) * size]) == stated
 
     def give_back(self, entries: Sequence[Entry], damaged: Sequence[Entry]) -> None:
-        """Unpin chunks and remove damaged ones."""
+        """Remove the damaged chunks and unpin all, called through `post`."""
         self._state.metrics.add("kvhold_scrubbed_chunks", len(entries))
         self._state.metrics.add("kvhold_scrubbed_bytes", sum(entry.nbytes for entry in entries))
         self._state.remove_damaged(damaged, "scrubber")

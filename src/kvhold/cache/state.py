@@ -53,7 +53,7 @@ def new_state(
 ) -> "CacheState":
     """Raises ConfigError.
 
-    policy:     of memory, instead of the one that `config.policy` names
+    policy:     memory's policy; None: the one that `config.policy` names
     numa_nodes: see `RamTier`
     """
     if config.policy_for != "tokens" and config.policy != "learned":
@@ -83,7 +83,7 @@ def new_state(
 
 
 class CacheState:
-    """The cache's parts and their calls, most from `Lookups` and `Leases`."""
+    """The cache's parts. Most calls go to `Lookups` or `Leases`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class CacheState:
         self.turn_units = TURN  # per step
         self._has_tiers = num_tiers > 0
         self._layouts: dict[bytes, Layout] = {}
-        # so that no ticket of an earlier run is valid
+        # a random start: no ticket of an earlier run is valid
         self._numbers = count(randbits(48) << 8 | 1)
         self._commands: list[Command] = []
         self._clears = 0
@@ -258,7 +258,7 @@ class CacheState:
     abandon = in_one_turn(abandon_turns)
 
     def damaged(self, owner: Owner, lease: int, offsets: Sequence[int]) -> None:
-        """Remove the chunks of a reader's report. A wrong report costs only a miss."""
+        """Remove the chunks that a reader reports as damaged. A wrong report costs only a miss."""
         self._leases.damaged(owner, lease, offsets)
 
     def remove_damaged(self, entries: Iterable[Entry], found_by: str) -> None:
@@ -281,10 +281,13 @@ class CacheState:
     def clear(self, namespace: bytes | None) -> int:
         """Forget all chunks, or one namespace. Return the number in RAM."""
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
-            raise ProtocolError("the namespace to clear has an impossible size")
+            raise ProtocolError(
+                f"the namespace to clear has {len(namespace)} bytes; it needs {NAMESPACE_BYTES}"
+            )
         return self._clear(namespace or b"", learned=False)
 
     def cleared_elsewhere(self, prefix: bytes) -> None:
+        """Clear what another host has cleared in the shared tiers."""
         self._clear(prefix, learned=True)
 
     def reencode(self, owner: Owner, request: ReencodeRequest) -> int:
@@ -306,7 +309,7 @@ class CacheState:
     def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
         """Return the last event's number, and RAM's entries in parts.
 
-        Changes between two parts are in later events.
+        A change made between two parts is reported by a later event.
         """
         return self._changes.log.last, self.ram.parts()
 
@@ -352,7 +355,7 @@ class CacheState:
         self._writes.done(number)
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read, which may still write until `let_go`."""
+        """End a failed read. It may still write to the entry's memory until `let_go`."""
         self._searches.given_up(entry)
 
     def let_go(self, entry: Entry) -> None:
@@ -364,7 +367,7 @@ class CacheState:
     def fetched(
         self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
     ) -> None:
-        """End one read of a FetchCommand. Nothing writes to its memory any more."""
+        """End one read of a FetchCommand. It no longer writes to the entry's memory."""
         if not ok and why != TIER_DOWN:
             self._evictions.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why)

@@ -1,15 +1,17 @@
-"""What a chunk saves when it is found, over its bytes, by the setting `policy_for`.
+"""The value of keeping a chunk, per byte. The setting `policy_for` says what counts as value.
 
     values = ChunkValues("ttft", speeds)
     for run in values.runs(query, layout, num_chunks, cost): ...
 
-tokens: the tokens of a chunk
-bytes:  its bytes, so all chunks are worth the same
-ttft:   the seconds that its engine takes to compute it, less those to load it. It grows with the
-        chunk's place in the prompt. If reading it from the fastest tier takes less, then that.
+tokens: the number of its tokens
+bytes:  the number of its bytes, so all chunks have the same value per byte
+ttft:   the seconds to compute it, less the seconds to load it from memory. The value grows with the
+        chunk's position in the prompt. It is at most the seconds to read the chunk from the fastest
+        tier.
 
-All groups and shards of a chunk are needed together, so they share one value. Values are classes of
-half an octave (`tiers/policies/base.py`). The first value seen is `NEUTRAL`, unless it is 0. Pure.
+A hit needs all groups and shards of a chunk, so they share one value. Values are rounded to classes
+of half an octave (`tiers/policies/base.py`). The first value above 0 becomes the class `NEUTRAL`.
+Pure.
 """
 
 from bisect import bisect_right
@@ -27,7 +29,7 @@ _MOST_COSTS = 256
 
 
 class Run(NamedTuple):
-    """Chunks from `first` to before `last` with one value."""
+    """The chunks `first` to `last - 1`, which share one value."""
 
     first: int
     last: int
@@ -38,7 +40,7 @@ class ChunkValues:
     def __init__(self, policy_for: str, speeds: Sequence[TierSpeed] = ()) -> None:
         self._policy_for = policy_for
         self._speeds = speeds
-        self._costs: dict[bytes, ComputeCost] = {}  # the last known ones, by namespace
+        self._costs: dict[bytes, ComputeCost] = {}  # the latest known costs, by namespace
         self._neutral = 0.0
 
     def runs(
@@ -68,9 +70,9 @@ class ChunkValues:
         return cost
 
     def _saved_s(self, num_tokens: int, nbytes: int, cost: ComputeCost) -> Callable[[int], float]:
-        """Return a function of the chunk's number, which never falls."""
+        """Return a function: a chunk's number -> the seconds saved. It never decreases."""
         token_s = cost.token_s + cost.step_s / cost.step_tokens + cost.pair_s * num_tokens / 2
-        # a cost of 0 per byte is not known yet
+        # 0 seconds per byte: not measured yet
         below_s = min((c[1] * nbytes for s in self._speeds if (c := s.costs) and c[1]), default=inf)
 
         def saved_s(chunk: int) -> float:
@@ -90,7 +92,7 @@ class ChunkValues:
 
 
 def _runs(num_chunks: int, class_of: Callable[[int], int]) -> list[Run]:
-    """class_of: of a chunk's number; it never falls."""
+    """class_of: a chunk's number -> its class; it never decreases"""
     runs: list[Run] = []
     first = 0
     while first < num_chunks:

@@ -1,1 +1,1 @@
-"""The chunks in memory: the hit of a query, and why a chunk is not there."""
+"""Finds the hit of a query in memory, and the reason why a chunk is missing."""

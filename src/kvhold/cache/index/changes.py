@@ -1,4 +1,4 @@
-"""The changes in memory, as events for other indexes and as reasons of later misses."""
+"""Records admissions to memory and removals: as events, and as reasons of later misses."""
 
 from kvhold.cache.events import EventLog
 from kvhold.cache.index.eviction_history import EvictionHistory
@@ -10,7 +10,7 @@ from kvhold.tiers.ram import Entry
 
 class Changes:
     def __init__(self, metrics: Metrics, evictions: EvictionHistory, event_buffer: int) -> None:
-        """event_buffer: the most events to keep; 0: none."""
+        """event_buffer: the number of latest events to keep; 0: none"""
         self._metrics = metrics
         self._evictions = evictions
         self._log = EventLog(event_buffer) if event_buffer else None
@@ -20,13 +20,13 @@ class Changes:
         """Raises ConfigError without events."""
         if self._log is None:
             raise ConfigError(
-                "event_buffer is 0: this cache keeps no events; set it to how many are to "
-                "be remembered, such as 100000"
+                "event_buffer is 0: this cache keeps no events; set it to the number of events "
+                "to keep, such as 100000"
             )
         return self._log
 
     def note(self, what: str, entry: Entry) -> None:
-        """Note a change that `RamTier.watch` reports."""
+        """Record a change that `RamTier.watch` reports."""
         if self._log is not None:
             self._log.add(what, entry)
         if what in REASONS:

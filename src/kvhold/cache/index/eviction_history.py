@@ -1,6 +1,6 @@
 """Why and when chunks were removed, for the latest 32768 to 65536 keys.
 
-7.4 MB, and 88 bytes for each second with a removal (13.2 MB in all, at most).
+It takes 7.4 MB, and 88 bytes for each second in which chunks were removed; 13.2 MB at most.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvhold.core.reasons import NEVER_STORED, Reason
 
 LIMIT = 1 << 15
-_SAME_S = 1.0  # removals within it share one record
+_SAME_S = 1.0  # removals within this time, for one reason, share one record
 
 
 class Removal(NamedTuple):
@@ -19,7 +19,7 @@ class Removal(NamedTuple):
 
 
 class EvictionHistory:
-    """Two generations; a full younger one replaces the older."""
+    """Two generations of records. When the younger one is full, it replaces the older one."""
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
@@ -44,7 +44,7 @@ class EvictionHistory:
         return None if removal is None else removal.why
 
     def ago_s(self, key: bytes) -> float | None:
-        """Return for how long a chunk has been gone, to about a second."""
+        """Return the seconds since a chunk's removal, to about a second; None: not recorded."""
         removal = self._find(key)
         return None if removal is None else max(0.0, self._clock() - removal.at_s)
 

@@ -1,7 +1,7 @@
-"""The length of a hit: the longest prefix with all chunks that each group needs.
+"""The length of a hit: the longest prefix for which each group has all chunks that it needs.
 
-Full attention needs all chunks, sliding attention the last `window` tokens. A state needs the last
-chunk, which stands for all earlier tokens. Pure.
+A group with full attention needs all chunks, one with sliding attention those of the last `window`
+tokens. A state group needs the last chunk only, which represents all earlier tokens. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from kvhold.cache.chores import Turns, finish
 from kvhold.core.layout import Group, Layout
 
-# (group, number of the chunk or of the tail) -> every shard has it
+# (group, number of the chunk or of the tail) -> whether every shard has it
 Present = Callable[[int, int], bool]
 
 
@@ -21,11 +21,11 @@ def longest_hit(
     has_chunk: Present,
     has_tail: Present,
 ) -> tuple[int, int | None]:
-    """Return `(whole chunks, tail)`; tail: an index or None.
+    """Return `(whole chunks, tail)`; tail: an index in `tail_lengths`, or None.
 
-    reach:     whole chunks that all full-attention groups have
+    reach:     leading whole chunks that all full-attention groups have
     num_whole: whole chunks of the prompt
-    has_chunk: for other groups only
+    has_chunk: asked for the other groups only
     """
     return finish(longest_hit_turns(layout, reach, num_whole, tail_lengths, has_chunk, has_tail))
 
@@ -68,12 +68,12 @@ def longest_hit_turns(
         gap = yield from first_gap(chunks * layout.tokens_per_chunk)
         if gap is None:
             break
-        chunks = gap  # every hit that ends between the gap and here needs it, too
+        chunks = gap  # a hit that ends between the gap and here needs the missing chunk, too
     return chunks, None
 
 
 def needed_chunks(layout: Layout, group: int, num_tokens: int) -> range:
-    """Return the chunks of a group that a hit needs. A tail is the last one."""
+    """Return the chunks of a group that a hit needs. A tail counts as the last chunk."""
     size = layout.tokens_per_chunk
     count = -(-num_tokens // size)
     return range(_first_needed(layout.groups[group], num_tokens, size, count), count)

@@ -1,4 +1,4 @@
-"""Why a hit ends, in words, for `kvhold explain`."""
+"""Describes in words why a hit ends, for `kvhold explain`."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ _VERBS = {EVICTED: "was evicted", DECLINED: "was not worth its room"}
 
 
 class ExpectedChunk(NamedTuple):
-    """A chunk that is gone. expected_back_s: see `Policy.expected_back_s`"""
+    """A removed chunk. expected_back_s: see `Policy.expected_back_s`"""
 
     key: bytes
     expected_back_s: float
@@ -18,7 +18,7 @@ class ExpectedChunk(NamedTuple):
 def describe(
     reason: Reason, key: bytes, ago_s: float | None, expected: ExpectedChunk | None
 ) -> str:
-    """Describe why a chunk is missing. ago_s: since it is."""
+    """Describe why a chunk is missing. ago_s: the seconds since its removal"""
     if reason == WHOLE:
         return ""
     if reason not in _VERBS or ago_s is None:

@@ -1,10 +1,10 @@
-"""Pins and holds of entries in memory, taken and removed in steps.
+"""Pins, holds and unpins entries in memory, in steps.
 
     presence = Presence(query, layout, pins.finder(num_keys, held))
     yield from pins.pin_turns(entries)
     pins.unpin(entries)
 
-Both keep an entry in place; a pin also counts it as used. No I/O.
+A pin and a hold keep an entry in place. A pin also counts as a use of the entry. No I/O.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,10 @@ class Pins:
         self._chores = chores
 
     def finder(self, num_keys: int, held: list[Entry]) -> Callable[[bytes], Entry | None]:
-        """Return a function that finds entries in RAM. In a call of several turns it holds them."""
+        """Return a function that finds entries in RAM.
+
+        If the call takes several steps, the function holds the entries and adds them to `held`.
+        """
         return self._ram.find if is_short(num_keys) else self._find_and_hold(held)
 
     def pin_turns(self, entries: list[Entry]) -> Turns[None]:
@@ -37,7 +40,7 @@ class Pins:
                 if left:
                     yield len(part)
         finally:
-            if left:  # the caller has left
+            if left:  # the caller has closed this generator
                 self.unpin(entries[left:])
 
     def hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:
@@ -49,13 +52,13 @@ class Pins:
                 self._ram.hold_all(part)
                 num_held += len(part)
                 yield len(part) // 4
-        except GeneratorExit:  # the caller has left
+        except GeneratorExit:  # the caller has closed this generator
             self.unpin(entries[:num_held])
             raise
         return entries
 
     def unpin(self, entries: list[Entry]) -> None:
-        """Unpin entries and empty the list, a long one in the background."""
+        """Unpin entries. A long list is emptied in the background."""
         if len(entries) <= _MOST_AT_ONCE:
             self._ram.unpin_all(entries)
         else:

@@ -2,7 +2,7 @@
 
     prefix = finish(Presence(query, layout, ram.find).take_turns())      # the longest hit
 
-A key that `find` has found must stay, as pinned chunks do.
+A chunk that `find` has returned must stay where it is, so the caller pins or holds it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,11 @@ _MOST_ORDERED = 2000
 
 @dataclass(frozen=True)
 class Extent:
-    """The length of a hit. tail: index among the query's tails."""
+    """The length of a hit.
+
+    whole: number of whole chunks
+    tail:  index among the query's tails, or None
+    """
 
     whole: int
     tail: int | None
@@ -37,7 +41,7 @@ class Extent:
 
 
 class FirstKeys(Sequence[bytes]):
-    """The keys of a query's whole chunks, of the first group and shard."""
+    """The keys of a query's whole chunks in the first group and shard."""
 
     def __init__(self, query: Query) -> None:
         self._namespace = query.namespace
@@ -65,7 +69,7 @@ class FirstKeys(Sequence[bytes]):
 
 
 class Need(NamedTuple, Generic[Found]):
-    """One value of a hit. parent: the preceding chunk's key."""
+    """One chunk of a hit, in one group and shard. parent: the preceding chunk's key"""
 
     shard: int
     group: int
@@ -78,7 +82,7 @@ class Need(NamedTuple, Generic[Found]):
 
 @dataclass(frozen=True)
 class Prefix(Generic[Found]):
-    """A hit. rows: `{(group, shard): [chunk]}`, None where not needed."""
+    """A hit. rows: `{(group, shard): [chunk]}`; None: the hit does not need the chunk"""
 
     extent: Extent
     rows: dict[tuple[int, int], list[Found | None]]
@@ -99,7 +103,7 @@ class Prefix(Generic[Found]):
 
 @dataclass(frozen=True)
 class Gap:
-    """The first missing key. keys: of its chunk, in order, in all groups and shards."""
+    """The first missing key. keys: yields the keys of its chunk in all groups and shards"""
 
     key: bytes
     keys: Callable[[], Iterator[bytes]]
@@ -121,7 +125,7 @@ class Presence(Generic[Found]):
             [place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))
         ]
         self._runs: dict[tuple[int, int], list[Found]] = {}
-        # chunks outside runs; kept even if they expire
+        # chunks outside the runs; they stay here even if they expire
         self._seen: dict[bytes, Found] = {}
 
     def extent_turns(self) -> Turns[Extent]:
@@ -140,7 +144,7 @@ class Presence(Generic[Found]):
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
 
     def take_turns(self) -> Turns[Prefix[Found]]:
-        """Return the longest hit and forget its entries: each is in one list only."""
+        """Return the longest hit, and keep no reference to its entries."""
         extent = yield from self.extent_turns()
         rows: dict[tuple[int, int], list[Found | None]] = {}
         for group in range(len(self._layout.groups)):
@@ -151,11 +155,12 @@ class Presence(Generic[Found]):
         return Prefix(extent, rows)
 
     def remember(self, prefix: Prefix[Found]) -> None:
+        """Take over the full-attention rows of a hit."""
         whole = prefix.extent.whole
         for (group, shard), row in prefix.rows.items():
             if self._layout.groups[group].attention == "full":
                 del row[whole:]
-                # a full group has no None
+                # a full-attention row has no None
                 self._runs[group, shard] = row  # type: ignore[assignment]
 
     def shard_rows(self, shard: int, extent: Extent) -> list[list[Found | None]]:
@@ -262,14 +267,14 @@ class Presence(Generic[Found]):
         row: list[Found | None]
         if (run := self._runs.pop((group, shard), None)) is not None:
             del run[extent.whole :]
-            row = run  # type: ignore[assignment]  # no other list has it now
+            row = run  # type: ignore[assignment]  # popped, so only `row` refers to it
         else:
             row = [None] * first
             row += [self._chunk(group, shard, chunk) for chunk in range(first, extent.whole)]
         if extent.tail is not None:
             row.append(self._tail(group, shard, extent.tail))
-        assert None not in row[first:], "a hit counts only what is present"
-        assert len(row) == extent.chunks, "a run is as long as the hit"
+        assert None not in row[first:], "a hit has a missing chunk"
+        assert len(row) == extent.chunks, "a row is not as long as its hit"
         return row
 
     def _chunk(self, group: int, shard: int, chunk: int) -> Found | None:

@@ -1,4 +1,4 @@
-"""Commands of the state to the tier worker. Arrows name the state's method for the answer."""
+"""Commands from the state to the tier worker. `->` names the state's method for the answer."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,7 +20,7 @@ class ProbeCommand:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A chunk to read into its reserved entry. layout: None: an opaque frame"""
+    """A chunk to read into its reserved entry. layout: None for an opaque frame"""
 
     entry: Entry
     layout: Layout | None
@@ -42,8 +42,8 @@ class FetchCommand:
 class WriteCommand:
     """Write this held entry. -> `written(number)`
 
-    layout: None: an opaque frame, written as it is
-    above:  only to tiers above this one, the chunk's source
+    layout: None for an opaque frame, which is written as it is
+    above:  the tier that the chunk was read from: write only to the tiers above it
     """
 
     number: int
@@ -66,7 +66,7 @@ class ClearCommand:
 
 @dataclass(frozen=True)
 class Space:
-    """A namespace. layout: None if the frames must say it."""
+    """A namespace. layout: None: the frames name it"""
 
     layout: Layout | None
     store_options: StoreOptions
@@ -78,7 +78,7 @@ class ReencodeCommand:
 
     spaces:  by namespace digest
     layouts: by fingerprint
-    keys:    only these; None: all
+    keys:    re-encode only these; None: all
     """
 
     number: int
@@ -91,10 +91,10 @@ class ReencodeCommand:
 
 @dataclass(frozen=True)
 class UsedCommand:
-    """Tell tiers whose policy learns of a lookup. -> `uses.done(command)`
+    """Report a lookup to the tiers that have a learning policy. -> `uses.done(command)`
 
-    prompt, value: of `Policy.used`
-    at_s:          by the policy's clock
+    prompt, value: see `Policy.used`
+    at_s:          time by the policy's clock
     """
 
     query: Query

@@ -1,4 +1,4 @@
-"""Make the frames that go to the tiers: encode chunks, and seal them for an encrypted tier.
+"""Makes the frames for the tiers: encodes chunks, and encrypts them for an encrypted tier.
 
     written = Framer(make_codec("lossless"), keyring).framed(entry, layout, view, options)
 
@@ -38,8 +38,8 @@ class Framer:
     ) -> Framed | None:
         """Return an entry's frame; None without its encryption key. Raises DamagedChunks.
 
-        A raw frame has the commit's checksums, so its reader finds damage. With other codecs, the
-        chunk is compared after encoding, so damage is not sealed as correct.
+        A raw frame has the checksums of the commit, so its reader detects damage. For other codecs,
+        the chunk is checked after encoding, so that a damaged chunk gets no valid frame.
         """
         checksums = unpack(entry.checksums) or None
         written = self.encoded(
@@ -96,7 +96,7 @@ class Framer:
 
 
 def _on_a_page(parts: Parts) -> Parts:
-    """Copy a raw frame's header to a page, for direct I/O."""
+    """Copy a raw frame's header to the start of a page, for direct I/O."""
     if len(parts) == 1 or parts[0].obj is parts[1].obj:
         return parts
     header = page_aligned(len(parts[0]))

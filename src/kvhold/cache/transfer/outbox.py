@@ -1,4 +1,4 @@
-"""One tier's writes, in order. Runs in the tier worker's loop."""
+"""One tier's writes, in order. Runs in the loop of `WriteBehind`."""
 
 import asyncio
 from collections import deque
@@ -20,11 +20,11 @@ class FrameCoding:
 
 @dataclass(eq=False)
 class Write:
-    """An entry for some tiers.
+    """An entry to write to some tiers.
 
-    waiting: number of tiers that have not handled it
-    stale:   cleared by another host, so not to be written
-    frames:  made when a tier is ready
+    waiting: number of tiers that have not handled it yet
+    stale:   the entry was cleared, so it must not be written
+    frames:  made when the first tier is ready
     """
 
     command: WriteCommand

@@ -1,4 +1,4 @@
-"""Read a tier's frames into the arena, and check them.
+"""Receives a tier's frame, checks it and decodes it into the arena.
 
     buffer = ReadBuffer.of(ram, pending_read, keyring); buffer.accept(nbytes, check=True)
 
@@ -29,7 +29,7 @@ _RAW = Raw()
 
 
 class ReadBuffer:
-    """A read's buffers: the arena itself for a raw, unencrypted payload."""
+    """The buffers of one read. A raw payload without encryption goes directly to the arena."""
 
     def __init__(
         self, pending_read: PendingRead, chunk: memoryview, parts: Parts, keyring: Keyring | None
@@ -43,7 +43,7 @@ class ReadBuffer:
     def of(
         cls, ram: RamTier, pending_read: PendingRead, keyring: Keyring | None = None
     ) -> "ReadBuffer":
-        """keyring: of an encrypted tier, where only a sealed value is a frame."""
+        """keyring: of an encrypted tier; an unencrypted value is refused there"""
         entry, layout = pending_read.entry, pending_read.layout
         chunk = ram.view(entry)
         if layout is None:
@@ -52,7 +52,7 @@ class ReadBuffer:
         if keyring is None and pending_read.place.nbytes == header_bytes + entry.nbytes:
             return cls(pending_read, chunk, (page_aligned(header_bytes), chunk), None)
         most = max_frame_bytes(_RAW, layout, _group(entry), entry.num_tokens, align=ALIGNMENT)
-        # a larger value is a miss; an empty one is a frame that was cut short
+        # a larger value is a miss; an empty one is a truncated frame
         return cls(
             pending_read,
             chunk,
@@ -103,7 +103,10 @@ class ReadBuffer:
 def _decode(
     header: FrameHeader, payload: memoryview, chunk: memoryview, layout: Layout
 ) -> list[int]:
-    """Decode, and take the checksums before others can write there."""
+    """Decode into the arena and return the checksums.
+
+    The checksums are computed outside the arena, where no other process can write.
+    """
     size = header.layer_bytes
     if header.codec == RAW:
         unframe_payload(header, payload, chunk, layout=layout)

@@ -1,10 +1,10 @@
 """Re-encodes a tier's chunks with another codec, online.
 
-It handles one re-encoding, one batch and one chunk at a time. A batch takes its turn at the tier
-after all other users.
+It handles one re-encoding, one batch and one chunk at a time. Its calls go after all other calls
+that wait for the tier.
 
-A chunk loses precision once: a lossy frame is only decoded to `raw` or `lossless`. A lossless frame
-does not say whether its chunk was lossy before.
+A chunk loses precision once: a lossy frame is re-encoded only with a lossless codec. A lossless
+frame does not show whether its chunk was lossy before.
 """
 
 import asyncio
@@ -70,7 +70,11 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A checked frame. over_budget: another codec was used, to keep the budget."""
+    """A checked frame.
+
+    result:      None: `written` replaces the frame
+    over_budget: a more exact codec than the requested one was used, to keep the error budget
+    """
 
     result: Result | None = None
     written: Framed | None = None
@@ -92,7 +96,7 @@ class _Run:
 
 @dataclass
 class _Ready:
-    """A frame that replaces one of `before` bytes."""
+    """A new frame. before: size in bytes of the frame that it replaces"""
 
     key: bytes
     before: int
@@ -131,12 +135,12 @@ class Reencoder:
             self._tell(command.number, tally.so_far(done=True, stopped=stopped))
 
     async def _reencode(self, command: ReencodeCommand, tally: _Tally) -> str | None:
-        """Return why the re-encoding ended early; None: it did not."""
+        """Return why the re-encoding ended early, or None."""
         guard, keyring = self._stack.guards[command.tier], self._keyrings[command.tier]
         codec = await self._in_thread(lambda: make_codec(command.codec))
         run = _Run(command, guard, keyring, codec, _most_bytes(command), tally)
         log.info(
-            "tier %s: what it holds of %d namespaces is written by %s",
+            "tier %s: the chunks of %d namespaces are re-encoded with %s",
             guard.name,
             len(command.spaces),
             codec.name,
@@ -160,7 +164,7 @@ class Reencoder:
         return None
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
-        """Return the keys. One scan only, because it may read the whole index."""
+        """Return the keys of some namespaces, by one scan, which may read the whole index."""
         chosen = KeyList()
         if spaces:
             keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
@@ -312,7 +316,12 @@ class Reencoder:
             self._metrics.add(
                 "kvhold_tier_bad_frames", tier=run.guard.name, reason=looked.fault.reason
             )
-            log.warning("tier %s: %s is removed: %s", run.guard.name, key.hex(), looked.fault)
+            log.warning(
+                "tier %s: chunk %s has a bad frame, so it is removed: %s",
+                run.guard.name,
+                key.hex(),
+                looked.fault,
+            )
         if looked.expired:
             self._metrics.add("kvhold_expired_chunks", tier=run.guard.name)
 
@@ -334,7 +343,7 @@ def _batches(
 
 
 def _most_bytes(command: ReencodeCommand) -> int:
-    """Return a limit that no frame of these layouts reaches."""
+    """Return a size in bytes that no frame of these layouts exceeds."""
     layouts = [
         *command.layouts.values(),
         *(space.layout for space in command.spaces.values() if space.layout is not None),

@@ -1,7 +1,7 @@
 """Known namespaces, running re-encodings and their owners.
 
-No I/O: `reencoder.py` does the work. A namespace is known once an engine has registered it: its
-digest does not show its budget and tenant.
+A namespace is known once an engine has registered it or stored chunks. Its digest does not show its
+error budget and tenant. No I/O: `reencoder.py` does the work.
 """
 
 from collections import OrderedDict
@@ -27,10 +27,11 @@ LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
 
 @dataclass(frozen=True)
 class ReencodableTier:
-    """A tier.
+    """A tier, and whether its chunks can be re-encoded.
 
-    refusal:     why its chunks cannot be re-encoded
-    lossy_below: a lower tier with lossy frames. A chunk from there does not show its loss here
+    refusal:     why they cannot be
+    lossy_below: name of a lower tier with lossy frames. A chunk that was promoted from there has
+                 lost precision, which its frame here does not show
     """
 
     number: int
@@ -57,7 +58,7 @@ class Reencodings:
     def __init__(self, give_command: Callable[[Command], None]) -> None:
         self.tiers: dict[str, ReencodableTier] = {}
         self._give_command = give_command
-        # the latest is last. Each value has the strictest budget registered so far
+        # the latest is last; each value has the strictest budget seen so far
         self._known: OrderedDict[bytes, Space] = OrderedDict()
         self._shared: set[bytes] = set()  # registered with several tenants
         self._running: dict[int, _Running] = {}
@@ -95,14 +96,13 @@ class Reencodings:
         check_codec(request.codec)
         if tier.lossy_below is not None and request.codec not in LOSES_NOTHING:
             raise ConfigError(
-                f"tier {request.tier}: some of what it holds may have come up from tier "
-                f"{tier.lossy_below}, whose codec may have lost something;"
-                " by a codec with a loss it would lose more, so only "
-                f"{' and '.join(LOSES_NOTHING)} are taken here"
+                f"tier {request.tier}: some of its chunks may come from tier {tier.lossy_below}, "
+                f"whose codec may be lossy; codec {request.codec!r} could lose precision a second "
+                f"time, so only {' and '.join(LOSES_NOTHING)} are allowed here"
             )
         if len(self._running) >= _MOST_REENCODINGS:
             raise ConfigError(
-                f"{_MOST_REENCODINGS} re-encodings run or were not closed; close one first"
+                f"{_MOST_REENCODINGS} re-encodings are running or not closed; close one first"
             )
         keys = None
         if request.query is not None:
@@ -150,7 +150,7 @@ class Reencodings:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"tier {name!r} is unknown; known are "
-                f"{', '.join(self.tiers) or 'none: this cache has memory alone'}{hint}"
+                f"{', '.join(self.tiers) or 'none: this cache has only memory'}{hint}"
             )
         if tier.refusal is not None:
             raise ConfigError(f"tier {name}: {tier.refusal}")
@@ -171,18 +171,18 @@ class Reencodings:
                 f"the namespace has {len(digest)} bytes; a digest has {NAMESPACE_BYTES}"
             )
         if request.query is not None and request.namespace not in (None, digest):
-            raise ProtocolError("the namespace to re-encode is not that of the prompt")
+            raise ProtocolError("the namespace to re-encode differs from the query's namespace")
         tenant = request.query.tenant if request.query is not None else None
         known = self._known.get(digest)
         if known is None and request.codec not in LOSES_NOTHING:
             raise ConfigError(
-                f"namespace {digest.hex()} is not known here, so its budget is not either, "
-                f"and only {' and '.join(LOSES_NOTHING)} can be"
-                " sure to keep it; it is known once an engine that uses it has connected"
+                f"namespace {digest.hex()} and its error budget are not known here, so only "
+                f"{' and '.join(LOSES_NOTHING)} are allowed; the namespace is known once an "
+                "engine that uses it has connected"
             )
         if tenant is None and tier.encrypted and (known is None or digest in self._shared):
             raise ConfigError(
-                f"tier {request.tier} is encrypted, and whose key opens namespace "
+                f"tier {request.tier} is encrypted, and the tenant whose key encrypts namespace "
                 f"{digest.hex()} is not known here"
             )
         if known is None:

@@ -1,12 +1,12 @@
-"""Load a prompt's chunks from lower tiers, and pin them on arrival.
+"""Loads a prompt's chunks from lower tiers, and pins them on arrival.
 
     searches.begin_turns(number, ...)         # requests a probe
     searches.probed(number, places)           # reserves memory; requests the reads
     searches.fetched(entry, ok)               # the last read ends the search
     search = searches.take(number)
 
-No I/O. A read serves all searches for its chunk, and ends in RAM even for a released search.
-Between two steps, a search may be taken or cleared.
+One read serves all searches that need its chunk. The chunk enters RAM even if its searches were
+released. Between two steps, a search may be taken or cleared. No I/O.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -43,17 +43,21 @@ _MOST_PER_COMMAND = 250  # keys
 
 @dataclass(eq=False)
 class Search:
-    """One waiting lookup.
+    """One lookup or prefetch that needs the tiers. owner: None without a waiting request.
 
-    here:     the presence of `pinned`
-    probing:  the tiers have not answered
-    ordering: its next reads are being chosen
-    settling: its hit is being made
-    silent:   some tier did not answer
-    sample:   it loads one chunk, to measure the tier
-    hurried:  it ends early, because that is faster
-    idle:     no tier has more than `have_tokens`
-    missing:  a chunk that memory lacked, if it was expected back
+    here:       the hit made of `pinned`
+    awaited:    keys of its reads in progress
+    probing:    the tiers have not answered
+    requesting: its next reads are being chosen
+    settling:   its hit is being computed
+    places:     where the tiers have the missing chunks
+    silent:     some tier did not answer
+    sources:    the tier of each chunk that has arrived
+    faults:     why a chunk did not arrive
+    sample:     it loads one chunk, to measure the tier
+    hurried:    it ends early, because computing is faster
+    idle:       it loads nothing: the hit is not longer than `have_tokens`, even with the tiers
+    missing:    the first chunk that memory lacked, if it was expected back
     """
 
     owner: Hashable
@@ -103,7 +107,7 @@ class Search:
         return self.hurried if self.probing or key in self.awaited else key in self.places
 
     def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | TierPlace]":
-        """Return the presence in all places. Failed and awaited chunks are absent."""
+        """Return the presence in RAM and tiers. Failed and awaited chunks count as absent."""
 
         def anywhere(key: bytes) -> Entry | TierPlace | None:
             lost = key in self.faults or key in self.awaited
@@ -120,10 +124,12 @@ class _Coming:
 
 @dataclass
 class _Survey:
-    """The costs of a prefix.
+    """Where the chunks of a prefix are, and their sizes.
 
-    below:  `{tier: [chunk] bytes}`; 1 for a read in progress
-    coming: `{tier: chunk}`, its first read in progress
+    nbytes:  `[chunk]`
+    slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
+    below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
+    coming:  `{tier: chunk}`, the first chunk with a read in progress
     """
 
     nbytes: list[int]
@@ -184,7 +190,7 @@ class Searches:
 
     @property
     def num_arriving(self) -> int:
-        """Chunks being read, or given up with memory in use."""
+        """The number of chunks being read, or given up while a tier still uses their memory."""
         return len(self._coming) + len(self._given_up)
 
     def may_begin(self, query: Query) -> bool:
@@ -204,9 +210,9 @@ class Searches:
         have_tokens: int = 0,
         sample: bool = False,
     ) -> Turns[None]:
-        """Probe the tiers for missing chunks, and pin the others.
+        """Pin the present chunks, and probe the tiers for the missing ones.
 
-        prefix: held by the caller until the last step, then owned by the search
+        prefix: the caller holds its entries until the last step; then the search pins them
         """
         search = Search(
             owner,
@@ -266,7 +272,7 @@ class Searches:
         self._run(self._request_turns(number, search), search.num_keys)
 
     def _request_turns(self, number: int, search: Search) -> Turns[None]:
-        held: list[Entry] = []  # found entries must not be evicted before the pin
+        held: list[Entry] = []  # found entries, which must not be evicted before they are pinned
         pending_reads: list[PendingRead] = []
         search.marks.plan = None
         try:
@@ -299,7 +305,7 @@ class Searches:
                     pending_reads = []
                 if not has_room:
                     search.forgo_more()
-                    break  # later chunks are useless
+                    break  # later chunks are useless without this one
                 yield 16 * len(needs)
             yield from prefix.empty_turns()
         finally:
@@ -325,7 +331,7 @@ class Searches:
         needs: Sequence[Need[Entry | TierPlace]],
         pending_reads: list[PendingRead],
     ) -> bool:
-        """False: memory has run out."""
+        """Request reads of the missing chunks. Return False if one could not be reserved."""
         for need in needs:
             if need.key in search.pinned:
                 continue
@@ -391,12 +397,15 @@ class Searches:
         if key in search.pinned or self._ram.find(key) is not None:
             return IN_RAM
         place = search.places.get(key)
-        return place.tier if place is not None else IN_RAM  # it has just expired in the tier
+        return place.tier if place is not None else IN_RAM  # it was in RAM and has just expired
 
     def _finder_anywhere(
         self, search: Search, held: list[Entry]
     ) -> Callable[[bytes], Entry | TierPlace | None]:
-        """Return a function that finds and holds entries."""
+        """Return a function that finds chunks in RAM, in reads in progress and in the tiers.
+
+        held: receives the entries in RAM that were found; they are held
+        """
 
         def find(key: bytes) -> Entry | TierPlace | None:
             entry = self._find_or_coming(key)
@@ -412,7 +421,7 @@ class Searches:
     def fetched(
         self, entry: Entry, ok: bool, *, expires_at: int = 0, why: Reason = TIER_DOWN
     ) -> None:
-        """End a read. why: its fault."""
+        """End a read. why: the reason of a failure"""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=ok)
         if ok:
@@ -425,7 +434,7 @@ class Searches:
                 self._metrics.add("kvhold_promoted_chunks")
                 self._metrics.add("kvhold_promoted_bytes", entry.nbytes)
             if coming.pending_read.place.tier > 0:
-                # a chunk loses precision only once
+                # max_error=0: a chunk loses precision only once
                 store_options = StoreOptions(max_error=0, tenant=coming.pending_read.tenant)
                 self._writes.add(
                     entry,
@@ -441,7 +450,7 @@ class Searches:
         )
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read, which may still write until `let_go`."""
+        """End a failed read. It may still write to the entry's memory until `let_go`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
@@ -453,7 +462,7 @@ class Searches:
         self._ram.abandon(entry)
 
     def take(self, number: int) -> Search:
-        """Remove a search. Its pins become the caller's."""
+        """Remove a search. The caller takes over its pins."""
         return self._searches.pop(number)
 
     def clear(self, prefix: bytes) -> None:
@@ -487,7 +496,7 @@ class Searches:
     def _reserve(
         self, search: Search, need: Need[Entry | TierPlace], place: TierPlace | None
     ) -> PendingRead | None:
-        # another owner is writing it, or a given-up read holds it
+        # an engine is writing the chunk, or a given-up read still uses its memory
         if place is None or self._ram.holds(need.key):
             stuck = any(entry.key == need.key for entry in self._given_up)
             self._withdraw(search, need.key, DEADLINE if stuck else BEING_WRITTEN)
@@ -509,7 +518,7 @@ class Searches:
         search.faults[key] = why
 
     def _pin(self, search: Search, entries: Sequence[Entry]) -> None:
-        """Pin the last one first (see `Reservations.commit_turns`)."""
+        """Pin the last entry first (see `Reservations.commit_turns`)."""
         fresh = {entry.key: entry for entry in reversed(entries) if entry.key not in search.pinned}
         self._ram.pin_all(list(fresh.values()))
         for key, entry in fresh.items():
@@ -523,7 +532,7 @@ class Searches:
 def sources_turns(
     prefix: Prefix[Entry], search: Search, names: Sequence[str]
 ) -> Turns[dict[str, int]]:
-    """Count a hit's tokens by source. The slowest part of a chunk counts."""
+    """Count a hit's tokens by source. A chunk counts for the lowest tier that it came from."""
     slowest, find = list[int](), search.sources.get
     for column in prefix.columns():
         below = [

@@ -1,7 +1,7 @@
 """The speed of a tier, learned from the reads of requests.
 
-Counts bytes in memory, which includes a codec's ratio and speed. One monotonic clock gives all
-times. Pure.
+Bytes are counted as in memory, so the speed includes a codec's ratio and speed. All times come from
+one monotonic clock. Pure.
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,27 @@ import numpy as np
 from kvhold.core.estimates import Estimate
 from kvhold.core.planning import Floats, Ints
 
-_PIECE_S = 1.0  # a piece is this long
+_PIECE_S = 1.0  # a piece is cut when it is this long
 _TOGETHER_S = 0.001  # reads that end this close together ended in one call
-_GROWTH = 8  # times the largest measured piece may be ordered at once
-_LATE = 1.5  # times the estimate: then a read is late
+_GROWTH = 8  # at most this many times the largest measured piece is requested at once
+_LATE = 1.5  # a read is late when it takes this many times its estimate
 _ALIKE = 2  # up to this ratio, reads count as one size
-# factor on an unknown tier's silence: it takes at most an eighth of computing
+# a new tier's read is expected to take this many times its silence, so that a wait for it takes at
+# most an eighth of the computing time
 _DOUBT = 8
-_FEW = 3  # fewer reads do not separate costs per call and per byte
+_FEW = 3  # fewer reads do not separate the costs per call and per byte
 _STALE_S = 30.0
-# factor on the last read's time: samples take at most a twentieth of the time
+# a sample waits this many times the last read's time, so samples take at most a twentieth of it all
 _STALE_READS = 20.0
 
 
 @dataclass
 class _Piece:
-    """Reading without a pause. call: 1 after an idle tier, whose first answer is slower."""
+    """A measured stretch of reads without a pause.
+
+    call:  1 if the tier was idle before, so that the time includes a call's cost; else 0
+    whole: no read failed
+    """
 
     began_s: float
     call: float
@@ -59,7 +64,7 @@ class TierSpeed:
         return int(_GROWTH * self._estimate.most(1))
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether to sample the tier, so that no bad estimate stays for ever."""
+        """Whether to sample the tier. Samples correct a bad estimate."""
         idle = self.requested_bytes == self.ended_bytes
         return idle and now_s - self._last_s > max(_STALE_S, _STALE_READS * self._last_took_s)
 
@@ -72,7 +77,7 @@ class TierSpeed:
         """End a read. A failure says nothing about speed."""
         piece = self._piece
         assert piece is not None and self.ended_bytes < self.requested_bytes, (
-            "nothing ends that was not ordered"
+            "a read ended that was not requested"
         )
         if now_s - self._last_s > _TOGETHER_S and self._last_s - piece.began_s >= _PIECE_S:
             self._note(piece, self._last_s)
@@ -86,7 +91,7 @@ class TierSpeed:
             self._piece = None
 
     def wait_s(self, nbytes: Ints) -> Floats:
-        """Return [n] seconds until so many more bytes arrive; 0 if unknown."""
+        """Return [n] seconds until `nbytes` [n] more bytes arrive; 0 if unknown."""
         costs = self._estimate.costs
         if costs is None:
             return np.zeros(len(nbytes))
@@ -97,9 +102,9 @@ class TierSpeed:
     def left_s(self, until_bytes: int, now_s: float, *, more_bytes: int = 0) -> float:
         """Return the seconds until `ended_bytes` reaches `until_bytes`, plus `more_bytes`.
 
-        A late read is expected to take as long again as its silence; after few reads, or for far
-        more bytes than ever, eight times as long. The cap is `slowest_byte_s`, unless the read is
-        late by that, too.
+        A late read is expected to take as long again as the tier has been silent. The factor is
+        eight if few reads were measured, or if far more bytes are left than any read had. Then
+        `slowest_byte_s` limits the time, unless the read is late by that, too.
         """
         left = until_bytes - self.ended_bytes
         if left <= 0:
@@ -126,15 +131,18 @@ class TierSpeed:
         return self._estimate.num_measured < _FEW
 
     def _is_far_beyond(self, nbytes: int) -> bool:
-        """Reads of one size do not separate costs per call and per byte."""
+        """Whether an estimate from reads of one size says nothing about `nbytes`.
+
+        Reads of one size do not separate the costs per call and per byte.
+        """
         most, least = self._estimate.most(1), self._estimate.least(1)
         return most < _ALIKE * least and nbytes > _ALIKE * most
 
     def _byte_s(self, call_s: float, byte_s: float) -> float:
         """Return the seconds per outstanding byte.
 
-        A slow current piece counts for a new tier only. For a known tier it misleads: the first of
-        concurrent calls ends late, the others right after.
+        Only a new tier's estimate includes a slow current piece. For a known tier the piece
+        misleads: the first of concurrent calls ends late, and the others end right after it.
         """
         piece = self._piece
         if piece is None or not piece.nbytes or not self._is_new:

@@ -1,4 +1,4 @@
-"""The running tasks of one owner. A failing task is logged, and ends no other."""
+"""The running tasks of one owner. A failed task is logged; the others continue."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-LEAVE_S = 5.0  # wait for cancelled tasks; then they are abandoned
+LEAVE_S = 5.0  # the longest wait for cancelled tasks, which are then abandoned
 
 
 class Tasks:

@@ -43,10 +43,10 @@ class ReadOwner(Protocol):
     def fetched(
         self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
     ) -> None:
-        """End a read, which writes no more. expires_at: 0: never"""
+        """End a read. It no longer writes to the entry's memory. expires_at: 0: never"""
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read, which may still write until `let_go`."""
+        """End a failed read. It may still write to the entry's memory until `let_go`."""
 
     def let_go(self, entry: Entry) -> None: ...
 
@@ -66,9 +66,9 @@ class TierReader:
         checking: Executor | None = None,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        """keyrings: for each tier; None: not encrypted; empty: none is
+        """keyrings: one per tier; None: not encrypted. Empty: no tier is encrypted
         checking: the pool that checks and decodes; None: all entries are opaque frames
-        post:     runs a call where the owner lives
+        post:     runs a call under the owner's lock, or in its loop
         """
         self._owner = owner
         self._ram = owner.ram
@@ -142,7 +142,7 @@ class TierReader:
             }
             # so that the next lookup does not find it
             await self._remove_bad(guard, arrived)
-        # the tier may still use the memory, so do not reuse it
+        # the tier may still use the memory, so it must not be reused
         except asyncio.CancelledError:
             self._tell_given_up(left)
             raise
@@ -213,7 +213,12 @@ class TierReader:
                 self._metrics.add(
                     "kvhold_tier_bad_frames", tier=guard.name, reason=one.fault.reason
                 )
-                log.warning("tier %s: %s is removed: %s", guard.name, key.hex(), one.fault)
+                log.warning(
+                    "tier %s: chunk %s has a bad frame, so it is removed: %s",
+                    guard.name,
+                    key.hex(),
+                    one.fault,
+                )
                 keys.append(key)
             elif self._has_expired(one):
                 self._metrics.add("kvhold_expired_chunks", tier=guard.name)
@@ -241,7 +246,7 @@ class TierReader:
 
 
 async def remove(guard: Guard, keys: list[bytes]) -> None:
-    """Does nothing in a read-only tier."""
+    """Remove keys from a tier. Does nothing if the tier is read-only."""
     if not guard.config.read_only:
         async with guard.gate.turn(Urgency.DELETE):
             await guard.delete(keys)

@@ -2,10 +2,10 @@
 
     worker = TierWorker(state, stack, metrics, post)   # a thread with its own event loop
     worker.submit(state.take_commands())               # never blocks
-    post(lambda: state.fetched(entry, True))           # run where the state lives
+    post(lambda: state.fetched(entry, True))           # runs under the state's lock or in its loop
 
-`TierReader` checks frames before a chunk is visible. Raw payloads move without a copy. Pools encode
-and check, and release the GIL.
+`TierReader` checks a frame before its chunk becomes visible. Raw payloads move without a copy.
+Thread pools encode and check frames; that work releases the GIL.
 """
 
 import asyncio
@@ -70,18 +70,18 @@ class TierWorker:
         loop: asyncio.AbstractEventLoop | None = None,
         journal: ClearsJournal | None = None,
     ) -> None:
-        """loop:    run here, without a thread; then await `end`, and do not call `close`
+        """loop:    the loop to run in, without a thread; the caller awaits `end`, not `close`
         journal: keeps the pending clears of tiers
         """
         self._journal = journal
-        # prefixes that another host has cleared, until this host has cleared them too
+        # prefixes that another host has cleared and this host has not cleared yet, with a count
         self._barred: dict[bytes, int] = {}
         self._state = state
         self.ram = state.ram
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        # separate pools, because requests wait for checks
+        # separate pools: requests wait for checks, so encoding must not delay them
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
@@ -100,7 +100,7 @@ class TierWorker:
             self, stack.guards, metrics, codings=self._codings, encoding=self._encoding
         )
         self._pending_clears: set[asyncio.Task[Any]] = set()
-        # compiled early, because it takes a while
+        # codecs, compiled at the start because that is slow
         self._compiling: dict[str, asyncio.Future[Codec]] = {}
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
@@ -159,7 +159,7 @@ class TierWorker:
         """Like `close`, but leave the loop running."""
         self._closed = True
         await self._write_behind.drain(drain_timeout_s)
-        if self._pending_clears:  # the next node is to know of them
+        if self._pending_clears:  # they must be in the journal for the next node
             await asyncio.wait(self._pending_clears, timeout=LEAVE_S)
         await asyncio.gather(self._write_behind.end(), self._tasks.end())
         await asyncio.wait((asyncio.ensure_future(self._stack.close()),), timeout=LEAVE_S)
@@ -233,9 +233,9 @@ class TierWorker:
         self._post(lambda: self._state.probed(command.search, places, silent=bool(silent)))
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
-        """Learn of clears before probing a disk that may have older chunks.
+        """Apply other hosts' clears before a probe, because a disk may still have older chunks.
 
-        If a shared tier is down, the disk is used as it is.
+        If a shared tier is down, the disk is probed without its clears.
         """
         spaces = list(dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys))
         for guard in self._shared:
@@ -276,7 +276,7 @@ class TierWorker:
         self._post(lambda: self._state.remove_damaged([entry], "writer"))
 
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
-        """Nothing to do: a clear stays pending until the writes that began before it have ended."""
+        """Do nothing: a clear stays pending until the writes that began before it have ended."""
 
     def _tell_reencoded(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
@@ -302,9 +302,9 @@ class TierWorker:
         return self.ram.used_bytes_of(space) > 0 or (space == ALL and self.ram.num_namespaces > 0)
 
     def _use_new_spaces(self) -> None:
-        """Tell the shared tiers of some new namespaces, so that their clears are noticed.
+        """Register some new namespaces with the shared tiers, to notice their clears.
 
-        Nothing else does so if an engine only stores: no lookup probes its namespace.
+        An engine that only stores needs this, because no lookup probes its namespace.
         """
         for _ in range(min(len(self._new_spaces), _SPACES_AT_ONCE)):
             space = self._new_spaces.popleft()
@@ -327,7 +327,7 @@ class TierWorker:
         """Journal other hosts' clears, after the pending clears that they begin."""
         if self._journal is None:
             return
-        async with self._remembering:  # else an earlier call could write older numbers last
+        async with self._remembering:  # else an earlier call may write its older numbers last
             numbers = {guard.place: guard.generations for guard in self._shared}
             for guard in self._stack.guards:
                 await guard.remember()
@@ -341,12 +341,12 @@ class TierWorker:
         for guard, pending_clear in pending_clears:
             if (
                 pending_clear.prefix != command.prefix
-            ):  # it replaces others, which may wait for writes
+            ):  # it replaces earlier clears, which may still wait for writes
                 writing += self._write_behind.writing(pending_clear.prefix, guard)
         return writing, pending_clears
 
     async def _clear(self, command: ClearCommand, beginning: "asyncio.Task[Any]") -> None:
-        """Clear the tiers once the journal has the clear, so that it survives the node."""
+        """Clear the tiers after the journal has the clear, so that a restart does not lose it."""
         try:
             writing, pending_clears = await asyncio.shield(beginning)
             await self._write_behind.wait_for(writing)
@@ -368,7 +368,7 @@ def make_tier_worker(
 ) -> TierWorker | None:
     """Return None without tiers. Raises ConfigError.
 
-    clears_file: the setting's default
+    clears_file: the journal's path if `config.clears_file` is not set
     """
     if not config.tiers:
         return None
@@ -398,8 +398,8 @@ def _teach(stack: Stack, state: CacheState, policy: str) -> None:
         learned = state.ram.policy
         if not isinstance(learned, LearnedPolicy):
             raise ConfigError(
-                f"tier {name}: policy=learned needs policy = 'learned' for memory, which learns "
-                f"for it, not {policy!r}"
+                f"tier {name}: policy=learned needs policy = 'learned' for memory, whose "
+                f"statistics it uses, not {policy!r}"
             )
         worths = learned.times.add_place()
         tier.learn_from(worths)
@@ -414,8 +414,8 @@ def _check_coding(guard: Guard, config: Config) -> None:
         raise ConfigError(f"tier {guard.name}: {error}") from None
     if guard.config.encrypt and not config.encryption.keys:
         raise ConfigError(
-            f"tier {guard.name}: encrypt is set, and encryption.keys names no key, such as "
-            "=file:/etc/kvhold/key"
+            f"tier {guard.name}: encrypt is set, but encryption.keys is empty; set it, for example "
+            "to =file:/etc/kvhold/key"
         )
 
 
@@ -432,10 +432,7 @@ def _reencodable(stack: Stack) -> dict[str, ReencodableTier]:
 
 def _why_not_reencoded(guard: Guard) -> str | None:
     if guard.config.read_only:
-        return "it is read_only; set that to false to have it re-encoded"
+        return "it is read_only; set read_only to false to re-encode it"
     if not guard.traits.replaces:
-        return (
-            f"{guard.traits.name} cannot put a value in the place of another in one step; "
-            "clear it instead"
-        )
+        return f"{guard.traits.name} cannot replace a value in one step; clear the tier instead"
     return None

@@ -2,10 +2,10 @@
 
     write_behind = WriteBehind(owner, stack.guards, metrics)
     write_behind.start()                 # in the event loop
-    write_behind.add(command)            # -> owner.written(number), when no tier uses its memory
+    write_behind.add(command)            # -> owner.written(number), once no tier uses the memory
     await write_behind.drain(timeout_s); await write_behind.end()
 
-Each tier has a queue. `WriteQueue` bounds them together.
+Each tier has its own queue. `WriteQueue` bounds their sum.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class WriteBehind:
         codings: Sequence[FrameCoding] = (),
         encoding: Executor | None = None,
     ) -> None:
-        """codings: for each tier; empty: all entries are opaque frames"""
+        """codings: one per tier; empty: all entries are opaque frames"""
         self._owner = owner
         self._ram = owner.ram
         self._metrics = metrics
@@ -92,7 +92,7 @@ class WriteBehind:
             self._finish(outbox.drop(prefix))
 
     def spoil(self, prefix: bytes) -> None:
-        """Drop the writes under `prefix` that are no call yet."""
+        """Drop the writes under `prefix` whose put has not begun."""
         self.drop(prefix)
         for outbox in self._outboxes:
             for write in outbox.writing(prefix):
@@ -101,7 +101,7 @@ class WriteBehind:
     def writing(
         self, prefix: bytes, guard: Guard | None = None
     ) -> "list[tuple[Outbox, set[Write]]]":
-        """guard: of this tier only"""
+        """Return the writes in progress under `prefix`. guard: only of this tier"""
         return [
             (outbox, outbox.writing(prefix))
             for outbox in self._outboxes
@@ -118,7 +118,7 @@ class WriteBehind:
                 await self._some_written()
 
     async def drain(self, timeout_s: float) -> None:
-        """Write the available tiers' queues, for at most `timeout_s`."""
+        """Wait until the queues of the available tiers are empty, for at most `timeout_s`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while loop.time() < until and any(box for box in self._outboxes if box.guard.available):
@@ -144,10 +144,10 @@ class WriteBehind:
             try:
                 async with guard.gate.turn(Urgency.WRITE):
                     await self._write_batch(guard, outbox.coding, batch, pending)
-            except Exception:  # a fault loses one batch, not the tier
+            except Exception:  # a fault loses one batch; the next ones are still written
                 log.exception("tier %s: a batch was not written", guard.name)
                 guard.drop(len(batch), reason="internal")
-            # cancelled at the end: the tier may still use the memory, so it is not freed
+            # a cancelled task does not get here: the tier may still use the memory
             outbox.finish(batch)
             self._dealt_with.set()
             if not pending:
@@ -163,7 +163,7 @@ class WriteBehind:
         batch: list[Write],
         pending: "list[asyncio.Task[Any]]",
     ) -> None:
-        """pending: gets the calls that use the chunks' memory after the deadline"""
+        """pending: receives the calls that still use the chunks' memory after the deadline"""
         if not guard.available:
             guard.drop(len(batch), reason="unavailable")
             return
@@ -185,7 +185,7 @@ class WriteBehind:
                 for write in group
                 if (written := await self._frame(guard, coding, write))
             ]
-            # checked just before the put, so a put begins before a clear that it may outlast
+            # no await between this check and the put: a clear drops the write or waits for its put
             items = [
                 (write.command.entry.key, written.parts)
                 for write, written in framed
@@ -203,7 +203,10 @@ class WriteBehind:
         return expires_at - self._ram.now() if expires_at else None
 
     async def _frame(self, guard: Guard, coding: FrameCoding, write: Write) -> Framed | None:
-        """Return a frame, made once per coding; None if damaged or without a key."""
+        """Return the frame; None if the chunk is damaged or its encryption key is missing.
+
+        Tiers with the same coding share the frame.
+        """
         if write.command.layout is None:
             return Framed([self._ram.view(write.command.entry)], write.nbytes, RAW)
         if coding not in write.frames:

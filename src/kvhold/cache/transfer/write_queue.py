@@ -1,6 +1,6 @@
-"""The bounded queue of chunks for lower tiers. It drops chunks instead of blocking.
+"""The bounded queue of chunks for lower tiers. A full queue drops new chunks and never blocks.
 
-No I/O: the tier worker writes. A dropped chunk stays in RAM until its eviction.
+A dropped chunk stays in RAM until its eviction. No I/O: the tier worker writes.
 """
 
 import logging
@@ -30,7 +30,7 @@ class WriteQueue:
         self._metrics = metrics
         self._give_command = give_command
         self._limit_bytes = limit_bytes
-        # oldest first; finding the first of a plain dict is slow
+        # oldest first; to find the first key of a plain dict is slow
         self._held: OrderedDict[int, Entry] = OrderedDict()
         self._last = 0
         self._dropping = False
@@ -75,9 +75,9 @@ class WriteQueue:
 
     def _drop(self) -> None:
         self._metrics.add("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
-        if not self._dropping:  # once a burst
+        if not self._dropping:  # once per burst
             log.warning(
-                "lower tiers do not keep up: with %s waiting, chunks are dropped",
+                "lower tiers do not keep up: %s wait to be written, so new chunks are dropped",
                 format_size(self.queued_bytes),
             )
         self._dropping = True
