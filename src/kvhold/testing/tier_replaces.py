@@ -27,7 +27,7 @@ class TierReplaces:
         if tier.traits.replaces:
             pytest.skip("this tier can replace a value")
         await store(tier, {make_key(1): b"old"})
-        with pytest.raises(TierError, match="cannot put a value in the place of another"):
+        with pytest.raises(TierError, match="cannot replace a value in one step"):
             await replace(tier, [(make_key(1), [memoryview(b"new")])])
         assert await fetch(tier, [make_key(1)], [3]) == [b"old"]
 

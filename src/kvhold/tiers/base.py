@@ -187,7 +187,7 @@ async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool
         raise TierError(
             tier.traits.name,
             "replace",
-            "this kind of tier cannot put a value in the place of another in one step",
+            "this kind of tier cannot replace a value in one step",
         )
     return await tier.replace(items)
 

@@ -59,8 +59,7 @@ class CentralConfig:
     )
     ca_file: str = setting(
         "",
-        "PEM file of the authorities that may have signed the server's certificate; empty: "
-        "the system's",
+        "PEM file of the certificate authorities to trust for the server; empty: the system's",
     )
     cert_file: str = setting(
         "", "PEM file of the client's certificate, if the server requires one (mTLS)"
@@ -94,7 +93,7 @@ class CentralTier:
         if self._token and not config.tls and not config.insecure and not is_loopback(config.host):
             raise ConfigError(
                 f"kvhold: {self._address}: the token would cross the network in clear text; "
-                f"write kvholds://... (TLS), or insecure=true if nobody else can listen there"
+                f"write kvholds://... (TLS), or insecure=true if the network is trusted"
             )
         self._tls = (
             client_context(config.ca_file, config.cert_file, config.key_file)
@@ -146,7 +145,6 @@ class CentralTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        """Tier contract."""
         if ttl_s is not None and ttl_s != inf:  # rounded up to seconds, it may exceed the limit
             ttl_s = min(ttl_s, MAX_TTL_S)
         batches = [
@@ -294,7 +292,9 @@ class _GetBatch(Exchange):
     async def take(self, stream: Stream) -> None:
         answer = _answer.decode(await _body(stream))
         if not isinstance(answer, c.ValueSizes) or len(answer.sizes) != len(self.items):
-            raise ProtocolError("the answer to a get has another number of sizes")
+            raise ProtocolError(
+                f"the answer to a get of {len(self.items)} keys has a wrong number of sizes"
+            )
         for one, size in zip(self.items, answer.sizes, strict=True):
             if size is not None:
                 if not 0 < size <= one.nbytes or (one.start is not None and size != one.nbytes):
@@ -315,7 +315,9 @@ class _PutBatch(Exchange):
     async def take(self, stream: Stream) -> None:
         answer = _answer.decode(await _body(stream))
         if not isinstance(answer, c.Stored) or len(answer.faults) != len(self.faults):
-            raise ProtocolError("the answer to a put has another number of items")
+            raise ProtocolError(
+                f"the answer to a put of {len(self.faults)} keys has a wrong number of results"
+            )
         self.faults = answer.faults
 
 
@@ -335,7 +337,7 @@ def _batched(items: list[Item]) -> list[list[Item]]:
 
 
 def _raise_if_all(batches: Sequence[Exchange]) -> None:
-    """Raise a fault if every batch failed: the whole place is at fault."""
+    """Raise a fault if every batch failed, because then the whole tier has failed."""
     faults = [batch.fault for batch in batches]
     if faults and None not in faults:
         raise next(fault for fault in faults if fault is not None)

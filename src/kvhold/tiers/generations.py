@@ -171,7 +171,7 @@ class GenerationTier:
             raise TierError(
                 self.traits.name,
                 "replace",
-                "this kind of tier cannot put a value in the place of another in one step",
+                "this kind of tier cannot replace a value in one step",
             )
         return await self._noticed(self._tier.replace(items))
 

@@ -1,7 +1,7 @@
 """One folder of values on a local disk. Blocking.
 
     kvhold.lock               held by flock(2) while a process owns the folder; has its pid
-    kvhold.identity           a random name, which the folder keeps wherever it is mounted
+    kvhold.identity           a random name; it stays the same wherever the folder is mounted
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
@@ -30,14 +30,14 @@ _IDENTITY = "kvhold.identity"
 _IDENTITY_BYTES = 16
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _VALUE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-(\d{{1,15}})-([0-9a-f]{{1,16}})")
-# the largest time and size in the index
+# the largest time and size that the index can store
 _LATEST_NS = 2**63 - 1
 _MOST_BYTES = (2**32 - 1) * 512
 
 
 @dataclass(frozen=True)
 class FoundValue:
-    """A whole value's file. Times are in nanoseconds since 1970."""
+    """The file of a whole value. Times are in nanoseconds since 1970."""
 
     key: bytes
     name: str
@@ -99,7 +99,7 @@ class Folder:
                 self.remove(f"{NEW}/{name}")
         for shard in sorted(self._tree.names(".")):
             if _SHARD.fullmatch(shard):
-                self._count_removal(shard)  # by an earlier run
+                self._count_removal(shard)  # an earlier run's removals may not be durable
                 yield list(self._whole_values(shard))
 
     def write(
@@ -107,9 +107,9 @@ class Folder:
     ) -> int:
         """Write the file whole or not at all. Return its occupied bytes.
 
-        Raises OSError, and FileLeft if the file may be there.
+        Raises OSError; FileLeft if the file may exist.
 
-        reuse: a file to overwrite and rename; twice as fast as a new one, if the size fits
+        reuse: a file to overwrite and rename; twice as fast as a new one, if its size is the same
         """
         temporary, state = self._tree.write_new(
             pieces, allocate=True, used_ns=stamp_ns, reuse=reuse
@@ -132,7 +132,10 @@ class Folder:
     def read(
         self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int, stamp_ns: int
     ) -> int | None:
-        """Return the number of bytes; None if the file is missing or not whole. Raises OSError."""
+        """Return the number of bytes; None if the file is missing or its size is another.
+
+        Raises OSError.
+        """
         return self._tree.read(name, pieces, at=at, size=size, used_ns=stamp_ns)
 
     def remove(self, name: str) -> None:

@@ -1,15 +1,15 @@
 """The values of one folder, and the exact number of their bytes.
 
     planned = index.reserve(key, written_ns, nbytes)  # a place and its victims; None: no room
-    index.commit(planned.entry, occupied_bytes)  # visible; or index.abandon(planned.entry)
-    index.take(entry)  # not found from here on
-    index.finish(entry)  # its file is removed; or index.restore(entry): it could not be
+    index.commit(planned.entry, occupied_bytes)  # now visible; or index.abandon(planned.entry)
+    index.take(entry)  # no longer found
+    index.finish(entry)  # its file was removed; or index.restore(entry): the removal failed
 
 `used_bytes` includes orphans, files being written or removed, and removed files with a reader.
 These are never victims.
 
-An *orphan* is a file that could not be removed and whose key is not found, or is found in a newer
-file. Until it is removed, the next start may find it again.
+An *orphan* is a file that could not be removed and that no entry refers to: its key has no entry or
+a newer file. Until its removal, the next start may find it again.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ _IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
 class DiskEntry:
-    """One value's file. The same object while it is read.
+    """The file of one value. While it is read, all calls get the same object.
 
     `occupied_bytes` is an estimate until the commit.
     """
@@ -47,7 +47,7 @@ class DiskEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A place for a new value, once the victims' files are removed."""
+    """A new value's entry, whose file may be written once the victims' files are removed."""
 
     entry: DiskEntry
     victims: list[DiskEntry]
@@ -63,7 +63,7 @@ class Index:
     ) -> None:
         """Policies other than lru, fifo, mru and learned add 400 bytes per value.
 
-        learning: for `learned`
+        learning: used by `learned` only
         """
         self.limit_bytes = limit_bytes
         self._order = policy
@@ -93,7 +93,7 @@ class Index:
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes above the limit, after the removals under way."""
+        """The bytes above the limit, after the removals in progress."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
     def find(self, key: bytes) -> DiskEntry | None:
@@ -114,7 +114,7 @@ class Index:
         return (self._entry(row) for row in list(self._rows.oldest()))
 
     def add(self, entry: DiskEntry, used_ns: int) -> None:
-        """Call `sort` after the last file."""
+        """Add a listed file. Call `sort` after the last one."""
         self._used_bytes += entry.occupied_bytes
         self._show(entry, used_ns, UNKNOWN_PAST)
 
@@ -161,9 +161,9 @@ class Index:
     def reserve(
         self, key: bytes, written_ns: int, nbytes: int, *, beside: DiskEntry | None = None
     ) -> PlannedFile | None:
-        """Reserve a place for a file of `nbytes`. Without room, return None and take nothing.
+        """Reserve bytes for a file, and take the victims. Without room, return None, take nothing.
 
-        beside: the entry to be replaced, which must be held or read
+        beside: the entry to replace, which must be held or read
         """
         assert beside is not None or self._rows.find(key) == NONE
         occupied = self._occupied_bytes(nbytes)
@@ -191,7 +191,7 @@ class Index:
         return victims or None
 
     def commit(self, entry: DiskEntry, occupied_bytes: int, past: int | None = None) -> None:
-        """past: of the value that it replaces, with `learned`"""
+        """Make an entry visible. past: the past of the value that it replaces, with `learned`"""
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry, entry.written_ns, past)
@@ -203,7 +203,7 @@ class Index:
         self.commit(entry, occupied_bytes, past)
 
     def abandon(self, entry: DiskEntry, *, is_orphan: bool = False) -> None:
-        """is_orphan: the file may be there"""
+        """Give up a reserved entry. is_orphan: its file may exist"""
         if is_orphan:
             self._orphans[entry.name] = entry
         else:
@@ -276,7 +276,7 @@ class Index:
         self._orphans[name] = entry
 
     def finish_orphan(self, entry: DiskEntry) -> None:
-        """The file of an orphan is removed."""
+        """Forget an orphan whose file was removed."""
         del self._orphans[entry.name]
         self.finish(entry)
 
@@ -306,7 +306,7 @@ class Index:
         return None if self._learned is None else self._rows.past(self._rows.find(key))
 
     def _show(self, entry: DiskEntry, used_ns: int, past: int | None = None) -> None:
-        """past: None: it is written now"""
+        """Make an entry visible. past: None: the value is written now"""
         assert self._rows.find(entry.key) == NONE
         learned, behind = self._learned, NONE
         is_new = learned is not None and past is None
@@ -359,5 +359,5 @@ class Index:
 
     def _found(self, key: bytes) -> DiskEntry:
         entry = self.find(key)
-        assert entry is not None, "a policy knows what is visible"
+        assert entry is not None, "the policy has a key without an entry"
         return entry

@@ -1,6 +1,6 @@
-"""The jobs of a disk's threads. Each keeps its result for the loop.
+"""The jobs of a disk's threads. A job stores its result in its attributes.
 
-    job = Write(...); await threads.run([job.run]); job.fault, job.occupied_bytes
+    job = FileWrite(...); await threads.run([job.run]); job.fault, job.occupied_bytes
 
 An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
 """
@@ -20,7 +20,7 @@ from kvhold.tiers.files.pauses import with_pauses
 
 _log = logging.getLogger(__name__)
 
-# a folder is used after so many listed values
+# once so many values are listed, the folder is used while the rest is listed
 SERVES_FROM = 20_000
 
 
@@ -91,15 +91,15 @@ class Open:
         )
         if index.limit_bytes == 0:
             _log.warning(
-                "disk: %s: less is free there than reserve_bytes; nothing will be stored. "
-                "Set max_bytes",
+                "disk: %s: the free space is less than reserve_bytes, so nothing will be stored; "
+                "set max_bytes",
                 self._path,
             )
         return index
 
 
 class OpenMore:
-    """`found` is None at the end."""
+    """Lists another batch of values: `found`, or None at the end."""
 
     def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
         self.found: list[FoundValue] | None = None
@@ -115,7 +115,7 @@ class OpenMore:
 
 
 class RemoveNames:
-    """`left`: the names of files that could not be removed."""
+    """Removes files. `left`: the names of those that could not be removed."""
 
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
         self.left: list[str] = []
@@ -158,7 +158,7 @@ class Remove:
         self._folder = folder
 
     def run(self, stop: Event) -> None:
-        """Remove the file even if `stop` is set: its entry was taken."""
+        """Remove the file. `stop` is ignored, because the entry was already taken."""
         try:
             self._folder.remove(self.entry.name)
             self.gone = True
@@ -190,7 +190,11 @@ class SyncRemovals:
 
 
 class Read:
-    """`is_broken`: the file differs from its entry."""
+    """Reads a file.
+
+    is_broken: the file differed from its entry and was removed
+    is_lost:   the folder is no longer in its place
+    """
 
     def __init__(
         self,
@@ -229,7 +233,11 @@ class Read:
 
 
 class FileWrite:
-    """`is_left`: the write failed, and its file may be there."""
+    """Writes a file and removes its victims.
+
+    is_left: the write failed, but its file may exist
+    is_lost: the folder is no longer in its place
+    """
 
     def __init__(
         self,
@@ -253,7 +261,7 @@ class FileWrite:
         self._may_reuse = may_reuse
 
     def run(self, stop: Event) -> None:
-        """Overwrite a victim that occupies the same bytes; remove the others."""
+        """Overwrite a victim's file if it occupies as many bytes; remove the other victims."""
         stopped = stop.is_set()
         reused = None if stopped or not self._may_reuse else self._victim_to_reuse()
         for victim in self.victims:

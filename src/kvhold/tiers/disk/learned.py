@@ -1,13 +1,13 @@
-"""The order of eviction with `policy = "learned"`: the row that is worth least goes first.
+"""The order of eviction with `policy = "learned"`: the row with the lowest worth first.
 
-    order.used(keys, prompt, value, at_s)        # of a lookup, in the order in which they may go
+    order.used(keys, prompt, value, at_s)        # a lookup's keys, in the order of their eviction
     for row in order.victims(nbytes, is_held): ...
 
-Memory's policy learns (`tiers/policies/learned.py`) and tells what chunks are worth. Each row has a
-past; rows of one kind and value are one list, and its first row is compared. A row that was in no
-lookup counts as used when it was written; if that was before the start, as used at the start.
+Memory's policy (`tiers/policies/learned.py`) learns the worths. Each row has a past. The rows of
+one kind and value are one list; only the first row of each list is compared. A row that was in no
+lookup counts as used when it was written, or at the start if it was written earlier.
 
-One event loop.
+Runs in one event loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,17 +32,17 @@ from kvhold.tiers.policies.reuse_times import Worths
 
 UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
-_MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
+_MOST_AGED = 150  # lists whose first row gets a new worth in each tick of memory's policy
 
 # worth, time of the last use, list, row, its past
 Head: TypeAlias = tuple[float, float, int, int, int]
 
 
 class Learning:
-    """What one tier knows of the uses of its chunks, for all its disks.
+    """The knowledge of one tier about the uses of chunks, shared by its disks.
 
-    worths: from memory's policy; None: it does not learn
-    ghosts: of chunks that are not here
+    worths: of memory's policy; None before `DiskTier.learn_from`
+    ghosts: the pasts of chunks that are not in this tier
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Learning:
     def used_elsewhere(
         self, keys: Iterable[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """Note chunks of a lookup that are not here. Tails are left out: most are nowhere."""
+        """Record uses of chunks that are not in this tier. Tails are left out: most are nowhere."""
         if are_whole:
             names = [key[:NAME_BYTES] for key in keys if key.endswith(_FIRST)]
             self.ghosts.use_all(names, pasts_of_use(prompt, value, at_s), at_s)
@@ -72,7 +72,7 @@ class LearnedOrder:
     def used(
         self, keys: Iterable[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """Note the chunks of a lookup. Of those of one kind, the first go first."""
+        """Record a lookup's chunks. Within one kind, the first ones are evicted first."""
         rows, pasts, absent = self._rows, pasts_of_use(prompt, value, at_s), []
         for key in keys:
             row = rows.find(key)
@@ -95,9 +95,9 @@ class LearnedOrder:
         return uses_of(self._rows.past(row)) == 0
 
     def behind(self, past: int) -> int:
-        """Return the row that stays behind the one that is added next; NONE: put it last.
+        """Return the row before which the next row is inserted; NONE: insert it at the end.
 
-        Chunks of a prompt are written in order, but the last one is to go first.
+        A prompt's chunks are written in order, but the last one must be evicted first.
         """
         row = self._added
         is_same = row != NONE and self._rows.past(row) == past and uses_of(past)
@@ -107,7 +107,7 @@ class LearnedOrder:
         self._added = row
 
     def removed(self, key: bytes, row: int, *, evicted: bool) -> None:
-        """Call it before the row is removed."""
+        """Record a removal. Call this before the row is removed."""
         if row == self._added:
             self._added = NONE
         past, worths = self._rows.past(row), self._learning.worths
@@ -119,9 +119,9 @@ class LearnedOrder:
             self._learning.ghosts.add(key[:NAME_BYTES], past, worths.now_s)
 
     def admits(self, key: bytes) -> bool:
-        """Return whether a chunk is worth no less than the first victim.
+        """Return whether a chunk is worth at least as much as the first victim.
 
-        A chunk that was not looked up is admitted.
+        A chunk that was in no lookup is admitted.
         """
         worths, past = self._learning.worths, self.past_of(key)
         if worths is None or not uses_of(past):
@@ -158,7 +158,7 @@ class LearnedOrder:
         return victims if nbytes <= 0 else []
 
     def _renew(self) -> None:
-        """Compare the first rows of lists again, if they are others or have aged."""
+        """Compute the worths of lists' first rows again, if these have changed or aged."""
         rows, worths = self._rows, self._learning.worths
         if worths is not None and self._tick != worths.num_ticks:
             self._tick = worths.num_ticks

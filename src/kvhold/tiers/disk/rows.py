@@ -1,7 +1,7 @@
 """The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
-Rows are in lists, the least recently used first. With `pasts`, each row has a past
-(`tiers/policies/ghosts.py`), and there is one list for each kind and value; else there is one list.
+Rows are in lists, the least recently used first. With `first_past`, each row has a past
+(`tiers/policies/ghosts.py`), and each kind and value has a list. Otherwise there is one list.
 
 1,024 hash tables with linear probing map keys to rows, so each rebuild is short. A removed row
 leaves a mark until a rebuild.
@@ -17,7 +17,7 @@ from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.policies.ghosts import queue_of
 
 NONE, _REMOVED = -1, -2
-_BLOCK = 512  # as `st_blocks` counts
+_BLOCK = 512  # the unit of `st_blocks`
 _TABLES = 1024
 _SMALLEST = 16
 _MOST_KEYS = 500
@@ -27,13 +27,13 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class Rows:
-    """A row's number is used again after `remove`.
+    """The number of a removed row is reused.
 
-    changed: lists that may have another first row, since it was last emptied
+    changed: lists whose first row may have changed since the user last emptied this set
     """
 
     def __init__(self, first_past: int | None = None) -> None:
-        """first_past: of rows that are added without one; None: rows have no past"""
+        """first_past: the past of rows that are added without one; None: rows have no past"""
         self.num = 0
         self.changed: set[int] = set()
         self._first_past = first_past
@@ -46,7 +46,7 @@ class Rows:
         self._used_ns = array("q")
         self._before = array("i")
         self._after = array("i")
-        # by list; those without rows are missing
+        # by list; lists without rows are absent
         self._oldest: dict[int, int] = {}
         self._newest: dict[int, int] = {}
         self._ordered_to = NONE
@@ -77,7 +77,7 @@ class Rows:
     ) -> int:
         """Add a new key as the most recently used one of its list.
 
-        behind: a row of its list that stays behind it
+        behind: insert the row just before this row of its list instead
         """
         number = _hash(key)
         table = self._tables[number % _TABLES]
@@ -112,7 +112,7 @@ class Rows:
         return self._pasts[row]
 
     def set_past(self, row: int, past: int) -> None:
-        """Make a row the most recently used one of the list of its new past."""
+        """Change a row's past. The row becomes the most recently used one of its new list."""
         self._unlink(row)
         self._pasts[row] = past
         self._link(row, self._newest.get(queue_of(past), NONE))
@@ -131,7 +131,7 @@ class Rows:
         return list(self._oldest)
 
     def oldest(self) -> Iterator[int]:
-        """Least recently used first, list by list. Do not change rows during this."""
+        """Yield rows, list by list, the least recently used first. Do not change rows meanwhile."""
         for first in self._oldest.values():
             row = first
             while row != NONE:
@@ -165,9 +165,9 @@ class Rows:
         self._ordered_to = NONE
 
     def order_next(self, row: int, used_ns: int) -> None:
-        """Put a row behind the rows given before, unless it was removed or used since.
+        """Put a row behind those of earlier calls, unless it was removed or used since `used_ns`.
 
-        Rows that were given a past stay.
+        Rows with another past than `first_past` stay where they are.
         """
         if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
             return
@@ -227,7 +227,7 @@ class Rows:
         return len(self._nbytes) - 1
 
     def _link(self, row: int, before: int) -> None:
-        """Put a row of its list after the row `before`; NONE: at the start."""
+        """Insert a row into its list after the row `before`; NONE: at the start."""
         number = self.list_of(row)
         after = self._oldest.get(number, NONE) if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
@@ -249,7 +249,7 @@ class Rows:
             self._after[before], self._before[after] = after, before
             return
         number = self.list_of(row)
-        if before == after:  # it was alone
+        if before == after:  # both are NONE: it was alone
             del self._oldest[number], self._newest[number]
         elif before == NONE:
             self._oldest[number], self._before[after] = after, NONE
@@ -269,14 +269,14 @@ class Rows:
 
 
 class Sorting:
-    """Sorts rows by time of use, in steps between which rows may change.
+    """Sorts rows by time of use, in steps. Rows may change between steps.
 
         for _ in sorting.look(): ...
         sorting.sort()  # may run in a thread
         for _ in sorting.link(): ...
 
-    Rows used after `look` stay last. Victims of `lru` and `fifo` are right from the first step of
-    `link`, those of `mru` at its end.
+    Rows used after `look` stay last. The victims of `lru` and `fifo` are right after the first step
+    of `link`, those of `mru` at its end.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -341,7 +341,7 @@ class _Table:
         places = (hashes_of(rows) // np.uint64(_TABLES) & np.uint64(size - 1)).astype(np.int64)
         while len(rows):
             free = table[places] == NONE
-            table[places[free]] = rows[free]  # one of several rows gets a place
+            table[places[free]] = rows[free]  # of several rows for one place, one gets it
             left = table[places] != rows
             rows, places = rows[left], (places[left] + 1) & (size - 1)
         self.rows = array("i", table.tobytes())

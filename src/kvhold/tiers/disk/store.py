@@ -1,8 +1,8 @@
 """One disk of the disk tier: an index used by the loop, and a folder used by threads.
 
-The first call opens the folder, as does the next call after its loss. A call plans its changes in
-the index before its threads start. It settles them afterwards, also when cancelled, so the byte
-count is always right.
+The first call opens the folder. After a loss of the folder, the next call opens it again. A call
+plans its changes in the index before its threads start. It settles them afterwards, also when
+cancelled, so the byte count is always right.
 """
 
 import asyncio
@@ -46,18 +46,18 @@ _DAY_NS = 86_400 * 10**9
 
 _FOUND = 16
 _MOST_KEYS = 500
-_SCANS = 3  # a failed removal that shows a value repeats the scan
+_SCANS = 3  # a scan is repeated if a removal failed meanwhile: its value is visible again
 
 
 class _Opened:
-    """An open folder, and the work under way.
+    """An open folder, and the work in progress.
 
-    writing:      key -> done when its write ends
-    leaving:      `id` of a removal job -> its key, and done when the job ends
-    num_restored: failed removals; their values are found again
+    writing:      key -> a future that is done when the key's write ends
+    leaving:      `id` of a removal job -> its key, and a future that is done when the job ends
+    num_restored: number of failed removals, whose values are visible again
     own:          while the folder is listed: the names of the files written since its opening
     is_listed:    the index knows all files
-    is_lost:      given up: the folder's next opening makes a new index
+    is_lost:      the folder was lost; its next opening makes a new index
     """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
@@ -92,7 +92,7 @@ class DiskStore:
         self._settings = settings
         self._closing = False
         self._listing: asyncio.Task[None] | None = None
-        self.met: FolderMet | None = None  # told of each opening before it is used
+        self.met: FolderMet | None = None  # awaited for each opened folder before its first use
         closed = TierUnavailable("disk", "open", f"{path} was closed")
         self._opener = Opener(self._open, _Opened.close, closed=closed)
         self._readers = IoThreads("kvhold-disk-read", settings.io_threads)
@@ -154,7 +154,7 @@ class DiskStore:
         """
         async with self._opener.use() as opened:
             await self._all_listed(opened, "scan")
-            # a write without a waiting caller may show its value later
+            # a write whose caller has left may show its value later
             await self._written(opened, [key for key in opened.writing if key.startswith(prefix)])
             num_restored: int | None = None
             for _ in range(_SCANS):
@@ -190,7 +190,7 @@ class DiskStore:
                 for at in range(0, len(keys), _MOST_KEYS):
                     yield keys[at : at + _MOST_KEYS]
         finally:
-            while by_shard:  # freed at once, a million keys would hold the loop
+            while by_shard:  # to free a million keys at once would block the loop
                 by_shard.popitem()
                 await asyncio.sleep(0)
 
@@ -232,7 +232,7 @@ class DiskStore:
         return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
-        """Waits for another call that writes a key, and tries again if that fails."""
+        """Write values. If another call writes a key, wait for it, and write if it failed."""
         faults: list[TierError | None] = [None] * len(items)
         todo = list(range(len(items)))
         async with self._opener.use() as opened:
@@ -267,18 +267,19 @@ class DiskStore:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Wait for replacements and evictions: a crash could bring such a value back.
+        """Remove values, after their replacements and evictions have ended.
 
-        Raises TierIncomplete, after the removals, if another file of a key stays.
+        Otherwise a crash could bring back a value whose replacement or eviction was unfinished.
+        Raises TierIncomplete, after the removals, if another file of a key could not be removed.
 
-        The removals are durable, whatever `sync` says, as are those before a scan's end: a clear is
-        forgotten afterwards, and a power cut must not bring its values back.
+        The removals are durable even without `sync`, and so are all removals before the end of a
+        scan. A clear is forgotten after them, so a power cut must not bring its values back.
         """
         async with self._opener.use() as opened:
-            await self._all_listed(opened, "delete")  # files listed later would come back
+            await self._all_listed(opened, "delete")  # a file listed later would come back
             while (
                 await self._written(opened, [key for key in keys if opened.index.find(key)])
-                # after the writes, since a replacement ends by removing the old file
+                # after the writes, because a replacement ends with the removal of the old file
                 or await self._left(opened, set(keys))
             ):
                 pass
@@ -333,7 +334,7 @@ class DiskStore:
     async def _list_rest(
         self, opened: _Opened, rest: Iterator[list[FoundValue]], own: set[str]
     ) -> None:
-        """List the rest of a folder in use. A value not listed yet is a miss."""
+        """List the rest of a folder that is in use. A value not listed yet is a miss."""
         async with self._opener.use() as held:
             if held is opened:
                 await self._list_more(opened, rest, own)
@@ -407,7 +408,7 @@ class DiskStore:
         opened.is_lost = True
         if self._opener.lose(opened):
             _log.warning(
-                "disk: %s was lost with %d values; the next call opens it anew",
+                "disk: %s was lost with %d values; the next call opens it again",
                 self._path,
                 len(opened.index),
             )

@@ -6,8 +6,8 @@
 One process per folder, one folder per disk. Rendezvous hashing of key and path chooses the disk: a
 dead disk loses only its own keys.
 
-**Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Else the
-frame's checksums detect a file that a power cut has changed.
+**Durability.** An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Without
+`sync`, the frame's checksums detect a file that a power cut has changed.
 
 **Files, not segments.** With 8 MiB values and O_DIRECT, both are read at 2.4 GB/s. A segment is
 written at 4.8 GB/s, a new file at 2.5, a new file after an eviction at 1.6, and a victim's file is
@@ -42,21 +42,21 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True)
 class DiskConfig:
     path: str = setting(
-        "", "folder for the values; several, separated by commas, for several disks"
+        "", "folder for the values; for several disks, their folders, separated by commas"
     )
     max_bytes: int = size(
         0,
-        "most bytes that the files of all folders occupy; 0: what each file system has "
-        "free, less reserve_bytes",
+        "most bytes that the files of all folders occupy; 0: the free bytes of each file "
+        "system, less reserve_bytes",
     )
-    reserve_bytes: int = size(4 << 30, "what max_bytes=0 leaves free on each file system")
+    reserve_bytes: int = size(4 << 30, "bytes that max_bytes=0 leaves free on each file system")
     policy: str = setting("lru", "which value is evicted first", choices=tuple(POLICIES))
     direct: str = setting(
         "auto", "O_DIRECT, which spares the page cache", choices=("auto", "never", "always")
     )
     sync: bool = setting(False, "fsync each value and its folder, so that it survives a power cut")
     io_threads: int = setting(
-        4, "threads for reading, and as many for writing, a folder", minimum=1
+        4, "threads per folder for reading, and as many for writing", minimum=1
     )
     any_owner: bool = setting(
         False,
@@ -82,7 +82,10 @@ class DiskTier:
                 f"disk: policy = {config.policy!r}: must be one of {', '.join(POLICIES)}"
             )
         if 0 < config.max_bytes < len(paths) or config.io_threads < 1:
-            raise ConfigError("disk: max_bytes and io_threads must leave something for each path")
+            raise ConfigError(
+                f"disk: max_bytes = {config.max_bytes}, io_threads = {config.io_threads}: "
+                "max_bytes must be 0, or at least 1 for each path; io_threads at least 1"
+            )
         # a batch from the page cache takes only 1 ms; a larger one spreads the fixed cost
         batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
         self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
@@ -142,7 +145,7 @@ class DiskTier:
             store.met = met
 
     async def check(self) -> None:
-        """Passes if one disk works."""
+        """Raise TierError if no disk works."""
         faults = await _all(self._fault_of(store.check()) for store in self._stores)
         for fault in faults:
             if fault is not None and all(faults):
@@ -179,7 +182,7 @@ class DiskTier:
         )
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """After a crash, the newer of two files counts."""
+        """A crash may leave both files; then the next start uses the newer one."""
         keys = [key for key, _ in items]
         return await self._spread(
             keys, lambda store, chosen: store.replace(_pick(items, chosen)), lambda fault: fault
@@ -201,7 +204,7 @@ class DiskTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncGenerator[bytes, None]:
-        """Raises TierIncomplete after the keys of the other disks."""
+        """If a disk fails, raise TierIncomplete after the keys of the other disks."""
         opened = await _all(self._fault_of(store.probe([])) for store in self._stores)
         faults = [fault for fault in opened if fault is not None]
         if len(faults) == len(self._stores):

@@ -18,7 +18,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "s3fifo": S3FifoPolicy,
     "learned": LearnedPolicy,
 }
-# that need no lookups, of which only a node's disks are told
+# policies that need not be told of lookups: of all tiers, only a node's disks are told
 TIER_POLICIES = tuple(name for name in POLICIES if name != "learned")
 
 __all__ = [

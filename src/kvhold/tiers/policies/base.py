@@ -13,7 +13,7 @@ Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-# What a chunk saves when it is found, over its bytes: NEUTRAL, or more or less by half octaves.
+# Classes of a chunk's value per byte (`cache/values.py`): NEUTRAL, more or less by half octaves.
 NUM_VALUES = 16
 NEUTRAL = 8
 
@@ -21,7 +21,7 @@ NEUTRAL = 8
 class Policy(Protocol):
     """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
 
-    learns:   whether the policy wants to be told of lookups
+    learns:   whether the policy must be told of lookups
     declined: whether the last `victims` was empty because `wanted` is worth less than a victim
     """
 
@@ -32,48 +32,48 @@ class Policy(Protocol):
         """Add a chunk. For a known key, only an unknown parent is set.
 
         parent: key of the previous chunk, of the same group and shard; it may be absent. A parent
-                that continues `key` is ignored, because it would close a ring
+                that continues `key` is ignored, because it would close a cycle
         """
 
     def touch(self, key: bytes) -> None:
-        """Ignores unknown keys."""
+        """Count a chunk as used. Ignores unknown keys."""
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
         """Count chunks as used, in this order."""
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
-        """Note a lookup. Return a number for `used` and `missed`.
+        """Record a lookup. Return the `prompt` argument of `used` and `missed`.
 
         Called only if `learns`.
 
-        keys:     of a prompt's whole chunks, of the first group and shard, in order
-        num_here: the hit's chunks, the first ones
+        keys:     the keys of a prompt's whole chunks, in the first group and shard, in order
+        num_here: number of leading chunks that the hit has
         """
 
     def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
-        """Note the chunks of a hit, of all groups and shards.
+        """Record the chunks of a hit, in all groups and shards.
 
-        value: of each, below `NUM_VALUES`
+        value: the value of each, below `NUM_VALUES`
         """
 
     def missed(
         self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
     ) -> None:
-        """Note the chunks that the hit lacks, of the first group and shard.
+        """Record the chunks that the hit lacks, in the first group and shard.
 
-        if_known: leave out those that were in no lookup before
+        if_known: leave out chunks that were in no earlier lookup
         """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         """Return how long after its eviction a chunk was expected to be used again.
 
-        None: unknown, or it was expected never. Ask before `missed`, which begins a new wait.
+        None: unknown, or no use was expected. Call this before `missed`, which records a new use.
 
         ago_s: seconds since the eviction, or since the chunk was declined
         """
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """Ignores unknown keys.
+        """Remove a chunk. Ignores unknown keys.
 
         evicted: true for a victim; false for a cleared chunk
         """
@@ -87,11 +87,11 @@ class Policy(Protocol):
     ) -> list[bytes]:
         """Return keys to evict, in order: just enough to free `nbytes`; empty if impossible.
 
-        No key is pinned; each follows all its continuations here. Removes nothing. `pinned` gets
-        known keys only.
+        No victim is pinned, and each comes after all its continuations. Removes nothing. `pinned`
+        is called with known keys only.
 
         namespace: choose only among its keys, for a quota
-        wanted:    the chunk that needs the bytes; empty if it is worth less than a victim
+        wanted:    the chunk that needs the bytes; if it is worth less than a victim, return nothing
         """
 
     def nbytes(self, namespace: bytes | None = None) -> int:

@@ -4,8 +4,8 @@
         def _inserted(self, chunk: Chunk) -> None:
             self._rank(chunk, self._now())            # the lowest rank is evicted first
 
-The *leaves*, chunks without a continuation here, are in queues by rank, of each namespace and of
-all together. Insert, touch and remove cost O(log leaves) at most. `victims` costs O((victims +
+*Leaves* are chunks without a continuation here. Queues order them by rank, for each namespace and
+for all together. Insert, touch and remove cost O(log leaves) at most. `victims` costs O((victims +
 pinned leaves before them) log leaves).
 """
 
@@ -31,7 +31,7 @@ class Chunk:
     rank:  unique; the lowest is evicted first
     uses:  a counter for the policy
     use:   the last use, for `LearnedPolicy`
-    place: its entry in the heaps; None if it is no leaf
+    place: its entry in the heaps; None if it is not a leaf
     space: its namespace
     """
 
@@ -53,10 +53,10 @@ Place: TypeAlias = tuple[int, int, Chunk]  # compared by the unique rank
 
 
 class Queue:
-    """Leaves of one namespace, or of all, that are ranked together.
+    """Leaves that are ranked together, of one namespace or of all.
 
-    Places are in heaps, one for 256 neighbouring ranks. A new place makes the chunk's old one
-    stale. Each call sweeps some stale places, so no call takes long.
+    Each heap has the places of 256 neighbouring ranks. A new place makes the chunk's old one stale.
+    Each call sweeps some stale places, so no call takes long.
     """
 
     __slots__ = ("_buckets", "_credit", "_order", "_to_sweep")
@@ -91,7 +91,7 @@ class Queue:
         return None
 
     def peek(self) -> Place | None:
-        """Return the place that `pop` would return, and leave it."""
+        """Return the place that `pop` would return, without removing it."""
         while self._order:
             bucket = self._buckets.get(self._order[0], [])
             while bucket:
@@ -142,10 +142,10 @@ class Queue:
 
 
 class Space:
-    """The chunks of one namespace, or all.
+    """The chunks of one namespace, or all chunks.
 
     queues:      by number
-    small_bytes: of the small queue, for S3-FIFO
+    small_bytes: bytes in the small queue of S3-FIFO
     """
 
     __slots__ = ("nbytes", "num_chunks", "queues", "small_bytes")
@@ -174,7 +174,7 @@ class ChainPolicy:
         self._continued: KeyTable[int] = KeyTable()
         self._all = self._new_space()
         self._spaces: dict[bytes, Space] = {}
-        # freed one per call
+        # buckets of removed namespaces; each call frees one
         self._dropped: list[list[Place]] = []
         self._now: Callable[[], int] = count(1).__next__
         self.declined = False
@@ -329,7 +329,7 @@ class ChainPolicy:
             self._place(above)
 
     def _continues(self, chunk: Chunk, first: Chunk) -> bool:
-        """Return whether `chunk` is `first` or continues it. No step for a prompt in order."""
+        """Return whether `chunk` is `first` or continues it. Cheap if chunks come in order."""
         if chunk is first or first.key not in self._continued:
             return chunk is first
         return any(above.parent == first.key for above in (chunk, *self._above(chunk)))
@@ -342,7 +342,7 @@ class Walk:
         self.space = space
         self.taken: list[bytes] = []
         self.freed_bytes = 0
-        self.declined = False  # there is a leaf left, and it is worth more than the new chunk
+        self.declined = False  # the remaining leaves are worth more than the new chunk
         self._policy = policy
         self._pinned = pinned
         self._seen: list[Place] = []
@@ -365,7 +365,7 @@ class Walk:
                 self._push(place)
 
     def next(self, queue: int) -> Chunk | None:
-        """Return the next unpinned leaf of a queue, each once; None at the end."""
+        """Return the next unpinned leaf of a queue, or None. Returns each leaf once."""
         while (place := self.space.queue(queue).pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):

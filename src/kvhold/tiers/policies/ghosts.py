@@ -1,17 +1,17 @@
-"""When evicted chunks were last used: 9 bytes each, in one table of fixed size.
+"""Remembers the last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
 
     ghosts.add(name, pack(Ghost(at_s=12.0, kind=3, uses=2)), now_s)
     past = ghosts.take(name)                    # 0: none
     unpack(past, now_s)
 
-A set of eight places is chosen by the name; a new chunk replaces the oldest of its set. A place has
-32 bits of the name's hash. Two names are confused once in 500 million lookups, which costs a wrong
-estimate.
+A name's hash chooses a set of eight places. A new chunk in a full set replaces the chunk with the
+oldest use. A place has 32 bits of the hash. Two names are confused once in 500 million lookups,
+which gives a wrong estimate.
 
     number:  past (tick 22 | value 4 | kind 9 | uses 5) | tag 24
-    mark:    one byte, 0 in an empty place; a set is searched for it at once
+    mark:    one byte, 0 in an empty place; one call searches a set for it
 
-Times are known to two seconds, for 97 days.
+Times have a resolution of two seconds and wrap around after 97 days.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ MOST_USES = (1 << _USES_BITS) - 1
 
 
 class Ghost(NamedTuple):
-    """at_s: of the last use; uses: 1 to `MOST_USES`; value: 0 to 15"""
+    """at_s: time of the last use; uses: 1 to `MOST_USES`; value: 0 to 15"""
 
     at_s: float
     kind: int
@@ -52,7 +52,7 @@ class Ghosts:
         self.num = 0
 
     def add(self, name: bytes, past: int, now_s: float) -> int:
-        """Remember a chunk. Return the past that this replaced, of any chunk; 0: none."""
+        """Remember a chunk. Return the past that it replaced, of this or another chunk; 0: none."""
         number = xxh3_64_intdigest(name)
         place = self._find(number)
         return self._set(number, past, now_s) if place < 0 else self._renew(place, past)
@@ -79,12 +79,12 @@ class Ghosts:
         *,
         if_known: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """Note uses of chunks.
+        """Record uses of chunks now.
 
-        pasts:    [uses before] the past to remember now
-        if_known: add no others
+        pasts:    the past to remember: `[number of earlier uses]`
+        if_known: add no unknown chunks
 
-        Returns the earlier pasts of those that were known, and of those that had to make room.
+        Returns the earlier pasts of the known chunks, and the pasts of chunks that were replaced.
         """
         find, new = self._find, pasts[0]
         known, replaced = [], []
@@ -107,13 +107,13 @@ class Ghosts:
         return place
 
     def _renew(self, place: int, past: int) -> int:
-        """Return the past before."""
+        """Change the past of a place. Return the old one."""
         number = self._places[place]
         self._places[place] = past << _TAG_BITS | number & _TAG
         return number >> _TAG_BITS
 
     def _set(self, number: int, past: int, now_s: float) -> int:
-        """Remember a chunk that is not known. Return the past of another one in its place."""
+        """Remember an unknown chunk. Return the past of the chunk that it replaced; 0: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         place = self._marks.find(0, first, first + _WAYS)
         if place < 0:

@@ -1,15 +1,15 @@
-"""Evicts the chunk that is worth least to keep, as learnt from the times between uses.
+"""Evicts the chunk with the lowest worth, which is learnt from the times between uses.
 
-A chunk is used when a prompt with it is looked up. Each chunk has a *kind*: how often it was used,
-how long its prompt paused before the last use, and how many chunks of that prompt were new.
-`reuse_times.py` learns for each kind when such chunks are used again. A chunk's worth follows from
-its kind, the time since its last use and its *value* (`base.py`). Of each kind and value, the
-oldest leaf is compared.
+A chunk is used when a prompt that contains it is looked up. Each chunk has a *kind*: how often it
+was used, how long its prompt had paused before the last use, and how many chunks of that prompt
+were new. `reuse_times.py` learns for each kind when such chunks are used again. A chunk's worth
+follows from its kind, the time since its last use and its *value* (`base.py`). Only the oldest leaf
+of each kind and value is compared.
 
-A new chunk is not admitted if the chunks that it would evict are worth more.
+A new chunk is declined if a chunk that it would evict is worth more.
 
-`ghosts.py` remembers evicted and missing chunks. Otherwise the policy would learn only from chunks
-that stayed.
+`ghosts.py` remembers evicted and missing chunks. Without it, the policy would learn only from
+chunks that stayed in memory.
 """
 
 import time
@@ -39,10 +39,10 @@ from kvhold.tiers.table import SPREAD
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
 _UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
-# There are 4480 queues at most. So many of their heads are renewed:
-_MOST_AGED = 150  # in a tick
-_MOST_CHANGED = 16  # for each victim
-_FIRST = place_suffix(0, 0)  # of the keys that are looked up
+# There are 4480 queues at most. Their heads are renewed in parts:
+_MOST_AGED = 150  # heads per tick
+_MOST_CHANGED = 16  # heads per victim
+_FIRST = place_suffix(0, 0)  # the suffix of the keys given to `looked_up` and `missed`
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
@@ -52,8 +52,8 @@ class LearnedSpace(Space):
     """Each queue with a leaf is in `newest` or in `changed`.
 
     heads:   a heap of the queues' first leaves; some are out of date
-    newest:  of each queue, its newest head in the heap
-    changed: queues that may have another first leaf
+    newest:  each queue's latest head in the heap
+    changed: queues whose first leaf may have changed
     aged:    queues whose first leaf may have another worth by now
     """
 
@@ -76,7 +76,7 @@ class LearnedSpace(Space):
 
 
 class LearnedPolicy(ChainPolicy):
-    """A chunk's `queue` is its value, then its kind: uses, then pause, then new chunks."""
+    """A chunk's `queue` number is made of its value and its kind (uses, pause, new chunks)."""
 
     learns = True
 
@@ -86,7 +86,7 @@ class LearnedPolicy(ChainPolicy):
         self._begun_s = clock()
         self.times = ReuseTimes((USES, PAUSES, NEW), _FACTORS)
         self.ghosts = Ghosts()
-        self._uses_at: dict[int, Use] = {}  # by past, of `_version` of the times
+        self._uses_at: dict[int, Use] = {}  # results of `_use_at` by past, for `_version`
         self._version = 0
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
@@ -162,7 +162,7 @@ class LearnedPolicy(ChainPolicy):
             self.times.advance(now_s)
 
     def _num_known(self, keys: Sequence[bytes], num_here: int) -> int:
-        """Return how many chunks were ever used. Assumes that those known are the first ones."""
+        """Return how many chunks were ever used. Assumes that the known chunks are the first."""
         low, high = num_here, len(keys)
         while low < high:
             middle = (low + high) // 2
@@ -201,7 +201,10 @@ class LearnedPolicy(ChainPolicy):
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
-        """All groups and shards of a chunk have one past. The first of them takes it over."""
+        """Give a new chunk its past, which all its groups and shards share.
+
+        The entry of the first group and shard takes the past out of the ghosts.
+        """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
         first = self._chunks.get(name + _FIRST)
@@ -228,7 +231,7 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
-        """Drop a queue that `chunk` has left. Else a chunk leaves up to 4480 empty ones."""
+        """Drop a queue that `chunk` has left. Otherwise up to 4480 empty queues would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)
@@ -267,7 +270,7 @@ class LearnedPolicy(ChainPolicy):
 
 
 class _LearnedWalk(Walk):
-    """The entry of a queue is checked when its turn comes."""
+    """A queue's head is checked only when it is the lowest one."""
 
     space: LearnedSpace
 
@@ -307,9 +310,9 @@ class _LearnedWalk(Walk):
                 self._renew(first[2])
                 continue
             space.changed.add(first[2])
-            if (chunk := self.next(first[2])) is None:  # all of them are pinned
+            if (chunk := self.next(first[2])) is None:  # all leaves of the queue are pinned
                 continue
-            if chunk.rank[1] != first[1]:  # the first ones are pinned: it may be worth more
+            if chunk.rank[1] != first[1]:  # the head was pinned: the next leaf may be worth more
                 self._push(self._seen.pop())
                 continue
             if first[0] > self._most_worth:

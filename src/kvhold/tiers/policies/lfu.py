@@ -1,6 +1,6 @@
-"""Least frequently used: evicts the chunk with the fewest uses, then the oldest such.
+"""Least frequently used: evicts the chunk with the fewest uses; of several, the oldest.
 
-Uses do not age. A removal forgets them.
+The number of uses does not decay. A removal forgets it.
 """
 
 from collections.abc import Sequence

@@ -1,38 +1,38 @@
-"""After how long chunks are used again, learnt by kind of chunk.
+"""Learns after how long chunks are used again, for each kind of chunk.
 
     times = ReuseTimes((7, 5, 8))
     times.advance(now_s)
     used = times.use(kind, num_chunks)       # used now
     times.end(used, num_chunks)              # used again now
-    times.worth(used)                        # of keeping such a chunk from now on
+    times.worth(used)                        # the worth of keeping such a chunk from now on
 
-An *interval* begins with each use of a chunk and ends with its next use, wherever the chunk is by
-then. Chunks last used at about the same time are one *cohort*. For each kind and bucket of age, the
-table counts the intervals that reached the bucket and those that ended there. An interval that is
-still open counts for the ages that it has reached, and for no others (a period life table).
+An *interval* begins with each use of a chunk and ends with its next use, wherever the chunk is
+then. Chunks that were last used at about the same time are one *cohort*. For each kind and bucket
+of age, the table counts the intervals that reached the bucket, and those that ended there. An open
+interval counts only for the ages that it has reached (a period life table).
 
-Both counts fade with a half-life. Kinds with few uses are estimated from kinds like them: a kind is
-described by several numbers. Its missing counts come from all kinds with the same first numbers.
+Both counts decay with a half-life. A kind is described by several numbers. The estimate of a kind
+with few uses comes mostly from all kinds that share its first numbers.
 
-A chunk is kept for a time h at most: until it is used again, or h has passed. The worth is the
-largest, over all h, of
+Suppose that a chunk is kept until it is used again, but for a time h at most. Its worth is the
+maximum over all h of
 
     P(used again within h) - price * E[seconds until then, or h]
 
 The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
-of evicted chunks, so that chunks that are far from paying are worth 0 and go by age.
+of evicted chunks. So chunks with a far lower yield are worth 0; they are evicted by age.
 
-For a new chunk, h is the end of the first bucket or later. If it does not pay, it is worth less
-than 0, so that it takes the place of no chunk that is worth 0. Hits would be the same without this
-rule, with more bytes written.
+For a new chunk, h is the end of the first bucket or later. So its worth can be below 0, and then it
+does not evict a chunk that is worth 0. Without this rule, there would be as many hits, but more
+bytes written.
 
-A chunk whose use saves more than another's has a *factor*, by which its probability counts. Its
-worth is the factor times the worth at the price over the factor.
+If one use of a chunk saves more than another's, the chunk has a larger *factor*. The factor
+multiplies the probability. So the worth is factor * (the worth at price / factor).
 
-Each place of chunks has its own price: memory, and each disk below it (`add_place`). A disk's
-thread may ask its `Worths` while memory's thread calls `ReuseTimes`.
+Memory has its own price, and so has each disk tier below it (`add_place`). A disk's thread may ask
+its `Worths` while memory's thread calls `ReuseTimes`.
 
-All results follow from the calls alone. Pure.
+All results depend on the calls alone. Pure.
 """
 
 from bisect import bisect_right
@@ -48,26 +48,25 @@ _SHORTEST_S = 0.5
 _BUCKETS_AN_OCTAVE = 2
 _NUM_BUCKETS = 44  # the last one begins after 12 days
 _COHORTS_A_BUCKET = 4
-_COHORTS_A_TIME = 10  # more than can begin in the precision of a time of `use_at`
+_COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s` in `use_at`
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8
-# after a pause many cohorts change their bucket: some in each tick, so that none is long
-_MOST_AGED = 2000  # uses per tick, and for each cohort as long as:
-_COHORT_UNITS = 20  # uses
+# after a pause many cohorts change their bucket; each tick handles some, so that no tick is long
+_MOST_AGED = 2000  # uses per tick
+_COHORT_UNITS = 20  # a cohort takes as long as this many uses
 
-# Before anything is known: the same hazard in each bucket of the first hour, so that worth falls
-# with age.
+# The prior: the same hazard in each bucket of the first hour, so that the worth falls with age.
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-# uses after which a kind's own counts weigh as much as those of kinds like it: as a whole, and for
-# each bucket
+# after this many uses, a kind's own counts weigh as much as those of similar kinds: in total, and
+# for each bucket
 _SCALE_USES = 25.0
 _SHAPE_USES = 125.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.2  # that a round of updates moves the price
-_EXPECTED = 0.5  # the chance from which on a chunk is expected to be used again
+_PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
+_EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
 
 _EDGES_S = [
     0.0,
@@ -113,9 +112,10 @@ NO_USE = Use(-1, Cohort(0.0))
 
 
 class Worths:
-    """What chunks are worth in one place, by its price.
+    """The worths of chunks in one place, at its price.
 
-    table: [factor][kind][bucket] without the factor; of those not yet used, as of another
+    table: `[factor][kind][bucket]`, not multiplied by the factor. Factors that were never used
+           share one list
     """
 
     def __init__(self, times: "ReuseTimes", worths: list[list[float]]) -> None:
@@ -131,15 +131,15 @@ class Worths:
 
     @property
     def num_ticks(self) -> int:
-        """Values of `worth` change when it does."""
+        """The number of ticks. Results of `worth` change only with it."""
         return self._times.num_ticks
 
     def worth(self, kind: int, age_s: float, factor: int) -> float:
-        """Return the worth of a chunk by the time since its last use."""
+        """Return the worth of a chunk. age_s: the time since its last use"""
         return self.table[factor][kind][_bucket(age_s)] * self._times.factors[factor]
 
     def evicted(self, kind: int, age_s: float, factor: int) -> None:
-        """Note the price of a chunk that was evicted or not admitted."""
+        """Record the yield of a chunk that was evicted or declined."""
         self.sell(self._times.yields[kind][_bucket(age_s)] * self._times.factors[factor])
 
     def sell(self, price: float) -> None:
@@ -155,11 +155,12 @@ class Worths:
 
 class ReuseTimes:
     def __init__(self, sizes: Sequence[int], factors: Sequence[float] = (1.0,)) -> None:
-        """sizes: the number of values of each number that describes a kind
-        factors: see above; calls have their number. 1.0 is one of them
+        """sizes:   for each number that describes a kind: how many values it has
+        factors: see above; calls take an index of this list. It must contain 1.0
         """
         self.num_kinds = prod(sizes)
-        self._groups = list(accumulate(sizes, mul))  # of kinds, by their first numbers
+        # number of groups of kinds with the same first number, the same first two numbers, ...
+        self._groups = list(accumulate(sizes, mul))
         self._reached = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._ended = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._num_chunks = self._num_uses = 0.0
@@ -183,17 +184,17 @@ class ReuseTimes:
         return len(self._cohorts)
 
     def num_open(self, use: Use) -> int:
-        """Return how many chunks of a use, and of those merged with it, are open."""
+        """Return how many open intervals a use has, with the uses merged into it."""
         return _merged(use).num
 
     def add_place(self) -> Worths:
-        """Return the worths in a place below memory."""
+        """Add a place below memory. Return its worths."""
         place = Worths(self, list(self._worths[self._factors_used[0]]))
         self._places.append(place)
         return place
 
     def advance(self, now_s: float) -> None:
-        """Set the time. Values of `worth` change when `num_ticks` does."""
+        """Set the time. Results of `worth` change only when `num_ticks` changes."""
         if now_s < self.next_tick_s:
             return
         self._count_youngest()
@@ -212,7 +213,7 @@ class ReuseTimes:
         self._update()
 
     def use(self, kind: int, num_chunks: int = 1) -> Use:
-        """Chunks of one kind are used now. The same object for each use in one tick."""
+        """Record that chunks of one kind are used now. All uses in one tick share one object."""
         cohort = self._cohorts[-1]
         use = cohort.uses.get(kind)
         if use is None:
@@ -222,7 +223,7 @@ class ReuseTimes:
         return use
 
     def end(self, use: Use, num_chunks: int = 1) -> None:
-        """Chunks of a use are used again."""
+        """Record that chunks of a use are used again."""
         use = _merged(use)
         use.num -= num_chunks
         cohort = use.cohort
@@ -230,19 +231,19 @@ class ReuseTimes:
             self._ended[use.kind, cohort.bucket] += num_chunks
 
     def move(self, before: Use, after: Use, num_chunks: int) -> None:
-        """Chunks of a use are used again now: `after` is a result of `use`."""
+        """Record that chunks of a use are used again now. after: a result of `use`"""
         if num_chunks:
             self.end(before, num_chunks)
             after.num += num_chunks
 
     def forget(self, use: Use, num_chunks: int = 1) -> None:
-        """Chunks of a use are no longer watched."""
+        """Stop observing chunks of a use."""
         if use.into is not None:
             use = _merged(use)
         use.num -= num_chunks
 
     def use_at(self, kind: int, at_s: float) -> Use:
-        """Return the last use of a kind at a time in the past or before, to end or forget it."""
+        """Return the latest use of a kind at a past time or before it, to end or forget it."""
         cohorts = self._cohorts
         place = bisect_right(cohorts, at_s, key=_begun_s) - 1
         for cohort in reversed(cohorts[max(0, place - _COHORTS_A_TIME) : place + 1]):
@@ -262,18 +263,18 @@ class ReuseTimes:
                 place.table[factor] = list(place.table[self._factors_used[0]])
 
     def worth(self, use: Use, factor: int = 0) -> float:
-        """0 or more."""
+        """Return the worth of a chunk, 0 or more."""
         if use.into is not None:
             use = _merged(use)
         worth = self._worths[factor][use.kind][use.cohort.bucket] * self.factors[factor]
         return worth if worth > 0.0 else 0.0
 
     def worth_of_new(self, kind: int, factor: int = 0) -> float:
-        """Below 0 if such a chunk does not pay its price."""
+        """Return the worth of a new chunk. It is below 0 if the yield is below the price."""
         return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
-        """Return the median time to the next use of chunks of this age, of those that have one.
+        """Return the median time to the next use, among chunks of this age that are used again.
 
         None: little is known yet, or most chunks are not used again.
         """
@@ -288,12 +289,12 @@ class ReuseTimes:
         return float(np.interp(used[-1] / 2, [0.0, *used], [0.0, *ends_s]))
 
     def evicted(self, use: Use, factor: int = 0) -> None:
-        """Note the price of a chunk."""
+        """Record the yield of an evicted chunk."""
         use = _merged(use)
         self._memory.sell(self.yields[use.kind][use.cohort.bucket] * self.factors[factor])
 
     def declined(self, kind: int, factor: int = 0) -> None:
-        """Note the price of a chunk that was not admitted."""
+        """Record the yield of a chunk that was declined."""
         self._memory.sell(self.yields[kind][0] * self.factors[factor])
 
     def _count_youngest(self) -> None:
@@ -304,7 +305,7 @@ class ReuseTimes:
         self._num_uses += len(uses)
 
     def _age(self) -> None:
-        """Count the ages that cohorts have reached, of the oldest first."""
+        """Count the ages that cohorts have reached, the oldest cohorts first."""
         left = _MOST_AGED
         for cohort in self._cohorts:
             before = cohort.bucket
@@ -334,7 +335,7 @@ class ReuseTimes:
         self._cohorts = kept
 
     def _update(self) -> None:
-        """Compute the worth of some kinds again."""
+        """Compute the worths of some kinds again."""
         first = self._to_update
         last = min(first + _KINDS_A_TICK, self.num_kinds)
         self._to_update = last % self.num_kinds
@@ -353,7 +354,7 @@ class ReuseTimes:
             place.set_price()
 
     def _hazards(self) -> Floats:
-        """Return [kinds, buckets], the chance that an interval that reaches a bucket ends there."""
+        """Return `[kinds, buckets]`: P(an interval ends in a bucket, given that it reaches it)."""
         chunks_a_use = max(1.0, self._num_chunks / max(1.0, self._num_uses))
         ended, reached = self._ended.sum(0), self._reached.sum(0)
         prior = _PRIOR_USES * chunks_a_use
@@ -405,9 +406,9 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
 
 
 def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
-    """Return yields, and worths by price, [kinds, buckets], of chunks in the middle of a bucket.
+    """Return yields, and worths by price, `[kinds, buckets]`, for chunks in the middle of a bucket.
 
-    Each bucket's chances are computed from that bucket on: few chunks may reach it.
+    The probabilities of a bucket are conditional on reaching it, because few chunks may reach it.
     """
     hazards = np.clip(hazards, 0.0, _MOST_HAZARD)
     # [kinds, from, to]

@@ -2,7 +2,7 @@
 
 - **Small** queue: new keys, a tenth of the bytes. At its turn, a used key moves to the main queue
   with its prefix; an unused key is the victim.
-- **Ghost** queue: names of the small queue's victims. Such a key comes back into the main queue.
+- **Ghost** queue: keys of the small queue's victims. Such a key enters the main queue next time.
 - **Main** queue: at its turn, a used key goes to the end.
 
 A cleared key gets no ghost.

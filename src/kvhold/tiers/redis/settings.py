@@ -39,8 +39,7 @@ class RedisConfig:
     tls: bool = setting(False, "use TLS, for sentinels too")
     ca_file: str = setting(
         "",
-        "PEM file of the authorities that may have signed the server's certificate; empty: "
-        "the system's",
+        "PEM file of the certificate authorities to trust for the server; empty: the system's",
     )
     cert_file: str = setting("", "PEM file of the client's certificate, if the server requires one")
     key_file: str = setting("", "PEM file of the certificate's key; empty: it is in cert_file")
