@@ -255,8 +255,8 @@ def test_a_loop_larger_than_memory_is_what_the_least_recently_used_never_finds(
     [
         (("TRACE", "--workload", "loop"), "name either a TRACE or a --workload, and not both"),
         ((), "name either a TRACE or a --workload, and not both"),
-        (("TRACE", "--seed", "1"), "--seed and --minutes are those of a --workload"),
-        (("TRACE", "--minutes", "1"), "--seed and --minutes are those of a --workload"),
+        (("TRACE", "--seed", "1"), "--seed and --minutes need a --workload"),
+        (("TRACE", "--minutes", "1"), "--seed and --minutes need a --workload"),
         (("--workload", "loop", "--block-tokens", "16"), "--block-tokens is 512 for a --workload"),
         (("--workload", "nothing"), "'nothing' is not one of"),
     ],
@@ -367,7 +367,7 @@ def test_every_policy_that_is_compiled_can_be_named() -> None:
 def test_a_codec_without_a_tier_is_a_mistake(trace: Path) -> None:
     result = simulate(trace, "--codec", "int8")
     assert result.exit_code == 2
-    assert "say how large it is with --disk" in result.output
+    assert "add that tier with --disk" in result.output
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_a_codec_without_a_tier_is_a_mistake(trace: Path) -> None:
         (("--model", "nobody/nothing"), "no model of that name is known"),
         (("--policy", "nowhere:MyPolicy"), "policy is nowhere:MyPolicy, which cannot be imported"),
         (("--policy", "kvhold.tiers.policies:Nobody"), "which cannot be imported: .* 'Nobody'"),
-        (("--policy", "kvhold.tiers.policies:__all__"), "which is no class"),
+        (("--policy", "kvhold.tiers.policies:__all__"), "which is not a class"),
     ],
 )
 def test_bad_input_is_named(trace: Path, arguments: tuple[str, ...], message: str) -> None:

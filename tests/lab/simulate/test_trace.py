@@ -102,7 +102,7 @@ def test_a_chunk_that_neither_divides_nor_joins_blocks_is_refused(size: int) -> 
         (
             b'{"input_length": 2000, "hash_ids": [1, 2]}',
             (
-                r"line 2: hash_ids has 2 ids where 2000 tokens .* are 4 blocks of 512; "
+                r"line 2: hash_ids has 2 ids, but 2000 tokens .* are 4 blocks of 512; "
                 r"set block_tokens"
             ),
         ),

@@ -1,1 +1,1 @@
-"""`kvhold simulate`: the hits of a cache on a trace."""
+"""`kvhold simulate`: the hit rates of caches on a trace of requests."""

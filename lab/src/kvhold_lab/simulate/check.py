@@ -1,4 +1,4 @@
-"""The simulation beside a real cache."""
+"""Compares the simulated hits with those of a real cache."""
 
 from kvhold_lab.simulate.replay import serve
 from kvhold_lab.simulate.report import Checked, label

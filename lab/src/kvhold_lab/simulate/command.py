@@ -57,7 +57,7 @@ def _requests_of(
         raise click.UsageError("name either a TRACE or a --workload, and not both")
     if trace is not None:
         if seed is not None or minutes is not None:
-            raise click.UsageError("--seed and --minutes are those of a --workload, not of a TRACE")
+            raise click.UsageError("--seed and --minutes need a --workload, not a TRACE")
         return read_trace(trace, block_tokens=block_tokens, num_requests=num_requests)
     if block_tokens != BLOCK_TOKENS:
         raise click.UsageError(f"--block-tokens is {BLOCK_TOKENS} for a --workload")
@@ -93,12 +93,12 @@ def _with_aims(policies: Sequence[str], policies_for: Sequence[str]) -> list[tup
 @click.option(
     "--workload",
     type=click.Choice(list(GENERATORS)),
-    help="Made requests, instead of those of TRACE.",
+    help="Generated requests instead of a TRACE.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0),
-    help=f"Of the workload. Equal seeds make equal requests. [default: {_SEED}]",
+    help=f"Seed of the workload. Equal seeds give equal requests. [default: {_SEED}]",
 )
 @click.option(
     "--minutes",
@@ -110,30 +110,30 @@ def _with_aims(policies: Sequence[str], policies_for: Sequence[str]) -> list[tup
     "policies",
     multiple=True,
     callback=_check_policies,
-    help=f"Only these: {', '.join(_POLICIES)}, or a class as module:Class. [default: all; learned "
-    "only if all requests have a timestamp]",
+    help=f"Policies to simulate: {', '.join(_POLICIES)}, or a class as module:Class. [default: "
+    "all; learned only if all requests have a timestamp]",
 )
 @click.option(
     "--policy-for",
     "policies_for",
     multiple=True,
     type=click.Choice(_POLICY_FOR),
-    help="What learned maximises, as the setting policy_for. tokens and bytes are the same here: "
-    "all chunks have one size. [default: tokens]",
+    help="What learned maximises; see the setting policy_for. tokens and bytes are equal here, "
+    "because all chunks have one size. [default: tokens]",
 )
 @click.option(
     "--capacity",
     "capacities",
     multiple=True,
     type=Size(),
-    help="Memory, such as 64GiB. [default: a sweep up to all that is there]",
+    help="Size of memory, such as 64GiB. [default: a sweep up to the size of all chunks]",
 )
 @click.option(
     "--disk",
     "disks",
     multiple=True,
     type=Size(),
-    help="A tier below it, such as 1TiB. [default: none]",
+    help="Size of a disk tier below memory, such as 1TiB. [default: none]",
 )
 @click.option(
     "--chunk-tokens",
@@ -147,32 +147,40 @@ def _with_aims(policies: Sequence[str], policies_for: Sequence[str]) -> list[tup
     "codecs",
     multiple=True,
     type=click.Choice(list(RATIOS)),
-    help="Of the tier below. [default: raw]",
+    help="Codec of the tier below. [default: raw]",
 )
-@click.option("--bytes-per-token", "token_bytes", type=Size(), help="Of KV; or name a model.")
 @click.option(
-    "--model", default="meta-llama/Llama-3.1-8B", show_default=True, help="As of `kvhold size`."
+    "--bytes-per-token",
+    "token_bytes",
+    type=Size(),
+    help="KV bytes of a token. [default: those of --model]",
 )
-@click.option("--dtype", default="auto", show_default=True, help="Of the model's KV.")
+@click.option(
+    "--model",
+    default="meta-llama/Llama-3.1-8B",
+    show_default=True,
+    help="The model; see `kvhold size`.",
+)
+@click.option("--dtype", default="auto", show_default=True, help="Data type of the model's KV.")
 @default_option("--block-tokens", BLOCK_TOKENS, "Tokens that an id of the trace stands for.")
 @click.option(
     "--requests",
     "num_requests",
     type=click.IntRange(1),
-    help="Only the first so many. [default: all]",
+    help="Number of requests to use, the first ones. [default: all]",
 )
 @default_option(
     "--prefill-tokens-per-s",
     _COST.tokens_per_s,
-    "Tokens that the engine computes a second, at the beginning of a prompt. For the seconds that "
-    "hits save; the default is an estimate for Llama-3.1-8B on an H100.",
+    "Tokens that the engine computes per second at the beginning of a prompt. Used for the seconds "
+    "that hits save. The default is an estimate for Llama-3.1-8B on an H100.",
     Number(0, min_open=True),
 )
 @default_option(
     "--attention-tokens",
     _COST.attention_tokens,
-    "A token at this position takes twice as long as the first one, because of attention; inf: as "
-    "long. The default is that of Llama-3.1-8B.",
+    "Position at which a token takes twice as long as the first one, because of attention; inf: "
+    "all take as long. The default is for Llama-3.1-8B.",
     Number(0, min_open=True, infinite=True),
 )
 @click.option(
@@ -209,14 +217,14 @@ def command(
 
     A line of TRACE is a JSON object with input_length and hash_ids, as in Mooncake's traces;
     learned needs a timestamp, too, in milliseconds. belady knows the future and is the upper limit.
-    Rows are all combinations of the options.
+    There is a row for each combination of the options.
 
     A hit saves the prefill of its tokens. The token at position p takes
     (1 + p / attention-tokens) / prefill-tokens-per-s seconds.
     """
     if codecs and not any(disks):
         raise click.UsageError(
-            "--codec is that of the tier below memory; say how large it is with --disk"
+            "--codec is the codec of the tier below memory; add that tier with --disk"
         )
     if check and any(disks) and "ttft" in policies_for:
         raise click.UsageError(

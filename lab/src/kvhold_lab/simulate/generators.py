@@ -1,24 +1,24 @@
-"""Made traces of requests, for policies: each a kind of traffic, equal for equal seeds.
+"""Generates traces of requests, to compare policies. Equal seeds give equal traces.
 
     requests = generate("multi-turn", seed=1, minutes=60)
 
 | name | traffic |
 |---|---|
-| `multi-turn` | people who chat: they think between two turns, and leave at some point |
-| `documents` | people who ask about documents of uneven popularity, some questions each |
-| `agents` | agents that call tools in quick succession and start subagents, which end |
-| `shifting` | long prompts of uneven popularity, which changes at once; a third is asked once |
+| `multi-turn` | chats of several turns, with a pause before each turn |
+| `documents` | some questions about each document; Zipf popularity |
+| `agents` | agents that call tools in quick succession and start short-lived subagents |
+| `shifting` | long prompts; their Zipf popularity changes every 10 minutes; a third is asked once |
 
-For policies that choose what to admit, the worst cases:
+The worst cases for policies that may decline chunks:
 
 | name | traffic |
 |---|---|
-| `scan` | 300 prompts of uneven popularity; every 5 minutes, 500 prompts that are asked once |
-| `loop` | prompts in turn, of 1,088 blocks: a little more than 64 GiB at 128 KiB a token |
-| `turnover` | prompts of uneven popularity; in the middle, all of them are replaced at once |
-| `new` | prompts that are all new, of which no block comes back |
+| `scan` | 300 prompts, Zipf popularity; every 5 minutes, 500 prompts that are asked once |
+| `loop` | the same prompts in rotation, 1,088 blocks: 68 GiB at 128 KiB a token |
+| `turnover` | Zipf popularity; in the middle, all prompts are replaced at once |
+| `new` | prompts that are all new, so no block is used again |
 
-Prompts are lists of pieces of text. Two blocks are equal if all text up to their ends is.
+A prompt is a list of pieces of text. Two blocks are equal if all text up to their ends is equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,12 +31,12 @@ import numpy.typing as npt
 
 from kvhold_lab.simulate.requests import BLOCK_TOKENS, TimedRequest
 
-_Piece = tuple[int, int]  # of text: its number, its tokens
+_Piece = tuple[int, int]  # a piece of text: its number, its length in tokens
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A request. answer: the piece that it adds to a conversation"""
+    """A request. answer: the piece that the answer adds to the conversation"""
 
     at_s: float
     prompt: tuple[_Piece, ...]
@@ -69,7 +69,7 @@ _Traffic = Callable[[_Texts, float], Iterator[Iterator[_Turn]]]
 
 
 def generate(name: str, *, seed: int = 1, minutes: float = 60.0) -> Iterator[TimedRequest]:
-    """Yield the requests of `GENERATORS[name]`, by their times. Raises KeyError."""
+    """Yield the requests of `GENERATORS[name]`, ordered by time. Raises KeyError."""
     texts, end_s = _Texts(np.random.default_rng(seed)), minutes * 60.0
     blocks = _Blocks()
     for turn in _by_time(GENERATORS[name](texts, end_s)):
@@ -166,7 +166,7 @@ GENERATORS: dict[str, _Traffic] = {
 
 
 def _asked(texts: _Texts, at_s: float, prompt: _Piece) -> Iterator[_Turn]:
-    """One request: a prompt, then a new question."""
+    """Return one request: a prompt, then a new question."""
     return iter([_Turn(at_s, (prompt, texts.piece(100)), texts.piece(200))])
 
 
@@ -183,7 +183,10 @@ def _chat(
 def _agent(
     texts: _Texts, at_s: float, prompt: tuple[_Piece, ...], helpers: list[_Piece]
 ) -> Iterator[_Turn]:
-    """An agent of several tasks. Subagents run at the same time; the agent waits for them."""
+    """Yield an agent's requests, for several tasks.
+
+    Subagents run at the same time; the agent waits for all of them.
+    """
     for task in range(texts.turns(1.5)):
         if task:
             at_s += texts.around(600.0, 0.7)
@@ -225,7 +228,7 @@ def _zipf(num: int, exponent: float) -> npt.NDArray[np.float64]:
 
 
 def _by_time(sources: Iterator[Iterator[_Turn]]) -> Iterator[_Turn]:
-    """Merge sources, each in order and beginning in order."""
+    """Merge sources by time. Each source is in order; the sources are ordered by their starts."""
     waiting: list[tuple[float, int, _Turn, Iterator[_Turn]]] = []
     numbers, coming = count(), next(((turn, s) for s in sources if (turn := next(s, None))), None)
     while waiting or coming:
@@ -239,7 +242,7 @@ def _by_time(sources: Iterator[Iterator[_Turn]]) -> Iterator[_Turn]:
 
 
 class _Blocks:
-    """The ids of blocks, by all text up to their ends."""
+    """Gives each block an id. Blocks with equal text up to their ends get the same id."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[int, tuple[_Piece, ...]], int] = {}

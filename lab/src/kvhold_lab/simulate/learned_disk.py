@@ -11,10 +11,10 @@ _CHUNK_BYTES = 512  # the unit of an index
 
 
 class LearnedDisk:
-    """victims: all evicted keys, in order"""
+    """A disk tier of equal chunks. victims: all evicted keys, in order"""
 
     def __init__(self, policy: LearnedPolicy, capacity: int) -> None:
-        """policy: of memory; capacity: in chunks"""
+        """policy: memory's policy; capacity: in chunks"""
         self.victims: list[bytes] = []
         learning = Learning()
         self._worths = learning.worths = policy.times.add_place()
@@ -27,14 +27,14 @@ class LearnedDisk:
         return len(keys)
 
     def used(self, prompt: Sequence[bytes], number: int) -> None:
-        """number: of `Policy.looked_up`"""
+        """Record a lookup. number: the result of `Policy.looked_up`"""
         self._index.used(reversed(prompt), number, NEUTRAL, self._worths.now_s, are_whole=True)
 
     def read(self, keys: Sequence[bytes]) -> None:
-        """Only lookups count."""
+        """Do nothing: this policy counts lookups, not reads."""
 
     def write(self, keys: Sequence[bytes]) -> int:
-        """Store the missing keys that are worth it. Return their number."""
+        """Store the missing keys that the policy admits. Return their number."""
         written: list[DiskEntry] = []
         missing = [key for key in keys if self._index.find(key) is None]
         for key in [key for key in missing if self._index.admits(key, _CHUNK_BYTES)]:

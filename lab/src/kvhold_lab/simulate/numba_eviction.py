@@ -1,15 +1,16 @@
-"""Replay a trace as `policy_replay` does, with compiled models of the policies.
+"""Replays a trace like `policy_replay`, with compiled models of the policies.
 
     replayed = replay(chunks, starts, parents, policy="lru", capacity=4096)
 
-The models replay some 5 million chunks a second, the classes in `kvhold/tiers/policies` some
-80,000: 47 to 68 times fewer. (Medians of 5, CPU time on a loaded machine, 2,500 requests of
-Mooncake's conversation trace, 2,048 chunks of memory.) A sweep takes dozens of replays, so both
-exist. `tests/lab/simulate/test_eviction.py` compares each model with its class, hit by hit and
+The models replay about 5 million chunks per second, the classes in `kvhold/tiers/policies` about
+80,000: 47 to 68 times fewer (medians of 5, CPU time on a loaded machine, 2,500 requests of
+Mooncake's conversation trace, 2,048 chunks of memory). A sweep takes dozens of replays, so it needs
+the models. `tests/lab/simulate/test_eviction.py` compares each model with its class, hit by hit and
 victim by victim. A new policy needs no model.
 
-For comparison only: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the optimum (1966).
-libCacheSim's Belady is no upper limit, because it stores chunks that are never used again.
+Two models have no class, for comparison: `arc` (Megiddo and Modha, FAST 2003) and `belady`, the
+optimum (1966). libCacheSim's Belady is not an upper limit, because it stores chunks that are never
+used again.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ def replay(
     lower_capacity: int = 0,
     num_victims: int = 0,
 ) -> Replayed:
-    """Arguments as of `policy_replay.replay_class`."""
+    """Replay a trace. Arguments: see `policy_replay.replay_class`."""
     assert policy in POLICIES and capacity >= 0 and lower_capacity >= 0
     assert chunks.dtype == np.int32 and parents.dtype == np.int32 and starts.dtype == np.int64
     assert (
@@ -48,7 +49,7 @@ def replay(
     assert chunks.size == 0 or 0 <= int(chunks.min()) <= int(chunks.max()) < parents.size
     assert parents.size == 0 or -1 <= int(parents.min()) <= int(parents.max()) < parents.size
     assert policy != "belady" or not lower_capacity, (
-        "the bound of two tiers is that of one of their size"
+        "belady has one tier: the bound of two tiers is that of one tier of their total size"
     )
     found = np.zeros((starts.size - 1, 2), np.int32)
     totals = np.zeros(_TOTALS, np.int64)
@@ -89,8 +90,8 @@ _NOBODY, _NO_ROOM = -1, -2
 
 # Columns of `nodes`. A row per chunk keeps its fields in one or two cache lines.
 #   PLACED: rank of its newest heap entry; valid if the chunk is a leaf of that rank
-#   KIDS: continuations here, or being written
-#   GHOST: 1 + the queue that remembers its eviction, or 0; OLDER, NEWER: neighbours there
+#   KIDS: number of continuations that are here or being written
+#   GHOST: 1 + the queue that remembers its eviction, or 0; OLDER, NEWER: neighbours in that queue
 _STATE, _RANK, _PLACED, _KIDS, _PARENT, _QUEUE, _USES, _GHOST, _OLDER, _NEWER, _COLUMNS = range(11)
 
 _CLOCK, _USED, _SIZE, _HEAP, _GHOSTS, _OLDEST, _NEWEST, _PASSED, _HOLE, _TARGET, _NUMBERS = (
@@ -109,7 +110,7 @@ _CLOCK, _USED, _SIZE, _HEAP, _GHOSTS, _OLDEST, _NEWEST, _PASSED, _HOLE, _TARGET,
 
 
 class _Place(NamedTuple):
-    """heaps: [2, room, 2], leaves of each queue as (rank, chunk)."""
+    """heaps: [2, room, 2], the leaves of each queue as (rank, chunk)"""
 
     nodes: Any
     heaps: Any
@@ -138,7 +139,7 @@ def _pointer(_: Any, address: Any) -> Any:
 
 @njit
 def _lent(place: Any) -> Any:
-    """Drop reference counts, which took over half of the time."""
+    """Return the same arrays without reference counts, which took over half of the time."""
     return _Place(
         carray(_pointer(place.nodes.ctypes.data), place.nodes.shape),
         carray(_pointer(place.heaps.ctypes.data), place.heaps.shape),
@@ -392,7 +393,7 @@ def _continue_no_more(place: Any, chunk: int) -> None:
 
 @njit
 def _come_back(place: Any, chunk: int, capacity: int) -> Any:
-    """ARC: return 1 + the ghost's queue, or 0. A ghost moves the target size."""
+    """ARC: return 1 + the queue of the chunk's ghost, or 0. A ghost changes the target size."""
     numbers, ghost = place.numbers, place.nodes[chunk, _GHOST]
     place.nodes[chunk, _QUEUE] = _MAIN if ghost else _SMALL
     if ghost:

@@ -1,4 +1,4 @@
-"""Pictures of rows: tokens found over memory, by policy.
+"""Draws hit rates over the size of memory, by policy.
 
 Usage: python -m kvhold_lab.simulate.pictures PICTURE ROWS.json [ROWS.json ...]
 
@@ -36,7 +36,7 @@ _MARKERS = {"ttft": "s", "bytes": "^"}
 
 
 class DrawnRow(msgspec.Struct, frozen=True):
-    """What a picture needs of a `SimulatedRow`."""
+    """The fields of a `SimulatedRow` that a picture needs."""
 
     policy: str
     policy_for: str
@@ -48,7 +48,7 @@ class DrawnRow(msgspec.Struct, frozen=True):
 
 
 def draw(rows: "Sequence[SimulatedRow | DrawnRow]", path: Path, title: str) -> None:
-    """Draw PNG, SVG or PDF; dashed lines have a lower tier."""
+    """Draw a PNG, SVG or PDF file. Dashed lines: with a tier below memory."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 4.6), layout="constrained")
@@ -86,10 +86,10 @@ def read_rows(path: Path) -> list[DrawnRow]:
         rows = msgspec.json.decode(path.read_bytes(), type=list[DrawnRow])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"{path}: no rows of kvhold simulate --json: {error}; write them again"
+            f"{path}: not an output of kvhold simulate --json: {error}; write the file again"
         ) from None
     if not rows:
-        raise ConfigError(f"{path}: it has no rows; name a file of kvhold simulate --json")
+        raise ConfigError(f"{path}: the file has no rows; name a file of kvhold simulate --json")
     return rows
 
 

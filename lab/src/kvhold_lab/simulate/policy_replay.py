@@ -1,12 +1,12 @@
-"""Replay a trace against a cache of a given size, on any class with the methods of `Policy`.
+"""Replays a trace on a cache of a given size, with any class that has the methods of `Policy`.
 
     replayed = replay_class(chunks, starts, parents, make=MyPolicy, capacity=4096)
 
-Per request, chunks in memory are touched, the next ones are promoted from a lower tier, and the
-others are stored. Transfers take no time. All chunks have one size and one namespace.
+For each request, the chunks in memory are touched, the next ones are promoted from a lower tier,
+and the rest is stored. Transfers take no time. All chunks have one size and one namespace.
 
-The lower tier has a policy of the same class. Below `learned`, it is a disk's index. Another policy
-that learns from lookups has `lru` below, which needs none.
+The lower tier has a policy of the same class. Below `learned`, it is a real disk index. Below
+another policy that learns from lookups, it uses `lru`, which needs no lookups.
 
 `numba_eviction` has fast models of kvhold's classes.
 """
@@ -36,8 +36,8 @@ _NAMESPACE = bytes(NAMESPACE_BYTES)
 class Replayed:
     """The result of a replay, in chunks.
 
-    found:    [requests, 2] int32, in memory, and promoted
-    victims:  int32, the first evicted from memory
+    found:    [requests, 2] int32, found in memory, and promoted
+    victims:  int32, the first chunks evicted from memory
     """
 
     found: npt.NDArray[np.int32]
@@ -50,7 +50,7 @@ class Replayed:
 
 
 def find_policy(name: str) -> Callable[[], Policy]:
-    """A policy of kvhold, such as lru, or module:Class. Raises ConfigError."""
+    """Find a policy of kvhold, such as lru, or a module:Class. Raises ConfigError."""
     if name in POLICIES:
         return POLICIES[name]
     try:
@@ -58,7 +58,7 @@ def find_policy(name: str) -> Callable[[], Policy]:
     except (ValueError, ImportError, AttributeError) as error:
         raise ConfigError(f"policy is {name}, which cannot be imported: {error}") from None
     if not callable(made):
-        raise ConfigError(f"policy is {name}, which is no class")
+        raise ConfigError(f"policy is {name}, which is not a class")
     return made  # type: ignore[no-any-return]
 
 
@@ -76,12 +76,12 @@ def replay_class(
 ) -> Replayed:
     """Serve the requests in order.
 
-    chunks:   [events] int32, of all requests, end to end
-    starts:   [requests + 1] int64, where requests begin, and the end
-    parents:  [ids] int32, the chunk before each in its prompt; -1: none
+    chunks:   [events] int32, the chunks of all requests, end to end
+    starts:   [requests + 1] int64, where requests begin in `chunks`, and the end
+    parents:  [ids] int32, the preceding chunk of each; -1: none
     make:     returns a new policy; `learned` needs `times_s`
-    times_s:  [requests], arrivals
-    values:   of a prompt's chunks, for `learned`; None: all are worth the same
+    times_s:  [requests], arrival times
+    values:   the values of a prompt's chunks, for `learned`; None: all are equal
 
     Raises ConfigError.
     """
@@ -185,7 +185,7 @@ class _Lower(Protocol):
 class _Tier:
     """A tier of `capacity` chunks.
 
-    parents: of each key; None: a tier that does not know them
+    parents: `{key: parent}`; all None in a tier that does not know them
     victims: all evicted keys, in order
     """
 
@@ -206,15 +206,15 @@ class _Tier:
         return len(keys)
 
     def used(self, prompt: Sequence[bytes], number: int) -> None:
-        """Only reads count."""
+        """Do nothing: this policy counts reads, not lookups."""
 
     def read(self, keys: Sequence[bytes]) -> None:
         self.policy.touch_all(keys)
 
     def reserve(self, keys: Sequence[bytes], *, if_worth: bool) -> Sequence[bytes]:
-        """Return the chunks that have room, the first ones.
+        """Reserve room. Return the leading chunks that got it.
 
-        if_worth: the policy may refuse a chunk
+        if_worth: the policy may decline a chunk
         """
         for i, key in enumerate(keys):
             if not self._reserve(key, key if if_worth else None):
@@ -232,8 +232,8 @@ class _Tier:
     def write(self, keys: Sequence[bytes]) -> int:
         """Store the missing keys. Return their number.
 
-        As in `cache/transfer/write_behind.py`, all keys are probed before the first is written.
-        So a key that is evicted for an earlier one is not written again.
+        As in `cache/transfer/write_behind.py`, all keys are probed before the first is written. So
+        a key that is evicted for an earlier key of this call is not written again.
         """
         missing = [key for key in keys if key not in self._here]
         reserved = [key for key in missing if self._reserve(key, None)]

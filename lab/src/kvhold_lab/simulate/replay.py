@@ -1,8 +1,9 @@
 """Replay a trace on a real, scaled-down cache.
 
-Each request is looked up in a `LocalCache`, and its missing chunks are committed. Chunks have one
-token and 4 KiB, never written. `learned` gets the trace's clock. All else is real. A tier below is
-a disk, in a temporary folder. One thread writes to it, so that equal runs have equal results.
+Each request is looked up in a `LocalCache`, and its missing chunks are committed. A chunk has one
+token and 4 KiB, which are never written. `learned` gets the trace's clock. All else is real. A tier
+below memory is a disk in a temporary folder. One thread writes to it, so that equal runs have equal
+results.
 """
 
 import os
@@ -48,12 +49,12 @@ def serve(
 ) -> npt.NDArray[np.int32]:
     """Return chunks found in memory and below, by request: [requests, 2].
 
-    lower_chunks: of a disk; 0: none
-    policy_for:   of `learned`
-    cost:         of the prefill, for `ttft`
+    lower_chunks: capacity of a disk below memory, in chunks; 0: no disk
+    policy_for:   the setting for `learned`
+    cost:         the cost of the prefill, for `ttft`
 
-    Raises CapacityError; ConfigError: `learned` has no times; KVHoldError: the disk does not keep
-    up.
+    Raises CapacityError. Raises ConfigError if `learned` lacks the requests' times, KVHoldError if
+    the disk is too slow.
     """
     with tempfile.TemporaryDirectory(prefix="kvhold-simulate-") as folder:
         settings = _settings(Path(folder), policy, policy_for, ram_chunks, lower_chunks)
@@ -89,7 +90,8 @@ def _serve(
         config, policy=learned_policy(arrivals) if config.policy == "learned" else None
     ) as cache:
         cache.register(_SPACE)
-        if cost is not None:  # the cache remembers it; in each lookup it would allow misses
+        # the cache remembers the cost; given in each lookup, it would let the planner skip loads
+        if cost is not None:
             cache.lookup(_SPACE.prompt([]).query(), cost=cost.compute_cost(cut.tokens_per_chunk))
         for request in range(found.shape[0]):
             arrivals.reach(request)

@@ -1,4 +1,4 @@
-"""Rows as text."""
+"""Renders the results of simulated caches as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ HEADING = (
 
 @dataclass(frozen=True)
 class Checked:
-    """same: equal hits for every request."""
+    """The hit rates of a simulated and a real cache. same: equal hits for every request"""
 
     policy: str
     ram_bytes: int
@@ -47,7 +47,7 @@ def line(row: "SimulatedRow") -> str:
 
 
 def label(policy: str, policy_for: str) -> str:
-    """Return the name of a policy or class; `tokens` is not mentioned."""
+    """Return the name of a policy or class, with `policy_for` unless that is `tokens`."""
     name = policy.rpartition(":")[2]
     return name if policy_for in ("", "tokens") else f"{name} {policy_for}"
 

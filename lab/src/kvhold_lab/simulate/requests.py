@@ -39,9 +39,9 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.input_length // block_tokens <= len(self.hash_ids) <= most:
             return ""
         return (
-            f"hash_ids has {len(self.hash_ids)} ids where {self.input_length} tokens "
+            f"hash_ids has {len(self.hash_ids)} ids, but {self.input_length} tokens "
             f"(input_length) are {most} blocks of {block_tokens};"
-            " set block_tokens to the trace's own"
+            " set block_tokens to the block size of the trace"
         )
 
 

@@ -1,4 +1,4 @@
-"""Simulate hit rates of planned caches, by the rules in `policy_replay.py`."""
+"""Simulates the hit rates of caches, by the rules in `policy_replay.py`."""
 
 import time
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class Setup:
     """One simulated cache.
 
     policy:     a name, or module:Class
-    disk_bytes: of a tier below memory; 0: none
-    ratio:      its codec's plain bytes / frame bytes
-    cost:       of the prefill that hits save
-    policy_for: of `learned`; empty for others
+    disk_bytes: size of a disk tier below memory; 0: none
+    ratio:      the disk codec's plain bytes / frame bytes
+    cost:       the cost of the prefill that hits save
+    policy_for: the setting for `learned`; empty for other policies
     """
 
     policy: str
@@ -52,17 +52,17 @@ class Setup:
 class SimulatedRow:
     """The result of one simulated cache.
 
-    policy_for:       of `learned`; empty for others
+    policy_for:       the setting for `learned`; empty for other policies
     hit_rate:         tokens found / tokens of all prompts
     hit_tokens:       tokens found
     hit_requests:     requests with a chunk found
-    saved_s:          seconds of prefill that hits save; loading them is not subtracted
-    evicted:          chunks evicted from memory, as `evictions`
-    written_bytes:    written to the tier below, as `disk_bytes_written`; 0 for `belady`
-    request_hit_rate: requests with a chunk found / all
-    bytes_read:       found, in memory size
-    disk_bytes_read, disk_bytes_written: in encoded size
-    events_per_s:     chunks / seconds, in one thread
+    saved_s:          seconds of prefill that hits save; the time to load them is not subtracted
+    evicted:          chunks evicted from memory; the same as `evictions`
+    written_bytes:    bytes written to the disk; the same as `disk_bytes_written`; 0 for `belady`
+    request_hit_rate: requests with a chunk found / all requests
+    bytes_read:       bytes found, not encoded
+    disk_bytes_read, disk_bytes_written: encoded bytes
+    events_per_s:     chunks replayed per second, in one thread
     """
 
     policy: str
@@ -97,7 +97,7 @@ def replay_policy(
     lower_capacity: int = 0,
     values: Sequence[Run] | None = None,
 ) -> Replayed:
-    """Use the policy's model, or its class if there is none. values: for `learned`"""
+    """Replay with the policy's compiled model, or with its class. values: for `learned`"""
     trace = cut.chunks, cut.starts, cut.parents
     if policy in MODELS:
         return replay(*trace, policy=policy, capacity=capacity, lower_capacity=lower_capacity)
@@ -112,10 +112,10 @@ def replay_policy(
 
 
 def values_of(cut: Cut, setup: Setup) -> Sequence[Run] | None:
-    """Return what each chunk of a prompt is worth to `learned`; None: all the same.
+    """Return the values of a prompt's chunks for `learned`; None: all are equal.
 
-    Chunks have one size, so `tokens` and `bytes` are the same. With `ttft`, a tier below counts as
-    slow.
+    Chunks have one size, so `tokens` and `bytes` give the same. With `ttft`, a tier below is taken
+    to be slow.
     """
     if setup.policy_for != "ttft":
         return None
@@ -126,10 +126,10 @@ def values_of(cut: Cut, setup: Setup) -> Sequence[Run] | None:
 
 
 def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
-    """num_tokens: of all prompts, partial chunks included
+    """Simulate one cache. num_tokens: of all prompts, with partial chunks
 
-    With two tiers, `belady` takes two replays: one memory of both sizes, and memory alone. Byte
-    counts are the first replay's.
+    With two tiers, `belady` needs two replays: one memory of both sizes, and memory alone. The byte
+    counts come from the first one.
     """
     ram, disk = setup.ram_chunks(cut.tokens_per_chunk), setup.disk_chunks(cut.tokens_per_chunk)
     begun = time.perf_counter()
@@ -147,7 +147,7 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
 
 
 def best_hit_rate(cut: Cut, num_tokens: int) -> float:
-    """Without evictions."""
+    """Return the hit rate of a cache that never evicts."""
     replayed = replay_policy(cut, "fifo", capacity=cut.num_ids)
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 

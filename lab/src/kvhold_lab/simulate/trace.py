@@ -1,7 +1,7 @@
-"""A trace of requests in chunks, without text: the shared beginnings of prompts.
+"""A trace of requests, cut into chunks: no text, only which prompts share which prefix.
 
-A block is identified by all ids up to this one, so an id may recur after a different one. Takes 4
-bytes per block of each request, and about 120 per new block.
+A block is identified by its own id and all ids before it, so the same id after another prefix is
+another block. A trace takes 4 bytes per block of each request, and about 120 per new block.
 """
 
 from array import array
@@ -27,10 +27,10 @@ Times = npt.NDArray[np.float64]
 class Cut:
     """Prompts in whole chunks of one size.
 
-    chunks:  [events] int32, of all requests; equal numbers mean equal prefixes
-    starts:  [requests + 1] int64, where each request begins, and the end
+    chunks:  [events] int32, the chunks of all requests; equal numbers mean equal prefixes
+    starts:  [requests + 1] int64, where each request begins in `chunks`, and the end
     parents: [ids] int32, the preceding chunk; -1: none
-    times_s: [requests], arrivals; None: not in the trace
+    times_s: [requests], arrival times; None: the trace has none
     """
 
     tokens_per_chunk: int
@@ -91,7 +91,7 @@ class Trace:
         )
 
     def _divided(self, count: int) -> Cut:
-        """A short block gives the chunks that it fills, which no other block shares."""
+        """Divide blocks into chunks. A short block gives only the chunks that it fills."""
         if self.parents.size * count > np.iinfo(np.int32).max:
             raise ConfigError(
                 f"chunk_tokens: the trace has too many blocks to divide each by {count}; "
