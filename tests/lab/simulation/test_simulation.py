@@ -87,7 +87,7 @@ def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         patch.write_text(
             f"--- a/kvhold/code.py\n+++ b/kvhold/code.py\n@@ -1 +1 @@\n-{before}\n+d\n"
         )
-        with pytest.raises(PatchError, match="where there must be one"):
+        with pytest.raises(PatchError, match="there must be exactly one"):
             apply(patch, tmp_path)
 
 

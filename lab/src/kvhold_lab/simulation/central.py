@@ -1,7 +1,8 @@
 """A simulated central cache: the real server over simulated sockets and a failing tier.
 
-A stream or a lower tier may touch only its own memory. Every damaged frame is a finding, because
-nothing is damaged on purpose. A stranger gets only a refusal, for a bounded number of bytes.
+A stream or a lower tier may access only the memory of its own calls. Every damaged frame is a
+finding, because no fault damages frames here. A stranger, a client without the token, gets only a
+refusal, and the server reads a bounded number of its bytes.
 """
 
 import asyncio
@@ -60,12 +61,12 @@ _STEPS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
     (pool_module, "_MAX_IN_FLIGHT_BYTES", (500, 4 << 20)),
     (tier_module, "_BATCH_BYTES", (300, 8 << 20)),
 )
-"""Sizes of the real code that small values would never reach."""
+"""Sizes in the real code that small values would never reach, and the values to draw."""
 _USUAL = tuple(getattr(module, name) for module, name, _ in _STEPS)
 
 
 def draw_steps(random: Random) -> None:
-    """Draw small step sizes, until `usual_steps`."""
+    """Set drawn step sizes. `usual_steps` restores the usual ones."""
     for module, name, sizes in _STEPS:
         setattr(module, name, random.choice(sizes))
 
@@ -109,7 +110,7 @@ class _SimCentral(Central):
 
 
 class _Borrowed:
-    """The memory held by a tier's calls."""
+    """The memory that was lent to the running calls of a tier."""
 
     def __init__(self, world: World, checker: Checker, who: str) -> None:
         self.world = world
@@ -143,7 +144,7 @@ class _Borrowed:
                 if start <= at < start + size:
                     self._checker.touches(place, f"{self._who} {verb}")
                     return
-        self.world.find(f"{self._who} {verb} memory that no call of it has")
+        self.world.find(f"{self._who} {verb} memory that none of its calls has")
 
 
 class _WatchedTier:
@@ -315,7 +316,7 @@ class SimCentral:
         self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, central_store)
 
     def _read(self, central_store: _SimStore) -> None:
-        """Bring values from below: the nodes rarely ask for evicted ones."""
+        """Load values from the tier below, because nodes rarely ask for evicted ones."""
         if self.over or self._central is None or self._central.central_store is not central_store:
             return
         keys = sorted(key for key in self.lower.values if not is_marker(key))
@@ -352,7 +353,7 @@ class SimCentral:
         self._gone("is killed")
 
     def _stop(self) -> None:
-        """As on SIGTERM, which cancels every conversation."""
+        """Stop as on SIGTERM, which cancels every conversation."""
         central, serving, loop = self._central, self._serving, self._loop
         if central is None or serving is None or loop is None or central._stopped.is_set():
             return
@@ -464,7 +465,7 @@ class SimCentral:
         self._fault._inner.hangs = 0.0  # type: ignore[attr-defined]
 
     def rest(self) -> None:
-        """Wait until nothing moves, and strangers without login are disconnected."""
+        """Wait until nothing is in progress and all strangers without a login are disconnected."""
 
         def rests() -> bool:
             central = self._central
@@ -488,7 +489,7 @@ class SimCentral:
 
     def _check_stranger(self, sock: SimSocket) -> None:
         if sock.peer.num_received > _MOST_OF_STRANGER:
-            self.world.find(f"{sock.peer.num_received} bytes were read of a stranger")
+            self.world.find(f"{sock.peer.num_received} bytes were read from a stranger")
         data = bytes(sock._in)
         body = data[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]
         whole = body and len(data) >= LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
@@ -496,7 +497,7 @@ class SimCentral:
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:
-        """Check that only the stored values hold memory."""
+        """Check that only stored values use memory."""
         for sock, _ in self._strangers:
             sock.close()
         self.rest()
@@ -513,13 +514,13 @@ class SimCentral:
 
         if not self.world.run(is_idle, most_s=_REST_S):
             self.world.find(
-                "at the end of the central cache memory is reserved, pinned or on its way below"
+                "the central cache ends with reserved or pinned memory, or with unfinished writes"
             )
         entries = central_store.ram.entries()
         if len(central_store.memory.allocations) != len(entries):
             self.world.find(
-                f"the central cache has {len(entries)} values in "
-                f"{len(central_store.memory.allocations)} places of memory"
+                f"the central cache has {len(entries)} values and "
+                f"{len(central_store.memory.allocations)} allocations"
             )
         if self._serving is None or self._serving.done():
             self.world.find("the central cache has ended by itself")

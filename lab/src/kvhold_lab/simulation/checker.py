@@ -72,7 +72,7 @@ class Checker:
             offset: int | None = allocate(nbytes)
             if offset is not None:
                 if offset in memory.allocations:
-                    self._world.find(f"memory at {offset} was allocated while somebody has it")
+                    self._world.find(f"memory at {offset} was allocated twice")
                 memory.allocations[offset] = self._world.number()
             return offset
 
@@ -85,7 +85,7 @@ class Checker:
         return memory
 
     def node_died(self, *, clears_done: bool) -> None:
-        """clears_done: no clear was under way. The tiers' clears are in their journal."""
+        """clears_done: no clear was in progress. The journal has the tiers' clears."""
         self._places.clear()
         self._lookups.clear()
         self._granted.clear()
@@ -105,14 +105,14 @@ class Checker:
         return MemoryPlace(self._memory, offset, self._memory.allocations.get(offset, -1))
 
     def touches(self, place: MemoryPlace | None, who: str) -> None:
-        """Record a finding unless the place has its allocation."""
+        """Report a finding if the place's memory was freed or allocated again."""
         if place is None or place.node is None:
             return
         now = place.node.allocations.get(place.offset)
         if now != place.allocation:
             self._world.find(
-                f"{who}: memory at {place.offset} is not its own any more (was "
-                f"{place.allocation}, is {now})"
+                f"{who}: memory at {place.offset} no longer belongs to it (its allocation was "
+                f"{place.allocation}, now it is {now})"
             )
 
     def place(self, kind: str, node: int, number: int, offset: int) -> MemoryPlace | None:
@@ -121,7 +121,7 @@ class Checker:
         return self._places.get((kind, number), {}).get(offset)
 
     def asked(self, request: m.Request) -> tuple[int, float]:
-        """Return `asked` of `answered`."""
+        """Record a request. Return the argument `asked` of `answered`."""
         number = self._world.number()
         if isinstance(request, m.Lookup):
             self._asked_s[number] = self._world.now
@@ -170,7 +170,7 @@ class Checker:
         asked, asked_wall = self._lookups.get(ticket, (0, 0.0))
         if not asked:
             self._world.find(
-                f"ticket {ticket} is good, and no lookup of this node was answered with it"
+                f"ticket {ticket} is valid, but no lookup of this node was answered with it"
             )
             return
         held = self._state._leases._holdings.get(owner)
@@ -184,10 +184,10 @@ class Checker:
         if not entry.pins:
             self._world.find(f"{name} was leased without a pin")
         if entry.expires_at and entry.expires_at <= wall:
-            self._world.find(f"{name} was found after its time")
+            self._world.find(f"{name} was found after its expiry")
         stored = self._stored.get(entry.key)
         if stored is None:
-            self._world.find(f"{name} was found, and nobody has stored it")
+            self._world.find(f"{name} was found, but was never stored")
             return
         assert self._memory is not None
         allocation = self._memory.allocations.get(entry.offset, -1)
@@ -197,10 +197,12 @@ class Checker:
             entry.key, origin, asked, self._asked_s.get(asked, 0.0)
         ):
             if born < began:
-                self._world.find(f"{name} was found by a lookup after {why}, and not stored since")
+                self._world.find(
+                    f"{name} was found by a lookup after {why}, but was not stored since"
+                )
 
     def check_pins(self) -> None:
-        """Each pin belongs to a ticket, lease, search or write."""
+        """Check that each pin belongs to a ticket, lease, search, write or scrub."""
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
@@ -217,7 +219,7 @@ class Checker:
         for number, entry in entries.items():
             if entry.pins != counts[number]:
                 self._world.find(
-                    f"{entry.key.hex()[-16:]} has {entry.pins} pins, and {counts[number]} holders"
+                    f"{entry.key.hex()[-16:]} has {entry.pins} pins, but {counts[number]} holders"
                 )
                 return
 
@@ -231,7 +233,7 @@ class Checker:
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
-        """Every visible chunk, after a full scrub."""
+        """Check the bytes of every visible chunk. Call this after a full scrub."""
         assert self._state is not None
         ram = self._state.ram
         for entry in [entry for part in ram.parts() for entry in part if entry.checksums]:
@@ -242,13 +244,13 @@ class Checker:
             ]
             if ram.find(entry.key) is entry and found != list(stated):
                 self._world.find(
-                    f"{entry.key.hex()[-16:]} at {entry.offset} is damaged, and the "
-                    "scrubber has not found it"
+                    f"{entry.key.hex()[-16:]} at {entry.offset} is damaged, but the scrubber did "
+                    "not find it"
                 )
                 return
 
     def check_baseline(self) -> None:
-        """Memory is empty, after all was cleared."""
+        """Check that memory is empty. Call this after everything was cleared."""
         state, memory = self._state, self._memory
         assert state is not None and memory is not None
         ram: Any = state.ram
@@ -261,7 +263,7 @@ class Checker:
             "namespaces with bytes": len(ram._used_by),
             "arriving chunks": state._searches.num_arriving,
             "waiting writes": len(state._writes),
-            "bytes that wait": state._writes.queued_bytes,
+            "bytes of waiting writes": state._writes.queued_bytes,
             "owners": len(state._leases._holdings),
             "tickets": len(state._leases._tickets),
             "clears": state._clears,

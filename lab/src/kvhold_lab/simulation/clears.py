@@ -1,6 +1,7 @@
-"""The rule "no read after clear": which clears bind a host's lookups.
+"""The rule "no read after a clear": finds the clears that a host's lookup must respect.
 
-`HostClears` is the rule for hosts that share a tier (decision 0026). It reads the markers itself.
+Such a clear *binds* the lookup. `HostClears` is the rule for hosts that share a tier (decision
+0026). It reads the markers itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ class SimClear:
     """One clear.
 
     began:  number of its request
-    done:   number of its answer; 0: none, or its host died before the journal knew
+    done:   number of its answer; 0: none, or its host died before the journal had the clear
     number: its generation in the shared tier; 0: none yet
     """
 
@@ -37,7 +38,7 @@ class SimClear:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a chunk in memory came from.
+    """The source of a chunk that was read from a tier.
 
     probed: number at the start of the probe that found it
     born:   number of its first allocation; 0: unknown
@@ -52,16 +53,16 @@ class Promise(Protocol):
     stored: dict[bytes, int]
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
-        """Note a request."""
+        """Record the request of a clear."""
 
     def cleared(self, prefix: bytes, began: int, done: int) -> None:
-        """Note its answer."""
+        """Record the answer to a clear."""
 
     def node_died(self, *, clears_done: bool) -> None:
-        """Note a death. clears_done: no clear was under way."""
+        """Record a node's death. clears_done: no clear was in progress"""
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """The earliest number at which the chunk may have been stored."""
+        """Return the latest number at which the chunk may have been stored."""
 
     def binding(
         self, key: bytes, origin: Origin | None, asked: int, asked_s: float
@@ -87,7 +88,7 @@ class OneHost:
             self._clears.clear()
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """The latest store, as a chunk from a tier may be of that one."""
+        """Return the latest store, because a chunk from a tier may come from it."""
         return self.stored.get(key, 0)
 
     def binding(
@@ -150,7 +151,7 @@ class Shared:
     def forget(self, space: bytes) -> None:
         """Drop a namespace's clears: a marker was lost (decision 0026)."""
         self.world.note(
-            "a clear has a number that was there: what was cleared of %s is not looked at",
+            "a clear reuses a generation: earlier clears of %s are no longer checked",
             space[:4].hex(),
         )
         self.clears[:] = [clear for clear in self.clears if clear.space != space]
@@ -163,7 +164,7 @@ class HostClears:
         self._host = host
         self._heard: dict[
             bytes, list[tuple[int, int]]
-        ] = {}  # namespace -> generations, and since when lookups must know them
+        ] = {}  # namespace -> (generation, since when lookups must respect it)
         self._began = 0
         self._began_s = 0.0
         self._faulty_s = 0.0
@@ -277,14 +278,14 @@ class HostClears:
         if there is None:
             return ""
         if origin is not None and origin.shared and there[0] < origin.probed:
-            return f"a clear of host {clear.host}, from the shared tier, which says so"
+            return f"a clear of host {clear.host}, whose marker was there before the probe"
         if (
             origin is not None
             and not origin.shared
             and there[0] < self._began
             and not self._has_failed
         ):
-            return f"a clear of host {clear.host}, from a disk that is older"
+            return f"a clear of host {clear.host}, whose marker is older than this node"
         assert self._guard is not None
         if any(
             own.host == self._host and own.space == clear.space and not own.number

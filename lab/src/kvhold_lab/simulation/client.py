@@ -43,7 +43,7 @@ class Share:
 
 
 class Signal:
-    """`threading.Event` for one task."""
+    """Like `threading.Event`, for one waiting task."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -202,16 +202,16 @@ class SimClient:
         return answer
 
     def _check_refusal(self, request: m.Message, answer: m.Refused) -> None:
-        """Nodes must know the namespaces that an earlier one was told."""
+        """A node must know the namespaces that an earlier node was told."""
         told = isinstance(request, m.Lookup | m.Prefetch) and request.query.namespace in self._told
         told = told or (isinstance(request, m.Reserve) and request.names.namespace in self._told)
         if told and _LAYOUT_IS_UNKNOWN in answer.reason:
-            self.world.find(f"{self.name}: a namespace is not known any more: {answer.reason}")
+            self.world.find(f"{self.name}: a namespace is no longer known: {answer.reason}")
 
     async def give_back(
         self, link: SimLink, request: m.Message | None, *, held: bool = False
     ) -> None:
-        """Does not raise, unless interrupted."""
+        """Give something back to the node. Raises only when interrupted."""
         if held:
             link.let_go()
             if link.closed:
@@ -338,7 +338,7 @@ class SimClient:
             await self.call(link, request, m.Done)
 
     async def _reached_by_device(self, link: SimLink) -> SimDevice | None:
-        """None: the host must copy."""
+        """Return the device if the node knows of it; None: the host must copy."""
         if self._device is None:
             return None
         if link not in self._with_device:
@@ -434,8 +434,8 @@ class SimClient:
             leased = await self.call(link, m.Claim(ticket, shard, first, arriving), m.Leased)
             if num_tokens and sum(leased.num_tokens) < num_tokens - first * layout.tokens_per_chunk:
                 self.world.find(
-                    f"{self.name}: a hit of {num_tokens} tokens came to {leased.num_tokens} "
-                    f"from chunk {first} on"
+                    f"{self.name}: a hit of {num_tokens} tokens was leased with "
+                    f"{leased.num_tokens} from chunk {first} on"
                 )
             hashes = list(split_hashes(prompt.chain))
             for group, row in enumerate(leased.offsets):
@@ -482,7 +482,7 @@ class SimClient:
         value: bytes,
         sums: Sequence[int],
     ) -> bool:
-        """Return False when a checksum does not fit."""
+        """Return False when a checksum does not match."""
         place = self.checker.place("lease", link.node.number, lease, offset)
         if device is not None:
             data = await device.load(link.node.data, offset, place, len(value), sums)
@@ -502,11 +502,10 @@ class SimClient:
     def _is_right(
         self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes
     ) -> bool:
-        """data: None when a checksum does not fit."""
+        """data: None when a checksum does not match"""
         if data is None and not self.checker.may_be_damaged(link.node.number, offset):
             self.world.find(
-                f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, and nobody "
-                "damaged it on purpose"
+                f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, but no fault damaged it"
             )
         if data is not None and data != expected:
             self.world.find(f"{self.name}: a wrong byte in {key.hex()[-16:]} at {offset}")

@@ -1,7 +1,8 @@
-"""A client's device: the real copier over a fake device, late in virtual time.
+"""A client's device: the real copier over a fake device, whose copies take virtual time.
 
-Streams copy on after the process was killed. Kernels on the engine's stream fill the stored blocks,
-overwrite them after the fence, and read the loaded blocks, so a missing event moves wrong bytes.
+Streams go on copying after their process was killed. Kernels on the engine's stream fill the blocks
+to store, overwrite them after the fence, and read the loaded blocks. So a missing event copies
+wrong bytes.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ class SimDevice(FakeDevice):
     async def store(
         self, arena: bytearray, offset: int, place: MemoryPlace | None, value: bytes, layers: int
     ) -> bytes:
-        """The blocks are overwritten soon. Returns the checksums."""
+        """Store a value from blocks that are overwritten right after. Returns the checksums."""
         view, blocks = _blocks(layers, len(value) // layers)
         memory = np.frombuffer(arena, np.uint8)
         self.compute(lambda: _fill(blocks, value))
@@ -79,7 +80,7 @@ class SimDevice(FakeDevice):
         return None if damage else seen[0]
 
     def end(self, then: Callable[[], None]) -> None:
-        """`then` is called when the streams have stopped."""
+        """End the process. Calls `then` when its streams have stopped."""
         self._is_killed = True
 
         def ended() -> None:
@@ -112,7 +113,7 @@ class SimDevice(FakeDevice):
     async def _end_of(self, transfer: Transfer) -> bool:
         """Wait, even when interrupted. Returns whether the copy was damaged."""
         try:
-            while not transfer.done():  # noqa: ASYNC110 - what it looks at says nothing by itself
+            while not transfer.done():  # noqa: ASYNC110 - a transfer has no event to wait for
                 await asyncio.sleep(self._world.delay(self._slow_s))
         finally:
             damage = transfer.wait() if not self._is_killed else []
@@ -130,7 +131,7 @@ class SimDevice(FakeDevice):
 
 
 class _Driver(FakeDriver):
-    """place: in the arena, of the next copy."""
+    """place: the place of the next copy in the arena"""
 
     def __init__(self, device: SimDevice, checker: Any, owner: str) -> None:
         super().__init__(device)

@@ -1,7 +1,7 @@
-"""Several hosts over one shared tier, where a clear on one host reaches all.
+"""Simulates several hosts with one shared tier. A clear on one host must reach all hosts.
 
-Each host is a simulation (`run.py`) over a shared store: a dictionary or a real central cache. The
-rule is decision 0026 (`clears.py`).
+Each host is a simulation (`run.py`). The shared store is a dictionary or a real central cache.
+Decision 0026 has the rule, which `clears.py` checks.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from kvhold_lab.simulation.world import World
 
 EVERY = 6
 """One in this many seeds simulates several hosts."""
-# would lose markers, which `Hosts` does itself
+# left out: these faults would lose markers, and `Hosts` loses markers itself
 _LIES = (("probe", "stale"), ("probe", "truncate"))
-# never over a central cache: each damaged frame there is a finding
+# left out with a central cache, where each damaged frame is a finding
 _DAMAGES = ("corrupt", "truncate", "swap", "stale")
 
 
@@ -71,7 +71,7 @@ class HostNode(SimNode):
         return tier_worker
 
     def _watch_births(self, tier_worker: Any) -> None:
-        """Note when each value in a tier, and each chunk from there, was stored."""
+        """Record when each value in a tier, and each chunk read from a tier, was stored."""
         frame, frames = tier_worker._write_behind._frame, {}
         born = self.host.promise.shared.born
 
@@ -222,7 +222,7 @@ class SimHost(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """Use the new node before it has heard of clears."""
+        """Start a node, and use it before it has learned of clears."""
         super()._start_node()
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.num_nodes > 1 and random.random() < 0.7:
@@ -328,8 +328,7 @@ class SimHost(Simulation):
         }
         if bad:
             self.world.find(
-                f"host {self.number}: frames came damaged, and nobody damaged them on "
-                f"purpose: {bad}"
+                f"host {self.number}: damaged frames arrived, but no fault damaged them: {bad}"
             )
 
 
@@ -428,7 +427,7 @@ class Hosts:
         self.world.later(self.random.expovariate(self.trouble), self._trouble)
 
     def _lose_a_marker(self) -> None:
-        """One that a running host knows and may put again."""
+        """Remove a marker that a running host knows and can put again."""
         names = [name for name in self.shared.markers.names() if self._is_known(name)]
         if names:
             name = self.random.choice(names)
@@ -491,7 +490,7 @@ class Hosts:
                 )
             yield self._all_learn
             for host in hosts:
-                yield lambda host=host: host.rest("it has heard of that")
+                yield lambda host=host: host.rest("it has learned of that")
             if self.central is not None:
                 yield self.central.rest
         if clearing is None:
@@ -509,7 +508,7 @@ class Hosts:
             yield self.central.check_end
 
     def _all_learn(self) -> None:
-        """Wait until each host knows each clear that it can hear of."""
+        """Wait until each host knows each clear that it can still learn of."""
 
         def has_learned(host: SimHost) -> bool:
             known = host.promise.known
@@ -520,12 +519,12 @@ class Hosts:
         ):
             late = [host.number for host in self.hosts if not has_learned(host)]
             self.world.find(
-                f"hosts {late} do not hear of clears: "
+                f"hosts {late} do not learn of clears: "
                 f"{[host.promise.known for host in self.hosts]}, {self._told()}"[:600]
             )
 
     def _told(self) -> dict[bytes, int]:
-        """Each namespace's latest generation that a host can still hear of."""
+        """Return each namespace's latest generation that a host can still learn of."""
         told: dict[bytes, int] = {}
         spaces = {name[:16] for name in self.shared.markers.names()}
         for space in spaces:

@@ -1,6 +1,7 @@
 """A simulated link: `Link`'s conversation and lifetime, with tasks and a simulated socket.
 
-Each method does as `Link`'s. Bytes are read only while a caller waits.
+Each method does what the method of `Link` with this name does. Bytes are read only while a caller
+waits.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ class SimLink:
         self.world = process.world
         self.conversation = Conversation(self.world.now)
         self.breaks_the_rules = False
-        self._is_half_sent = False  # a message
+        self._is_half_sent = False  # a part of a message was sent
         self.welcome = m.Welcome(0, "", 0, 0, False)
         self.uses_device = False
         self._lifetime = Lifetime()
@@ -183,7 +184,7 @@ class SimLink:
 
     def send_garbage(self) -> None:
         self.breaks_the_rules = True
-        if self._is_half_sent:  # it may become a commit's checksums
+        if self._is_half_sent:  # the garbage may become a commit's checksums
             self.node.checker.garbled.add(self.node.number)
         self.end.send(b"\xff" * 16)
 
@@ -238,7 +239,7 @@ class SimLink:
         return True
 
     def _judge(self) -> None:
-        """Only a dead node, or a kick, may end a conversation."""
+        """Report a finding unless a dead node or a kick has ended the conversation."""
         error = self.conversation.error
         if error is None or self.breaks_the_rules:
             return

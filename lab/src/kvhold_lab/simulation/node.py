@@ -63,7 +63,7 @@ class SimArena:
 
 
 class _SimJournal(ClearsJournal):
-    """In text that outlives the node."""
+    """A journal in a list of lines, which outlives the node."""
 
     def __init__(self, disk: list[str]) -> None:
         self._disk = disk
@@ -126,7 +126,7 @@ class SimNode(server.Node):
         journal: list[str],
         number: int,
     ) -> None:
-        """journal: of the host's nodes."""
+        """journal: shared by all nodes of the host"""
         self.world = world
         self.checker = checker
         self.number = number
@@ -173,7 +173,7 @@ class SimNode(server.Node):
 
     @staticmethod
     def now() -> tuple[float, float]:
-        """Not in a history, and two system calls a message."""
+        """Return zeros: real times are no part of a history, and cost two system calls each."""
         return 0.0, 0.0
 
     def _make_tier(self, store: SimTierStore) -> Any:
@@ -235,7 +235,7 @@ class SimNode(server.Node):
         )
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
-        """As on SIGTERM: close connections, drain the tier worker, cancel its tasks."""
+        """Stop as on SIGTERM: close connections, drain the tier worker, cancel its tasks."""
 
         def end(_: Any = None) -> None:
             self.kill()

@@ -25,18 +25,18 @@ def mutations() -> list[Path]:
 
 
 def apply(patch: Path, folder: Path) -> None:
-    """`folder` holds `kvhold`. Raises PatchError."""
+    """Apply a patch. folder: contains `kvhold`. Raises PatchError."""
     hunks = _hunks(patch.read_text())
     if not hunks:
-        raise PatchError(f"{patch.name}: no hunk in it")
+        raise PatchError(f"{patch.name}: the patch has no hunk")
     for hunk in hunks:
         file = folder / hunk.file
         text = file.read_text() if file.is_file() else ""
         count = text.count(hunk.before)
         if not hunk.before or count != 1:
             raise PatchError(
-                f"{patch.name}: {hunk.file} has {count} places like this, where there must "
-                f"be one:\n{hunk.before}"
+                f"{patch.name}: {hunk.file} has {count} places like this; there must be exactly "
+                f"one:\n{hunk.before}"
             )
         file.write_text(text.replace(hunk.before, hunk.after))
 

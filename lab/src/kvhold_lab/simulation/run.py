@@ -37,7 +37,7 @@ _REST_S = 300.0
 
 @dataclass(frozen=True)
 class SeedResult:
-    """steps: turns of all loops; digest: equal for equal histories."""
+    """steps: number of steps of all loops; digest: equal for equal histories"""
 
     seed: int
     operations: int
@@ -48,7 +48,7 @@ class SeedResult:
 
 
 def simulate(seed: int, *, trace: bool = False) -> SeedResult:
-    """trace: keep the history."""
+    """Simulate one seed. trace: keep the history"""
     world = World(seed, keep_notes=trace)
     with _real_code_simulated(world):
         try:
@@ -75,7 +75,7 @@ def simulate(seed: int, *, trace: bool = False) -> SeedResult:
 
 
 def _simulation(world: World) -> "Simulation | Hosts":
-    # here, because it imports this module
+    # imported here, because that module imports this one
     from kvhold_lab.simulation.hosts import EVERY, Hosts
 
     return Hosts(world) if world.seed % EVERY == 0 else Simulation(world)
@@ -88,7 +88,7 @@ class _Findings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        # bits flipped on purpose; readers find other damage
+        # faults flip bits on purpose; the simulated readers report other damage
         if "are not those that were stored" not in record.msg:
             self._world.find(
                 f"logged: {record.getMessage()[:300]} "
@@ -376,7 +376,7 @@ class Simulation:
             node.end_gently(self.draw.node.drain_s, ended)
 
     def _hurry(self) -> None:
-        """Tiny deadlines cancel a tier's calls anywhere."""
+        """Set tiny deadlines, which cancel a tier's calls at any await."""
         if self.node is not None and self.stores:
             guard = self.random.choice(self.node.stack.guards)
             usual = self.draw.node.guards[self.node.stack.guards.index(guard)]
@@ -445,7 +445,7 @@ class Simulation:
             self.world.note("a bit of %s in %s is flipped", key.hex()[-16:], store.name)
 
     def _come_to_rest(self) -> None:
-        """Calls end, memory is free and clears are done."""
+        """Check that all calls end, memory becomes free and clears are done."""
         node = self._end_trouble()
         self._end_calls(node)
         self._rest(node, "the clients have left")
@@ -506,7 +506,7 @@ class Simulation:
             self.world.find("a call is never answered")
         elif not self.world.run(lambda: not self.checker.num_held(), most_s=_REST_S):
             self.world.find(
-                f"clients hold nothing, and the node has for them {self.checker.num_held()}"
+                f"clients hold nothing, but the node still holds for them {self.checker.num_held()}"
             )
 
     def _check_scrubber(self, node: SimNode) -> None:
@@ -515,7 +515,7 @@ class Simulation:
             return
         enough = scrubber.passes + 2
         if not self.world.run(lambda: scrubber.passes >= enough, most_s=_REST_S):
-            self.world.find("the scrubber does not get through")
+            self.world.find("the scrubber does not complete its passes")
         self.checker.check_idle_chunks()
 
     def _rest(self, node: SimNode, since: str) -> None:
@@ -557,4 +557,4 @@ class Simulation:
             return
         left = [task for task in node.tier_worker_loop.tasks if not task.done()]
         if left:
-            self.world.find(f"tasks are left when the tier worker has ended: {left}"[:500])
+            self.world.find(f"tasks are left after the tier worker has ended: {left}"[:500])

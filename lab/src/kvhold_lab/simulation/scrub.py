@@ -67,8 +67,8 @@ class SimScrubber:
             if not is_whole:
                 if not self._checker.may_be_damaged(self._number, entry.offset):
                     self._world.find(
-                        f"the scrubber finds damage in {entry.key.hex()[-16:]}, and nobody "
-                        "damaged it on purpose"
+                        f"the scrubber finds damage in {entry.key.hex()[-16:]}, but no fault "
+                        "damaged it"
                     )
                 return False
 

@@ -1,4 +1,4 @@
-"""Run many seeds on all cores, or find each mutation.
+"""Runs many seeds on all cores, or checks that the seeds find each mutation.
 
 PYTHONHASHSEED is 0, because the order of a set of bytes is part of a history.
 """
@@ -30,7 +30,7 @@ class SimulationError(KVHoldError):
 
 @dataclass
 class SimulationResult:
-    """findings: seeds with a finding; found: the first ones, with replay commands."""
+    """findings: number of seeds with a finding; found: the first of them, with replay commands"""
 
     seeds: int = 0
     operations: int = 0
@@ -63,7 +63,7 @@ class MutationsResult:
 def run(
     seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None
 ) -> SimulationResult:
-    """tell: called with each finding. Raises SimulationError."""
+    """Run seeds. tell: called with each of the first findings. Raises SimulationError."""
     began_s, result = time.monotonic(), SimulationResult()
     pieces = [(at, min(_PIECE, first + seeds - at)) for at in range(first, first + seeds, _PIECE)]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
@@ -170,7 +170,9 @@ def _lines(
             process.kill() if until_found else process.wait()
         if process.wait() != 0 and not until_found:
             errors.seek(0)
-            raise SimulationError(f"the seeds from {first} on: {errors.read()[-2000:]}")
+            raise SimulationError(
+                f"the process of the seeds from {first} on failed: {errors.read()[-2000:]}"
+            )
 
 
 def _source() -> Path:

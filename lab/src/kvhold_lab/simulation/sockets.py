@@ -200,7 +200,7 @@ class Network:
         listener = self.listeners.get(address)
         if listener is None:
             await asyncio.sleep(self.world.random.random() * _REFUSED_AFTER_S)
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nothing listens there")
         if len(listener.waiting) >= _BACKLOG:
             await asyncio.sleep(1.0)
             raise TimeoutError("no answer")

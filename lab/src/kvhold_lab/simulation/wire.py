@@ -4,7 +4,7 @@
     near.push(data); near.pull()       # the client's end
     SimTransport(far, loop, protocol)  # the node's end
 
-An end closes with its last copy, after the sent bytes; a forked child has a copy.
+An end closes when its last copy closes; sent bytes still arrive. A forked child has a copy.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class End:
         self.process: Any = None
         self.on_closed: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = (
-            None  # without `on_data`: there are bytes to pull, or room to push
+            None  # used without `on_data`: there are bytes to pull, or room to push
         )
         self.on_data: Callable[[bytes], None] | None = None
         self.on_eof: Callable[[], None] | None = None
@@ -33,7 +33,7 @@ class End:
         self._moving = False
         self._eof_sent = False
         self._eof_seen = False
-        self._handed = 0  # handed over, not yet read
+        self._handed = 0  # bytes handed over, not read yet
         self._wants_room = False
 
     def push(self, data: memoryview) -> int:
@@ -42,7 +42,7 @@ class End:
         Raises BlockingIOError when nothing fits, BrokenPipeError when the other end is closed.
         """
         if self.peer.closed or self.closed:
-            raise BrokenPipeError("nobody reads it")
+            raise BrokenPipeError("the other end is closed")
         some = bytes(
             data[
                 : max(0, self.most_bytes - len(self._out) - len(self.peer._in) - self.peer._handed)
@@ -55,7 +55,7 @@ class End:
         return len(some)
 
     def pull(self) -> bytes:
-        """Empty at the end. Raises BlockingIOError without bytes."""
+        """Return the arrived bytes; empty at the end. Raises BlockingIOError without bytes."""
         if not self._in and not self._eof_seen:
             raise BlockingIOError
         data = bytes(self._in)
@@ -69,7 +69,7 @@ class End:
             self.peer.on_change()
 
     def send(self, data: bytes | bytearray) -> None:
-        """Bytes are lost if either end is closed."""
+        """Send all bytes. They are lost if an end is closed."""
         if not self.closed and not self.peer.closed:
             self._out += data
             self._move()

@@ -4,8 +4,8 @@
     loop.create_task(work())
     world.run(until=lambda: done, most_s=60)
 
-Each thread's loop runs handles in order. Between loops the seed decides, and any loop may stall.
-All randomness comes from `world.random`, so a seed is a whole history.
+Each thread's loop runs its handles in order. The seed decides which loop runs next; any loop may
+stall. All randomness comes from `world.random`, so a seed determines the whole history.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _STEPS_A_LOOK = 20
 
 
 class Handle:
-    """asyncio's, without the parts that cost time."""
+    """Like asyncio's handle, without the parts that take time."""
 
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "loop")
 
@@ -110,7 +110,7 @@ class World:
         return loop
 
     def kill(self, loop: "SimLoop") -> None:
-        """Without the thread's cleanup."""
+        """End a loop's thread without its cleanup."""
         loop.dead = True
         loop.ready.clear()
         self._loops.remove(loop)
@@ -121,7 +121,7 @@ class World:
             self.random.choice(self._loops).stall(seconds)
 
     def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Handle:
-        """An event outside all threads: network, disk or pool."""
+        """Schedule an event outside all threads: of the network, a disk or a pool."""
         handle = Handle(callback, args, self._outside, contextvars.Context())
         self.schedule(self.now + delay_s, None, handle)
         return handle
@@ -130,7 +130,7 @@ class World:
         heappush(self._heap, (at, self.number(), loop, handle))
 
     def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
-        """About `usual_s`, with a chance of `slow` up to `slow_s`."""
+        """Draw a delay of about `usual_s`; with probability `slow`, up to `slow_s`."""
         if self.random.random() < slow:
             return self.random.random() * slow_s
         return self.random.expovariate(1 / usual_s)
@@ -240,7 +240,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Handle:
-        """On a dead loop: nothing."""
+        """Do nothing on a dead loop."""
         handle = Handle(callback, args, self, context or contextvars.copy_context())
         if not self.dead:
             self.ready.append(handle)
@@ -272,7 +272,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
-        """The work is one step after a delay; its answer comes after another."""
+        """Do the work in one step after a delay. Deliver its result after another delay."""
         future = self.create_future()
 
         def work() -> None:
@@ -280,7 +280,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
                 return
             try:
                 result, error = func(*args), None
-            except Exception as raised:  # noqa: BLE001 - whoever awaits the future gets it
+            except Exception as raised:  # noqa: BLE001 - the future passes it on
                 result, error = None, raised
             self.world.later(
                 self.world.delay(0.0005, slow=0.01), self.call_soon, deliver, result, error
