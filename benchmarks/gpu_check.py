@@ -5,8 +5,9 @@ It is `kvhold bench gpu`, for a machine that has torch and a GPU but neither kvh
 Packages that kvhold needs and the machine lacks are taken from `.gpu/site`, which is filled
 beforehand on a machine with a network:
 
-    python benchmarks/gpu_check.py --bring 3.12 [PACKAGE ...]    # its version of Python, and what
-    else it lacks
+    python benchmarks/gpu_check.py --bring 3.12 [PACKAGE ...]
+
+3.12 is the GPU machine's version of Python. PACKAGE is any other package that it lacks.
 """
 
 import os
@@ -50,8 +51,8 @@ def main() -> None:
     """Run the command."""
     sources = [str(ROOT / "src"), str(ROOT / "lab" / "src")]
     sys.path[:0] = sources
-    sys.path.append(str(SITE))  # what the machine has comes first
-    # for the node and the other processes that parts start
+    sys.path.append(str(SITE))  # the machine's own packages come first
+    # for the processes that parts start, such as the node
     os.environ["PYTHONPATH"] = os.pathsep.join([*sources, str(SITE)])
     from kvhold_lab.bench.gpu.command import command
 

@@ -39,7 +39,7 @@ FOLDER = Path(__file__).resolve().parent / "model"
 
 @dataclass(frozen=True)
 class Phase:
-    """steps of batches of `num_exams` contexts of one length, drawn anew each step between
+    """Steps with batches of `num_exams` contexts. Each step draws one length for its batch, between
     `shortest` and `longest`.
     """
 
@@ -58,9 +58,9 @@ PHASES = (
     Phase(350, 12, 160, 512, Asked(lookups=24, hops=10, runs=2)),
 )
 
-# What heads begin with: how much larger queries and keys are than what they see, in how many pairs
-# of channels the look at the token before is, and how steep; what layers add is smaller than drawn,
-# or it would drown the embeddings.
+# The heads' initial weights. ALIKE: the factor of queries and keys. STEEP_PAIRS, STEEP: the number
+# of channel pairs that attend to the previous token, and their strength. QUIET: the factor of the
+# layers' outputs, which would otherwise drown the embeddings.
 ALIKE, STEEP_PAIRS, STEEP, QUIET = 1.2, 5, 7.0, 0.12
 PEAK_RATE, WARM_UP_STEPS, LAST_RATE = 1.5e-3, 50, 0.03
 

@@ -405,7 +405,7 @@ def _choice(cost: ComputeCost, alternatives: Mapping[str, Alternative]) -> str:
 
     nothing:         nothing was found
     unknown:         the engine's costs are not known
-    has:             the engine already has all that was found
+    has:             the engine already has the whole hit
     all, part, none: the share that is loaded
     """
     chosen, everything = alternatives["chosen"].num_tokens, alternatives["all"].num_tokens

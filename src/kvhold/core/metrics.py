@@ -211,7 +211,7 @@ TABLE = {
             "counter",
             "chunks",
             (),
-            "Chunks looked up of which tiers with policy=learned were not told.",
+            "Uses of chunks that were not reported to tiers with policy=learned.",
         ),
         Metric(
             "kvhold_encoded_chunks",

@@ -37,7 +37,7 @@ class RequestRules:
 
     @property
     def uses(self) -> Uses:
-        """What a lookup of the request uses."""
+        """The chunks that a lookup of the request counts as used."""
         return "all" if self.store else "known"
 
 

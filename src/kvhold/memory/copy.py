@@ -3,8 +3,8 @@
     planned = plan_copy(view, block_ids, lease.buffer, lease.chunks())
     planned.scatter(range(0, 1), threads=2)                             # layer by layer
 
-Arrays hold the ids, or slots, of all chunks, end to end. Negative ones are skipped. So are ABSENT
-chunks, with their ids. Any thread.
+Arrays hold the ids, or slots, of all chunks, end to end. Negative ids and slots are skipped, and
+those of ABSENT chunks. Any thread.
 
 A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does.
 A scatter compares whole chunks, and raises DamagedChunks after it has copied all of them: only the

@@ -105,9 +105,8 @@ class SlabAllocator:
 class ZonedSlabs:
     """Allocates in equal parts of the range (zones), such as the memory of NUMA nodes.
 
-    An object goes to the wanted zone. While that is full, there is no room until a part of all
-    bytes is free in other zones: the caller evicts more, and the writers of the other zones take
-    what this one leaves.
+    An object goes to the wanted zone. If that is full, another zone is used only if a certain share
+    of all bytes is free. Otherwise allocation fails, so that the caller evicts more.
     """
 
     def __init__(self, capacity: int, zones: int) -> None:
@@ -125,7 +124,7 @@ class ZonedSlabs:
         return sum(zone.free_bytes for zone in self._zones)
 
     def allocate(self, nbytes: int, zone: int | None = None) -> int | None:
-        """zone: None: the emptiest"""
+        """Allocate in a zone. zone: None: the emptiest"""
         if zone is not None:
             offset = self._zones[zone].allocate(nbytes)
             if offset is not None:

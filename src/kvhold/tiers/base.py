@@ -162,7 +162,7 @@ class Learns(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether its settings say so."""
+        """Whether the tier's settings ask for that."""
 
     def learn_from(self, worths: Worths) -> None:
         """Call this before any other call."""
@@ -170,15 +170,15 @@ class Learns(Protocol):
     def used(
         self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """Note chunks of a lookup, in the order in which they may go. Does no I/O.
+        """Record a lookup's chunks, in the order of their eviction. Does no I/O.
 
         prompt, value: see `Policy.used`
-        at_s:          by the clock of `worths`
-        are_whole:     false for tails, most of which are in no tier
+        at_s:          time by the clock of `worths`
+        are_whole:     false: the keys are tails, and no tier has most tails
         """
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Return whether a chunk is worth the room that it would take. Does no I/O."""
+        """Return whether a chunk is worth at least as much as its first victim. Does no I/O."""
 
 
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:

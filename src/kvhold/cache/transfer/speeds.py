@@ -16,12 +16,12 @@ _TOGETHER_S = 0.001  # reads that end this close together ended in one call
 _GROWTH = 8  # at most this many times the largest measured piece is requested at once
 _LATE = 1.5  # a read is late when it takes this many times its estimate
 _ALIKE = 2  # up to this ratio, reads count as one size
-# a new tier's read is expected to take this many times its silence, so that a wait for it takes at
-# most an eighth of the computing time
+# a new tier's read is expected to take this many times its silence, so no wait for the tier takes
+# more than an eighth of the computing time
 _DOUBT = 8
 _FEW = 3  # fewer reads do not separate the costs per call and per byte
 _STALE_S = 30.0
-# a sample waits this many times the last read's time, so samples take at most a twentieth of it all
+# a sample waits this many times the last read's time, so samples take at most 1/20 of the time
 _STALE_READS = 20.0
 
 

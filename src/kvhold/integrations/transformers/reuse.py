@@ -328,7 +328,7 @@ class Reuse:
                 raise
             self._copies_on = device
         # later caches have rows of the same width, so their copy kernel is compiled now
-        with device_errors():  # no memory for it is no memory for KV
+        with device_errors():  # it may lack device memory, as KV may
             warm_up(device, [geometry.view(geometry.allocated(1, self._tokens_per_chunk))])
         self._looked_at = looks  # last: a refused device must not count as the one in use
         return geometry

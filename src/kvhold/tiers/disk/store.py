@@ -46,7 +46,7 @@ _DAY_NS = 86_400 * 10**9
 
 _FOUND = 16
 _MOST_KEYS = 500
-_SCANS = 3  # a scan is repeated if a removal failed meanwhile: its value is visible again
+_SCANS = 3  # a scan is repeated if a removal failed during it: the value is visible again
 
 
 class _Opened:
@@ -272,8 +272,8 @@ class DiskStore:
         Otherwise a crash could bring back a value whose replacement or eviction was unfinished.
         Raises TierIncomplete, after the removals, if another file of a key could not be removed.
 
-        The removals are durable even without `sync`, and so are all removals before the end of a
-        scan. A clear is forgotten after them, so a power cut must not bring its values back.
+        The removals are durable even without `sync`, like all removals before the end of a scan. A
+        clear is forgotten after them, so a power cut must not bring its values back.
         """
         async with self._opener.use() as opened:
             await self._all_listed(opened, "delete")  # a file listed later would come back

@@ -13,7 +13,7 @@ def kind_of(uses: int, prompt: int) -> int:
     return (min(uses.bit_length(), USES) - 1) * _PROMPTS + prompt
 
 
-# what the number of earlier uses adds to the packed past of a chunk's first use
+# by the number of earlier uses: the number to add to the packed past of a chunk's first use
 _PAST_OF_NEXT_USE = [
     pack(Ghost(0.0, kind_of(uses, 0), uses)) for uses in (*range(1, MOST_USES + 1), MOST_USES)
 ]
