@@ -102,7 +102,7 @@ def test_what_a_small_arena_evicts_by_itself_comes_back(tmp_path: Path) -> None:
         assert [read(cache, prompt) for prompt in prompts] == [90] * 45
 
 
-def test_an_ending_cache_writes_what_waits_and_the_next_one_has_it(tmp_path: Path) -> None:
+def test_a_closing_cache_writes_its_queue_and_the_next_one_finds_the_chunks(tmp_path: Path) -> None:
     prompts = [a_prompt(HYBRID_SPACE, 90, seed) for seed in range(8)]
     slow = "faults+" + on_disk(
         tmp_path, faults="put:delay:@1:1s", batch_bytes="64KiB", concurrent_calls=1
@@ -305,7 +305,7 @@ class TestFrames:
             assert place.calls["put"] == place.calls["delete"] == place.calls["scan"] == 0
 
 
-def test_eight_threads_that_store_look_up_clear_and_let_go_see_only_what_the_keys_demand(
+def test_eight_threads_that_use_a_cache_at_once_read_only_the_right_bytes(
     tmp_path: Path,
 ) -> None:
     rules = "get:corrupt:0.02,get:error:0.02,put:error:0.02,get:delay:0.05:20ms"

@@ -325,7 +325,9 @@ class TestRestarts:
             eventually(lambda: not cache.status()["tiers"][0]["pending_clears"])
             assert read(cache, PROMPT) == 0 and not place.values
 
-    def test_a_tier_keeps_its_debts_when_another_tier_gets_its_name(self, tmp_path: Path) -> None:
+    def test_a_tier_keeps_its_pending_clears_when_another_tier_gets_its_name(
+        self, tmp_path: Path
+    ) -> None:
         file = str(tmp_path / "clears")
         with a_place() as first, a_place() as second:
             urls = [place.url(breaker_pause_s=0.01) for place in (first, second)]
@@ -341,7 +343,7 @@ class TestRestarts:
                 eventually(lambda: not second.values)
 
     @pytest.mark.parametrize("back", [False, True])
-    def test_a_store_whose_url_is_written_otherwise_keeps_its_debts(
+    def test_a_store_whose_url_is_written_otherwise_keeps_its_pending_clears(
         self, place: Place, tmp_path: Path, back: bool
     ) -> None:
         options = {"clears_file": str(tmp_path / "clears")}
@@ -455,7 +457,7 @@ class TestRestarts:
         with cache_over(place.url(), clears_file=file) as cache:
             assert [read(cache, prompt) for prompt in prompts] == [0, 0]
 
-    def test_a_second_clear_is_not_paid_by_the_first(self, place: Place, tmp_path: Path) -> None:
+    def test_a_second_clear_is_not_ended_by_the_first(self, place: Place, tmp_path: Path) -> None:
         later = SPACE.prompt(np.arange(64, dtype=np.int32) + 5000)
         with cache_over(
             place.url(breaker_pause_s=0.01), clears_file=str(tmp_path / "clears")
@@ -499,7 +501,7 @@ class TestRestarts:
         with cache_over(url, **options) as cache:
             assert read(cache, PROMPT) == 0
 
-    async def test_of_two_that_write_generations_down_the_older_numbers_are_not_written_last(
+    async def test_of_two_concurrent_journal_writes_the_older_numbers_are_not_written_last(
         self, tmp_path: Path
     ) -> None:
         """One that began earlier, of a refresh, has other tiers' clears to write down first."""
@@ -561,7 +563,7 @@ class TestRestarts:
         assert (seen, guard.status()["pending_clears"]) == ([1], 0)
 
     @pytest.mark.parametrize("shared", [False, True])
-    async def test_very_many_debts_are_paid_and_none_of_a_shared_tier_becomes_a_clear_of_everything(
+    async def test_very_many_pending_clears_end_and_a_shared_tiers_become_no_clear_of_everything(
         self, place: Place, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvhold.tiers.clears._MOST_PENDING", 5)
@@ -636,7 +638,7 @@ class TestOtherHosts:
             settle(other)
             assert chunks(place) == 0
 
-    def test_a_host_hears_of_clears_though_nothing_that_it_stores_is_written(
+    def test_a_host_that_writes_nothing_to_the_tier_still_learns_of_clears(
         self, place: Place
     ) -> None:
         url = place.shared_url(clears_check_s=0.01)
@@ -652,7 +654,7 @@ class TestOtherHosts:
 
     @pytest.mark.parametrize("failing", ["scan", "delete"])
     @pytest.mark.parametrize("space", [NAMESPACE, None])
-    def test_what_cannot_be_removed_now_is_hidden_while_its_generation_lives_and_removed_later(
+    def test_values_that_cannot_be_removed_are_suppressed_and_removed_later(
         self, place: Place, failing: str, space: bytes | None
     ) -> None:
         with cache_over(
@@ -806,7 +808,7 @@ class TestWritesBesideAClear:
             assert not place.values
             assert NAMESPACE.hex() not in file.read_text()
 
-    def test_a_value_whose_write_begins_after_the_clear_does_not_come(
+    def test_a_write_whose_frame_is_ready_only_after_the_clear_is_dropped(
         self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its frame takes until then, as on a busy machine."""
@@ -852,7 +854,7 @@ class TestGenerations:
     def tiers(place: Place, count: int = 2) -> list[GenerationTier]:
         return [GenerationTier(SharedMemoryTier(place), lambda prefix: None) for _ in range(count)]
 
-    async def test_a_write_that_was_on_its_way_when_another_host_cleared_is_found_by_nobody(
+    async def test_a_write_in_progress_during_another_hosts_clear_is_not_found(
         self, place: Place
     ) -> None:
         one, other = self.tiers(place)
@@ -869,9 +871,7 @@ class TestGenerations:
             == [None]
         )
 
-    async def test_whoever_comes_later_finds_the_latest_generation_however_many_there_were(
-        self, place: Place
-    ) -> None:
+    async def test_a_later_host_finds_the_latest_of_many_generations(self, place: Place) -> None:
         one, other = self.tiers(place)
         key = make_key(1)
         for _ in range(40):
@@ -1179,7 +1179,7 @@ class TestGenerations:
             await guard.refresh()
         assert guard.available, "only what requests wait for counts"
 
-    async def test_what_was_read_before_a_clear_replaces_nothing_that_came_after_it(
+    async def test_a_frame_read_before_a_clear_replaces_no_value_stored_after_it(
         self, place: Place
     ) -> None:
         guard = Guard(SharedMemoryTier(place), GuardConfig(), name="tier", metrics=Metrics())

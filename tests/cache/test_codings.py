@@ -56,7 +56,7 @@ class TestCodecs:
             ) == 10 * len(space.layout.groups)
 
     @pytest.mark.parametrize("codec", ["int8", "fp8"])
-    def test_a_codec_with_a_loss_keeps_to_its_bound_and_takes_half_the_room(
+    def test_a_lossy_codec_keeps_its_error_bound_and_takes_half_the_bytes(
         self, place: Place, codec: str
     ) -> None:
         with wide_cache(place.url(codec=codec)) as cache:

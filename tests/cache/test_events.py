@@ -85,7 +85,7 @@ def live(cache: Cache, follower: Follower, seed: int, *, steps: int = 60, pause:
     st.lists(st.tuples(st.integers(0, 12), st.integers(-3, 15)), max_size=12),
     st.integers(1, 5),
 )
-def test_a_log_gives_what_came_after_a_number_or_says_that_it_cannot(
+def test_a_log_returns_the_events_after_a_number_or_reports_them_lost(
     limit: int, steps: list[tuple[int, int]], most: int
 ) -> None:
     log = EventLog(limit)

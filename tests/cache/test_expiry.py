@@ -123,7 +123,7 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("num_tiers", [0, 1])
-def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(
+def test_a_chunk_that_expires_during_a_lookup_is_not_in_the_hit_or_stays(
     layout: Layout, num_tiers: int, cost: ComputeCost | None
 ) -> None:
     hits = set()
@@ -143,7 +143,7 @@ def test_what_expires_while_it_is_looked_up_is_no_part_of_a_hit_or_stays(
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(
+def test_a_chunk_that_expires_behind_a_gap_filled_by_a_tier_ends_the_hit(
     layout: Layout, prefetched: bool, cost: ComputeCost | None
 ) -> None:
     for looks in range(MOST_LOOKS):
@@ -161,7 +161,7 @@ def test_what_expires_behind_a_gap_that_a_tier_fills_ends_the_hit_there(
         bench.check(found)
 
 
-def test_a_chunk_that_a_query_names_twice_is_let_go_as_often_as_it_was_pinned() -> None:
+def test_a_chunk_named_twice_in_a_query_is_unpinned_as_often_as_it_was_pinned() -> None:
     bench = Bench(LAYOUTS["full"], num_tiers=1)
     bench.store()
     query = bench.prompt(0).query()

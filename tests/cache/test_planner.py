@@ -127,7 +127,7 @@ def test_without_work_all_is_ordered_at_once() -> None:
     assert world.state.planner.explain("") == []
 
 
-def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more() -> None:
+def test_an_unmeasured_tier_is_read_a_little_first_and_then_more() -> None:
     world = World()
     found = world.ask(cost=SLOW)
     assert world.work_off() == [1, 7], "eight times what has come at once"
@@ -143,7 +143,7 @@ def test_of_a_tier_that_nobody_knows_a_little_is_read_first_and_then_more() -> N
     assert decision.waited_s == pytest.approx(8 * world.chunk_s)
 
 
-def test_what_comes_more_slowly_than_it_is_computed_is_not_waited_for_nor_even_looked_for() -> None:
+def test_chunks_that_load_slower_than_computing_are_neither_awaited_nor_probed() -> None:
     world = World()
     world.learn()
     found = world.ask(cost=FAST)
@@ -180,7 +180,7 @@ def test_the_largest_query_is_planned_for_and_a_larger_one_is_refused() -> None:
         world.state.lookup("a", space.prompt(np.zeros(16 * 257, np.int32)).query(), FAST)
 
 
-def test_what_is_found_in_a_faster_tier_is_loaded_and_the_rest_computed() -> None:
+def test_chunks_in_the_faster_tier_are_loaded_and_the_rest_is_computed() -> None:
     world = World()
     world.learn()
     cost = ComputeCost(
@@ -225,7 +225,7 @@ def test_a_hit_in_memory_that_costs_more_to_load_than_to_compute_is_not_loaded()
     )
 
 
-def test_who_waits_for_what_takes_longer_than_thought_makes_do_with_what_is_here() -> None:
+def test_a_wait_that_takes_longer_than_planned_ends_with_the_arrived_chunks() -> None:
     world = World()
     world.learn()
     cost = ComputeCost("late", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0)  # 0.8 s
@@ -281,7 +281,7 @@ def test_a_tier_that_turns_out_to_be_slow_is_not_waited_for_to_the_end() -> None
 
 
 @pytest.mark.parametrize(("compute_s", "loads"), [(2.0, True), (0.6, False)])
-def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_time_at_their_pace(
+def test_a_long_load_is_awaited_if_it_is_in_time_at_the_pace_of_single_chunks(
     compute_s: float, loads: bool
 ) -> None:
     world = World(chunk_s=0.1)
@@ -303,7 +303,7 @@ def test_where_only_single_chunks_were_read_all_is_waited_for_if_it_comes_in_tim
     world.state.release_owner("a")
 
 
-def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs() -> None:
+def test_other_searches_reads_do_not_prolong_the_wait_for_a_hanging_read() -> None:
     world = World()
     world.learn()
     found = world.ask(cost=ComputeCost("stuck", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
@@ -321,7 +321,7 @@ def test_what_others_read_does_not_keep_one_waiting_for_a_read_that_hangs() -> N
     world.state.release_owner("a")
 
 
-def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile() -> None:
+def test_a_waiting_lookup_keeps_its_plan_after_many_other_decisions() -> None:
     world = World()
     world.learn()
     found = world.ask(cost=ComputeCost("first", 16, 0, 64, 0.0, 0.05, 0.0, 0.0, 0.0))
@@ -336,7 +336,7 @@ def test_who_waits_keeps_its_plan_however_many_others_are_decided_meanwhile() ->
     assert world.finish(found).num_tokens > 0
 
 
-def test_who_is_told_to_make_do_does_so_for_another_reason() -> None:
+def test_a_lookup_that_is_told_to_settle_has_the_reason_deadline() -> None:
     world = World()
     found = world.ask(cost=ComputeCost("unknown", 16))
     world.answer_probes(world.commands())
@@ -362,7 +362,7 @@ def test_a_probe_that_hangs_is_waited_for_no_longer_than_computing_takes() -> No
     world.state.release_owner("a")
 
 
-def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_waits_for() -> None:
+def test_a_slow_tier_is_sampled_with_one_chunk_without_a_waiting_request() -> None:
     world = World(chunk_s=0.5)
     world.learn()
     world.chunk_s = 1e-5  # it has become fast, and nobody has noticed
@@ -380,7 +380,7 @@ def test_a_tier_that_seems_too_slow_is_tried_again_with_one_chunk_that_nobody_wa
     world.state.release_owner("a")
 
 
-def test_what_an_engine_tells_of_the_end_is_remembered_and_decisions_are_bounded() -> None:
+def test_reported_timings_are_remembered_and_decisions_are_bounded() -> None:
     world = World()
     for number in range(600):
         world.ask(cost=ComputeCost(f"request-{number}", 16, 16, 64, 0.0, 1.0))

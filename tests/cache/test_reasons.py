@@ -238,7 +238,7 @@ class TestInMemory:
             assert why(cache, a_prompt(SPACE, 32, seed=3)) == ""
             assert why(cache, a_prompt(SPACE, 32, seed=4)) == REASONS[NEVER_STORED]
 
-    def test_what_became_of_a_key_is_forgotten_in_the_end_and_memory_is_bounded(self) -> None:
+    def test_removal_reasons_are_forgotten_in_the_end_and_memory_is_bounded(self) -> None:
         history = EvictionHistory(limit=10)
         for number in range(35):
             history.add(bytes([number]), EVICTED)

@@ -487,9 +487,7 @@ class TestRefusals:
             assert reencoded(cache, "lossless").done
             assert reencoded(cache, "fp8", "below").done
 
-    def test_nor_does_what_came_up_from_a_tier_that_was_reencoded_with_a_loss(
-        self, place: Place
-    ) -> None:
+    def test_a_tier_above_a_lossily_reencoded_one_refuses_lossy_codecs(self, place: Place) -> None:
         with a_cache_over(place.url(), place.url(name="below")) as cache:
             assert reencoded(cache, "fp8").done
             assert reencoded(cache, "fp8", "below").done

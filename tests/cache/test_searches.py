@@ -581,7 +581,7 @@ class TightWorld(World):
 
 
 @pytest.mark.parametrize("world", [World, TightWorld])
-def test_whatever_order_the_world_answers_in_everybody_gets_what_is_theirs_and_nothing_is_left(
+def test_with_answers_in_any_order_each_caller_gets_its_own_and_nothing_is_left(
     world: type[World],
 ) -> None:
     run_state_machine_as_test(world, settings=settings(max_examples=100, stateful_step_count=50))
@@ -608,7 +608,7 @@ _GROUPS = {
 @pytest.mark.parametrize("groups", _GROUPS.values(), ids=_GROUPS)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_what_comes_is_the_longest_hit_that_memory_and_tiers_have_together(
+def test_the_hit_is_the_longest_that_memory_and_tiers_have_together(
     groups: tuple[Group, ...], data: st.DataObject
 ) -> None:
     layout = Layout(groups, tokens_per_chunk=_SIZE)
@@ -711,7 +711,7 @@ def test_the_tiers_are_asked_once_for_all_that_memory_lacks_in_the_prompt_s_orde
     assert probe.keys == all_keys(prompt, 1)[2:]
 
 
-def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond_a_gap() -> None:
+def test_reads_are_requested_from_the_start_within_memory_and_not_beyond_a_gap() -> None:
     bench = Bench(num_slots=3)
     _, pending_reads = bench.arriving(bench.prompt(10))
     assert [pending_read.entry.first_token for pending_read in pending_reads] == [0, 2, 4]
@@ -729,7 +729,7 @@ def test_reads_are_ordered_from_the_start_as_far_as_memory_allows_and_not_beyond
     ("have", "below", "requested"),
     [(0, 5, 5), (9, 5, 5), (10, 5, 0), (11, 5, 0), (4, 2, 0), (3, 2, 2), (9, 0, 0)],
 )
-def test_what_tiers_have_is_read_only_where_it_goes_beyond_what_is_there_already(
+def test_tiers_are_read_only_if_the_hit_is_longer_than_the_engines_own_prefix(
     have: int, below: int, requested: int
 ) -> None:
     bench = Bench()
@@ -798,7 +798,7 @@ def test_of_two_clears_the_first_that_ends_lets_nothing_up_yet() -> None:
     assert bench.state.lookup("a", bench.prompt(4).query()).arriving
 
 
-def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of_it() -> None:
+def test_a_second_lookup_of_arriving_chunks_reads_none_twice_and_gets_all() -> None:
     bench = Bench()
     prompt = bench.prompt(8)
     one, pending_reads = bench.arriving(prompt, "a")
@@ -813,9 +813,7 @@ def test_a_second_lookup_of_what_is_arriving_reads_nothing_twice_and_gets_all_of
     bench.finished()
 
 
-def test_a_lookup_while_a_given_up_read_holds_its_memory_waits_for_nothing_that_cannot_come() -> (
-    None
-):
+def test_a_lookup_does_not_wait_for_a_chunk_whose_memory_a_given_up_read_holds() -> None:
     bench = Bench()
     prompt = bench.prompt(8)
     one, pending_reads = bench.arriving(prompt, "a")
@@ -839,7 +837,7 @@ def test_a_lookup_while_a_given_up_read_holds_its_memory_waits_for_nothing_that_
     bench.finished()
 
 
-def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_lets_go() -> None:
+def test_a_given_up_and_cleared_chunk_can_be_read_again_before_the_first_read_ends() -> None:
     bench = Bench()
     prompt = bench.prompt(2)
     one, [first] = bench.arriving(prompt, "a")
@@ -857,7 +855,7 @@ def test_what_was_given_up_and_cleared_may_be_read_anew_before_the_first_read_le
     bench.finished()
 
 
-def test_a_claim_before_all_has_come_lends_what_has_and_the_rest_comes_all_the_same() -> None:
+def test_an_early_claim_leases_the_arrived_chunks_and_the_rest_still_arrives() -> None:
     bench = Bench()
     ticket, pending_reads = bench.arriving(bench.prompt(8))
     for pending_read in pending_reads[:2]:
@@ -907,7 +905,7 @@ def test_what_has_come_is_lent_while_the_rest_goes_on_arriving() -> None:
     bench.finished()
 
 
-def test_a_chunk_that_came_without_those_before_it_is_no_hit_and_is_not_pinned_for_it() -> None:
+def test_an_arrived_chunk_without_its_prefix_is_no_hit_and_is_not_pinned() -> None:
     bench = Bench()
     ticket, pending_reads = bench.arriving(bench.prompt(8))
     bench.state.fetched(pending_reads[0].entry, False)
@@ -937,7 +935,7 @@ def test_what_was_prefetched_is_nobody_s_ticket() -> None:
     bench.finished()
 
 
-def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up() -> None:
+def test_no_chunk_is_promoted_while_the_tiers_clear_its_namespace() -> None:
     bench = Bench()
     found = bench.state.lookup("a", bench.prompt(4).query())
     probe = only(bench.state.take_commands(), ProbeCommand)
@@ -956,7 +954,7 @@ def test_while_a_namespace_is_being_cleared_below_nothing_of_it_comes_up() -> No
     bench.finished()
 
 
-def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere() -> None:
+def test_a_chunk_that_arrives_after_a_clear_is_neither_found_nor_written() -> None:
     bench = Bench()
     ticket, pending_reads = bench.arriving(bench.prompt(4), tier=1)
     bench.state.clear(None)
@@ -969,7 +967,7 @@ def test_what_arrives_after_a_clear_is_not_seen_nor_written_anywhere() -> None:
     bench.finished()
 
 
-def test_what_came_from_the_second_tier_is_written_to_those_above_it_alone() -> None:
+def test_a_chunk_from_the_second_tier_is_written_only_to_the_tiers_above_it() -> None:
     bench = Bench()
     _, pending_reads = bench.arriving(bench.prompt(4), tier=1)
     for pending_read in pending_reads:

@@ -45,7 +45,7 @@ def test_latency_and_bandwidth_of_an_idle_tier(
     assert np.mean(np.abs(errors)) < 0.05
 
 
-def test_a_busy_tier_is_measured_while_it_is_busy_and_what_is_ordered_waits_behind() -> None:
+def test_a_busy_tier_is_measured_and_new_reads_wait_behind_its_queue() -> None:
     speed, now_s, byte_s = TierSpeed(), 0.0, 1e-8
     for _ in range(40):
         speed.requested(8 * MB, 0.0)
@@ -72,7 +72,7 @@ def test_a_failed_read_says_nothing_about_speed() -> None:
     assert not speed.is_stale(1.0) and speed.is_stale(31.0)
 
 
-def test_who_waits_for_a_silent_tier_is_told_that_it_stays_silent() -> None:
+def test_a_silent_tier_is_expected_to_stay_silent_as_long_again() -> None:
     speed, now_s = TierSpeed(), 0.0
     for nbytes in (MB, 2 * MB, 4 * MB):
         now_s = read(speed, nbytes, now_s, call_s=0.0, byte_s=1e-7) + 1
@@ -88,7 +88,7 @@ def test_who_waits_for_a_silent_tier_is_told_that_it_stays_silent() -> None:
     assert speed.left_s(speed.ended_bytes, now_s) == 0
 
 
-def test_what_comes_more_slowly_than_thought_is_thought_to_go_on_so() -> None:
+def test_a_read_slower_than_estimated_is_expected_to_stay_slow() -> None:
     speed = TierSpeed()
     # one read: a slow answer, as far as anybody knows
     now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
@@ -104,7 +104,7 @@ def test_what_comes_more_slowly_than_thought_is_thought_to_go_on_so() -> None:
     )
 
 
-def test_of_a_tier_that_was_hardly_ever_read_what_is_late_may_take_far_longer() -> None:
+def test_a_late_read_of_a_rarely_measured_tier_may_take_far_longer() -> None:
     speed = TierSpeed()
     now_s = read(speed, MB, 0.0, call_s=0.3, byte_s=0.0) + 1
     speed.requested(2 * MB, now_s)

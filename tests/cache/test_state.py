@@ -512,7 +512,7 @@ class Life(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "learned"])
-def test_owners_that_come_and_go_in_any_order_get_what_is_theirs_and_leave_nothing(
+def test_owners_in_any_order_get_their_own_chunks_and_leave_nothing_held(
     policy: str,
 ) -> None:
     machine = type(f"Life_{policy}", (Life,), {"policy": policy})

@@ -172,9 +172,7 @@ class TestReads:
                     "what was ordered came all the same"
                 )
 
-    def test_a_lookup_that_is_let_go_while_it_arrives_leaves_nothing_held(
-        self, place: Place
-    ) -> None:
+    def test_an_arriving_lookup_that_is_released_holds_nothing(self, place: Place) -> None:
         with a_cache_over(place.url()) as cache:
             put_below(cache, 64)
             for operation in ("probe", "get"):
@@ -188,7 +186,7 @@ class TestReads:
                 eventually(lambda: at_rest(cache))
                 forget(cache)
 
-    def test_a_lookup_waits_no_longer_than_it_is_told_and_takes_what_has_come(
+    def test_a_lookup_waits_until_its_deadline_and_takes_the_arrived_chunks(
         self, place: Place
     ) -> None:
         with a_cache_over(place.url()) as cache:
@@ -228,7 +226,7 @@ class TestReads:
             assert place.calls == before
             assert cache.status()["pinned_chunks"] == 0
 
-    def test_what_a_read_that_hangs_was_to_fill_stays_reserved_until_it_lets_go(
+    def test_the_memory_of_a_hanging_read_stays_reserved_until_the_read_ends(
         self, place: Place
     ) -> None:
         with a_cache_over(place.url()) as cache:
@@ -317,7 +315,7 @@ class TestReads:
                 "it could not be cleared there, and is not used"
             )
 
-    def test_what_a_tier_has_and_cannot_give_is_found_in_the_next_one(
+    def test_a_chunk_that_a_tier_cannot_read_is_found_in_the_next_tier(
         self, place: Place, second: Place
     ) -> None:
         with a_cache_over(place.url(), second.url()) as cache:
@@ -336,7 +334,7 @@ class TestReads:
             assert read(cache, a_prompt(SPACE, 64)) == 64
 
     @pytest.mark.parametrize("step", ["of", "accept"])
-    def test_a_batch_that_fails_in_a_way_nobody_foresaw_is_a_miss_and_leaves_nothing(
+    def test_an_unexpected_error_in_a_batch_is_a_miss_and_leaves_nothing(
         self,
         place: Place,
         step: str,
@@ -510,7 +508,7 @@ class LateThread(threading.Thread):
         super().run()
 
 
-def test_what_is_stored_before_the_mover_s_thread_has_begun_is_written_too(
+def test_chunks_stored_before_the_workers_thread_has_begun_are_written(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "Thread", LateThread)
@@ -614,7 +612,7 @@ class TestClears:
             place.let_go("delete")
             assert cache.flush(0, deadline_s=60)
 
-    def test_what_a_tier_could_not_clear_is_not_used_and_goes_when_it_can(
+    def test_chunks_that_a_tier_could_not_clear_are_not_used_and_are_removed_later(
         self, place: Place
     ) -> None:
         with a_cache_over(place.url(breaker_pause_s=0.01)) as cache:

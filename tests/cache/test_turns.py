@@ -304,7 +304,7 @@ class TestLongLookups:
         assert state.ram.used_bytes == 0
 
 
-def test_why_a_hit_of_many_groups_and_shards_ends_is_found_by_few_looks(
+def test_the_reason_of_a_hit_in_many_groups_and_shards_takes_few_lookups_of_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A chunk of 4,096 rows is no longer turn than another one."""
@@ -593,7 +593,7 @@ def test_a_query_of_more_keys_than_fit_is_refused_before_it_is_looked_up(
         )
 
 
-def test_a_snapshot_in_parts_holds_what_stays_though_the_rest_comes_and_goes() -> None:
+def test_a_snapshot_in_parts_has_all_chunks_that_stay_while_others_change() -> None:
     state = new_cache()
     stays, goes = prompt_of(300), prompt_of(300, SPACES[1])
     store(state, stays)

@@ -67,7 +67,7 @@ def test_a_lookup_is_told_to_tiers_that_learn_and_to_no_others() -> None:
         assert any(isinstance(each, ProbeCommand) for each in commands)
 
 
-def test_it_has_the_prompt_and_the_value_that_memory_s_policy_has_heard(
+def test_it_has_the_prompt_and_the_value_that_memorys_policy_got(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state, heard, missed = new(), list[tuple[int, int]](), LearnedPolicy.missed
@@ -171,7 +171,7 @@ def test_prompts_that_come_back_stay_on_a_full_disk(tmp_path: Path) -> None:
         assert len(uses_on(cache)) < 16 * 8
 
 
-def test_a_chunk_that_is_not_worth_its_room_on_the_disk_stays_in_memory_alone(
+def test_a_chunk_that_the_disk_declines_stays_in_memory(
     tmp_path: Path,
 ) -> None:
     policy = LearnedPolicy(clock := Clock())

@@ -145,7 +145,7 @@ def test_a_lookup_tells_the_policy_what_each_chunk_is_worth(policy_for: str, gro
     assert (found[-1] > NEUTRAL) == grows
 
 
-def test_what_only_the_learned_policy_maximises_is_refused_with_others() -> None:
+def test_policy_for_is_refused_with_policies_other_than_learned() -> None:
     config = load_config({"policy": "lru", "policy_for": "ttft"}, environ={})
     with (
         Arena.create(1 << 20, huge_pages="never") as arena,

@@ -48,7 +48,7 @@ def dropped(state: CacheState) -> float:
     return state.metrics.value("kvhold_tier_dropped_chunks", tier="all", reason="queue full")
 
 
-def test_what_was_committed_is_ordered_to_be_written_the_beginning_first() -> None:
+def test_committed_chunks_are_queued_for_the_tiers_the_first_chunk_first() -> None:
     _, commands = commit(new(), 4)
     keys = [make_key(SPACE.digest, prompt(4).hash_at(i), 0, 0) for i in range(4)]
     assert [command.entry.key for command in commands] == keys
@@ -61,7 +61,7 @@ def test_without_tiers_nothing_is_ordered_or_held() -> None:
     assert (commands, state.status()["pinned_chunks"], state.all_done(mark)) == ([], 0, True)
 
 
-def test_what_is_too_much_is_dropped_counted_logged_once_a_burst_and_stays_in_memory(
+def test_a_full_queue_drops_chunks_counts_them_logs_once_a_burst_and_they_stay_in_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = new(chunks_in_queue=3)
@@ -96,7 +96,7 @@ def test_what_waits_is_not_evicted_and_what_was_written_is() -> None:
     assert all(state.ram.find(command.entry.key) is None for command in commands)
 
 
-def test_a_mark_is_reached_when_all_before_it_is_written_in_whatever_order() -> None:
+def test_a_mark_is_reached_when_all_earlier_writes_have_ended_in_any_order() -> None:
     state = new(chunks_in_queue=8)
     first, one = commit(state, 2)
     second, two = commit(state, 2, seed=1)
@@ -138,7 +138,7 @@ def test_what_was_cleared_while_it_was_filled_is_not_written() -> None:
     assert state.ram.used_bytes == 0
 
 
-def test_what_is_cleared_while_it_is_written_keeps_its_memory_until_then() -> None:
+def test_a_chunk_cleared_during_its_write_keeps_its_memory_until_the_write_ends() -> None:
     state = new()
     _, commands = commit(state, 2)
     state.clear(None)

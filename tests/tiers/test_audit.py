@@ -188,7 +188,7 @@ class TestClaimsNothingItDoesNotKnow:
         assert await fetch(tier, [KEY], [5_000]) == [VALUE]
         assert tier.checked == 1  # the dispute is over
 
-    async def test_a_key_that_went_between_probe_and_put_is_not_called_corrupt(
+    async def test_a_key_removed_between_probe_and_put_is_not_called_corrupt(
         self, tier: AuditTier, ram: RamTier, faulty: FaultTier
     ) -> None:
         await store(tier, {KEY: VALUE})

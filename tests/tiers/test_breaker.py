@@ -56,7 +56,7 @@ def test_each_try_that_fails_doubles_the_pause_up_to_half_a_minute() -> None:
     assert broken(breaker, 100.0).next_try_s == 101.0, "and is short again after a success"
 
 
-def test_calls_that_were_under_way_when_it_opened_do_not_lengthen_the_pause() -> None:
+def test_calls_in_progress_when_it_opened_do_not_lengthen_the_pause() -> None:
     breaker = broken(Breaker(failures=1, first_pause_s=1.0))
     for _ in range(10):
         breaker.failed(0.5)

@@ -144,7 +144,7 @@ class TestAccess:
                     await tier.probe([make_key(1)])
                 await tier.close()
 
-    async def test_a_server_whose_certificate_nobody_vouches_for_is_not_used(
+    async def test_a_server_with_an_untrusted_certificate_is_not_used(
         self, certificates: Certificates
     ) -> None:
         joined = certificates.server.parent / "joined.pem"
@@ -156,9 +156,7 @@ class TestAccess:
             await tier.close()
 
     @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:7710"])
-    def test_beyond_the_loopback_interface_nobody_is_served_without_authentication(
-        self, address: str
-    ) -> None:
+    def test_no_client_beyond_loopback_is_served_without_authentication(self, address: str) -> None:
         with pytest.raises(ConfigError, match=r"listen\.address.*token"):
             Central(load_config({"ram_bytes": "4MiB", "listen": {"address": address}}, environ={}))
 
@@ -243,7 +241,7 @@ class TestFaults:
                 assert await store(tier, {make_key(1): b"y"}) == [True]
                 assert await fetch(tier, [make_key(1)], [1]) == [b"y"]
 
-    async def test_killed_in_the_middle_of_a_put_it_has_stored_nothing_by_halves(self) -> None:
+    async def test_a_kill_during_a_put_leaves_no_partial_value(self) -> None:
         with CentralServer(ram_bytes="256MiB") as server:
             async with tier_of(server) as tier:
                 values = {make_key(i): make_value(i, 8 * MIB) for i in range(16)}
@@ -283,7 +281,7 @@ class TestFaults:
                 assert await tier.delete(list(values)) == [True] * 10
                 assert await tier.probe(list(values)) == [None] * 10
 
-    async def test_what_is_larger_than_it_takes_is_full_and_loses_itself_alone(
+    async def test_a_too_large_value_is_tier_full_and_the_others_are_stored(
         self, tier: CentralTier
     ) -> None:
         items = [
@@ -501,7 +499,7 @@ async def test_a_scan_of_many_pages_lists_what_is_there_once(tmp_path: Path) -> 
         await central_store.close()
 
 
-async def test_who_asks_or_removes_is_told_that_a_tier_below_did_not_answer() -> None:
+async def test_probe_and_delete_report_a_tier_below_that_did_not_answer() -> None:
     with a_place() as below:
         settings: dict[str, Any] = {
             "ram_bytes": 16 << 20,
@@ -539,7 +537,7 @@ async def test_who_asks_or_removes_is_told_that_a_tier_below_did_not_answer() ->
             await serving
 
 
-async def test_what_is_deleted_while_it_is_written_below_does_not_stay_there() -> None:
+async def test_a_value_deleted_during_its_write_below_does_not_stay_there() -> None:
     with a_place() as below:
         central_store = CentralStore(
             Config(ram_bytes=16 << 20, huge_pages="never", tiers=(below.url(),), plugins=(PLUGIN,))

@@ -545,7 +545,7 @@ class TestReplacing:
             assert (await replacing, await deleting) == ([True], [True])
             assert (value_files(tmp_path), tier.used_bytes) == ([], 0)
 
-    async def test_what_a_third_party_removed_while_it_was_replaced_is_not_made_again(
+    async def test_a_file_removed_during_its_replacement_is_not_made_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with disk(tmp_path) as tier:
@@ -641,7 +641,7 @@ class TestThreads:
             await fill(tier, range(20))
         assert held() == before
 
-    async def test_callers_who_come_at_any_moment_while_the_folder_is_opened_all_get_in(
+    async def test_callers_that_arrive_while_the_folder_is_opened_all_get_in(
         self, tmp_path: Path
     ) -> None:
         for turn in range(20):
@@ -800,7 +800,7 @@ class TestFilesOfOthers:
             assert await reading == [None]
             assert tier.used_bytes == occupied(tmp_path) == 0
 
-    async def test_what_a_range_needs_of_a_file_cut_short_is_a_miss_even_if_it_is_there(
+    async def test_a_range_of_a_truncated_file_is_a_miss_even_if_its_bytes_are_there(
         self, tmp_path: Path
     ) -> None:
         async with disk(tmp_path) as tier:
@@ -906,7 +906,7 @@ class TestFilesOfOthers:
             await fill(tier, range(3))
             assert tier.used_bytes == occupied(tmp_path / "values") == 3 * 4096
 
-    async def test_a_folder_that_something_else_took_the_place_of_is_told_by_the_check(
+    async def test_the_check_reports_a_folder_that_is_no_longer_at_its_path(
         self, tmp_path: Path
     ) -> None:
         async with disk(tmp_path / "values") as tier:
@@ -1002,7 +1002,7 @@ class TestFaults:
             assert isinstance(got[1], TierError)
             assert bad in str(got[1])
 
-    async def test_a_full_disk_is_told_and_nothing_is_left_of_what_had_no_room(
+    async def test_a_full_disk_is_reported_and_leaves_no_part_of_the_value(
         self, small_disk: Path
     ) -> None:
         async with disk(small_disk / "values", max_bytes=64 * MIB) as tier:

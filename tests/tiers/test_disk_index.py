@@ -213,7 +213,7 @@ class TestLargeFolders:
         assert tier.used_bytes >= 60 * 512
         await tier.close()
 
-    async def test_what_is_written_before_its_old_file_is_listed_takes_its_place(
+    async def test_a_value_written_before_its_old_file_is_listed_replaces_it(
         self, folder: Path, held_up: threading.Event
     ) -> None:
         tier, keys = self.tier(folder), [make_key(number) for number in range(60)]
@@ -256,7 +256,7 @@ class TestLargeFolders:
         assert await fetch(tier, keys, [4] * 60) == [b"wxyz"] * 60
         await tier.close()
 
-    async def test_a_new_value_takes_the_place_of_a_file_from_a_clock_that_was_ahead(
+    async def test_a_new_value_replaces_a_file_with_a_time_in_the_future(
         self, folder: Path, held_up: threading.Event
     ) -> None:
         ahead_ns = time.time_ns() + 3600 * 10**9
@@ -355,9 +355,7 @@ class TestLargeFolders:
         assert found == [None] * 20 + [3] * 40
         await tier.close()
 
-    async def test_a_tier_that_is_closed_while_it_lists_leaves_the_folder_to_the_next(
-        self, folder: Path
-    ) -> None:
+    async def test_a_tier_closed_during_its_listing_releases_the_folder(self, folder: Path) -> None:
         for _ in range(3):
             tier = self.tier(folder)
             await tier.probe([make_key(1)])

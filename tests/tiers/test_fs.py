@@ -143,7 +143,7 @@ class TestManyHosts:
             gate.set()
             assert await reading == [make_value(1, 5000)]
 
-    async def test_at_the_start_what_the_dead_left_goes_and_what_the_living_write_stays(
+    async def test_the_start_removes_files_of_dead_writers_and_keeps_those_of_living_ones(
         self, tmp_path: Path
     ) -> None:
         child = subprocess.Popen(["true"])  # noqa: ASYNC220 - ends at once

@@ -47,7 +47,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_of_those_who_wait_the_most_urgent_is_next_and_among_equals_the_first() -> None:
+async def test_the_most_urgent_waiting_call_is_next_and_among_equals_the_first() -> None:
     line = Line(1)
     for name, urgency in (("now", 1), ("w1", 2), ("d1", 1), ("w2", 2), ("r1", 0), ("r2", 0)):
         await line.join(name, Urgency(urgency))
@@ -57,7 +57,7 @@ async def test_of_those_who_wait_the_most_urgent_is_next_and_among_equals_the_fi
     await line.end()
 
 
-async def test_what_is_written_anew_comes_after_all_else_and_never_takes_the_last_turn() -> None:
+async def test_rewrites_come_after_all_other_calls_and_never_take_the_last_turn() -> None:
     line = Line(2)
     for name, urgency in (
         ("a1", Urgency.REWRITE),

@@ -102,7 +102,7 @@ def test_a_batch_is_as_large_as_the_tier_likes_or_as_is_asked(place: Place) -> N
     assert Bench(place, batch_bytes=1).guard.batch_bytes == 1
 
 
-async def test_a_tier_that_does_a_part_of_what_it_is_asked_is_still_used(
+async def test_a_tier_that_does_only_a_part_of_a_call_is_still_used(
     bench: Bench, place: Place
 ) -> None:
     place.faults = {"delete": TierIncomplete("t", "delete", "a tier below did not answer")}
@@ -268,7 +268,7 @@ class TestClears:
         assert bench.guard.status()["pending_clears"] == 0
         assert await bench.guard.probe([*KEYS[:2], b"another"]) == [5, None, 5]
 
-    async def test_an_earlier_clear_does_not_pay_for_one_that_waits_for_a_write(
+    async def test_an_earlier_clear_does_not_end_one_that_waits_for_a_write(
         self, bench: Bench, place: Place
     ) -> None:
         await bench.call("put")
@@ -366,7 +366,7 @@ class TestDeadlines:
         assert bench.count("kvhold_tier_errors", operation=operation, reason="timeout") == 1
         await bench.guard.close()
 
-    async def test_a_call_that_ends_when_it_is_cancelled_is_pending_for_no_longer_than_that(
+    async def test_a_call_that_ends_on_its_cancellation_is_not_pending_afterwards(
         self, place: Place
     ) -> None:
         bench = Bench(place, get_timeout_s=SOON_S)

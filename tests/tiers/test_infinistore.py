@@ -170,7 +170,7 @@ async def test_no_buffer_is_lost_by_refusals_and_misses(blocks: Blocks, tier: Bl
     assert await store(tier, {make_key(1): b"x"}) == [True]
 
 
-async def test_a_cancelled_call_ends_at_once_and_its_slot_is_not_used_before_the_device_has_done(
+async def test_a_cancelled_call_ends_at_once_and_its_slot_stays_taken_until_the_device_is_done(
     blocks: Blocks, tier: BlockTier
 ) -> None:
     values = {make_key(i): make_value(i, 100_000) for i in range(3)}

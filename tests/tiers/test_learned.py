@@ -55,7 +55,7 @@ class TestReuseTimes:
                 waiting.append((second + 60.0, half))
         return times
 
-    def test_a_chunk_that_comes_back_is_worth_more_than_one_that_may_and_than_one_that_does_not(
+    def test_a_chunk_is_worth_more_the_more_probable_its_next_use_is(
         self,
     ) -> None:
         times = self.learnt()
@@ -84,7 +84,7 @@ class TestReuseTimes:
         assert worths[0, 25] == pytest.approx(worths[0, 24], rel=0.5)
         assert worths[0, 30] == 0.0 == yields[0, 30]
 
-    def test_what_does_not_pay_is_worth_nothing_and_less_than_nothing_before_it_is_stored(
+    def test_a_chunk_below_the_price_is_worth_0_and_below_0_before_it_is_stored(
         self,
     ) -> None:
         times = self.learnt()
@@ -97,7 +97,7 @@ class TestReuseTimes:
             assert times.worth(use) == 0.0
             times.advance(times.now_s + 0.5)
 
-    def test_what_is_still_awaited_counts_for_no_age_that_it_has_not_reached(self) -> None:
+    def test_an_open_interval_counts_only_for_the_ages_that_it_has_reached(self) -> None:
         """Else all chunks of a new server would seem to come back never."""
         times = ReuseTimes((1,))
         before = times.worth_of_new(0)
@@ -196,7 +196,7 @@ class TestReuseTimes:
             times.use(0)
         assert times.num_cohorts < 200
 
-    def test_what_passed_in_a_long_pause_is_counted_in_several_short_ticks(self) -> None:
+    def test_the_ages_reached_in_a_long_pause_are_counted_in_several_short_ticks(self) -> None:
         times = ReuseTimes((280,))
         for _ in range(400):
             times.advance(times.now_s + 1.0)
@@ -382,7 +382,7 @@ class TestGroupsAndShards:
         return [a_key(number)[:NAME_BYTES] + place_suffix(group, shard) for number in range(20)]
 
     @pytest.mark.parametrize("shards", [range(4), range(3, -1, -1), (2, 0, 3, 1)])
-    def test_all_of_a_chunk_are_of_its_kind_in_whatever_order_they_are_stored(
+    def test_all_groups_and_shards_of_a_chunk_have_its_kind_in_any_order_of_storing(
         self, policy: LearnedPolicy, shards: Iterable[int]
     ) -> None:
         expected = queue_of(policy.ghosts.find(a_key(0)[:NAME_BYTES]))
@@ -422,16 +422,14 @@ class TestWhatIsDeclined:
             memory.ask([number])
         return memory
 
-    def test_it_is_said_that_a_chunk_is_worth_less_than_what_it_would_evict(
-        self, memory: Memory
-    ) -> None:
+    def test_declined_is_set_if_a_chunk_is_worth_less_than_its_victim(self, memory: Memory) -> None:
         memory.ask([3])
         assert was_declined(memory.policy)
         assert memory.here == {a_key(1), a_key(2)}
         assert memory.policy.victims(1, lambda _: False) == [a_key(1)], "all are still candidates"
         assert not was_declined(memory.policy)
 
-    def test_a_new_chunk_that_does_not_pay_is_declined_and_old_ones_that_do_not_go_by_age(
+    def test_a_new_chunk_below_the_price_is_declined_and_old_ones_are_evicted_by_age(
         self, memory: Memory
     ) -> None:
         policy, times = memory.policy, memory.policy.times
@@ -487,7 +485,7 @@ class TestWhatIsExpectedBack:
         later = memory.policy.expected_back_s(a_key(1), 200.0)
         assert later == pytest.approx(at_once, abs=2.0), "what was expected then counts"
 
-    def test_nothing_is_said_of_a_chunk_that_is_here_or_was_never_seen_or_was_asked_for_since(
+    def test_no_return_is_expected_of_a_present_unknown_or_meanwhile_used_chunk(
         self, memory: Memory
     ) -> None:
         policy = memory.policy
@@ -598,7 +596,7 @@ class TestValues:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_on_made_traffic_it_finds_as_much_as_the_least_recently_used(name: str) -> None:
+def test_on_generated_traffic_it_finds_as_much_as_lru(name: str) -> None:
     cut = a_cut(name, minutes=3.0)
     for capacity in (cut.num_ids // 16, cut.num_ids // 4):
         found = {

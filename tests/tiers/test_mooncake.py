@@ -93,7 +93,7 @@ async def test_tiers_with_different_prefixes_do_not_see_each_other(
     await other.close()
 
 
-async def test_a_delete_waits_for_the_lease_of_a_reader_and_says_so_when_it_does_not_end(
+async def test_a_delete_waits_for_a_readers_lease_and_reports_one_that_does_not_end(
     master: MooncakeMaster, tier: MooncakeTier
 ) -> None:
     hasty = at(master.url(prefix=tier._config.prefix, delete_wait_s=0))

@@ -141,7 +141,7 @@ class TestTheOrderEachPolicyIsNamedFor:
         assert victims(three("fifo", hits=[1, 3, 2]), 2) == [1, 2]
         assert victims(three("fifo", hits=[1, 3, 2]), 2, pinned=[1]) == [2, 3]
 
-    def test_lfu_takes_the_one_asked_for_least_and_of_equals_the_one_that_was_so_first(
+    def test_lfu_evicts_the_least_used_leaf_and_of_equals_the_oldest(
         self,
     ) -> None:
         assert victims(three("lfu", hits=[3, 3, 2, 2, 1]), 2) == [1, 3]
@@ -202,7 +202,7 @@ class TestPromptsOrder:
             insert_prompt(policy, range(20, 25))
             assert victims(policy, 6) == [14, 13, 12, 11, 10, 24], name
 
-    def test_mru_takes_the_newest_end_and_then_what_is_newest_of_the_rest(self) -> None:
+    def test_mru_evicts_the_newest_leaf_and_then_the_newest_of_the_rest(self) -> None:
         policy = make_policy("mru")
         insert_prompt(policy, range(10, 15))
         insert_prompt(policy, range(20, 25))

@@ -307,7 +307,7 @@ class TestOneBadItem:
         assert await scanned(tier) == sorted(good)
         assert await tier.delete(keys) == [True, True, True]
 
-    async def test_a_full_server_refuses_what_has_no_room_and_keeps_the_rest(self) -> None:
+    async def test_a_full_server_refuses_values_without_room_and_keeps_the_others(self) -> None:
         with RedisServer(
             settings={"maxmemory": "24mb", "maxmemory-policy": "noeviction"}
         ) as server:
@@ -332,7 +332,7 @@ class TestOneBadItem:
         assert faults[1] is None
         assert await tier.probe([KEY, make_key(2)]) == [None, 1]
 
-    async def test_a_server_that_takes_less_than_it_was_said_to_is_survived(
+    async def test_a_server_with_a_smaller_value_limit_than_configured_is_survived(
         self, server: RedisServer, tier: RedisTier
     ) -> None:
         server.call("CONFIG", "SET", "proto-max-bulk-len", MIB)
@@ -562,7 +562,7 @@ class TestValuesInParts:
         assert server.call("DBSIZE") == 0
 
     @pytest.mark.parametrize("before", [b"small", make_value(2, 2000)], ids=["small", "in parts"])
-    async def test_a_delete_removes_the_parts_of_a_value_that_comes_meanwhile(
+    async def test_a_delete_removes_the_parts_of_a_value_that_is_put_during_it(
         self,
         server: RedisServer,
         tier: RedisTier,

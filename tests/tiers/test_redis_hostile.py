@@ -177,9 +177,7 @@ async def test_what_is_no_removal_is_never_one(
 
 
 @pytest.mark.parametrize("reply", [b"+PONG\r\n", b":1\r\n", b"*0\r\n", b"-ERR no\r\n"])
-async def test_a_put_in_parts_that_gets_nonsense_at_its_end_is_no_success(
-    liar: Liar, reply: bytes
-) -> None:
+async def test_a_put_in_parts_fails_if_its_last_answer_is_garbage(liar: Liar, reply: bytes) -> None:
     def say(words: list[bytes]) -> bytes:
         is_end = words[0] in (b"WATCH", b"GETRANGE", b"MULTI", b"PERSIST", b"EXEC")
         return reply if is_end else b":1\r\n" if words[0] != b"SET" else b"+OK\r\n"

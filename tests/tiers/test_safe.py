@@ -39,7 +39,7 @@ def opens(path: Path, **options: bool) -> bool:
 
 
 class TestFolders:
-    def test_what_is_missing_is_made_for_this_user_alone_whatever_the_umask(
+    def test_missing_folders_are_made_for_this_user_alone_with_any_umask(
         self, tmp_path: Path
     ) -> None:
         with umask(0o777):

@@ -32,7 +32,7 @@ def stack_of(places: list[Place], **settings: Any) -> Stack:
     )
 
 
-async def test_a_key_is_where_the_first_tier_has_it_and_each_is_asked_for_what_none_above_has(
+async def test_a_probe_takes_the_first_tier_with_a_key_and_asks_lower_tiers_only_for_the_rest(
     places: list[Place],
 ) -> None:
     places[0].values = {KEYS[1]: b"1"}

@@ -18,7 +18,7 @@ def test_what_is_owed_is_hidden_until_it_is_paid() -> None:
     assert suppressed.pending == []
 
 
-def test_what_cannot_be_read_is_hidden_until_it_is_removed_or_the_tier_was_away() -> None:
+def test_an_unreadable_value_is_suppressed_until_it_is_removed_or_the_tier_recovers() -> None:
     suppressed = Suppressed()
     suppressed.unreadable(make_key(1))
     suppressed.unreadable(make_key(2))
