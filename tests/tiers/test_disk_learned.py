@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.tiers.disk.folder import FoundValue, value_name
 from kvhold.tiers.disk.index import Index
-from kvhold.tiers.disk.learned import UNKNOWN_PAST, LearnedOrder, Learning
+from kvhold.tiers.disk.learned import UNKNOWN_PAST, Known, LearnedOrder, Learning
 from kvhold.tiers.disk.rows import NONE, Rows
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.base import NEUTRAL
@@ -340,6 +340,36 @@ def test_the_first_rows_are_compared_again_only_where_they_changed(
     for _ in range(50):
         disk.evict(1)
     assert calls[0] <= 50 * 4
+
+
+def test_the_worth_of_chunks_of_one_past_is_computed_once_in_a_tick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk, keys = Disk(60), keys_of(range(60))
+    disk.use(keys, BACK)
+    disk.write(keys)
+    calls, know = [0], LearnedOrder._know
+
+    def counted(order: LearnedOrder, past: int) -> Known:
+        calls[0] += 1
+        return know(order, past)
+
+    monkeypatch.setattr(LearnedOrder, "_know", counted)
+    for _ in range(2):
+        for _ in range(20):
+            disk.evict(1)
+        disk.pass_s(1.0)
+    assert calls[0] == 2
+
+
+def test_the_worths_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvhold.tiers.disk.learned._MOST_KNOWN", 3)
+    disk = Disk(20, learnt=False)
+    for number in range(20):
+        disk.use(keys_of([number]), number)
+        disk.write(keys_of([number]))
+    assert len(set(disk.evict(20))) == 20
+    assert len(disk.index._learned._known) <= 3  # type: ignore[union-attr]
 
 
 def test_a_chunk_that_is_worth_less_than_what_it_would_evict_is_not_admitted() -> None:

@@ -178,7 +178,7 @@ class TestReuseTimes:
                 assert below.worth(0, 300.0, 0) == times.worth(times.use_at(0, 1700.0))
             if second > 2000:
                 times.evicted(use)
-                below.evicted(0, DAY_S, 0)  # such old chunks yield nothing
+                below.sell(below.worth_and_yield(0, DAY_S, 0)[1])  # such old chunks yield nothing
             times.end(use)
         assert times.worth_of_new(0) < sold[0] == pytest.approx(below.worth(0, 0.0, 0), rel=0.05)
 

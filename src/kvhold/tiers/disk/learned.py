@@ -7,12 +7,14 @@ Memory's policy (`tiers/policies/learned.py`) learns the worths. Each row has a 
 one kind and value are one list; only the first row of each list is compared. A row that was in no
 lookup counts as used when it was written, or at the start if it was written earlier.
 
+Rows with one past have one worth, which is computed once in a tick of the learner.
+
 Runs in one event loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
-from typing import TypeAlias
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import NamedTuple, TypeAlias
 
 from kvhold.core.keys import NAME_BYTES, place_suffix
 from kvhold.tiers.disk.rows import NONE, Rows
@@ -32,10 +34,25 @@ from kvhold.tiers.policies.reuse_times import Worths
 
 UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
-_MOST_AGED = 150  # lists whose first row gets a new worth in each tick of memory's policy
+_MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
+_MOST_KNOWN = 4096  # pasts whose worth is remembered
 
 # worth, time of the last use, list, row, its past
 Head: TypeAlias = tuple[float, float, int, int, int]
+
+
+class Known(NamedTuple):
+    """What is known of a past, in this tick of the learner.
+
+    at_s:   of the last use
+    number: of the list
+    price:  for `Worths.sell`
+    """
+
+    worth: float
+    at_s: float
+    number: int
+    price: float
 
 
 class Learning:
@@ -66,7 +83,8 @@ class LearnedOrder:
         self._heads: list[Head] = []
         self._newest: dict[int, Head] = {}
         self._aged: list[int] = []
-        self._tick = -1
+        self._known: dict[int, Known] = {}
+        self._tick, self._now_s = -1, 0.0
         self._added = NONE
 
     def used(
@@ -110,13 +128,13 @@ class LearnedOrder:
         """Record a removal. Call this before the row is removed."""
         if row == self._added:
             self._added = NONE
-        past, worths = self._rows.past(row), self._learning.worths
+        worths = self._learning.worths
         if not evicted or worths is None:
             return
-        value, kind = divmod(queue_of(past), MOST_KINDS)
-        worths.evicted(kind, _age_s(past, worths.now_s), value)
+        past = self._rows.past(row)
+        worths.sell(self._of(past).price)
         if past != UNKNOWN_PAST:
-            self._learning.ghosts.add(key[:NAME_BYTES], past, worths.now_s)
+            self._learning.ghosts.add(key[:NAME_BYTES], past, self._now_s)
 
     def admits(self, key: bytes) -> bool:
         """Return whether a chunk is worth at least as much as the first victim.
@@ -130,11 +148,10 @@ class LearnedOrder:
         heads, newest = self._heads, self._newest
         while heads and newest.get(heads[0][2]) is not heads[0]:
             heappop(heads)
-        value, kind = divmod(queue_of(past), MOST_KINDS)
-        age_s = _age_s(past, worths.now_s)
-        if not heads or worths.worth(kind, age_s, value) >= heads[0][0]:
+        known = self._of(past)
+        if not heads or known.worth >= heads[0][0]:
             return True
-        worths.evicted(kind, age_s, value)
+        worths.sell(known.price)
         return False
 
     def victims(self, nbytes: int, is_held: Callable[[int], bool]) -> Sequence[int]:
@@ -142,26 +159,31 @@ class LearnedOrder:
         self._renew()
         rows, heads, newest = self._rows, self._heads, self._newest
         victims: list[int] = []
-        walked = set[int]()
         while heads and nbytes > 0:
-            head = heappop(heads)
+            head = heads[0]
             number, row = head[2], head[3]
             if newest.get(number) is not head:
+                heappop(heads)
                 continue
-            del newest[number]
-            walked.add(number)
+            rows.changed.add(number)
             if not is_held(row):
                 victims.append(row)
                 nbytes -= rows.occupied_bytes(row)
-            self._push(number, rows.after(row))
-        rows.changed |= walked
+            after = rows.after(row)
+            if after == NONE:
+                heappop(heads)
+                del newest[number]
+            else:
+                newest[number] = head = self._head(after)
+                heapreplace(heads, head)
         return victims if nbytes <= 0 else []
 
     def _renew(self) -> None:
         """Compute the worths of lists' first rows again, if these have changed or aged."""
         rows, worths = self._rows, self._learning.worths
-        if worths is not None and self._tick != worths.num_ticks:
-            self._tick = worths.num_ticks
+        if worths is not None and self._tick != (tick := worths.num_ticks):
+            self._tick, self._now_s = tick, worths.now_s
+            self._known.clear()
             self._aged = self._aged or rows.lists()
             for _ in range(min(_MOST_AGED, len(self._aged))):
                 number = self._aged.pop()
@@ -179,14 +201,26 @@ class LearnedOrder:
         if row == NONE:
             self._newest.pop(number, None)
             return
-        worths, past, worth, at_s = self._learning.worths, self._rows.past(row), 0.0, 0.0
-        if worths is not None:
-            value, kind = divmod(number, MOST_KINDS)
-            age_s = _age_s(past, worths.now_s)
-            worth, at_s = worths.worth(kind, age_s, value), worths.now_s - age_s
-        head = self._newest[number] = worth, at_s, number, row, past
+        head = self._newest[number] = self._head(row)
         heappush(self._heads, head)
 
+    def _head(self, row: int) -> Head:
+        past = self._rows.past(row)
+        worth, at_s, number, _ = self._of(past)
+        return worth, at_s, number, row, past
 
-def _age_s(past: int, now_s: float) -> float:
-    return now_s if past == UNKNOWN_PAST else age_s_of(past, now_s)
+    def _of(self, past: int) -> Known:
+        return self._known.get(past) or self._know(past)
+
+    def _know(self, past: int) -> Known:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        worths, number, now_s = self._learning.worths, queue_of(past), self._now_s
+        known = Known(0.0, 0.0, number, 0.0)
+        if worths is not None:
+            age_s = now_s if past == UNKNOWN_PAST else age_s_of(past, now_s)
+            value, kind = divmod(number, MOST_KINDS)
+            worth, price = worths.worth_and_yield(kind, age_s, value)
+            known = Known(worth, now_s - age_s, number, price)
+        self._known[past] = known
+        return known

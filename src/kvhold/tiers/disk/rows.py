@@ -91,8 +91,9 @@ class Rows:
             self._pasts[row] = self._first_past if past is None else past
         table.add(row, number // _TABLES)
         self.num += 1
-        newest = self._newest.get(self.list_of(row), NONE)
-        self._link(row, newest if behind == NONE else self._before[behind])
+        in_list = self.list_of(row)
+        newest = self._newest.get(in_list, NONE)
+        self._link(row, newest if behind == NONE else self._before[behind], in_list)
         return row
 
     def remove(self, row: int) -> None:
@@ -106,7 +107,8 @@ class Rows:
     def touch(self, row: int, used_ns: int) -> None:
         self._used_ns[row] = used_ns
         self._unlink(row)
-        self._link(row, self._newest.get(self.list_of(row), NONE))
+        number = self.list_of(row)
+        self._link(row, self._newest.get(number, NONE), number)
 
     def past(self, row: int) -> int:
         return self._pasts[row]
@@ -115,7 +117,8 @@ class Rows:
         """Change a row's past. The row becomes the most recently used one of its new list."""
         self._unlink(row)
         self._pasts[row] = past
-        self._link(row, self._newest.get(queue_of(past), NONE))
+        number = queue_of(past)
+        self._link(row, self._newest.get(number, NONE), number)
 
     def first(self, number: int) -> int:
         """Return the first row of a list; NONE if it is empty."""
@@ -174,7 +177,7 @@ class Rows:
         if self.list_of(row) != self._first_list:
             return
         self._unlink(row)
-        self._link(row, self._ordered_to)
+        self._link(row, self._ordered_to, self._first_list)
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
@@ -226,9 +229,8 @@ class Rows:
             self._pasts.append(0)
         return len(self._nbytes) - 1
 
-    def _link(self, row: int, before: int) -> None:
-        """Insert a row into its list after the row `before`; NONE: at the start."""
-        number = self.list_of(row)
+    def _link(self, row: int, before: int, number: int) -> None:
+        """Insert a row into list `number` after the row `before`; NONE: at the start."""
         after = self._oldest.get(number, NONE) if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
         if before == NONE:

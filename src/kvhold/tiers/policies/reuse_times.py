@@ -136,13 +136,14 @@ class Worths:
 
     def worth(self, kind: int, age_s: float, factor: int) -> float:
         """Return the worth of a chunk. age_s: the time since its last use"""
-        return self.table[factor][kind][_bucket(age_s)] * self._times.factors[factor]
+        return self.worth_and_yield(kind, age_s, factor)[0]
 
-    def evicted(self, kind: int, age_s: float, factor: int) -> None:
-        """Record the yield of a chunk that was evicted or declined."""
-        self.sell(self._times.yields[kind][_bucket(age_s)] * self._times.factors[factor])
+    def worth_and_yield(self, kind: int, age_s: float, factor: int) -> tuple[float, float]:
+        bucket, by = _bucket(age_s), self._times.factors[factor]
+        return self.table[factor][kind][bucket] * by, self._times.yields[kind][bucket] * by
 
     def sell(self, price: float) -> None:
+        """Note the yield of a chunk that was evicted or not admitted."""
         self._sold = self._sold[0] + price, self._sold[1] + 1
 
     def set_price(self) -> None:
