@@ -109,6 +109,18 @@ def test_the_last_chunk_of_a_prompt_goes_first() -> None:
     assert disk.evict(4) == keys[3::-1]
 
 
+def test_a_value_that_is_read_is_passed_over_and_goes_first_after_that() -> None:
+    disk, keys = Disk(4), keys_of(range(4))
+    disk.use(keys, BACK)
+    disk.write(keys)
+    first = disk.index.find(keys[3])
+    assert first is not None
+    disk.index.hold(first)
+    assert disk.evict(2) == [keys[2], keys[1]]
+    disk.index.unread(first)
+    assert disk.evict(2) == [keys[3], keys[0]]
+
+
 def test_a_lookup_counts_for_all_groups_of_a_chunk() -> None:
     disk = Disk(4)
     disk.use([a_key(1, group) for group in range(2)], BACK)

@@ -37,7 +37,7 @@ _FIRST = place_suffix(0, 0)
 _MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
 _MOST_KNOWN = 4096  # pasts whose worth is remembered
 
-# worth, time of the last use, list, row, its past
+# worth, time of the last use, list, past of its first row, tick in which this was computed
 Head: TypeAlias = tuple[float, float, int, int, int]
 
 
@@ -79,9 +79,10 @@ class LearnedOrder:
     def __init__(self, rows: Rows, learning: Learning) -> None:
         self._rows = rows
         self._learning = learning
-        # a heap of the lists' first rows; some are out of date
+        # a heap of the lists' heads; some are out of date
         self._heads: list[Head] = []
         self._newest: dict[int, Head] = {}
+        self._first: dict[int, int] = {}  # the rows of the newest heads
         self._aged: list[int] = []
         self._known: dict[int, Known] = {}
         self._tick, self._now_s = -1, 0.0
@@ -157,23 +158,24 @@ class LearnedOrder:
     def victims(self, nbytes: int, is_held: Callable[[int], bool]) -> Sequence[int]:
         """Return rows of at least `nbytes`, the least worth first; empty if impossible."""
         self._renew()
-        rows, heads, newest = self._rows, self._heads, self._newest
+        rows, heads, newest, first = self._rows, self._heads, self._newest, self._first
         victims: list[int] = []
         while heads and nbytes > 0:
             head = heads[0]
-            number, row = head[2], head[3]
+            number = head[2]
             if newest.get(number) is not head:
                 heappop(heads)
                 continue
             rows.changed.add(number)
+            row = first[number]
             if not is_held(row):
                 victims.append(row)
                 nbytes -= rows.occupied_bytes(row)
-            after = rows.after(row)
+            after = first[number] = rows.after(row)
             if after == NONE:
                 heappop(heads)
-                del newest[number]
-            else:
+                del newest[number], first[number]
+            elif head[3] != rows.past(after) or head[4] != self._tick:
                 newest[number] = head = self._head(after)
                 heapreplace(heads, head)
         return victims if nbytes <= 0 else []
@@ -191,7 +193,11 @@ class LearnedOrder:
         while rows.changed:
             number = rows.changed.pop()
             row, head = rows.first(number), self._newest.get(number)
-            if head is None or head[3] != row or head[4] != rows.past(row):
+            if row == NONE or head is None or head[3] != rows.past(row):
+                self._push(number, row)
+            elif head[4] == self._tick:
+                self._first[number] = row
+            elif self._first[number] != row:
                 self._push(number, row)
         if len(self._heads) > 2 * len(self._newest) + 16:
             self._heads = list(self._newest.values())
@@ -199,15 +205,17 @@ class LearnedOrder:
 
     def _push(self, number: int, row: int) -> None:
         if row == NONE:
-            self._newest.pop(number, None)
+            if number in self._newest:
+                del self._newest[number], self._first[number]
             return
+        self._first[number] = row
         head = self._newest[number] = self._head(row)
         heappush(self._heads, head)
 
     def _head(self, row: int) -> Head:
         past = self._rows.past(row)
         worth, at_s, number, _ = self._of(past)
-        return worth, at_s, number, row, past
+        return worth, at_s, number, past, self._tick
 
     def _of(self, past: int) -> Known:
         return self._known.get(past) or self._know(past)
