@@ -399,6 +399,24 @@ def test_a_chunk_that_is_worth_less_than_what_it_would_evict_is_not_admitted() -
     assert disk.index.admits(gone, BLOCK), "the others are overdue"
 
 
+def test_values_that_do_not_pay_go_by_age_and_new_ones_that_do_not_are_declined() -> None:
+    disk, older, newer = Disk(4), keys_of(range(2)), keys_of(range(2, 4))
+    worths = disk.index._learned._learning.worths  # type: ignore[union-attr]
+    assert worths is not None
+    for _ in range(500):
+        worths.sell(10.0)  # a price that nothing pays
+        disk.pass_s(0.5)
+    disk.use(older, BACK)
+    disk.write(older)
+    disk.pass_s(4.0)
+    disk.use(newer, GONE)
+    disk.write(newer)
+    assert worths.worth(kind_of(1, GONE), 0.0, NEUTRAL) < 0.0
+    disk.use([a_key(4)], GONE)
+    assert not disk.index.admits(a_key(4), BLOCK)
+    assert set(disk.evict(2)) == set(older)
+
+
 def test_chunks_that_are_not_admitted_set_the_price_too() -> None:
     disk = Disk(1)
     disk.use([a_key(1)], BACK)

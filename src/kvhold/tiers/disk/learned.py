@@ -7,6 +7,8 @@ Memory's policy (`tiers/policies/learned.py`) learns the worths. Each row has a 
 one kind and value are one list; only the first row of each list is compared. A row that was in no
 lookup counts as used when it was written, or at the start if it was written earlier.
 
+As in memory, rows that do not pay are worth 0 and go by age; a new chunk may be worth less than 0.
+
 Rows with one past have one worth, which is computed once in a tick of the learner.
 
 Runs in one event loop.
@@ -215,7 +217,7 @@ class LearnedOrder:
     def _head(self, row: int) -> Head:
         past = self._rows.past(row)
         worth, at_s, number, _ = self._of(past)
-        return worth, at_s, number, past, self._tick
+        return worth if worth > 0.0 else 0.0, at_s, number, past, self._tick
 
     def _of(self, past: int) -> Known:
         return self._known.get(past) or self._know(past)
