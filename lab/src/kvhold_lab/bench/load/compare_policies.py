@@ -47,6 +47,7 @@ def compare(name: str, common: Common, workload: Workload, gates: Gates) -> None
             "workload": name,
             "model": common.serve_demo,
             "ram_bytes": common.demo_ram,
+            "disk_bytes": common.demo_disk or 0,
             "seed": common.seed,
             **arguments_of(workload),
         }
@@ -100,6 +101,7 @@ def _servers(common: Common) -> "Iterator[dict[str, Endpoint]]":
                     common.serve_demo,
                     context_tokens=common.demo_context,
                     ram_bytes=common.demo_ram,
+                    disk_bytes=common.demo_disk or 0,
                     policy=policy,
                     prefix_caching=False,
                 )

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kvhold.core.errors import ConfigError
 from kvhold.node import end_node
@@ -15,6 +16,7 @@ from kvhold_lab.engines.models import make_model
 from kvhold_lab.engines.openai_server import OpenAIServer
 
 _NODE_OUTLIVES_ENGINE_S = 120.0
+_SOCKET = "node.sock"
 
 
 @contextmanager
@@ -23,11 +25,13 @@ def demo_server(
     *,
     context_tokens: int,
     ram_bytes: int,
+    disk_bytes: int = 0,
     policy: str = "lru",
     prefix_caching: bool = True,
 ) -> Iterator[OpenAIServer]:
     """context_tokens: the longest prompt with its output
-    policy:         of the node
+    disk_bytes:     of a disk tier in a temporary folder; 0: none
+    policy:         of the node's memory and of the disk
     prefix_caching: whether the engine's own prefix cache is on
 
     Raises ConfigError without vLLM, EngineFailed if it does not start.
@@ -37,16 +41,17 @@ def demo_server(
             "--serve-demo needs vLLM, which is not installed here; name a server with --base-url"
         )
     model = make_model(size)
-    with tempfile.TemporaryDirectory(prefix="kvhold-load-") as folder:
-        socket = Path(folder) / "node.sock"
+    # the node may still end writes to its disk while the folder is removed
+    with tempfile.TemporaryDirectory(prefix="kvhold-load-", ignore_cleanup_errors=True) as folder:
+        connector = connector_of(
+            Path(folder), ram_bytes=ram_bytes, disk_bytes=disk_bytes, policy=policy
+        )
         options = options_for(
             model,
             max_model_len=context_tokens,
             kv_cache_bytes=context_tokens * model.kv_bytes_per_token
             + _spare_bytes(model.kv_bytes_per_token),
-            kv_transfer_config=kvhold_connector(
-                socket, ram_bytes, idle_exit_s=_NODE_OUTLIVES_ENGINE_S, policy=policy
-            ),
+            kv_transfer_config=connector,
             prefix_caching=prefix_caching,
             own_binding=True,
         )
@@ -54,7 +59,21 @@ def demo_server(
             with OpenAIServer(options) as server:
                 yield server
         finally:
-            end_node(socket)
+            end_node(Path(folder) / _SOCKET)
+
+
+def connector_of(
+    folder: Path, *, ram_bytes: int, disk_bytes: int = 0, policy: str = "lru"
+) -> dict[str, Any]:
+    """Return vLLM's `kv_transfer_config`, with the node's socket and disk in a folder."""
+    disk = f"disk://{folder}/disk?max_bytes={disk_bytes}&policy={policy}"
+    return kvhold_connector(
+        folder / _SOCKET,
+        ram_bytes,
+        idle_exit_s=_NODE_OUTLIVES_ENGINE_S,
+        policy=policy,
+        tiers=[disk] if disk_bytes else [],
+    )
 
 
 def _spare_bytes(kv_bytes_per_token: int) -> int:

@@ -106,7 +106,10 @@ def _server(common: Common) -> "Iterator[Endpoint]":
             click.echo(f"starting vLLM with kvhold and the {common.serve_demo} model ...")
             server = stack.enter_context(
                 demo_server(
-                    common.serve_demo, context_tokens=common.demo_context, ram_bytes=common.demo_ram
+                    common.serve_demo,
+                    context_tokens=common.demo_context,
+                    ram_bytes=common.demo_ram,
+                    disk_bytes=common.demo_disk or 0,
                 )
             )
             base_url = server.base_url

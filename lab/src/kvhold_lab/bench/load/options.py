@@ -50,6 +50,7 @@ class Common:
     serve_demo: str | None
     demo_context: int
     demo_ram: int
+    demo_disk: int | None
     compare_policy: tuple[str, ...]
 
 
@@ -120,6 +121,12 @@ _OPTIONS = (
         click.IntRange(1_024, 32_768),
     ),
     default_option("--demo-ram", "1GiB", "kvhold's memory, for --serve-demo.", Size()),
+    click.option(
+        "--demo-disk",
+        type=Size(),
+        help="A disk tier below it, in the folder of temporary files, with the policy of the "
+        "memory. [default: none]",
+    ),
     click.option(
         "--compare-policy",
         multiple=True,
