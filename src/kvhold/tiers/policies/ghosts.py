@@ -133,9 +133,13 @@ class Ghosts:
 
 
 def pack(ghost: Ghost) -> int:
-    uses = min(ghost.uses, MOST_USES)
-    queue = ghost.value << _KIND_BITS | ghost.kind
-    return _tick(ghost.at_s) << _PAST_BITS | queue << _USES_BITS | uses
+    return pack_queue(ghost.at_s, ghost.value << _KIND_BITS | ghost.kind, ghost.uses)
+
+
+def pack_queue(at_s: float, queue: int, uses: int) -> int:
+    """queue: of `queue_of`"""
+    uses = min(uses, MOST_USES)
+    return int(at_s / TICK_S) % _TICKS << _PAST_BITS | queue << _USES_BITS | uses
 
 
 def unpack(past: int, now_s: float) -> Ghost:

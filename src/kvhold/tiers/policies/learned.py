@@ -25,9 +25,8 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Place, Space, Walk
 from kvhold.tiers.policies.ghosts import (
     MOST_KINDS,
     TICK_S,
-    Ghost,
     Ghosts,
-    pack,
+    pack_queue,
     queue_of,
     unpack,
     uses_of,
@@ -207,10 +206,10 @@ class LearnedPolicy(ChainPolicy):
         """
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
-        first = self._chunks.get(name + _FIRST)
-        past = self.ghosts.find(name)
+        first = chunk if chunk.key.endswith(_FIRST) else self._chunks.get(name + _FIRST)
+        past = self.ghosts.find(name) if first is None else self.ghosts.take(name)
         if past and first is not None:
-            times.forget(self._use_at(self.ghosts.take(name)))
+            times.forget(self._use_at(past))
         if first is not None and first is not chunk:
             chunk.uses, chunk.queue = first.uses, first.queue
         else:
@@ -242,9 +241,8 @@ class LearnedPolicy(ChainPolicy):
         if not evicted:
             self.times.forget(chunk.use)
             return
-        value, kind = divmod(chunk.queue, MOST_KINDS)
-        self.times.evicted(chunk.use, value)
-        past = pack(Ghost(self.times.last_s(chunk.use), kind, chunk.uses, value))
+        self.times.evicted(chunk.use, chunk.queue // MOST_KINDS)
+        past = pack_queue(self.times.last_s(chunk.use), chunk.queue, chunk.uses)
         if replaced := self.ghosts.add(chunk.key[:NAME_BYTES], past, self.times.now_s):
             self.times.forget(self._use_at(replaced))
 
