@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvhold.core.errors import ConfigError
-from kvhold_lab.bench.load.runner import Run
+from kvhold_lab.bench.load.runner import LoadRun
 from kvhold_lab.bench.load.work import Phase, Reply, Request, Result, Session, Turn, single
 
 
@@ -46,7 +46,7 @@ async def settled() -> None:
 
 async def test_a_closed_loop_sends_the_next_when_one_has_ended() -> None:
     server, kept = Server(), list[Result]()
-    run = Run(server.send, kept.append)
+    run = LoadRun(server.send, kept.append)
     running = asyncio.create_task(
         run.phase(Phase("p", (single(ask(number)) for number in range(5)), max_in_flight=2))
     )
@@ -72,7 +72,7 @@ async def test_an_open_loop_waits_for_nobody() -> None:
         await together.wait()
         return Reply(latency_s=1.0)
 
-    await Run(wait_for_all, kept.append).phase(
+    await LoadRun(wait_for_all, kept.append).phase(
         Phase("p", (single(ask(number, 0.0)) for number in range(300)))
     )
     assert len(kept) == 300
@@ -85,7 +85,7 @@ async def test_requests_are_sent_in_the_order_of_their_arrival() -> None:
     async def at_once(request: Request) -> Reply:
         return Reply(latency_s=0.0)
 
-    await Run(at_once, kept.append).phase(
+    await LoadRun(at_once, kept.append).phase(
         Phase("p", (single(ask(number, number * 0.01)) for number in range(10)))
     )
     assert [result.labels["number"] for result in kept] == list(range(10))
@@ -102,7 +102,7 @@ async def test_a_session_goes_on_from_its_answers() -> None:
     async def at_once(request: Request) -> Reply:
         return Reply(latency_s=0.0, content=f"answer {request.labels['number']}")
 
-    await Run(at_once, lambda _: None).phase(Phase("p", [conversation()]))
+    await LoadRun(at_once, lambda _: None).phase(Phase("p", [conversation()]))
     assert seen == ["answer 0", "answer 1", "answer 2"]
 
 
@@ -116,7 +116,7 @@ async def test_only_as_many_sessions_are_made_as_there_is_room_for() -> None:
 
     server = Server()
     running = asyncio.create_task(
-        Run(server.send, lambda _: None).phase(Phase("p", sessions(), max_in_flight=3))
+        LoadRun(server.send, lambda _: None).phase(Phase("p", sessions(), max_in_flight=3))
     )
     await settled()
     assert len(made) <= 4
@@ -137,7 +137,7 @@ async def test_answers_are_scored_where_that_is_known() -> None:
         Request("g", (), 1, labels={"number": number}, score=lambda text: float(text == "right"))
         for number in (0, 1)
     ]
-    await Run(send, kept.append).phase(Phase("p", map(single, requests)))
+    await LoadRun(send, kept.append).phase(Phase("p", map(single, requests)))
     assert [result.score for result in kept] == [1.0, None]
 
 
@@ -150,4 +150,4 @@ async def test_a_workloads_own_error_ends_the_phase_as_itself() -> None:
         return Reply(latency_s=0.0)
 
     with pytest.raises(ConfigError, match="the trace has an end"):
-        await Run(at_once, lambda _: None).phase(Phase("p", [bad()]))
+        await LoadRun(at_once, lambda _: None).phase(Phase("p", [bad()]))

@@ -18,7 +18,7 @@ from kvhold_lab.bench.load import counters
 from kvhold_lab.bench.load.client import Endpoint, LoadClient
 from kvhold_lab.bench.load.in_turns import InTurns
 from kvhold_lab.bench.load.prompts import Prompts
-from kvhold_lab.bench.load.runner import Run
+from kvhold_lab.bench.load.runner import LoadRun
 from kvhold_lab.bench.load.work import Phase, Request, Result, Turn, Workload
 
 _PREWARM_TOKENS, _PREWARM_OUTPUT = 64, 8
@@ -55,7 +55,7 @@ async def measure(
             measured.results.append(result)
             keep(result)
 
-        run = Run(client.send, both)
+        run = LoadRun(client.send, both)
         for phase in workload.phases(prompts):
             await _measure_phase(phase, run, [(client, measured)], progress_s)
             if measured.interrupted:
@@ -86,7 +86,7 @@ async def measure_in_turns(
             keep(name, result)
 
         turns = InTurns({name: client.send for name, client in clients.items()}, both)
-        run = Run(turns.send, lambda _: None)
+        run = LoadRun(turns.send, lambda _: None)
         sides = [(client, measured[name]) for name, client in clients.items()]
         for phase in workload.phases(prompts):
             await _measure_phase(phase, run, sides, progress_s)
@@ -96,7 +96,7 @@ async def measure_in_turns(
 
 async def _measure_phase(
     phase: Phase,
-    run: Run,
+    run: LoadRun,
     sides: Sequence[tuple[LoadClient, LoadMeasurement]],
     progress_s: float,
 ) -> None:
@@ -145,7 +145,7 @@ async def _counts(client: LoadClient) -> counters.Counts | None:
 
 
 async def _show(
-    phase: Phase, run: Run, measured: LoadMeasurement, first: int, *, every_s: float
+    phase: Phase, run: LoadRun, measured: LoadMeasurement, first: int, *, every_s: float
 ) -> None:
     """Show progress until cancelled: a rewritten line on a terminal, else one each `every_s`."""
     is_terminal = sys.stdout.isatty()

@@ -17,7 +17,7 @@ Send = Callable[[Request], Awaitable[Reply]]
 
 
 @dataclass
-class Run:
+class LoadRun:
     send: Send
     keep: Callable[[Result], None]
     began: float = field(default_factory=time.perf_counter)
