@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from kvhold.core.errors import ProtocolError
+from kvhold.core.turns import next_turn
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -252,7 +253,7 @@ class Stream:
         self._since_turn += nbytes
         if self._since_turn >= _STEP_BYTES:
             self._since_turn = 0
-            await asyncio.sleep(0)
+            await next_turn()
             self._check_open()
 
     async def _readable(self, step: "Callable[[asyncio.Future[Any]], None]" = _wake) -> Any:

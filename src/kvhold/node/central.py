@@ -25,6 +25,7 @@ from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolErro
 from kvhold.core.keys import KEY_BYTES
 from kvhold.core.secrets import read_secret
 from kvhold.core.store_options import MAX_TTL_S
+from kvhold.core.turns import next_turn
 from kvhold.net import central as c
 from kvhold.net.addresses import is_loopback, network_of
 from kvhold.net.stream import Stream, accept_stream
@@ -151,7 +152,8 @@ class Central:
                 self.central_store.metrics.add("kvhold_connections", result="refused")
                 self.central_store.metrics.add("kvhold_protocol_errors", reason="crowded out")
                 crowded_out.cancel()
-            await asyncio.sleep(0)  # an accept that need not wait lets no task run
+            # an accept that need not wait lets no task run
+            await next_turn()
 
     def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
         self._conversations.discard(task)

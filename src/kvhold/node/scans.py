@@ -4,11 +4,11 @@ A scan continues from a page's last key. Keys are unordered. Dropped scans start
 recur.
 """
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
+from kvhold.core.turns import next_turn
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.ram import RamTier
 from kvhold.tiers.table import KeySet
@@ -69,7 +69,7 @@ class _Scan:
             if part is None:
                 break
             self._left += self._seen.add(part)
-            await asyncio.sleep(0)
+            await next_turn()
         page = self._left[:most]
         del self._left[:most]
         return Page(page, more=bool(self._left), whole=not self._silent)
@@ -77,4 +77,4 @@ class _Scan:
     async def end(self) -> None:
         self._left.clear()
         for _ in self._seen.emptied():
-            await asyncio.sleep(0)
+            await next_turn()

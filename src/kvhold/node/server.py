@@ -28,6 +28,7 @@ from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
 from kvhold.core.status import NodeStatus, TiersStatus
+from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena, Region, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
 from kvhold.memory.placement import format_list, interleave, memory_nodes, parse_list
@@ -319,7 +320,7 @@ class Node:
                 except Exception:  # one client's bug must not end the watch
                     log.exception("a client could not be checked")
                 if number % _WATCHED_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+                    await next_turn()
 
     def clients(self, first: int) -> m.ClientList:
         known = sorted(

@@ -18,6 +18,7 @@ import pytest
 
 from kvhold.core.errors import TierError, TierFull, TierIncomplete
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
+from kvhold.core.turns import next_turn
 from kvhold.testing.tier import (
     UNTOUCHED,
     fetch,
@@ -308,7 +309,7 @@ class TierContract(TierReplaces):
             buffers = [bytearray(500_000) for _ in values]
             call = asyncio.ensure_future(tier.get(list(values), [[memoryview(b)] for b in buffers]))
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await next_turn()
             call.cancel()
             await asyncio.wait((call,))
             seen = [bytes(b) for b in buffers]
@@ -321,7 +322,7 @@ class TierContract(TierReplaces):
             mine = bytearray(value)
             call = asyncio.ensure_future(tier.put([(make_key(turns), [memoryview(mine)])]))
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await next_turn()
             call.cancel()
             await asyncio.wait((call,))
             mine[:] = bytes(500_000)

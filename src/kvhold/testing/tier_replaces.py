@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvhold.core.errors import TierError, TierFull
+from kvhold.core.turns import next_turn
 from kvhold.testing.tier import fetch, make_key, make_value, overwrite, scanned, store
 from kvhold.tiers.base import Tier, replace
 
@@ -108,14 +109,14 @@ class TierReplaces:
             while not over.is_set():
                 seen += await fetch(replacing, [key], [200_000])
                 assert None not in await replacing.probe([key])
-                await asyncio.sleep(0)
+                await next_turn()
             return seen
 
         async def write() -> None:
             for value in values[1:]:
                 assert await overwrite(replacing, {key: value}) == [True]
                 for _ in range(5):
-                    await asyncio.sleep(0)
+                    await next_turn()
             over.set()
 
         *reads, _ = await asyncio.gather(*(read() for _ in range(4)), write())
@@ -129,7 +130,7 @@ class TierReplaces:
 
             async def remove(turns: int = turns) -> None:
                 for _ in range(turns):
-                    await asyncio.sleep(0)
+                    await next_turn()
                 await replacing.delete(keys)
 
             await asyncio.gather(
@@ -147,7 +148,7 @@ class TierReplaces:
             await store(replacing, {key: old})
             call = asyncio.ensure_future(replace(replacing, [(key, [memoryview(mine)])]))
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await next_turn()
             call.cancel()
             await asyncio.wait((call,))
             mine[:] = bytes(500_000)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvhold.core.errors import TierCannotList
+from kvhold.core.turns import next_turn
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, TierCall, now
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import GenerationTier
@@ -222,7 +223,7 @@ class Clears:
             still = set[bytes]()
             for part in there.taken():
                 still.update(left.intersection(part))
-                await asyncio.sleep(0)
+                await next_turn()
             left = still
         if not left and fault is None and not may_appear:
             await self._ended(prefix, pending_clear)

@@ -20,7 +20,6 @@ next use of a forgotten namespace searches it again.
 a newer name, so a running write uses an old name or is stopped.
 """
 
-import asyncio
 import math
 import os
 from collections import OrderedDict
@@ -30,6 +29,7 @@ from typing import TypeVar
 
 from kvhold.core.errors import TierError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES
+from kvhold.core.turns import next_turn
 from kvhold.tiers.base import Parts, Replaces, Tier, TierTraits
 from kvhold.tiers.scans import closing_scan
 from kvhold.tiers.table import KeyList
@@ -191,7 +191,7 @@ class GenerationTier:
             spaces += [*self._used, *self._numbers]
         space_of = await self._spaces_by_name(spaces)
         for part in names.taken():
-            await asyncio.sleep(0)
+            await next_turn()
             for name in part:
                 start = name[:NAMESPACE_BYTES]
                 key = space_of.get(start, start) + name[NAMESPACE_BYTES:]
@@ -202,7 +202,7 @@ class GenerationTier:
         by_name = dict[bytes, bytes]()
         for some in _sliced(spaces):
             by_name.update((self.name_of(space), space) for space in some)
-            await asyncio.sleep(0)
+            await next_turn()
         return by_name
 
     async def _scanned(self, prefix: bytes) -> tuple[KeyList, list[bytes]]:
@@ -212,7 +212,7 @@ class GenerationTier:
                 if is_marker(name):
                     spaces[name[:NAMESPACE_BYTES]] = None
                 elif names.append(name):
-                    await asyncio.sleep(0)
+                    await next_turn()
         return names, list(spaces)
 
     async def close(self) -> None:
@@ -253,7 +253,7 @@ class GenerationTier:
             for name in part:
                 if _is_older(name, every):
                     garbage.append(name)
-            await asyncio.sleep(0)
+            await next_turn()
         return garbage
 
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:

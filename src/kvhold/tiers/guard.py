@@ -24,6 +24,7 @@ from kvhold.core.errors import (
 )
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
+from kvhold.core.turns import next_turn
 from kvhold.tiers.base import HasFolders, Learns, Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
@@ -286,7 +287,7 @@ class Guard:
             for key in part:
                 if not self._suppressed.hides(key):
                     visible.append(key)
-            await asyncio.sleep(0)
+            await next_turn()
         return visible
 
     async def clear(self, prefix: bytes) -> int:
@@ -519,7 +520,7 @@ class Guard:
             async with closing_scan(self._tier, prefix) as scanned:
                 async for key in scanned:
                     if seen.add((key,)) and keys.append(key):
-                        await asyncio.sleep(0)
+                        await next_turn()
 
         fault = await self.run(TierCall[None]("scan", 0, SCAN_TIMEOUT_S), collect)
         num_freed = 0
@@ -527,7 +528,7 @@ class Guard:
             num_freed += num_gone
             if num_freed >= KEYS_A_PART:
                 num_freed = 0
-                await asyncio.sleep(0)
+                await next_turn()
         return keys, fault
 
     async def _mend(self) -> None:

@@ -13,7 +13,6 @@ frees it.
 Single-threaded: a cache's lock or a node's loop protects it.
 """
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from kvhold.core.errors import TierError, TierFull
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import CLEARED, DECLINED, EVICTED, EXPIRED, NO_ROOM, Reason
+from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena
 from kvhold.memory.slab import SlabAllocator, ZonedSlabs, size_class
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
@@ -423,7 +423,7 @@ class RamTier:
             for entry in part:
                 if entry.key.startswith(prefix):
                     yield entry.key
-            await asyncio.sleep(0)
+            await next_turn()
 
     async def close(self) -> None:
         """The arena belongs to its maker."""

@@ -35,6 +35,7 @@ from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, FrameError, LayoutError
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
+from kvhold.core.turns import next_turn
 from kvhold.memory.pages import page_aligned
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
@@ -172,7 +173,7 @@ class Reencoder:
                 for key in part:
                     if key[:NAMESPACE_BYTES] in spaces:
                         chosen.append(key)
-                await asyncio.sleep(0)
+                await next_turn()
         return chosen
 
     async def _reencode_keys(self, run: _Run, keys: list[bytes]) -> None:

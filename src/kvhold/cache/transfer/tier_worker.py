@@ -45,6 +45,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import CacheTierStatus, TiersStatus
+from kvhold.core.turns import next_turn
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
@@ -264,7 +265,7 @@ class TierWorker:
                             command.at_s,
                             are_whole=are_whole,
                         )
-                    await asyncio.sleep(0)
+                    await next_turn()
             finally:
                 self._uses.popleft()
                 self._state.uses.done(command)
@@ -319,7 +320,7 @@ class TierWorker:
             await asyncio.sleep(guard.config.clears_check_s)
             while self._new_spaces:
                 self._use_new_spaces()
-                await asyncio.sleep(0)
+                await next_turn()
             await guard.refresh()
             await self._remember()
 

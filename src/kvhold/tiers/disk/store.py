@@ -21,6 +21,7 @@ from hashlib import blake2b
 
 from kvhold.core.errors import TierError, TierFull, TierIncomplete, TierUnavailable
 from kvhold.core.sizes import format_size
+from kvhold.core.turns import next_turn
 from kvhold.tiers.base import FolderMet, Parts, size_of
 from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.disk.index import DiskEntry, Index, PlannedFile
@@ -164,7 +165,7 @@ class DiskStore:
                 num_restored = opened.num_restored
                 async for keys in self._keys_by_shard(opened, prefix):
                     yield keys
-                    await asyncio.sleep(0)
+                    await next_turn()
                 # else a crash could bring back values that the scan did not report
                 await self._left(opened)
             if num_restored != opened.num_restored:
@@ -184,7 +185,7 @@ class DiskStore:
             for part in opened.index.keys(prefix):
                 for key in part:
                     by_shard.setdefault(shard_of(key), []).append(key)
-                await asyncio.sleep(0)
+                await next_turn()
             while by_shard:
                 _, keys = by_shard.popitem()
                 for at in range(0, len(keys), _MOST_KEYS):
@@ -192,7 +193,7 @@ class DiskStore:
         finally:
             while by_shard:  # to free a million keys at once would block the loop
                 by_shard.popitem()
-                await asyncio.sleep(0)
+                await next_turn()
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
@@ -376,7 +377,7 @@ class DiskStore:
                 )
                 if not self._settings.max_bytes:
                     index.limit_bytes += index.used_bytes - before_bytes
-                await asyncio.sleep(0)
+                await next_turn()
             if older:
                 removal = RemoveNames(opened.folder, older)
                 try:
@@ -399,10 +400,10 @@ class DiskStore:
     async def _sort(self, index: Index) -> None:
         sorting = index.sorting()
         for _ in sorting.look():
-            await asyncio.sleep(0)
+            await next_turn()
         await self._readers.run([lambda stop: sorting.sort()])
         for _ in sorting.link():
-            await asyncio.sleep(0)
+            await next_turn()
 
     def _lose(self, opened: _Opened) -> None:
         opened.is_lost = True
