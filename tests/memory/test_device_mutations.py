@@ -125,8 +125,8 @@ MUTATIONS = [
     Mutation(
         "what failed to be submitted is not waited for",
         COPIER,
-        "            transfer.wait()  # before the caller gives the memory back\n",
-        "",
+        "            transfer.wait()\n            raise\n",
+        "            raise\n",
     ),
     Mutation(
         "an arena is unpinned while it is copied",

@@ -25,6 +25,7 @@ from kvhold.core.api import (
     mask_bytes,
 )
 from kvhold.core.arrays import WholePrompts
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config, load_config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.holdings import Lease, Reservation
@@ -63,12 +64,8 @@ class LocalCache(WholePrompts):
         self._read_only = np.frombuffer(self._arena.buffer.toreadonly(), dtype=np.uint8)
         # its thread may call `_happen` before `make_tier_worker` returns
         self.tier_worker: TierWorker | None = None
-        try:
+        with on_error(self._unmap):
             self.tier_worker = make_tier_worker(config, self._state, self._happen)
-        except BaseException:
-            self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
-            self._arena.close()
-            raise
         with self._lock:
             self._move()
         self._toucher = Toucher(self._arena.regions).start()
@@ -266,8 +263,7 @@ class LocalCache(WholePrompts):
             self._lock.notify_all()
         if self.tier_worker is not None:
             self.tier_worker.close(drain_timeout_s=self._config.drain_timeout_s)
-        self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
-        self._arena.close()
+        self._unmap()
 
     def __enter__(self) -> Self:
         return self
@@ -275,17 +271,18 @@ class LocalCache(WholePrompts):
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def _unmap(self) -> None:
+        self._buffer = self._read_only = np.empty(0, dtype=np.uint8)
+        self._arena.close()
+
     def _check_open(self) -> None:
         if self._closed:
             raise KVHoldError("this cache is closed")
 
     def _await(self, ticket: int, wait_s: float) -> Found:
         """Wait for a hit. The caller holds the lock."""
-        try:
+        with on_error(lambda: self._state.release(self._owner, ticket)):  # only it knows the ticket
             self._lock.wait_for(lambda: self._closed or self._state.is_over(ticket), wait_s)
-        except BaseException:  # Ctrl-C: only this call knows the ticket
-            self._state.release(self._owner, ticket)
-            raise
         return self._state.refresh(ticket, settle=True)
 
     def _move(self) -> None:

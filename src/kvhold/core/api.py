@@ -121,10 +121,10 @@ class Hit(Holding):
         found: Found,
         give_back: Callable[[], None],
         *,
-        ask: Callable[[int, bool, bool], Found] | None = None,
-        pause: Callable[[float], None] = time.sleep,
+        ask: Callable[[int, bool, bool], Found],
+        pause: Callable[[float], None],
     ) -> None:
-        """Make a hit from the answer to a lookup. A hit that is arriving needs:
+        """Make a hit from the answer to a lookup.
 
         ask:   `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
                when the hit grows
@@ -194,7 +194,7 @@ class Hit(Holding):
             self._update(settle=False, growth=True)
 
     def _update(self, *, settle: bool, growth: bool = False) -> None:
-        if self.arriving and self._ask is not None:
+        if self.arriving:
             self._found = self._ask(self.ticket, settle, growth)
 
 
@@ -264,7 +264,8 @@ class Reencoding(Holding):
         """
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
-            time.sleep(min(pause_s, left_s))  # a re-encoding sends no notification
+            # a re-encoding sends no notification
+            time.sleep(min(pause_s, left_s))
             pause_s = min(_REENCODING_PAUSE_S, 1.5 * pause_s)
         return self.progress
 

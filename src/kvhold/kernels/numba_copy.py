@@ -100,7 +100,8 @@ class _Helper:
         if self.ended.set_running_or_notify_cancel():
             try:
                 self._work(*self._arguments)
-            except BaseException as error:  # noqa: BLE001 - raised by `result`
+            # raised by `result`, in the caller's thread
+            except BaseException as error:  # noqa: BLE001
                 self.ended.set_exception(error)
             else:
                 self.ended.set_result(None)

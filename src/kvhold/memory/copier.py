@@ -140,7 +140,8 @@ def wait_for(transfers: Sequence[Transfer]) -> None:
     for transfer in transfers:
         try:
             faults += [damage for damage in transfer.wait() if damage is not None]
-        except Exception as error:  # noqa: BLE001 - raised below, when all transfers have ended
+        # raised below, when all transfers have ended
+        except Exception as error:  # noqa: BLE001
             faults.append(error)
     if faults:
         raise next((fault for fault in faults if isinstance(fault, DeviceError)), faults[0])

@@ -5,11 +5,13 @@ a stale connection are sent again on a new one. One event loop.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import ProtocolError, TierError
 from kvhold.net.stream import Bytes, Stream
 
@@ -18,7 +20,7 @@ _MAX_IN_FLIGHT_BYTES = 4 << 20  # of values: the server keeps unread replies in 
 _LANE_BYTES = 1 << 20  # of values, per additional connection
 
 
-class Exchange:
+class Exchange(ABC):
     """One command, and the reader of its reply. Must be safe to send twice."""
 
     request: Sequence[Bytes]
@@ -27,12 +29,12 @@ class Exchange:
     fault: TierError | None = None
     """The reason if there is no reply."""
 
+    @abstractmethod
     async def take(self, stream: Stream) -> None:
         """Read exactly this reply.
 
         May close the stream; later commands are then sent again.
         """
-        raise NotImplementedError
 
 
 class Pool:
@@ -57,10 +59,8 @@ class Pool:
                 raise ConnectionAbortedError("closed on this side")
             self._lent[stream] = None
             try:
-                yield stream
-            except BaseException:
-                stream.close()
-                raise
+                with on_error(stream.close):
+                    yield stream
             finally:
                 self._lent.pop(stream, None)
             if not stream.closed:

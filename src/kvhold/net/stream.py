@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import ProtocolError
 from kvhold.core.turns import next_turn
 
@@ -309,19 +310,13 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
     """Connect. Raises OSError, also for a bad certificate (ssl.SSLError)."""
     sock = await (_connect_unix(address.socket) if address.socket else _connect_tcp(address))
     if tls is not None:
-        try:
+        with on_error(sock.close):
             sock = tls.wrap_socket(
                 sock, server_hostname=address.host or None, do_handshake_on_connect=False
             )
-        except BaseException:
-            sock.close()
-            raise
     stream = Stream(sock)
-    try:
+    with on_error(stream.close):
         await stream.handshake()
-    except BaseException:
-        stream.close()
-        raise
     return stream
 
 
@@ -329,7 +324,7 @@ async def accept_stream(
     sock: socket.socket, tls: ssl.SSLContext | None, *, allowed_bytes: int | None = None
 ) -> Stream:
     """Return the server's side of a connection; close the socket on failure. Raises OSError."""
-    try:
+    with on_error(lambda: sock.close()):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -338,9 +333,6 @@ async def accept_stream(
         stream = Stream(sock)
         stream.allowed_bytes = allowed_bytes
         await stream.handshake()
-    except BaseException:
-        sock.close()
-        raise
     return stream
 
 
@@ -352,16 +344,13 @@ async def _connect_tcp(address: Address) -> socket.socket:
     ):
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await loop.sock_connect(sock, where)
+            with on_error(sock.close):
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                await loop.sock_connect(sock, where)
         except OSError as error:
-            sock.close()
             fault = error
-        except BaseException:
-            sock.close()
-            raise
         else:
             return sock
     raise fault or OSError(f"{address.host} has no address")
@@ -369,12 +358,9 @@ async def _connect_tcp(address: Address) -> socket.socket:
 
 async def _connect_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with on_error(sock.close):
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, path)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from math import inf
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config, ListenConfig
 from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
 from kvhold.core.keys import KEY_BYTES
@@ -38,6 +39,7 @@ from kvhold.tiers.ram import Entry
 log = logging.getLogger(__name__)
 
 _GREET_WITHIN_S = 5.0
+_ACCEPT_PAUSE_S = 0.05
 _PAGE_KEYS = 10_000
 _TOKEN_NEEDED, _TOKEN_WRONG = "a token is needed", "the token is wrong"
 _HERE = f"this is a kvhold central cache, protocol {c.CENTRAL_VERSION}"
@@ -143,7 +145,8 @@ class Central:
                 self._strangers.refused(
                     "the network", f"it could not be accepted: {error.strerror or error}"
                 )
-                await asyncio.sleep(0.05)
+                # no event says that a descriptor is free; without a pause the loop would spin
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             task = loop.create_task(self._converse(sock, where[0]))
             self._conversations.add(task)
@@ -182,6 +185,7 @@ class Central:
         except (ProtocolError, ValueError) as error:
             log.warning("refused a client from %s: %s", host, error)
             await self._refuse(stream, str(error))
+        # a task's edge: a bug ends one conversation, not the server
         except Exception:
             log.exception("a conversation failed")
             self.central_store.metrics.add("kvhold_protocol_errors", reason="internal error")
@@ -311,11 +315,8 @@ class Central:
         if not isinstance(room, Entry):
             await stream.skip(nbytes)
             return "" if room == "stored" else room
-        try:
+        with on_error(lambda: self.central_store.ram.abandon(room)):
             await stream.read_into([self.central_store.ram.view(room)], nbytes)
-        except BaseException:
-            self.central_store.ram.abandon(room)
-            raise
         self.central_store.commit(room)
         return ""
 

@@ -30,6 +30,7 @@ from kvhold.core.api import (
     mask_bytes,
 )
 from kvhold.core.arrays import WholePrompts
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import ClientConfig
 from kvhold.core.errors import (
     DeadlineExceeded,
@@ -85,15 +86,12 @@ class NodeClient(WholePrompts):
         self._closed = threading.Event()
         # wakes the keeper
         self._wake = Notifier()
-        try:
+        with on_error(self._wake.close):
             self._membership = Membership(
                 path,
                 Link(path, name, self._config.connect_timeout_s, requires),
                 _departures_from(path),
             )
-        except BaseException:
-            self._wake.close()
-            raise
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
         _clients.add(self)
@@ -168,14 +166,11 @@ class NodeClient(WholePrompts):
         ticket = found.ticket
         hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask, pause=link.pause)
         if hit.arriving and wait_s != 0:
-            try:
+            with on_error(hit.close):
                 hit.wait(
                     time.monotonic()
                     + (self._config.arrival_timeout_s if wait_s is None else wait_s)
                 )
-            except BaseException:
-                hit.close()
-                raise
         return hit
 
     def report_timing(
@@ -437,6 +432,7 @@ class NodeClient(WholePrompts):
             raise NodeLost(
                 f"{_operation(request)}: lost the node on {self.path}: {error}"
             ) from None
+        # an interrupt, too: a request that was cut short breaks the link
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)

@@ -114,6 +114,7 @@ class ClientConnection(asyncio.BufferedProtocol):
                 self._go_on()
             except ProtocolError as error:
                 self._refuse(str(error), "bad message")
+            # a bug ends one connection, and frees no used memory
             except Exception:
                 log.exception("a request failed")
                 self._refuse("the node failed; its log says why", "internal error")

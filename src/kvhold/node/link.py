@@ -23,6 +23,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import DeadlineExceeded, NodeError, NodeRefused, ProtocolError
 from kvhold.memory.arena import Arena, Toucher
 from kvhold.net import messages as m
@@ -65,11 +66,8 @@ class Link:
     def __init__(self, path: Path, name: str, timeout_s: float, requires: bytes = b"") -> None:
         """Raises NodeError; NodeRefused: the node refuses this client."""
         self._retiring = _event()  # readable once retired; ends all waits
-        try:
+        with on_error(lambda: os.close(self._retiring)):
             self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
-        except BaseException:
-            os.close(self._retiring)
-            raise
         self._socket.setblocking(False)
         self.welcome = welcome
         self.uses_device = False
@@ -150,6 +148,7 @@ class Link:
             if (answer := self._answer_of(call)) is None:
                 raise DeadlineExceeded(type(request).__name__.lower(), deadline_s)
             return answer
+        # an interrupt, too: nobody takes the answer any more
         except BaseException:
             with self._lock:
                 self._conversation.give_up(call)
@@ -377,7 +376,8 @@ class Link:
                     self._conversation.deliver(number, answer)
         except BlockingIOError:
             return
-        except BaseException as error:  # an interrupt, too
+        # an interrupt, too: it is unknown how much was read
+        except BaseException as error:
             self._fail(error, "a call was cut short while it read an answer")
             raise
 

@@ -25,6 +25,7 @@ from kvhold import __version__
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import CacheState, new_state
 from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
 from kvhold.core.status import NodeStatus, TiersStatus
@@ -67,24 +68,17 @@ class Node:
         self.path = socket_path(config.node.socket)
         self._idle_exit_s = idle_exit_s
         self._lock = SocketLock(self.path, any_owner=config.node.any_owner)
-        try:
+        with on_error(self._lock.close):
             arena = Arena.create(
                 config.ram_bytes or default_arena_bytes(), huge_pages=config.huge_pages
             )
-        except BaseException:
-            self._lock.close()
-            raise
         zones = memory_nodes() if config.node.numa == "near" else []
         self._prepare(config, arena, new_state(config, arena, numa_nodes=zones))
-        try:
+        with on_error(self.arena.close, self._lock.close):
             _place_arena(self.arena, config.node.numa)
             self._tier_worker = make_tier_worker(
                 config, self.state, self._post, clears_path(self.path) if config.tiers else None
             )
-        except BaseException:
-            self.arena.close()
-            self._lock.close()
-            raise
         self._toucher = Toucher(self.arena.regions)
         self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
         self._starting: threading.Event | None = None
@@ -311,13 +305,15 @@ class Node:
     async def _watch_clients(self) -> None:
         """Drop dead processes' connections (see `peers.py`)."""
         while True:
+            # a periodic task, cancelled at the end
             await asyncio.sleep(_WATCH_S)
             collect_young(may_look=not self._was_busy and not self._busy)
             self._was_busy = False
             for number, connection in enumerate(list(self.connections), 1):
                 try:
                     connection.drop_if_dead()
-                except Exception:  # one client's bug must not end the watch
+                # one client's bug must not end the watch
+                except Exception:
                     log.exception("a client could not be checked")
                 if number % _WATCHED_AT_ONCE == 0:
                     await next_turn()

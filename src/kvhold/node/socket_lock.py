@@ -26,6 +26,7 @@ def _lock(fd: int) -> None:
         except BlockingIOError:
             if left == 1:
                 raise
+            # a blocking flock has no deadline
             time.sleep(_LOCK_PAUSE_S)
         else:
             return

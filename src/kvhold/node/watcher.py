@@ -49,4 +49,5 @@ def restart_when_killed(path: Path) -> bool:
 def wait_for_room(config: Config, ram_bytes: int) -> None:
     until_s = time.monotonic() + _ROOM_WITHIN_S
     while not has_room(ram_bytes, config.huge_pages) and time.monotonic() < until_s:
+        # no event says that the killed node's memory is free
         time.sleep(_ROOM_PAUSE_S)

@@ -176,6 +176,7 @@ class CacheFixtures:
             assert time.monotonic() < until, (
                 f"chunks are still arriving or being written after {PATIENT_S:g} s"
             )
+            # a status has no event to wait for
             time.sleep(0.002)
 
     @pytest.fixture

@@ -136,6 +136,7 @@ class CodecContract:
 
     @pytest.fixture
     def codec(self) -> Codec:
+        # a fixture cannot be abstract
         raise NotImplementedError("override the fixture `codec`")
 
     @pytest.fixture(params=CASES)

@@ -99,6 +99,7 @@ class FakeDevice:
     def hesitate(self) -> None:
         with self._lock:
             pause_s = self._random.random() * _HESITATION_S
+        # the delay is the purpose: it mixes the order of threads
         time.sleep(pause_s)
 
     def wait(self, event: FakeEvent) -> None:

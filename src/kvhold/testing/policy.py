@@ -7,6 +7,7 @@
 If you override `rank` too, the order of eviction is compared with a slow model.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -48,12 +49,12 @@ _KEYS = tuple(make_chunk(number) for number in range(12))
 _A, _B = _KEYS[0][:NAMESPACE_BYTES], make_chunk(0, "b")[:NAMESPACE_BYTES]
 
 
-class PolicyContract:
+class PolicyContract(ABC):
     """Override `make_policy`."""
 
+    @abstractmethod
     def make_policy(self) -> Policy:
         """Return a policy without keys."""
-        raise NotImplementedError("override make_policy")
 
     def rank(self, known: Known) -> Any:
         """Return a unique rank; the lowest is evicted first. None: the order is not checked."""

@@ -82,6 +82,7 @@ class TierContract(TierReplaces):
 
     @pytest.fixture
     def tier(self) -> Any:
+        # a fixture cannot be abstract
         raise NotImplementedError("override the fixture `tier`")
 
     async def lose_a_part(self, tier: Any) -> None:
@@ -334,7 +335,8 @@ class TierContract(TierReplaces):
         assert await tier.put([(make_key(1), [memoryview(b"short")])], ttl_s=0.05) == [None]
         assert await tier.put([(make_key(2), [memoryview(b"long")])], ttl_s=1000) == [None]
         assert await tier.put([(make_key(3), [memoryview(b"for ever")])]) == [None]
-        while await tier.probe([make_key(1)]) != [None]:  # noqa: ASYNC110 - a tier does not report expiry
+        # a tier does not report expiry
+        while await tier.probe([make_key(1)]) != [None]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert await fetch(tier, [make_key(1), make_key(2), make_key(3)], [10] * 3) == [
             None,

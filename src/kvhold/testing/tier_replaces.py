@@ -182,6 +182,7 @@ class TierReplaces:
             await replacing.put([(make_key(number), [memoryview(b"old")])], ttl_s=ttl_s)
         values = {make_key(number): b"new" for number in range(3)}
         assert (await overwrite(replacing, values))[1:] == [True, True]
+        # a tier does not report expiry
         while await replacing.probe([make_key(0)]) != [None]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert await fetch(replacing, list(values), [3] * 3) == [None, b"new", b"new"]

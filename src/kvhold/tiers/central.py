@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Self, TypeAlias, TypeVar
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import setting
 from kvhold.core.errors import (
     ConfigError,
@@ -185,14 +186,11 @@ class CentralTier:
 
     async def _open(self) -> Stream:
         stream = await self._connect(self._address, self._tls)
-        try:
+        with on_error(stream.close):
             await stream.send(
                 [encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))]
             )
             greeting = _greeting.decode(await _body(stream, c.MAX_HELLO_BYTES))
-        except BaseException:
-            stream.close()
-            raise
         if isinstance(greeting, c.CentralRefused):
             stream.close()
             kind = TierDenied if greeting.denied else TierUnavailable

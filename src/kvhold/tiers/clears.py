@@ -232,6 +232,7 @@ class Clears:
     async def _retry_clears(self, first_pause_s: float | None = None) -> None:
         pause_s = self._guard.config.breaker_pause_s if first_pause_s is None else first_pause_s
         while self.suppressed.all_due or self.garbage:
+            # a retry after a growing pause, cancelled by `close`
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, max(self._guard.config.breaker_pause_s, 2 * pause_s))
             for prefix in self.suppressed.all_due if self._guard.available else ():

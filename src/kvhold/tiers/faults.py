@@ -227,6 +227,7 @@ class FaultTier:
 
     async def _before(self, operation: str) -> None:
         for rule in self._due(operation, "delay"):
+            # the delay is the purpose
             await asyncio.sleep(rule.delay_s)
         for _ in self._due(operation, "hang"):
             await self._released.wait()

@@ -22,6 +22,7 @@ from os.path import normpath
 from threading import Event
 from typing import ClassVar, Generic, Self, TypeVar
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete, TierUnavailable
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
@@ -225,16 +226,13 @@ class SharedFilesTier:
             sync=self._config.sync,
             any_owner=self._config.any_owner,
         )
-        try:
+        with on_error(tree.close):
             for name in tree.names(NEW):
                 state = tree.stat_file(f"{NEW}/{name}")
                 if state is not None and is_leftover(
                     name, age_s=time.time() - state.st_mtime, stale_s=self._config.stale_s
                 ):
                     tree.remove(f"{NEW}/{name}")
-        except BaseException:
-            tree.close()
-            raise
         return tree
 
     async def _run(

@@ -519,6 +519,7 @@ class GenerationTier:
     async def _noticed(self, call: Awaitable[Result]) -> Result:
         try:
             return await call
+        # a cancelled call, too: it is unknown what the tier did
         except BaseException:
             self._was_away = True
             self._contact += 1
@@ -532,6 +533,7 @@ class GenerationTier:
         """
         try:
             answer = await call
+        # a cancelled call, too: it has no answer
         except BaseException:
             self._was_away = True
             if self._is_failing:

@@ -533,6 +533,7 @@ class Guard:
 
     async def _mend(self) -> None:
         while self._breaker.next_try_s is not None:
+            # a retry when the breaker allows it, cancelled by `close`
             await asyncio.sleep(max(0.0, self._breaker.next_try_s - now()))
             if self._stuck:
                 self._breaker.failed(now())

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import TierCannotList, TierError, TierFull, TierUnavailable
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
 from kvhold.tiers.files.opener import Opener
@@ -265,7 +266,7 @@ class BlockTier:
                 with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(done.set_result, code)
 
-            try:
+            with on_error(lambda: free.put_nowait(at)):
                 if before is not None:
                     await _copy(
                         session, partial(before, slot[: len(names) * block]), len(names) * block
@@ -274,9 +275,6 @@ class BlockTier:
                 offsets = [at + i * block for i in range(len(names))]
                 if move(names, offsets, block, _address(memory), ended) < 0:
                     done.set_result(-1)
-            except BaseException:
-                free.put_nowait(at)
-                raise
             try:
                 code = await asyncio.shield(done)
             except asyncio.CancelledError:
@@ -318,25 +316,19 @@ class BlockTier:
         memory, free = mmap.mmap(-1, nbytes), asyncio.Queue[int]()
         for i in range(self._layout.slots):
             free.put_nowait(i * self._layout.slot_bytes)
-        try:
+        with on_error(partial(thread.shutdown, wait=False)):
             connection = await in_thread(thread, partial(self._set_up, memory, nbytes))
-        except BaseException:
-            thread.shutdown(wait=False)
-            raise
         return _Session(connection, memory, free, thread)
 
     def _set_up(self, memory: mmap.mmap, nbytes: int) -> Connection:
         connection = self._connect()
-        try:
+        with on_error(connection.close):
             if connection.register_mr(_address(memory), nbytes) < 0:
                 raise TierUnavailable(
                     self.traits.name,
                     "open",
                     f"{self._place}: the device does not register {nbytes} bytes (see ulimit -l)",
                 )
-        except BaseException:
-            connection.close()
-            raise
         return connection
 
     def _begin_hang_up(self, session: _Session) -> None:

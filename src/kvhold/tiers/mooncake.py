@@ -29,6 +29,7 @@ from urllib.request import urlopen
 import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierCannotList, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import KEY_BYTES
@@ -155,6 +156,7 @@ class MooncakeTier:
                 )
             unique = leased
             if leased:
+                # the client does not report that a lease has ended
                 await asyncio.sleep(_LEASE_POLL_S)
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
@@ -220,7 +222,7 @@ class MooncakeTier:
             "127.0.0.1" if _is_loopback(self._host) else socket.gethostname()
         )
         client = MooncakeDistributedStore()
-        try:
+        with on_error(client.close):
             code: int = client.setup(
                 hostname,
                 config.metadata,
@@ -232,9 +234,6 @@ class MooncakeTier:
             )
             if code:
                 raise self._fault(code, "open")
-        except BaseException:
-            client.close()
-            raise
         return client
 
     def _alive(self, client: Any) -> None:

@@ -121,7 +121,8 @@ def _make(tier_class: TierClass, url: TierUrl) -> Tier:
         return tier_class.from_url(url)
     except KVHoldError:
         raise
-    except Exception as error:  # a plugin may raise anything
+    # a plugin may raise anything
+    except Exception as error:
         raise ConfigError(f"tiers: {url.shown}: {type(error).__name__}: {error}") from error
 
 
@@ -222,7 +223,8 @@ def _load_module(home: _Home, shown: str) -> ModuleType:
     except ImportError as error:
         how = f": pip install 'kvhold[{home.extra}]'" if home.extra is not None else ""
         raise ConfigError(f"tiers: {shown}: {error}{how}") from error
-    except Exception as error:  # a plugin may raise anything
+    # a plugin may raise anything
+    except Exception as error:
         raise ConfigError(f"tiers: {shown}: {type(error).__name__}: {error}") from error
 
 

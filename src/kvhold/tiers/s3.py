@@ -154,6 +154,7 @@ class S3Tier:
             self._copiers = None
         if self._store is not None:
             self._store = None
+            # obstore has no call that waits for its threads
             await asyncio.sleep(_HAND_BACK_S)
 
     def _client(self) -> S3Store:
@@ -343,6 +344,7 @@ async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[mem
         cancelled = False
         while not _released(views):
             try:
+                # obstore does not report that its threads have returned
                 await asyncio.sleep(0.001)
             except asyncio.CancelledError:
                 cancelled = True

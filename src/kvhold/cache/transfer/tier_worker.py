@@ -40,6 +40,7 @@ from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.api import ReencodeProgress
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAMESPACE_BYTES
@@ -224,13 +225,11 @@ class TierWorker:
                         self._reencodings[number].cancel()
 
     async def _probe(self, command: ProbeCommand) -> None:
-        try:
-            silent: set[str] = set()
+        silent: set[str] = set()
+        nothing = partial(self._state.probed, command.search, {}, silent=True)
+        with on_error(lambda: self._post(nothing)):
             await self._meet(command.keys)
             places = await self._stack.probe(command.keys, silent)
-        except BaseException:
-            self._post(lambda: self._state.probed(command.search, {}, silent=True))
-            raise
         self._post(lambda: self._state.probed(command.search, places, silent=bool(silent)))
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
@@ -317,6 +316,7 @@ class TierWorker:
 
     async def _refresh(self, guard: Guard) -> None:
         while True:
+            # a periodic task, cancelled at the end
             await asyncio.sleep(guard.config.clears_check_s)
             while self._new_spaces:
                 self._use_new_spaces()

@@ -261,6 +261,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                         [self._copier.scatter(pieces, after=mark, layers=range(layer, layer + 1))]
                     )
                     self.layer_done_counter.complete(index, layer)
+        # a thread's edge: after any error, the engine must not wait for these layers
         except BaseException as error:
             if not isinstance(error, KVHoldError):
                 log.exception("kvhold: loading for requests %s", [load.rid for load in loads])
@@ -295,6 +296,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                     keys, None, lambda _, buffer, places: self._gather(ids, buffer, places)
                 )
             )
+        # a thread's edge: the future's exception is never read
         except Exception:
             log.exception("kvhold: could not store pages")
         finally:

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvhold.core.api import Cache, Hit, Uses, leases_as_they_arrive
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError
 from kvhold.core.holdings import ABSENT, ChunkBytes, Lease
@@ -79,14 +80,11 @@ class PageStore:
         with _FaultsAreMisses("lookup"):
             query = query_of(self.namespace, keys)
             hit = self._cache.lookup(query, uses="none" if again else self._rules.uses, wait_s=0)
-            try:
+            with on_error(hit.close):
                 more = hit.arriving
                 hit.settle()
                 if more:  # in memory when SGLang asks again
                     self._cache.prefetch(query)
-            except BaseException:
-                hit.close()
-                raise
             if hit.num_tokens:
                 return hit
             hit.close()

@@ -333,6 +333,7 @@ class Announcer:
         try:
             for name, described in self._describer.describe(request, names(), wanted):
                 self._announced.describe(name, described)
+        # a thread's edge: the future's exception is never read
         except Exception:
             log.exception("kvhold: no KV events about request %s", request.request_id)
 
@@ -347,6 +348,7 @@ class Announcer:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 log.warning("kvhold: no KV events now: %s", error)
+        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: KV events")
         return self._announced.changes()

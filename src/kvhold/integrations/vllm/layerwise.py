@@ -207,6 +207,7 @@ def _noting(failed: dict[str, list[int]], load: Load) -> Iterator[None]:
             error,
         )
         failed[load.request_id] = blocks_of(load)
+    # a thread's edge: the engine learns from `failed` what to compute
     except Exception:
         log.exception(
             "kvhold: the KV of request %s could not be copied and is computed", load.request_id

@@ -164,6 +164,7 @@ class RequestLookups:
             prompt.query()
         except KVHoldError as error:
             log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
+        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: request %s is not cached", request.request_id)
         else:
@@ -187,6 +188,7 @@ class RequestLookups:
         if prompt is not None and end > prompt.num_tokens:
             try:
                 return prompt.followed_by(request.all_token_ids[prompt.num_tokens : end])
+            # a thread's edge: `result` would raise it in the scheduler
             except Exception:
                 log.exception(
                     "kvhold: tokens that request %s generated are not looked up", request.request_id

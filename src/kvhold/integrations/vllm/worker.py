@@ -252,7 +252,8 @@ class WorkerSide:
             ):
                 try:
                     one.pieces[:] = self._pieces_of(one.store, one.shard, reservation)
-                except Exception:  # an error here must not fail the pass
+                # an error here must not fail the pass
+                except Exception:
                     log.exception(
                         "kvhold: chunks of request %s are not copied inside the pass",
                         one.store.request_id,
@@ -326,7 +327,8 @@ class WorkerSide:
             reading.is_lost = True
         except KVHoldError as error:
             log.warning("kvhold: chunks were not stored: %s", error)
-        except Exception:  # logged here, because the future's exception is never read
+        # a thread's edge: the future's exception is never read
+        except Exception:
             log.exception("kvhold: could not store chunks of request %s", one.store.request_id)
         return reading
 
@@ -389,6 +391,7 @@ class WorkerSide:
             )
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
+        # a thread's edge: `result` would raise it inside the engine's step
         except Exception:
             log.exception("kvhold: reserve for request %s", store.request_id)
         return None
@@ -473,6 +476,7 @@ class WorkerSide:
                 load.request_id,
                 error,
             )
+        # a thread's edge: the engine learns from `failed` what to compute
         except Exception:
             log.exception(
                 "kvhold: the KV of request %s could not be copied and is computed", load.request_id
@@ -562,6 +566,7 @@ def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
         wait_for(reading.transfers)
     except DeviceError:
         reading.is_lost = True
+    # a thread's edge: after any error, the chunks are not committed
     except Exception:
         reading.is_whole = False
         log.exception("kvhold: chunks of request %s were not stored", one.store.request_id)

@@ -167,9 +167,10 @@ class DeviceCopier:
                 for batch in batches(piece, number, of_piece, most_bytes):
                     with self._locks[lane], self._noting_faults():
                         submit(batch, marks, transfer)
+        # an interrupt, too: the copies must end before the caller gives the memory back
         except BaseException as error:
             transfer.is_lost = isinstance(error, DeviceError)
-            transfer.wait()  # before the caller gives the memory back
+            transfer.wait()
             raise
         return transfer
 
@@ -347,7 +348,8 @@ class DeviceTransfer:
         for check in self._checks:
             try:
                 check()
-            except Exception as error:  # noqa: BLE001 - raised below, when all copies have ended
+            # raised below, when all copies have ended
+            except Exception as error:  # noqa: BLE001
                 faults.append(error)
         for event in self._ends:
             self._ends_well(event, faults)

@@ -311,7 +311,8 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
             return refusal
         _tell(arena)
         if arena.thread is not None:  # pin for at most half of the time
-            time.sleep(time.monotonic() - began_s)
+            with arena.changed:
+                arena.changed.wait_for(lambda: arena.is_ending, time.monotonic() - began_s)
     log.info("kvhold: %s are pinned", format_size(size))
     return None
 

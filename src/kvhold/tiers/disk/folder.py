@@ -18,6 +18,7 @@ from secrets import token_hex
 from threading import Lock
 from typing import Self
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import TierUnavailable
 from kvhold.core.keys import KEY_BYTES
 from kvhold.tiers.files.faults import as_tier_error
@@ -68,16 +69,10 @@ class Folder:
         """Raises TierUnavailable if another process owns it, TierDenied, TierError."""
         try:
             tree = FileTree.open(path, direct=direct, sync=sync, any_owner=any_owner)
-            try:
+            with on_error(tree.close):
                 lock = _own(tree)
-                try:
+                with on_error(lambda: os.close(lock)):
                     return cls(tree, lock, _identity(tree))
-                except BaseException:
-                    os.close(lock)
-                    raise
-            except BaseException:
-                tree.close()
-                raise
         except OSError as error:
             raise as_tier_error(error, tier="disk", operation="open", where=path) from error
 
@@ -225,19 +220,16 @@ def _identity(tree: FileTree) -> str:
 
 def _own(tree: FileTree) -> int:
     lock = tree.open_file(_LOCK, os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with on_error(lambda: os.close(lock)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            raise TierUnavailable(
+                "disk",
+                "open",
+                f"{tree.path} belongs to process {owner}; give each process a folder of its own",
+            ) from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    except BlockingIOError:
-        owner = os.pread(lock, 64, 0).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        raise TierUnavailable(
-            "disk",
-            "open",
-            f"{tree.path} belongs to process {owner}; give each process a folder of its own",
-        ) from None
-    except BaseException:
-        os.close(lock)
-        raise
     return lock

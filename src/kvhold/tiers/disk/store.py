@@ -19,6 +19,7 @@ from collections.abc import (
 )
 from hashlib import blake2b
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import TierError, TierFull, TierIncomplete, TierUnavailable
 from kvhold.core.sizes import format_size
 from kvhold.core.turns import next_turn
@@ -314,11 +315,8 @@ class DiskStore:
             raise job.fault
         assert job.folder is not None and job.index is not None
         if self.met is not None:
-            try:
+            with on_error(job.folder.close):
                 await self.met(self._path, job.folder.identity)
-            except BaseException:
-                job.folder.close()
-                raise
         last_ns = max(job.began_ns, min(job.last_ns, time.time_ns() + _DAY_NS))
         opened = _Opened(job.folder, job.index, last_ns)
         if job.rest is not None:

@@ -21,5 +21,6 @@ def with_pauses(items: Iterable[T]) -> Iterator[T]:
     for item in items:
         yield item
         if time.perf_counter() >= until_s:
+            # no event to wait for: the sleep gives the GIL to the loop's thread
             time.sleep(_PAUSE_S)
             until_s = time.perf_counter() + _WORK_S

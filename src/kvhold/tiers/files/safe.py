@@ -19,6 +19,8 @@ import pwd
 import stat
 from contextlib import suppress
 
+from kvhold.core.cleanup import on_error
+
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_LINKS = 40  # as in Linux
 
@@ -40,7 +42,7 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
     folder = os.open("/", FOLDER)
     parts = _parts(os.fspath(path))
     links, walked = 0, "/"
-    try:
+    with on_error(lambda: os.close(folder)):
         while parts:
             name = parts.pop()
             if not any_owner:
@@ -62,9 +64,6 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
         if fcntl.fcntl(folder, fcntl.F_GETFL) & os.O_PATH:
             os.close(os.open(".", FOLDER, dir_fd=folder))
         _let_owner_in(folder)
-    except BaseException:
-        os.close(folder)
-        raise
     return folder
 
 

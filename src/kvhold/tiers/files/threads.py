@@ -61,6 +61,7 @@ def _take_a_turn(todo: deque[Job], stop: Event, errors: list[BaseException]) -> 
             return
         try:
             job(stop)
+        # raised by `run`, when all jobs have ended
         except Exception as error:  # noqa: BLE001
             errors.append(error)
         if time.monotonic() > until:

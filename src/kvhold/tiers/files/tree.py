@@ -13,6 +13,7 @@ from errno import EINVAL, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 from typing import Self
 
+from kvhold.core.cleanup import on_error
 from kvhold.tiers.files.names import temporary_name
 from kvhold.tiers.files.pauses import with_pauses
 from kvhold.tiers.files.safe import FOLDER, open_folder, open_own_file
@@ -45,12 +46,9 @@ class FileTree:
         """
         root = open_folder(path, any_owner=any_owner)
         tree = cls(path, root, direct=direct != "never", sync=sync, any_owner=any_owner)
-        try:
+        with on_error(tree.close):
             if direct == "always" and not tree._has_direct():
                 raise OSError(EOPNOTSUPP, "its file system has no O_DIRECT; use direct=auto")
-        except BaseException:
-            tree.close()
-            raise
         return tree
 
     def is_in_place(self) -> bool:

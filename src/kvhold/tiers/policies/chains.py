@@ -9,6 +9,7 @@ for all together. Insert, touch and remove cost O(log leaves) at most. `victims`
 pinned leaves before them) log leaves).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -163,7 +164,7 @@ class Space:
         return queue
 
 
-class ChainPolicy:
+class ChainPolicy(ABC):
     """Subclasses override `_inserted`, and other hooks if needed."""
 
     learns = False
@@ -206,10 +207,10 @@ class ChainPolicy:
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
         return 0
 
-    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
+    def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:  # noqa: B027
         pass
 
-    def missed(
+    def missed(  # noqa: B027
         self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL, *, if_known: bool = False
     ) -> None:
         pass
@@ -263,13 +264,14 @@ class ChainPolicy:
     def __len__(self) -> int:
         return len(self._chunks)
 
+    @abstractmethod
     def _inserted(self, chunk: Chunk) -> None:
-        raise NotImplementedError
+        """Rank a new chunk."""
 
-    def _touched(self, chunks: Sequence[Chunk]) -> None:
+    def _touched(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
         pass
 
-    def _removed(self, chunk: Chunk, *, evicted: bool) -> None:
+    def _removed(self, chunk: Chunk, *, evicted: bool) -> None:  # noqa: B027
         pass
 
     def _new_space(self) -> Space:

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import ProtocolError, TierDenied, TierError, TierUnavailable
 from kvhold.net.pool import Exchange, Pool, run
 from kvhold.net.stream import Address, Stream, open_stream
@@ -66,11 +67,8 @@ class RedisEndpoint:
 
     async def _open(self) -> Stream:
         stream = await open_stream(self.address, await self._tls.context())
-        try:
+        with on_error(stream.close):
             await self._greet(stream)
-        except BaseException:
-            stream.close()
-            raise
         return stream
 
     async def _greet(self, stream: Stream) -> None:

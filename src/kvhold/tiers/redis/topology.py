@@ -6,6 +6,7 @@ at once, and the first good answer counts, so a dead one costs no time.
 
 import asyncio
 import binascii
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -60,7 +61,7 @@ class Single:
         self._endpoint.close()
 
 
-class Discovered:
+class Discovered(ABC):
     def __init__(self, config: RedisConfig, login: Login) -> None:
         self._config = config
         self._login = login
@@ -75,14 +76,15 @@ class Discovered:
     def close(self) -> None:
         self._keep(())
 
-    async def _ask(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _discover(self) -> None:
+        """Ask the servers who serves which keys."""
 
     async def _learn(self) -> None:
         if not self._known:
             async with self._asking:
                 if not self._known:
-                    await self._ask()
+                    await self._discover()
                     self._known = True
 
     def _endpoint(self, address: Address) -> RedisEndpoint:
@@ -126,7 +128,7 @@ class Sentinels(Discovered):
         for sentinel in self._sentinels:
             sentinel.close()
 
-    async def _ask(self) -> None:
+    async def _discover(self) -> None:
         self._primary = await first_good([self._ask_one(sentinel) for sentinel in self._sentinels])
         self._keep([self._primary])
 
@@ -173,7 +175,7 @@ class Cluster(Discovered):
             self.invalidate()
         return self._endpoint(address)
 
-    async def _ask(self) -> None:
+    async def _discover(self) -> None:
         asked = [
             self._endpoint(address)
             for address in dict.fromkeys((*self._endpoints, *self._config.addresses))

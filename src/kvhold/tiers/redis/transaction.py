@@ -5,6 +5,7 @@
 Each transaction takes two round trips, alone on its connection.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from kvhold.core.errors import TierError
@@ -28,13 +29,13 @@ class Transaction(RedisCall):
         super().__init__(name, request=request, value_bytes=value_bytes)
         self.is_changed = False
 
+    @abstractmethod
     def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
         """Return the changes to make; may be none.
 
         seen:   the first bytes of the string, one more than a head has
         looked: the replies of the further commands
         """
-        raise NotImplementedError
 
     async def take(self, stream: Stream) -> None:
         await self._take(stream, asking=())

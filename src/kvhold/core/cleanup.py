@@ -1,0 +1,19 @@
+"""Undo what a failed or interrupted block has begun."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def on_error(*steps: Callable[[], object]) -> Iterator[None]:
+    """Run the steps if the block does not end normally; the error goes on.
+
+    `with on_error(sock.close): connect(sock)`
+    """
+    try:
+        yield
+    # a cancelled call and Ctrl-C, too: only the caller knows what it has begun
+    except BaseException:
+        for step in steps:
+            step()
+        raise
