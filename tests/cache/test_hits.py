@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhold.cache.index.hits import longest_hit, needed_chunks
+from kvhold.cache.chores import finish
+from kvhold.cache.index.hits import longest_hit_turns, needed_chunks
 from kvhold.core.layout import Group, Layout
 
 SHAPE: dict[str, Any] = {"layers": 1, "planes": 1, "heads": 1, "head_dim": 1, "dtype": "int8"}
@@ -83,8 +84,10 @@ def test_the_longest_hit_is_the_longest_prefix_of_which_every_group_has_what_it_
         (i for i in range(num_whole) if any((g, "chunk", i) not in present for g in full)),
         num_whole,
     )
-    whole, tail = longest_hit(
-        layout, reach, num_whole, tails, has_chunk, lambda g, i: (g, "tail", i) in present
+    whole, tail = finish(
+        longest_hit_turns(
+            layout, reach, num_whole, tails, has_chunk, lambda g, i: (g, "tail", i) in present
+        )
     )
 
     lengths = [i * size for i in range(1, num_whole + 1)] + [

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvhold.core.keys import HASH_BYTES, Insert, Namespace, Prompt, extra_bytes
+from kvhold.core.encoding import canonical
+from kvhold.core.keys import HASH_BYTES, Insert, Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 
 GROUP = Group(layers=2, planes=2, heads=2, head_dim=8, dtype="float16")
@@ -128,9 +129,9 @@ class TestWhatCounts:
         image = with_images((0, 2, b"cat"))
         guesses = [
             b"cat",
-            extra_bytes(["cat"]),
-            extra_bytes([b"", [[0, 2, b"cat"]]]),
-            extra_bytes([[0, 2, b"cat"]]),
+            canonical(["cat"]),
+            canonical([b"", [[0, 2, b"cat"]]]),
+            canonical([[0, 2, b"cat"]]),
         ]
         assert all(
             SPACE.prompt(TEXT, {0: guess}).hash_at(0) != image.hash_at(0) for guess in guesses

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvhold.core.encoding import canonical
 from kvhold.core.keys import (
     HASH_BYTES,
     KEY_BYTES,
@@ -21,7 +22,6 @@ from kvhold.core.keys import (
     Namespace,
     Prompt,
     as_tokens,
-    extra_bytes,
     make_key,
     split_key,
 )
@@ -49,13 +49,14 @@ class TestSameEverywhere:
     PROGRAM = """
 import json, sys
 import numpy as np
-from kvhold.core.keys import Namespace, extra_bytes
+from kvhold.core.encoding import canonical
+from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 group = Group(layers=2, planes=2, heads=2, head_dim=8, dtype="float16", rotary="theta=1e4")
 layout = Layout((group,), tokens_per_chunk=4)
 tags = (("b", "2"), ("a", "1"))
 space = Namespace(model="llama", layout=layout, lora="größe", tags=tags, cache_salt="salt")
-prompt = space.prompt(np.arange(11), extras={0: extra_bytes(["image", b"123", None, 1.5])})
+prompt = space.prompt(np.arange(11), extras={0: canonical(["image", b"123", None, 1.5])})
 key = prompt.chunk_key(1, group=3, shard=5)
 print(layout.fingerprint.hex(), space.digest.hex(), key.hex(), prompt.tails.hex())
 """
@@ -290,7 +291,7 @@ class TestChain:
             [1, [2]],
             [[1], 2],
         ]
-        assert len(set(map(extra_bytes, values))) == len(values)
+        assert len(set(map(canonical, values))) == len(values)
 
 
 class TestTails:

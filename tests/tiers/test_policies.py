@@ -27,6 +27,10 @@ from kvhold.tiers.ram import Entry, RamTier, Wanted
 from tests.cache.scripted import arena_of
 
 
+def num_places(queue: chains.Queue) -> int:
+    return sum(map(len, queue._buckets.values()))
+
+
 class TestLruPolicy(PolicyContract):
     def make_policy(self) -> Policy:
         return LruPolicy()
@@ -273,7 +277,7 @@ class TestMemory:
         insert(policy, range(100))
         for _ in range(100):
             hit(policy, *range(100))
-        assert all(queue.num_places <= 200 for queue in policy._all.queues.values())
+        assert all(num_places(queue) <= 200 for queue in policy._all.queues.values())
 
     @pytest.mark.parametrize("name", POLICIES)
     def test_no_call_sorts_many_places_however_many_leaves_there_are(
@@ -293,7 +297,7 @@ class TestMemory:
             policy.remove(key(number))
         assert sorted_at_once
         assert max(sorted_at_once) <= 1000
-        assert sum(queue.num_places for queue in policy._all.queues.values()) <= 20_000
+        assert sum(num_places(queue) for queue in policy._all.queues.values()) <= 20_000
 
     @pytest.mark.parametrize("name", POLICIES)
     def test_of_keys_that_have_gone_nothing_is_left(self, name: str) -> None:

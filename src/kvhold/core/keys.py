@@ -539,7 +539,3 @@ def split_key(key: bytes) -> KeyParts:
     return KeyParts(
         key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:NAME_BYTES], place & 0xFFFF, place >> 16
     )
-
-
-def extra_bytes(value: Any) -> bytes:
-    return canonical(value)

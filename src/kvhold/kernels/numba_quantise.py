@@ -78,19 +78,6 @@ def fp8_decode(codes: Bytes, largest: Floats, dtype: str, elements: Elements) ->
     _fp8_decode(codes, largest, KINDS[dtype], elements)
 
 
-def float_to_e4m3(values: Floats) -> Bytes:
-    """Convert to float8_e4m3fn: to nearest even, above 448 to 448, NaN to NaN."""
-    codes = np.empty(values.size, np.uint8)
-    _convert_to_e4m3(np.ascontiguousarray(values).reshape(-1), codes)
-    return codes.reshape(values.shape)
-
-
-def e4m3_to_float(codes: Bytes) -> Floats:
-    values = np.empty(codes.size, np.float32)
-    _convert_from_e4m3(np.ascontiguousarray(codes).reshape(-1), values)
-    return values.reshape(codes.shape)
-
-
 def _check_int8(elements: Elements, head_dim: int, run: int, codes: Codes, largest: Floats) -> None:
     rows = elements.size // head_dim
     assert (
@@ -143,23 +130,6 @@ def _from_e4m3(code: Any) -> Any:
     small = np.float32(np.float32(value - np.float32(2.0**-7)) * np.float32(2))
     value = value if low >= np.uint32(8) else small
     return as_float(np.uint32(as_bits(value) | np.uint32(bits & np.uint32(0x80)) << np.uint32(24)))
-
-
-@compiled(types.void(readonly(types.float32), types.uint8[::1]))
-def _convert_to_e4m3(values: Any, codes: Any) -> None:
-    for i in range(values.size):
-        codes[i] = _to_e4m3(values[i])
-        if np.isnan(values[i]):
-            codes[i] |= np.uint8(0x7F)
-
-
-@compiled(types.void(readonly(types.uint8), types.float32[::1]))
-def _convert_from_e4m3(codes: Any, values: Any) -> None:
-    for i in range(codes.size):
-        value = _from_e4m3(codes[i])
-        if codes[i] & 0x7F == 0x7F:
-            value = np.float32(np.nan)
-        values[i] = value
 
 
 @compiled(*(types.boolean(readonly(kind), types.int64) for kind in (types.uint16, types.uint32)))

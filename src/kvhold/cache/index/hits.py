@@ -6,28 +6,11 @@ tokens. A state group needs the last chunk only, which represents all earlier to
 
 from collections.abc import Callable, Sequence
 
-from kvhold.cache.chores import Turns, finish
+from kvhold.cache.chores import Turns
 from kvhold.core.layout import Group, Layout
 
 # (group, number of the chunk or of the tail) -> whether every shard has it
 Present = Callable[[int, int], bool]
-
-
-def longest_hit(
-    layout: Layout,
-    reach: int,
-    num_whole: int,
-    tail_lengths: Sequence[int],
-    has_chunk: Present,
-    has_tail: Present,
-) -> tuple[int, int | None]:
-    """Return `(whole chunks, tail)`; tail: an index in `tail_lengths`, or None.
-
-    reach:     leading whole chunks that all full-attention groups have
-    num_whole: whole chunks of the prompt
-    has_chunk: asked for the other groups only
-    """
-    return finish(longest_hit_turns(layout, reach, num_whole, tail_lengths, has_chunk, has_tail))
 
 
 def longest_hit_turns(
@@ -40,6 +23,12 @@ def longest_hit_turns(
     *,
     units: int = 1,
 ) -> Turns[tuple[int, int | None]]:
+    """Return `(whole chunks, tail)`; tail: an index or None.
+
+    reach:     whole chunks that all full-attention groups have
+    num_whole: whole chunks of the prompt
+    has_chunk: for other groups only
+    """
     others = [g for g, group in enumerate(layout.groups) if group.attention != "full"]
 
     def first_gap(tokens: int) -> Turns[int | None]:

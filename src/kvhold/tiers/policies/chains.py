@@ -68,10 +68,6 @@ class Queue:
         self._to_sweep: list[tuple[int, int]] = []
         self._credit = 0
 
-    @property
-    def num_places(self) -> int:
-        return sum(map(len, self._buckets.values()))
-
     def push(self, place: Place) -> None:
         name = place[0], place[1] >> _BUCKET_BITS
         bucket = self._buckets.get(name)
