@@ -202,6 +202,13 @@ def check_lengths(
         raise ValueError(f"{len(keys)} keys, {len(starts)} starts")
 
 
+def raise_if_all_failed(answers: Sequence[object]) -> None:
+    """Raise the first TierError if all answers are such: the whole place is at fault."""
+    faults = [answer for answer in answers if isinstance(answer, TierError)]
+    if faults and len(faults) == len(answers):
+        raise faults[0]
+
+
 def size_of(parts: Parts) -> int:
     """Return the bytes in all parts."""
     return sum(part.nbytes for part in parts)

@@ -31,7 +31,7 @@ from kvhold.net.pool import Exchange, Pool, run
 from kvhold.net.stream import Address, Stream, open_stream
 from kvhold.net.tls import client_context
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
-from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, raise_if_all_failed, size_of
 from kvhold.tiers.url import TierUrl
 
 # amortises a round trip, and leaves work for several connections
@@ -120,12 +120,12 @@ class CentralTier:
         return cls(url.apply(base))
 
     async def check(self) -> None:
-        await self._ask("check", c.Check(), c.CentralDone)
+        await self._call("check", c.Check(), c.CentralDone)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         if not keys:
             return []
-        answer = await self._ask("probe", c.Probe(b"".join(keys)), c.ValueSizes)
+        answer = await self._call("probe", c.Probe(b"".join(keys)), c.ValueSizes)
         self._same_length("probe", keys, answer.sizes)
         missing = None if answer.whole else TierIncomplete("kvhold", "probe", _BELOW)
         return [missing if size is None else size for size in answer.sizes]
@@ -140,7 +140,7 @@ class CentralTier:
         ]
         batches = [_GetBatch(batch) for batch in _batched(exchanges)]
         await run(self._pool, batches, fault=lambda error: self._fault("get", error))
-        _raise_if_all(batches)
+        raise_if_all_failed([batch.fault for batch in batches])
         return [batch.fault or one.size for batch in batches for one in batch.items]
 
     async def put(
@@ -153,13 +153,13 @@ class CentralTier:
             for batch in _batched([_Putting(key, parts) for key, parts in items])
         ]
         await run(self._pool, batches, fault=lambda error: self._fault("put", error))
-        _raise_if_all(batches)
+        raise_if_all_failed([batch.fault for batch in batches])
         return [batch.fault or self._stored(why) for batch in batches for why in batch.faults]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         if not keys:
             return []
-        answer = await self._ask("delete", c.Delete(b"".join(keys)), c.Removed)
+        answer = await self._call("delete", c.Delete(b"".join(keys)), c.Removed)
         self._same_length("delete", keys, answer.removed)
         if not answer.whole:
             raise TierIncomplete("kvhold", "delete", _BELOW)
@@ -169,7 +169,7 @@ class CentralTier:
         """Yield keys. If the server has forgotten the scan, some keys come twice."""
         after, more = b"", True
         while more:
-            page = await self._ask("scan", c.Scan(prefix, after), c.CentralKeys)
+            page = await self._call("scan", c.Scan(prefix, after), c.CentralKeys)
             if not page.whole:
                 raise TierIncomplete("kvhold", "scan", _BELOW)
             try:
@@ -197,7 +197,7 @@ class CentralTier:
             raise kind("kvhold", "connect", f"{self._address}: {greeting.reason[:_MOST_QUOTED]}")
         return stream
 
-    async def _ask(
+    async def _call(
         self, operation: str, request: c.CentralMessage, expected: type[Answer]
     ) -> Answer:
         question = _Question(request)
@@ -332,13 +332,6 @@ def _batched(items: list[Item]) -> list[list[Item]]:
         batches[-1].append(item)
         left -= item.nbytes
     return batches
-
-
-def _raise_if_all(batches: Sequence[Exchange]) -> None:
-    """Raise a fault if every batch failed, because then the whole tier has failed."""
-    faults = [batch.fault for batch in batches]
-    if faults and None not in faults:
-        raise next(fault for fault in faults if fault is not None)
 
 
 async def _body(stream: Stream, most_bytes: int = MAX_MESSAGE_BYTES) -> bytes:

@@ -26,7 +26,7 @@ from kvhold.core.cleanup import on_error
 from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete, TierUnavailable
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
-from kvhold.tiers.base import Parts, TierTraits, check_lengths
+from kvhold.tiers.base import Parts, TierTraits, check_lengths, raise_if_all_failed
 from kvhold.tiers.files.faults import as_tier_error
 from kvhold.tiers.files.names import is_leftover, shard_of
 from kvhold.tiers.files.opener import Opener
@@ -107,9 +107,12 @@ class SharedFilesTier:
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         async with self._opener.use() as tree:
             states = await self._run(
-                self._lookers, tree, "probe", [partial(tree.stat_file, _name(key)) for key in keys]
+                self._lookers,
+                tree,
+                "probe",
+                [partial(tree.stat_file, _name_of(key)) for key in keys],
             )
-            _raise_if_all(states)
+            raise_if_all_failed(states)
             return [
                 state if state is None or isinstance(state, TierError) else state.st_size
                 for state in states
@@ -123,7 +126,7 @@ class SharedFilesTier:
             calls = [
                 partial(
                     tree.read,
-                    _name(key),
+                    _name_of(key),
                     as_pieces(parts),
                     at=None if starts is None else starts[i],
                 )
@@ -137,7 +140,7 @@ class SharedFilesTier:
         first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [
-                partial(_publish, tree, _name(key), as_pieces(parts))
+                partial(_publish, tree, _name_of(key), as_pieces(parts))
                 for key, parts in first.items()
             ]
             answers = await self._run(self._writers, tree, "put", calls)
@@ -149,7 +152,7 @@ class SharedFilesTier:
         first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [
-                partial(_publish_over, tree, _name(key), as_pieces(parts))
+                partial(_publish_over, tree, _name_of(key), as_pieces(parts))
                 for key, parts in first.items()
             ]
             answers = await self._run(self._writers, tree, "replace", calls)
@@ -164,7 +167,7 @@ class SharedFilesTier:
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(
-                self._lookers, tree, "delete", [partial(tree.remove, _name(key)) for key in once]
+                self._lookers, tree, "delete", [partial(tree.remove, _name_of(key)) for key in once]
             )
             shards = dict.fromkeys(shard_of(key) for key in once if self._config.sync)
             synced = await self._run(
@@ -173,7 +176,7 @@ class SharedFilesTier:
                 "delete",
                 [partial(tree.sync_folder, shard) for shard in shards],
             )
-        _raise_if_all(answers)
+        raise_if_all_failed(answers)
         for fault in synced:
             if isinstance(fault, TierError):
                 raise fault
@@ -195,7 +198,7 @@ class SharedFilesTier:
             listed = await self._run(
                 self._lookers, tree, "scan", [partial(tree.names, shard) for shard in shards]
             )
-        _raise_if_all(listed)
+        raise_if_all_failed(listed)
         for shard, names in zip(shards, listed, strict=True):
             if isinstance(names, TierError):
                 continue
@@ -306,7 +309,7 @@ def _publish_over(tree: FileTree, name: str, pieces: Sequence[memoryview]) -> bo
     return True
 
 
-def _name(key: bytes) -> str:
+def _name_of(key: bytes) -> str:
     return f"{shard_of(key)}/{key.hex()}"
 
 
@@ -324,12 +327,3 @@ def _raise_if_any(answers: Sequence[object], operation: str) -> None:
     for answer in answers:
         if isinstance(answer, TierError):
             raise TierIncomplete("fs", operation, f"a part of the folder failed: {answer}")
-
-
-def _raise_if_all(answers: Sequence[object]) -> None:
-    for answer in answers:
-        if not isinstance(answer, TierError):
-            return
-    for answer in answers:
-        if isinstance(answer, TierError):
-            raise answer
