@@ -18,7 +18,7 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, scanned, store
 from kvhold.tiers.s3 import S3Config, S3Tier
-from kvhold.tiers.s3_store import endpoint_of
+from kvhold.tiers.s3_store import endpoint_url
 from kvhold.tiers.url import parse_url
 from kvhold_lab.servers.s3 import MotoServer, S3Server, boto_client
 from tests.tiers.conftest import opened, start_or_skip
@@ -546,7 +546,7 @@ async def test_objects_that_are_not_removed_are_removed_again(
         if head.startswith(b"POST"):
             code = codes[len(deletes)]
             deletes.append(code)
-            name = tier._name(make_key(1))
+            name = tier._name_of(make_key(1))
             said = f"<Error><Key>{name}</Key><Code>{code}</Code><Message>no</Message></Error>"
             removed = f"<Deleted><Key>{name}</Key></Deleted>"
             body = f"<DeleteResult>{said if code else removed}</DeleteResult>"
@@ -617,10 +617,10 @@ def test_secrets_are_in_no_repr() -> None:
 
 def test_a_virtual_host_has_the_bucket_in_its_name() -> None:
     assert (
-        endpoint_of(S3Config(bucket="kv", endpoint="https://host:9000/", virtual_hosted=True))
+        endpoint_url(S3Config(bucket="kv", endpoint="https://host:9000/", virtual_hosted=True))
         == "https://kv.host:9000"
     )
-    assert endpoint_of(S3Config(bucket="kv", endpoint="https://host:9000")) == "https://host:9000"
+    assert endpoint_url(S3Config(bucket="kv", endpoint="https://host:9000")) == "https://host:9000"
 
 
 async def test_a_certificate_file_that_cannot_be_read_is_named(open_tier: OpenTier) -> None:

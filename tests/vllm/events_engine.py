@@ -62,7 +62,9 @@ def main(model: str, prompts_file: str, socket: str, publish: str, replay: str) 
             time.sleep(0.01)  # what is being stored and let go of is not there, or gone, yet
         there = client.snapshot()
     follows = side._announcer
-    while follows._next != there.next or (follows._asked is not None and not follows._asked.done()):
+    while follows._next != there.next or (
+        follows._pending_events is not None and not follows._pending_events.done()
+    ):
         run(engine, [1])  # too short to be stored: with its steps, events are asked for and go out
     run(engine, [1])
     keys = {event.key for event in there.events}

@@ -303,8 +303,8 @@ def test_a_node_that_keeps_no_events_is_said_once(
     for number in range(3):
         followed.compute(make_prompt(("none", number), 200))
     announcer = followed.side._announcer
-    assert announcer is not None and announcer._asked is not None
-    announcer._asked.result()
+    assert announcer is not None and announcer._pending_events is not None
+    announcer._pending_events.result()
     assert followed.router.held == set()
     assert len([record for record in caplog.records if "event_buffer" in record.getMessage()]) == 1
 
@@ -475,8 +475,8 @@ def test_the_scheduler_waits_for_no_question() -> None:
         finally:
             busy.set()
         assert (taken, waiting) == ([[], [], []], 1)
-        assert announcer._asked is not None
-        assert announcer._asked.result() == []
+        assert announcer._pending_events is not None
+        assert announcer._pending_events.result() == []
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ class LocalCache(WholePrompts):
                 found = self._await(found.ticket, wait_s)
         self._finish_chores()
         ticket = found.ticket
-        return Hit(found, lambda: self._release(ticket), ask=self._ask, pause=self._pause)
+        return Hit(found, lambda: self._release(ticket), poll=self._poll_hit, pause=self._pause)
 
     def report_timing(
         self,
@@ -223,7 +223,7 @@ class LocalCache(WholePrompts):
         return Reencoding(
             ReencodeProgress(),
             lambda: self._release(number),
-            ask=lambda: self._ask_reencoding(number),
+            poll=lambda: self._poll_reencoding(number),
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
@@ -314,14 +314,14 @@ class LocalCache(WholePrompts):
             if not self._closed:
                 self._lock.wait(seconds)
 
-    def _ask(self, ticket: int, settle: bool, growth: bool) -> Found:
+    def _poll_hit(self, ticket: int, settle: bool, growth: bool) -> Found:
         with self._lock:
             self._check_open()
             found = self._state.refresh(ticket, settle=settle)
         self._finish_chores()
         return found
 
-    def _ask_reencoding(self, number: int) -> ReencodeProgress:
+    def _poll_reencoding(self, number: int) -> ReencodeProgress:
         with self._lock:
             self._check_open()
             return self._state.reencodings.find(self._owner, number) or ReencodeProgress(

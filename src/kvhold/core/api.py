@@ -121,18 +121,18 @@ class Hit(Holding):
         found: Found,
         give_back: Callable[[], None],
         *,
-        ask: Callable[[int, bool, bool], Found],
+        poll: Callable[[int, bool, bool], Found],
         pause: Callable[[float], None],
     ) -> None:
         """Make a hit from the answer to a lookup.
 
-        ask:   `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
+        poll:  `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
                when the hit grows
         pause: sleep for the given seconds, or until the hit is complete
         """
         super().__init__(give_back)
         self._found = found
-        self._ask = ask
+        self._poll = poll
         self._pause = pause
 
     @property
@@ -195,7 +195,7 @@ class Hit(Holding):
 
     def _update(self, *, settle: bool, growth: bool = False) -> None:
         if self.arriving:
-            self._found = self._ask(self.ticket, settle, growth)
+            self._found = self._poll(self.ticket, settle, growth)
 
 
 class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -245,16 +245,16 @@ class Reencoding(Holding):
         progress: ReencodeProgress,
         give_back: Callable[[], None],
         *,
-        ask: Callable[[], ReencodeProgress],
+        poll: Callable[[], ReencodeProgress],
     ) -> None:
         super().__init__(give_back)
         self.progress = progress
-        self._ask = ask
+        self._poll = poll
 
     def refresh(self) -> ReencodeProgress:
         """Return the current progress."""
         if not self.progress.done:
-            self.progress = self._ask()
+            self.progress = self._poll()
         return self.progress
 
     def wait(self, until_s: float = float("inf")) -> ReencodeProgress:

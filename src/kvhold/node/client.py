@@ -158,13 +158,13 @@ class NodeClient(WholePrompts):
             m.Lookup(query, cost, have_tokens, uses), m.LookupAnswer, deadline_s, link
         )
 
-        def ask(ticket: int, settle: bool, growth: bool) -> Found:
+        def poll(ticket: int, settle: bool, growth: bool) -> Found:
             return _found(
                 self._call(m.Refresh(ticket, settle, growth), m.LookupAnswer, deadline_s, link)
             )
 
         ticket = found.ticket
-        hit = Hit(_found(found), lambda: self._let_go(link, ticket), ask=ask, pause=link.pause)
+        hit = Hit(_found(found), lambda: self._let_go(link, ticket), poll=poll, pause=link.pause)
         if hit.arriving and wait_s != 0:
             with on_error(hit.close):
                 hit.wait(
@@ -216,7 +216,7 @@ class NodeClient(WholePrompts):
         buffer = link.hold()
         leased: m.Answer | None = None
         try:
-            leased = self._ask(m.Claim(ticket, shard, first_chunk, arriving), deadline_s, link)
+            leased = self._request(m.Claim(ticket, shard, first_chunk, arriving), deadline_s, link)
         finally:
             if not isinstance(leased, m.Leased):
                 link.let_go()
@@ -307,8 +307,8 @@ class NodeClient(WholePrompts):
             m.Reencode(tier, codec, namespace, query), m.ReencodeStatus, deadline_s, link
         )
 
-        def ask() -> ReencodeProgress:
-            answer = self._ask(m.Progress(begun.number), deadline_s, link)
+        def poll() -> ReencodeProgress:
+            answer = self._request(m.Progress(begun.number), deadline_s, link)
             if isinstance(answer, m.NotFound):
                 return ReencodeProgress(done=True, stopped="closed")
             if not isinstance(answer, m.ReencodeStatus):
@@ -316,7 +316,7 @@ class NodeClient(WholePrompts):
             return answer.progress
 
         return Reencoding(
-            begun.progress, lambda: self._give_back(link, m.Release(begun.number)), ask=ask
+            begun.progress, lambda: self._give_back(link, m.Release(begun.number)), poll=poll
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
@@ -407,12 +407,12 @@ class NodeClient(WholePrompts):
         link: Link | None = None,
     ) -> Kind:
         link = link or self._membership.link or self._current(_operation(request))
-        answer = self._ask(request, deadline_s, link)
+        answer = self._request(request, deadline_s, link)
         if not isinstance(answer, expected):
             raise self._misunderstood(answer, link)
         return answer
 
-    def _ask(
+    def _request(
         self, request: m.Message, deadline_s: float | None, link: Link, *, keep: bool = False
     ) -> m.Answer:
         """keep: send it even to a silent or late node, because it returns a grant
@@ -478,7 +478,7 @@ class NodeClient(WholePrompts):
         within_s = self._membership.return_within_s(link, self._config.call_timeout_s)
         if request is not None and within_s is not None:
             try:
-                self._ask(request, within_s, link, keep=True)
+                self._request(request, within_s, link, keep=True)
             except KVHoldError as error:
                 log.debug("giving back: %s", error)
 

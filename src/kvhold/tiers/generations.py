@@ -376,7 +376,7 @@ class GenerationTier:
             for space in spaces
             for number in (*_leading(self._number(space)), self._number(space) + 1)
         ]
-        sizes = await self._asked(
+        sizes = await self._answer_about(
             marks, self._tier.probe([marker_key(space, number) for space, number in marks])
         )
         lost = [
@@ -488,7 +488,7 @@ class GenerationTier:
         while going:
             steps = [(space, 1 << bit) for space in going for bit in range(top[space])]
             marks = [(space, latest[space] + step) for space, step in steps]
-            sizes = await self._asked(marks, self._probed([], marks))
+            sizes = await self._answer_about(marks, self._probed([], marks))
             found: dict[bytes, int] = {}
             for (space, step), size in zip(steps, sizes, strict=True):
                 if size is not None:
@@ -525,7 +525,9 @@ class GenerationTier:
             self._contact += 1
             raise
 
-    async def _asked(self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]) -> Result:
+    async def _answer_about(
+        self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]
+    ) -> Result:
         """Await a question for markers. After a fault, their namespaces are searched again.
 
         After a second fault in a row, all namespaces are. A single fault must not forget the

@@ -175,7 +175,7 @@ class BlockTier:
         heads = await _all([self._whole("delete", partial(self._head, key)) for key in unique])
         removed = set()
         for key, head in zip(unique, heads, strict=True):
-            if head and await self._drop([self._name(key)]):
+            if head and await self._drop([self._name_of(key)]):
                 removed.add(key)
                 await self._drop_blocks(key, head)
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
@@ -221,7 +221,7 @@ class BlockTier:
                 await self._move(batch, head.block_bytes, before=source.drain)
             if await self._head(key) is None:
                 await self._move(
-                    [self._name(key)],
+                    [self._name_of(key)],
                     HEAD_BYTES,
                     before=_Cursor([memoryview(head.pack())]).drain,
                 )
@@ -236,7 +236,7 @@ class BlockTier:
         found: list[_Head | None] = []
         try:
             await self._move(
-                [self._name(key)],
+                [self._name_of(key)],
                 HEAD_BYTES,
                 after=lambda slot: found.append(_Head.unpack(bytes(slot[:HEAD_BYTES]))),
             )
@@ -383,11 +383,13 @@ class BlockTier:
                 "infinistore: %s did not complete a request; a new connection is made", self._place
             )
 
-    def _name(self, key: bytes) -> str:
+    def _name_of(self, key: bytes) -> str:
         return self._layout.root + key.hex()
 
     def _blocks(self, key: bytes, head: _Head, first: int, count: int) -> list[str]:
-        return [f"{self._name(key)}.{head.put_id.hex()}.{i}" for i in range(first, first + count)]
+        return [
+            f"{self._name_of(key)}.{head.put_id.hex()}.{i}" for i in range(first, first + count)
+        ]
 
 
 class _Cursor:

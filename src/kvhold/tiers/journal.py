@@ -35,7 +35,7 @@ from kvhold.tiers.files.safe import open_folder, open_own_file
 
 log = logging.getLogger(__name__)
 
-_MOST_PENDING = 100_000
+_MOST_JOURNALED = 100_000
 _MOST_REACHED = 20_000
 _MOST_FOLDERS = 64  # absent folders of a tier; the one opened longest ago is forgotten
 _MOST_MISSED = 1000  # clears of a folder; more become one clear of everything
@@ -107,7 +107,7 @@ class ClearsJournal:
                 for tier in new_places:
                     together = self._pending.get(tier, {}) | dict.fromkeys(gone)
                     if together:
-                        fits = len(together) <= _MOST_PENDING
+                        fits = len(together) <= _MOST_JOURNALED
                         self._pending[tier] = together if fits else {b"": None}
                     for folders in gone_folders:
                         for identity, missed in folders.items():
@@ -225,7 +225,7 @@ class ClearsJournal:
         prefixes = self._pending.setdefault(tier, {})
         if not prefix:
             self._pending[tier] = {b"": None}
-        elif prefix not in prefixes and len(prefixes) >= _MOST_PENDING:
+        elif prefix not in prefixes and len(prefixes) >= _MOST_JOURNALED:
             log.error(
                 "%s: tier %s has %d pending clears; a restart of the node would forget one more",
                 self._path,

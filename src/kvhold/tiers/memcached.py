@@ -91,7 +91,7 @@ class MemcachedTier:
         await self._run("check", [_Call((b"mn\r\n",), _noop)], self._small)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
-        calls = [_Call((b"mg %b s\r\n" % self._name(key),), _size) for key in keys]
+        calls = [_Call((b"mg %b s\r\n" % self._name_of(key),), _size) for key in keys]
         await self._run("probe", calls, self._small)
         return [
             call.fault or (call.answer if isinstance(call.answer, int) and call.answer else None)
@@ -106,7 +106,7 @@ class MemcachedTier:
             raise ValueError("a range that starts before its value")
         froms: Sequence[int | None] = [None] * len(keys) if starts is None else starts
         calls = [
-            _Read(self._name(key), parts, start)
+            _Read(self._name_of(key), parts, start)
             for key, parts, start in zip(keys, into, froms, strict=True)
         ]
         await self._run("get", calls, self._bulk)
@@ -124,7 +124,7 @@ class MemcachedTier:
             if not size_of(parts):
                 faults.setdefault(key, TierError("memcached", "put", "a value of no bytes"))
             elif key not in calls:
-                head = b"ms %b %d ME T%d\r\n" % (self._name(key), size_of(parts), until)
+                head = b"ms %b %d ME T%d\r\n" % (self._name_of(key), size_of(parts), until)
                 calls[key] = _Call((head, *parts, b"\r\n"), _stored, size_of(parts))
         await self._run("put", list(calls.values()), self._bulk)
         faults |= {key: call.fault for key, call in calls.items()}
@@ -139,7 +139,7 @@ class MemcachedTier:
             else:
                 answers.setdefault(key, TierError("memcached", "replace", "a value of no bytes"))
         for _ in range(_REPLACE_ROUNDS):
-            looks = {key: _Look(self._name(key)) for key in todo}
+            looks = {key: _Look(self._name_of(key)) for key in todo}
             await self._run("replace", list(looks.values()), self._small)
             writes: dict[bytes, _Call] = {}
             for key, look in looks.items():
@@ -147,7 +147,7 @@ class MemcachedTier:
                     answers[key] = look.fault or False
                 else:
                     head = b"cas %b 0 %d %d %d\r\n" % (
-                        self._name(key),
+                        self._name_of(key),
                         _expiry(look.left_s),
                         size_of(todo[key]),
                         look.version,
@@ -169,7 +169,7 @@ class MemcachedTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        calls = [_Call((b"md %b\r\n" % self._name(key),), _removed) for key in keys]
+        calls = [_Call((b"md %b\r\n" % self._name_of(key),), _removed) for key in keys]
         await self._run("delete", calls, self._small)
         for call in calls:
             if call.fault is not None:
@@ -197,7 +197,7 @@ class MemcachedTier:
         self._small.close()
         self._bulk.close()
 
-    def _name(self, key: bytes) -> bytes:
+    def _name_of(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
 
     def _listed(self, line: bytes) -> bytes | None:

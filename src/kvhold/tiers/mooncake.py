@@ -125,22 +125,30 @@ class MooncakeTier:
         return cls(url.apply(MooncakeConfig(master=url.netloc)))
 
     async def check(self) -> None:
-        await self._ask(self._alive)
+        await self._with_client(self._alive)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | None]:
-        return await self._ask(lambda client: self._sizes(client, keys, "probe")) if keys else []
+        return (
+            await self._with_client(lambda client: self._sizes(client, keys, "probe"))
+            if keys
+            else []
+        )
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
         check_lengths(keys, into, starts)
-        return await self._ask(lambda client: self._get(client, keys, into, starts)) if keys else []
+        return (
+            await self._with_client(lambda client: self._get(client, keys, into, starts))
+            if keys
+            else []
+        )
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
         first = dict(reversed(items))
-        faults = await self._ask(lambda client: self._put(client, first)) if first else {}
+        faults = await self._with_client(lambda client: self._put(client, first)) if first else {}
         return [faults[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -149,7 +157,7 @@ class MooncakeTier:
         removed: set[bytes] = set()
         until = time.monotonic() + self._config.delete_wait_s
         while unique:
-            leased = await self._ask(partial(self._remove, keys=unique, removed=removed))
+            leased = await self._with_client(partial(self._remove, keys=unique, removed=removed))
             if leased and time.monotonic() > until:
                 raise TierError(
                     self.traits.name, "delete", f"{len(leased)} keys are still leased to readers"
@@ -168,7 +176,7 @@ class MooncakeTier:
                 "scan",
                 "the client lists no keys: set the option admin to the master's HTTP host:port",
             )
-        for name in await self._ask(lambda _: self._listing()):
+        for name in await self._with_client(lambda _: self._listing()):
             key = self._key(name)
             if key is not None and key.startswith(prefix):
                 yield key
@@ -183,7 +191,7 @@ class MooncakeTier:
             finally:
                 threads.shutdown(wait=False)
 
-    async def _ask(self, work: Callable[[Any], Result]) -> Result:
+    async def _with_client(self, work: Callable[[Any], Result]) -> Result:
         async with self._opener.use() as client:
             assert self._threads is not None
             return await in_thread(self._threads, lambda: work(client))
@@ -243,7 +251,7 @@ class MooncakeTier:
 
     def _sizes(self, client: Any, keys: Sequence[bytes], operation: str) -> list[int | None]:
         """Ask first which keys exist: with a dead master, the call for sizes takes 4 s."""
-        names = [self._name(key) for key in keys]
+        names = [self._name_of(key) for key in keys]
         codes = dict(zip(names, client.batch_is_exist(names), strict=True))
         if any(code < 0 for code in codes.values()):
             raise self._fault(min(codes.values()), operation)
@@ -278,7 +286,7 @@ class MooncakeTier:
                 late = []
                 for batch in _without_repeats(reads, keys):
                     names, targets = (
-                        [self._name(keys[i]) for i, _, _ in batch],
+                        [self._name_of(keys[i]) for i, _, _ in batch],
                         [cut[i] for i, _, _ in batch],
                     )
                     codes = self._read(
@@ -328,7 +336,7 @@ class MooncakeTier:
         return [code if code < 0 else nbytes for code, nbytes in zip(opened, codes, strict=True)]
 
     def _put(self, client: Any, values: dict[bytes, Parts]) -> dict[bytes, TierError | None]:
-        names = [self._name(key) for key in values]
+        names = [self._name_of(key) for key in values]
         with self._known(client, list(values.values())) as places:
             pointers, lengths = (
                 [[at for at, _ in p] for p in places],
@@ -345,7 +353,7 @@ class MooncakeTier:
 
     def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
         """Add removed keys to `removed`. Return keys leased or being written."""
-        codes = client.batch_remove([self._name(key) for key in keys])
+        codes = client.batch_remove([self._name_of(key) for key in keys])
         leased = []
         for key, code in zip(keys, codes, strict=True):
             if code == 0:
@@ -388,13 +396,13 @@ class MooncakeTier:
             for at in known:
                 client.unregister_buffer(at)
 
-    def _name(self, key: bytes) -> str:
+    def _name_of(self, key: bytes) -> str:
         return self._root + key.hex()
 
     def _key(self, name: str) -> bytes | None:
         with suppress(ValueError):
             key = bytes.fromhex(name[len(self._root) :])
-            return key if len(key) == KEY_BYTES and self._name(key) == name else None
+            return key if len(key) == KEY_BYTES and self._name_of(key) == name else None
         return None
 
     def _fault(self, code: int, operation: str) -> TierError:

@@ -35,7 +35,7 @@ from kvhold.tiers.s3_faults import (
     is_missing_object,
     status_of,
 )
-from kvhold.tiers.s3_store import S3Config, check_config, endpoint_of, open_store, prefix_of
+from kvhold.tiers.s3_store import S3Config, check_config, endpoint_url, open_store, prefix_of
 from kvhold.tiers.url import TierUrl
 
 __all__ = ["S3Config", "S3Tier"]
@@ -61,7 +61,7 @@ class S3Tier:
         )
         self._config = config
         self._root = prefix_of(config)
-        self._place = BucketPlace(self.traits.name, config.bucket, endpoint_of(config))
+        self._place = BucketPlace(self.traits.name, config.bucket, endpoint_url(config))
         self._transfers = asyncio.Semaphore(config.parallel)
         self._questions = asyncio.Semaphore(config.parallel_probes)
         self._store: S3Store | None = None
@@ -125,7 +125,7 @@ class S3Tier:
         ]
         there = {key for key, nbytes in zip(unique, sizes, strict=True) if nbytes is not None}
         if there:
-            await self._delete([self._name(key) for key in there])
+            await self._delete([self._name_of(key) for key in there])
         return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def _delete(self, names: list[str]) -> None:
@@ -162,13 +162,13 @@ class S3Tier:
             self._store = open_store(self._config)
         return self._store
 
-    def _name(self, key: bytes) -> str:
+    def _name_of(self, key: bytes) -> str:
         return f"{self._root}{key[:NAMESPACE_BYTES].hex()}/{key[NAMESPACE_BYTES:].hex()}"
 
     def _key(self, name: str) -> bytes | None:
         with suppress(ValueError):
             key = bytes.fromhex(name[len(self._root) :].replace("/", "", 1))
-            return key if len(key) == KEY_BYTES and self._name(key) == name else None
+            return key if len(key) == KEY_BYTES and self._name_of(key) == name else None
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
@@ -182,7 +182,9 @@ class S3Tier:
     async def _size(self, key: bytes, operation: str) -> int | TierError | None:
         async with self._questions:
             try:
-                return (await obstore.head_async(self._client(), self._name(key)))["size"] or None
+                return (await obstore.head_async(self._client(), self._name_of(key)))[
+                    "size"
+                ] or None
             except FileNotFoundError:
                 return None
             except OBSTORE_FAULTS as error:
@@ -196,10 +198,10 @@ class S3Tier:
                     data = await self._whole(key, wanted)
                 elif wanted:
                     data = await obstore.get_range_async(
-                        self._client(), self._name(key), start=start, length=wanted
+                        self._client(), self._name_of(key), start=start, length=wanted
                     )
                 else:
-                    there = (await obstore.head_async(self._client(), self._name(key)))["size"]
+                    there = (await obstore.head_async(self._client(), self._name_of(key)))["size"]
                     return 0 if start <= there else None
             except OBSTORE_FAULTS as error:
                 fault = self._fault(error, "get")
@@ -211,7 +213,7 @@ class S3Tier:
             return len(data)
 
     async def _whole(self, key: bytes, room: int) -> "obstore.Bytes | None":
-        answer = await obstore.get_async(self._client(), self._name(key))
+        answer = await obstore.get_async(self._client(), self._name_of(key))
         if not 0 < answer.meta["size"] <= room:
             return None
         return await answer.bytes_async()
@@ -225,7 +227,7 @@ class S3Tier:
         await in_thread(self._copiers, lambda: _fill(parts, data))
 
     async def _put(self, key: bytes, parts: Parts) -> TierError | None:
-        name, in_parts = self._name(key), size_of(parts) >= self._config.multipart_bytes
+        name, in_parts = self._name_of(key), size_of(parts) >= self._config.multipart_bytes
         async with (
             self._transfers,
             _lent(parts, self._config.part_bytes if in_parts else None) as views,
@@ -250,7 +252,7 @@ class S3Tier:
         return None
 
     async def _replace(self, key: bytes, parts: Parts) -> bool | TierError:
-        name = self._name(key)
+        name = self._name_of(key)
         async with self._transfers, _lent(parts, None) as views:
             refused: str | None = ""
             for _ in range(_REPLACE_ROUNDS):

@@ -84,7 +84,7 @@ def check_config(config: S3Config) -> None:
     if config.part_bytes < _LEAST_PART:
         raise ConfigError(f"s3: part_bytes = {config.part_bytes}: S3 requires at least 5MiB")
     prefix_of(config)
-    endpoint_of(config)
+    endpoint_url(config)
 
 
 def prefix_of(config: S3Config) -> str:
@@ -99,7 +99,7 @@ def prefix_of(config: S3Config) -> str:
     return "".join(f"{segment}/" for segment in segments)
 
 
-def endpoint_of(config: S3Config) -> str:
+def endpoint_url(config: S3Config) -> str:
     """Return the endpoint; empty for the default. Raises ConfigError."""
     if not config.endpoint:
         return ""
@@ -111,7 +111,7 @@ def endpoint_of(config: S3Config) -> str:
 
 def open_store(config: S3Config) -> S3Store:
     """Make the client. Raises ConfigError if `ca_file` cannot be read."""
-    endpoint = endpoint_of(config)
+    endpoint = endpoint_url(config)
     options: dict[str, Any] = {
         "virtual_hosted_style_request": config.virtual_hosted,
         "unsigned_payload": _is_unsigned(config),

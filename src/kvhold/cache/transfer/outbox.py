@@ -61,7 +61,7 @@ class Outbox:
         self._queue.append(write)
         self._nbytes += write.nbytes
         self.ready.set()
-        self._tell()
+        self._set_gauges()
 
     async def wait(self) -> None:
         while not self._queue:
@@ -81,7 +81,7 @@ class Outbox:
     def finish(self, batch: list[Write]) -> None:
         self._writing.difference_update(batch)
         self._nbytes -= sum(write.nbytes for write in batch)
-        self._tell()
+        self._set_gauges()
 
     def drop(self, prefix: bytes) -> list[Write]:
         dropped: list[Write] = []
@@ -90,7 +90,7 @@ class Outbox:
             (dropped if write.command.entry.key.startswith(prefix) else kept).append(write)
         self._queue = kept
         self._nbytes -= sum(write.nbytes for write in dropped)
-        self._tell()
+        self._set_gauges()
         return dropped
 
     def writing(self, prefix: bytes) -> set[Write]:
@@ -102,6 +102,6 @@ class Outbox:
     def is_writing(self, writes: set[Write]) -> bool:
         return not self._writing.isdisjoint(writes)
 
-    def _tell(self) -> None:
+    def _set_gauges(self) -> None:
         self._metrics.set("kvhold_tier_queued_chunks", len(self), tier=self.guard.name)
         self._metrics.set("kvhold_tier_queued_bytes", self._nbytes, tier=self.guard.name)

@@ -113,14 +113,14 @@ class Reencoder:
         metrics: Metrics,
         threads: Executor,
         *,
-        tell: Callable[[int, ReencodeProgress], None],
+        report: Callable[[int, ReencodeProgress], None],
         now: Callable[[], float],
     ) -> None:
         self._stack = stack
         self._keyrings = keyrings
         self._metrics = metrics
         self._threads = threads
-        self._tell = tell
+        self._report = report
         self._now = now
         self._turn = asyncio.Lock()
 
@@ -133,7 +133,7 @@ class Reencoder:
         except ConfigError as error:
             stopped = str(error)
         finally:
-            self._tell(command.number, tally.so_far(done=True, stopped=stopped))
+            self._report(command.number, tally.so_far(done=True, stopped=stopped))
 
     async def _reencode(self, command: ReencodeCommand, tally: _Tally) -> str | None:
         """Return why the re-encoding ended early, or None."""
@@ -188,7 +188,7 @@ class Reencoder:
         self._count(run, "unknown", len(there) - len(readable))
         for batch in _batches(readable, run.guard.batch_bytes):
             await self._reencode_batch(run, batch)
-            self._tell(run.command.number, run.tally.so_far())
+            self._report(run.command.number, run.tally.so_far())
 
     async def _reencode_batch(self, run: _Run, batch: Sequence[tuple[bytes, int]]) -> None:
         guard = run.guard

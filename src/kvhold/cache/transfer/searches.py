@@ -445,7 +445,7 @@ class Searches:
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
-        self._tell(
+        self._update_searches(
             coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED
         )
 
@@ -455,7 +455,7 @@ class Searches:
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
         self._metrics.add("kvhold_withdrawn_chunks", reason=DEADLINE)
-        self._tell(coming, entry, DEADLINE)
+        self._update_searches(coming, entry, DEADLINE)
 
     def let_go(self, entry: Entry) -> None:
         self._given_up.discard(entry)
@@ -472,7 +472,7 @@ class Searches:
     def cleared(self, prefix: bytes) -> None:
         self._clearing.remove(prefix)
 
-    def _tell(self, coming: _Coming, entry: Entry, why_not: Reason) -> None:
+    def _update_searches(self, coming: _Coming, entry: Entry, why_not: Reason) -> None:
         waiting = {
             number: search
             for number in coming.searches

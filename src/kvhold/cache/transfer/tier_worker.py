@@ -107,7 +107,12 @@ class TierWorker:
         self._remembering = asyncio.Lock()
         keyrings = [coding.keyring for coding in self._codings]
         self._reencoder = Reencoder(
-            stack, keyrings, metrics, self._encoding, tell=self._tell_reencoded, now=state.ram.now
+            stack,
+            keyrings,
+            metrics,
+            self._encoding,
+            report=self._reencode_progressed,
+            now=state.ram.now,
         )
         self._reencodings: dict[int, asyncio.Task[Any]] = {}
         self._loop = loop or asyncio.new_event_loop()
@@ -208,7 +213,7 @@ class TierWorker:
                 case UsedCommand():
                     self._uses.append(command)
                     if len(self._uses) == 1:
-                        self._tasks.start(self._tell_uses())
+                        self._tasks.start(self._learn_uses())
                 case ClearCommand(prefix=prefix):
                     if not command.learned:
                         self._write_behind.drop(prefix)  # now, because later writes stay
@@ -251,7 +256,7 @@ class TierWorker:
         else:
             self._write_behind.add(command)
 
-    async def _tell_uses(self) -> None:
+    async def _learn_uses(self) -> None:
         while self._uses:
             command = self._uses[0]
             try:
@@ -278,7 +283,7 @@ class TierWorker:
     def wrote_removed(self, guard: Guard, entries: Sequence[Entry]) -> None:
         """Do nothing: a clear stays pending until the writes that began before it have ended."""
 
-    def _tell_reencoded(self, number: int, progress: ReencodeProgress) -> None:
+    def _reencode_progressed(self, number: int, progress: ReencodeProgress) -> None:
         self._post(lambda: self._state.reencode_progressed(number, progress))
 
     def _reencoded(self, number: int, _: "asyncio.Task[Any]") -> None:

@@ -51,7 +51,7 @@ def prove(
                         if block in beside
                         else "did not come back as it was"
                     )
-                    raise LayoutError(f"kvhold: {_name(part)}: block {block} {what}")
+                    raise LayoutError(f"kvhold: {_part_name(part)}: block {block} {what}")
     finally:
         for tensor in tensors:
             for block in chosen:
@@ -84,7 +84,7 @@ def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier
             copier.gather([piece], after=copier.mark()).wait()
             if not np.array_equal(buffer, expected):
                 raise LayoutError(
-                    f"kvhold: {_name(part)}: memory_codec: this device and the host encode "
+                    f"kvhold: {_part_name(part)}: memory_codec: this device and the host encode "
                     "differently"
                 )
             for tensor in tensors:
@@ -95,7 +95,8 @@ def _prove_codes(part: Part, view: View, tensors: Sequence[torch.Tensor], copier
         found = [bytes_of_block(tensor[block]).cpu().numpy().tobytes() for tensor in tensors]
         if found != [decoded for _, decoded in known]:
             raise LayoutError(
-                f"kvhold: {_name(part)}: memory_codec: this device and the host decode differently"
+                f"kvhold: {_part_name(part)}: memory_codec: this device and the host decode "
+                "differently"
             )
     finally:
         for tensor in tensors:
@@ -120,7 +121,7 @@ def _prove_one(
         expected = all_bytes(tensors, [int(block) for block in blocks])
         if not np.array_equal(buffer, expected.cpu().numpy()):
             raise LayoutError(
-                f"kvhold: {_name(part)}: gathered bytes are not those that the engine wrote"
+                f"kvhold: {_part_name(part)}: gathered bytes are not those that the engine wrote"
             )
         for tensor in tensors:
             for block in blocks:
@@ -142,7 +143,7 @@ def head_splits(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.
     ]
 
 
-def _name(part: Part) -> str:
+def _part_name(part: Part) -> str:
     return (
         f"KV cache group {part.table} ({part.layer_names[0]} and {len(part.layer_names) - 1} "
         f"more layers, {part.group.packing})"

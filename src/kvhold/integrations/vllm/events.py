@@ -226,7 +226,7 @@ class Announced:
         come.sort(key=lambda item: item[:2])
         events: list[KVCacheEvent] = []
         for _, name, described in come:
-            events += self._tell(name, described)
+            events += self._newly_stored(name, described)
         gone: dict[int, list[ExternalBlockHash]] = {}
         for name in touched:
             for group in [
@@ -247,7 +247,7 @@ class Announced:
     def _is_present(self, name: bytes, group: int) -> bool:
         return self._places[group] <= self._present.get(name, frozenset())
 
-    def _tell(self, name: bytes, described: Described) -> Iterator[BlockStored]:
+    def _newly_stored(self, name: bytes, described: Described) -> Iterator[BlockStored]:
         told = self._told.get(name, {})
         known_before = len(told)
         for group, stored in enumerate(described.stored):
@@ -296,7 +296,7 @@ class Announcer:
         self._announced = Announced(describer.tables, describer.shards)
         self._next: int | None = None  # None: read a snapshot first
         self._complaint = ""
-        self._asked: Future[list[KVCacheEvent]] | None = None
+        self._pending_events: Future[list[KVCacheEvent]] | None = None
         self._due_s = 0.0
 
     def stored(self, request: "Request", names: ChunkNames) -> None:
@@ -317,11 +317,11 @@ class Announcer:
     def take(self) -> "list[KVCacheEvent]":
         """Return the new events. Calls the node if due, without waiting."""
         events: list[KVCacheEvent] = []
-        if self._asked is not None and self._asked.done():
-            events, self._asked = self._asked.result(), None
-        if self._asked is None and time.monotonic() >= self._due_s:
+        if self._pending_events is not None and self._pending_events.done():
+            events, self._pending_events = self._pending_events.result(), None
+        if self._pending_events is None and time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _PACE_S
-            self._asked = self._thread.submit(self._ask)
+            self._pending_events = self._thread.submit(self._fetch_events)
         return events
 
     def _describe(
@@ -337,7 +337,7 @@ class Announcer:
         except Exception:
             log.exception("kvhold: no KV events about request %s", request.request_id)
 
-    def _ask(self) -> "list[KVCacheEvent]":
+    def _fetch_events(self) -> "list[KVCacheEvent]":
         try:
             self._read()
             self._complaint = ""

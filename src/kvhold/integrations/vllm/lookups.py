@@ -230,6 +230,7 @@ class RequestLookups:
             self._note_loss(request_state)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
+        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: lookup")
         return None
@@ -246,6 +247,7 @@ class RequestLookups:
             self._note_loss(request_state)
         except KVHoldError as error:
             log.debug("kvhold: lookup: %s", error)
+        # a thread's edge: `result` would raise it in the scheduler
         except Exception:
             log.exception("kvhold: lookup")
         hit.close()

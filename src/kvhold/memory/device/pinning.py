@@ -309,7 +309,7 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
             arena.changed.notify_all()
         if refusal is not None:
             return refusal
-        _tell(arena)
+        _report_pinned(arena)
         if arena.thread is not None:  # pin for at most half of the time
             with arena.changed:
                 arena.changed.wait_for(lambda: arena.is_ending, time.monotonic() - began_s)
@@ -317,7 +317,7 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
     return None
 
 
-def _tell(arena: PinnedArena) -> None:
+def _report_pinned(arena: PinnedArena) -> None:
     try:
         arena.report(arena.pinned_bytes)
     except KVHoldError as error:

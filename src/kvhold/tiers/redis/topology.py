@@ -129,10 +129,12 @@ class Sentinels(Discovered):
             sentinel.close()
 
     async def _discover(self) -> None:
-        self._primary = await first_good([self._ask_one(sentinel) for sentinel in self._sentinels])
+        self._primary = await first_good(
+            [self._primary_of(sentinel) for sentinel in self._sentinels]
+        )
         self._keep([self._primary])
 
-    async def _ask_one(self, sentinel: RedisEndpoint) -> Address:
+    async def _primary_of(self, sentinel: RedisEndpoint) -> Address:
         reply = await ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._config.service)
         if reply is None:
             raise TierError(
@@ -180,10 +182,10 @@ class Cluster(Discovered):
             self._endpoint(address)
             for address in dict.fromkeys((*self._endpoints, *self._config.addresses))
         ]
-        self._owners = await first_good([self._ask_one(endpoint) for endpoint in asked])
+        self._owners = await first_good([self._slot_owners(endpoint) for endpoint in asked])
         self._keep([*(address for address in self._owners if address), *self._config.addresses])
 
-    async def _ask_one(self, endpoint: RedisEndpoint) -> list[Address | None]:
+    async def _slot_owners(self, endpoint: RedisEndpoint) -> list[Address | None]:
         reply = await ask(endpoint, "CLUSTER", "SLOTS")
         owners: list[Address | None] = [None] * NUM_SLOTS
         if not isinstance(reply, list):

@@ -16,7 +16,7 @@ import msgspec
 from kvhold_lab.bench.load.options import Common
 from kvhold_lab.bench.load.policy_rows import compared, tables
 from kvhold_lab.bench.load.report import Gates, render_table, request_line
-from kvhold_lab.bench.load.setup import arguments_of, endpoint_of, json_lines, prompts_of
+from kvhold_lab.bench.load.setup import arguments_of, json_lines, make_endpoint, prompts_of
 from kvhold_lab.bench.load.work import Workload
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _servers(common: Common) -> "Iterator[dict[str, Endpoint]]":
                     prefix_caching=False,
                 )
             )
-            endpoints[policy] = endpoint_of(common, server.base_url)
+            endpoints[policy] = make_endpoint(common, server.base_url)
         yield endpoints
 
 

@@ -19,7 +19,7 @@ from kvhold_lab.bench.load.report import (
     summarise,
     summary_line,
 )
-from kvhold_lab.bench.load.setup import arguments_of, endpoint_of, json_lines, prompts_of
+from kvhold_lab.bench.load.setup import arguments_of, json_lines, make_endpoint, prompts_of
 from kvhold_lab.bench.load.work import Result, Workload
 from kvhold_lab.bench.rows import needing
 
@@ -119,4 +119,4 @@ def _server(common: Common) -> "Iterator[Endpoint]":
             )
         else:
             base_url = checked_url(common.base_url)
-        yield endpoint_of(common, base_url)
+        yield make_endpoint(common, base_url)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SEPARATOR_TEXT, _SEPARATOR_TOKENS = " # # ", 4
 
 
-def endpoint_of(common: Common, base_url: str) -> "Endpoint":
+def make_endpoint(common: Common, base_url: str) -> "Endpoint":
     """Ask the server for its model if none is named. Raises ConfigError."""
     from kvhold_lab.bench.load.client import Endpoint
     from kvhold_lab.bench.load.measure import model_of
