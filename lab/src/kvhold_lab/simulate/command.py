@@ -44,6 +44,33 @@ def _check_policies(
     return names
 
 
+def _check_combination(
+    policies_for: Sequence[str], disks: Sequence[int], codecs: Sequence[str], *, check: bool
+) -> None:
+    if codecs and not any(disks):
+        raise click.UsageError(
+            "--codec is the codec of the tier below memory; add that tier with --disk"
+        )
+    if check and any(disks) and "ttft" in policies_for:
+        raise click.UsageError(
+            "--check with --disk cannot check --policy-for ttft, which depends on the real disk's "
+            "speed; leave out one of them"
+        )
+
+
+def _bytes_a_token(token_bytes: int | None, model: str, dtype: str) -> tuple[int, str]:
+    """Return the KV bytes of a token, by the model if they are not given, and the KV's dtype."""
+    kv_dtype = "bfloat16"
+    if token_bytes is None:
+        kv = kv_of(read_settings(model), dtype=dtype)
+        token_bytes, kv_dtype = kv.stored_bytes(1), kv.groups[0].dtype
+        for note in kv.notes:
+            click.echo(f"{model}: {note}")
+    if token_bytes < 1:
+        raise ConfigError("bytes_per_token is 0; it must be 1 or more")
+    return token_bytes, kv_dtype
+
+
 def _requests_of(
     trace: Path | None,
     workload: str | None,
@@ -222,40 +249,15 @@ def command(
     A hit saves the prefill of its tokens. The token at position p takes
     (1 + p / attention-tokens) / prefill-tokens-per-s seconds.
     """
-    if codecs and not any(disks):
-        raise click.UsageError(
-            "--codec is the codec of the tier below memory; add that tier with --disk"
-        )
-    if check and any(disks) and "ttft" in policies_for:
-        raise click.UsageError(
-            "--check with --disk cannot check --policy-for ttft, which depends on the real disk's "
-            "speed; leave out one of them"
-        )
+    _check_combination(policies_for, disks, codecs, check=check)
     with needing("'kvhold[lab]'"):
         from kvhold_lab.simulate.check import serve_too
-        from kvhold_lab.simulate.simulation import (
-            Setup,
-            SimulatedRow,
-            best_hit_rate,
-            simulate,
-        )
+        from kvhold_lab.simulate.simulation import Setup, SimulatedRow, best_hit_rate, simulate
     needing_pictures(plot)
     read = _requests_of(
-        trace,
-        workload,
-        seed,
-        minutes,
-        block_tokens=block_tokens,
-        num_requests=num_requests,
+        trace, workload, seed, minutes, block_tokens=block_tokens, num_requests=num_requests
     )
-    kv_dtype = "bfloat16"
-    if token_bytes is None:
-        kv = kv_of(read_settings(model), dtype=dtype)
-        token_bytes, kv_dtype = kv.stored_bytes(1), kv.groups[0].dtype
-        for note in kv.notes:
-            click.echo(f"{model}: {note}")
-    if token_bytes < 1:
-        raise ConfigError("bytes_per_token is 0; it must be 1 or more")
+    token_bytes, kv_dtype = _bytes_a_token(token_bytes, model, dtype)
     ratios = {codec: ratio_of(codec, kv_dtype) for codec in codecs or ("raw",)}
     cost = PrefillCost(prefill_tokens_per_s, attention_tokens)
     policies = policies or _policies_for(read)
@@ -289,11 +291,7 @@ def command(
         click.echo(f"\n{render_check(checked)}")
     write_rows(json_file, rows)
     if plot is not None:
-        draw(
-            rows,
-            plot,
-            f"{workload or (trace and trace.name)}: {read.num_requests:,} requests, "
-            f"{token_bytes:,} bytes a token",
-        )
+        name = workload or (trace and trace.name)
+        draw(rows, plot, f"{name}: {read.num_requests:,} requests, {token_bytes:,} bytes a token")
     if any(abs(one.simulated - one.served) > _MOST_APART for one in checked):
         raise SystemExit(1)
