@@ -13,7 +13,6 @@ The `faults` wrapper damages bytes. Other faults happen in the tier's place itse
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, read, store
 from kvhold_lab.bench.places import BenchPlace, open_place
+from kvhold_lab.bench.servers import serve_command
 
 LAYOUT = Layout(
     groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
@@ -68,16 +68,7 @@ class Trial:
     def __init__(self, url: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvhold-trial-")
         socket = Path(self._folder.name) / "node.sock"
-        command = [
-            sys.executable,
-            "-m",
-            "kvhold",
-            "serve",
-            "--socket",
-            str(socket),
-            "--ram-bytes",
-            "64MiB",
-        ]
+        command = serve_command("--socket", str(socket), "--ram-bytes", "64MiB")
         # the URL may have a password in it
         environ = os.environ | {"KVHOLD_TIERS": with_guard(url)}
         self._log = (Path(self._folder.name) / "log").open("wb")

@@ -18,6 +18,10 @@ from kvhold.core.errors import NodeError
 from kvhold.node import NodeClient
 
 
+def serve_command(*arguments: str, under: Sequence[str] = ()) -> list[str]:
+    return [sys.executable, *under, "-m", "kvhold", "serve", *arguments]
+
+
 @contextmanager
 def running_node(
     under: Sequence[str] = (), *, log_level: str = "WARNING", ram_bytes: int = 64 << 20
@@ -44,16 +48,7 @@ def serving(
     log_level: str = "WARNING",
     ram_bytes: int = 64 << 20,
 ) -> Iterator[str]:
-    command = [
-        sys.executable,
-        *under,
-        "-m",
-        "kvhold",
-        "serve",
-        "--ram-bytes",
-        str(ram_bytes),
-        *arguments,
-    ]
+    command = serve_command("--ram-bytes", str(ram_bytes), *arguments, under=under)
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
     } | {"KVHOLD_LOG_LEVEL": log_level}

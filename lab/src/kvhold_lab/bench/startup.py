@@ -12,6 +12,7 @@ from statistics import median
 
 from kvhold_lab.bench.profiles import Profiles
 from kvhold_lab.bench.rows import Row, time_row
+from kvhold_lab.bench.servers import serve_command
 
 ROUNDS = 7
 _LIBRARIES = "import asyncio, click, msgspec, numpy"
@@ -84,16 +85,7 @@ def _timed(code: str) -> float:
 def _start_node() -> tuple[float, int]:
     """Return seconds until a node with 1 GiB is ready, and its memory without the arena."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "kvhold",
-            "serve",
-            "--socket",
-            str(Path(folder) / "node.sock"),
-            "--ram-bytes",
-            "1GiB",
-        ]
+        command = serve_command("--socket", str(Path(folder) / "node.sock"), "--ram-bytes", "1GiB")
         began = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as node:
             assert node.stdout is not None

@@ -10,12 +10,11 @@ from kvhold_lab.bench.load.execute import run
 from kvhold_lab.bench.load.options import (
     COUNT,
     FACTOR,
-    GAINS,
     INPUT,
     SECONDS,
     Common,
     with_common,
-    with_options,
+    with_gains,
 )
 from kvhold_lab.bench.load.report import Gates
 from kvhold_lab.bench.load.setup import prompts_of, separator_of
@@ -66,13 +65,12 @@ def command() -> None:
 @default_option("--order", "random", "Order of the warm round.", click.Choice(get_args(Command)))
 @default_option("--max-in-flight", 20, "Most requests at a time.")
 @default_option("--pause-s", 0.0, "Pause between the rounds.", SECONDS)
-@with_options(GAINS)
+@with_gains
 @with_common
 def long_doc_qa(
     common: Common,
     *,
-    expect_ttft_gain: float | None,
-    expect_latency_gain: float | None,
+    gates: Gates,
     **arguments: Any,
 ) -> None:
     """Long documents: each once, cold; then questions about all, warm."""
@@ -80,7 +78,7 @@ def long_doc_qa(
         "long-doc-qa",
         common,
         LongDocQA(seed=common.seed, **arguments),
-        Gates(expect_ttft_gain, expect_latency_gain),
+        gates,
     )
 
 
@@ -102,21 +100,20 @@ def long_doc_qa(
 )
 @default_option("--max-in-flight", 20, "Most requests at a time.")
 @default_option("--pause-s", 0.0, "Pause between the rounds.", SECONDS)
-@with_options(GAINS)
+@with_gains
 @with_common
 def multi_doc_qa(
     common: Common,
     *,
     separator: str | None,
-    expect_ttft_gain: float | None,
-    expect_latency_gain: float | None,
+    gates: Gates,
     **arguments: Any,
 ) -> None:
     """Single documents, cold; then several in one prompt, warm."""
     workload = MultiDocQA(
         separator=separator_of(separator, prompts_of(common)), seed=common.seed, **arguments
     )
-    run("multi-doc-qa", common, workload, Gates(expect_ttft_gain, expect_latency_gain))
+    run("multi-doc-qa", common, workload, gates)
 
 
 @command.command("multi-round-qa")
@@ -256,17 +253,16 @@ def rag(
     "Tokens of other text before each warm request, so that the engine's own cache forgets.",
     COUNT,
 )
-@with_options(GAINS)
+@with_gains
 @with_common
 def ttft_sweep(
     common: Common,
     *,
-    expect_ttft_gain: float | None,
-    expect_latency_gain: float | None,
+    gates: Gates,
     **arguments: Any,
 ) -> None:
     """TTFT over the context's length, cold then warm, one request at a time."""
-    run("ttft-sweep", common, TtftSweep(**arguments), Gates(expect_ttft_gain, expect_latency_gain))
+    run("ttft-sweep", common, TtftSweep(**arguments), gates)
 
 
 @command.command()

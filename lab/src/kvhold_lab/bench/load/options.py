@@ -12,6 +12,7 @@ import click
 from kvhold.cli.options import Size
 from kvhold.tiers.policies import POLICIES
 from kvhold_lab.bench.load.prompts import FIRST_ID, VOCAB_SIZE
+from kvhold_lab.bench.load.report import Gates
 from kvhold_lab.options import Function, Number, OutputFile, default_option, plot_option
 
 COUNT = click.IntRange(0)
@@ -134,7 +135,7 @@ _OPTIONS = (
         help="Start a demo server with this policy; name two or more, to compare them.",
     ),
 )
-GAINS = (
+_GAINS = (
     click.option(
         "--expect-ttft-gain",
         type=FACTOR,
@@ -146,6 +147,17 @@ GAINS = (
         help="Exit with 1 if the time per request of the warm round is not shorter by this factor.",
     ),
 )
+
+
+def with_gains(function: Function) -> Function:
+    """Add the required gains as options, and pass them as `gates`."""
+
+    @functools.wraps(function)
+    def call(**given: Any) -> None:
+        gates = Gates(given.pop("expect_ttft_gain"), given.pop("expect_latency_gain"))
+        function(gates=gates, **given)
+
+    return with_options(_GAINS)(call)
 
 
 def with_common(function: Function) -> Function:

@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, read, store
+from kvhold_lab.bench.servers import serve_command
 
 LAYOUT = Layout(
     groups=(Group(layers=4, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
@@ -150,16 +150,7 @@ def _prompt(work: _Run, seed: int) -> Prompt:
 class _Node:
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "node.sock"
-        command = [
-            sys.executable,
-            "-m",
-            "kvhold",
-            "serve",
-            "--socket",
-            str(self._socket),
-            "--ram-bytes",
-            "32MiB",
-        ]
+        command = serve_command("--socket", str(self._socket), "--ram-bytes", "32MiB")
         # a busy machine must not lose chunks by time-outs
         patient = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"
         command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB&{patient}"]
