@@ -116,7 +116,7 @@ def test_every_module_of_the_architecture_exists() -> None:
     assert missing == []
 
 
-HOP = re.compile(r"^- `([\w/]+\.py)`: (.+)$", re.MULTILINE)
+HOP = re.compile(r"`([\w/]+\.py)`: (`[\w.]+`)")
 NAME = re.compile(r"`((?:\w+\.)?\w+)`")
 
 
