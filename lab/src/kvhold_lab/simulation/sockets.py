@@ -10,16 +10,27 @@ import errno
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvhold_lab.simulation.world import World
+from random import Random
+from typing import Any, Protocol
 
 _FIRST_DESCRIPTOR = 1 << 20  # never a descriptor of this process
 _BACKLOG = 16
 _REFUSED_AFTER_S = 0.3
 
 Touch = Callable[[memoryview, str], None]
+
+
+class SocketWorld(Protocol):
+    """What sockets need of the world (`world.py`)."""
+
+    random: Random
+    sockets: dict[int, "SimSocket"]
+
+    def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Any: ...
+
+    def delay(
+        self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0
+    ) -> float: ...
 
 
 class SimSocket:
@@ -182,7 +193,7 @@ class SimListener:
 
 
 class Network:
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: SocketWorld) -> None:
         self.world = world
         self.listeners: dict[str, SimListener] = {}
         self._sockets = world.sockets
@@ -224,7 +235,7 @@ class Network:
 
 
 class SocketLoop:
-    world: "World"
+    world: SocketWorld
     call_soon: Callable[..., events.Handle]
 
     def __init__(self) -> None:

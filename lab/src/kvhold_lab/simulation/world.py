@@ -215,6 +215,8 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
+    world: World
+
     def __init__(self, world: World, name: str) -> None:
         super().__init__()
         self.world = world
