@@ -184,7 +184,7 @@ while True:
 """
 
     def __init__(self, asked_bytes: int, answer_bytes: int) -> None:
-        self._asked = bytes(asked_bytes)
+        self._request = bytes(asked_bytes)
         self._answer = memoryview(bytearray(answer_bytes))
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -199,7 +199,7 @@ while True:
             self._peer = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
     def exchange(self) -> None:
-        self._socket.sendall(self._asked)
+        self._socket.sendall(self._request)
         _fill(self._socket, self._answer)
 
     def __enter__(self) -> Self:

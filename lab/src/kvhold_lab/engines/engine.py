@@ -106,7 +106,7 @@ class Engine(Child):
             rules=dict(rules or {}),
             first_logprobs=first_logprobs,
         )
-        return self._ask(request, Generated, timeout_s)
+        return self._request(request, Generated, timeout_s)
 
     def generate_many(
         self,
@@ -117,7 +117,7 @@ class Engine(Child):
         timeout_s: float = 600.0,
     ) -> GeneratedMany:
         """Decode prompts greedily, at once. Raises EngineFailed."""
-        return self._ask(
+        return self._request(
             GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})),
             GeneratedMany,
             timeout_s,
@@ -125,7 +125,7 @@ class Engine(Child):
 
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
         """Clear the engine's own KV, or return False. Raises EngineFailed."""
-        return self._ask(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
+        return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
     def _spawn(self) -> LoggedProcess:
         argv = [sys.executable, "-m", "kvhold_lab.engines.engine"]
@@ -134,12 +134,12 @@ class Engine(Child):
         )
 
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:
-        self.ready = self._ask(self.options, Ready, timeout_s)
+        self.ready = self._request(self.options, Ready, timeout_s)
 
     def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
-        self._ask(StopEngine(), Stopped, timeout_s)
+        self._request(StopEngine(), Stopped, timeout_s)
 
-    def _ask(self, operation: ChildOperation, kind: type[Reply], timeout_s: float) -> Reply:
+    def _request(self, operation: ChildOperation, kind: type[Reply], timeout_s: float) -> Reply:
         process = self._running()
         try:
             return ask(process, operation, kind, timeout_s=timeout_s)

@@ -116,8 +116,8 @@ class RedisServer(ServerProcess):
     def _call_over(self, sock: socket.socket, words: Sequence[str | bytes | int]) -> Any:
         with sock.makefile("rwb") as stream:
             if self._password:
-                _ask(stream, ("AUTH", self._password))
-            return _ask(stream, words)
+                _send_command(stream, ("AUTH", self._password))
+            return _send_command(stream, words)
 
 
 class RedisCluster:
@@ -360,7 +360,7 @@ def _facts(pairs: list[bytes]) -> dict[bytes, bytes]:
     return dict(zip(pairs[::2], pairs[1::2], strict=True))
 
 
-def _ask(stream: Any, words: Sequence[str | bytes | int]) -> Any:
+def _send_command(stream: Any, words: Sequence[str | bytes | int]) -> Any:
     data = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     stream.write(
         b"*%d\r\n" % len(data) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in data)

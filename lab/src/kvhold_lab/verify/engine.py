@@ -39,19 +39,19 @@ class Engines:
             self._process = LoggedProcess(
                 "the engine", argv, log_path=None, environment=self._environment, pipes=True
             )
-        return self._ask(options, Started)
+        return self._request(options, Started)
 
     def ask(self, questions: Ask) -> Answered:
-        return self._ask(questions, Answered)
+        return self._request(questions, Answered)
 
     def serve(self, arrivals: Serve) -> VerifyServed:
-        return self._ask(arrivals, VerifyServed)
+        return self._request(arrivals, VerifyServed)
 
     def reset(self) -> None:
-        self._ask(ResetPrefixCache(), PrefixCacheReset)
+        self._request(ResetPrefixCache(), PrefixCacheReset)
 
     def stop(self) -> None:
-        self._ask(StopEngine(), Stopped)
+        self._request(StopEngine(), Stopped)
 
     def close(self) -> None:
         if self._process is not None:
@@ -69,7 +69,7 @@ class Engines:
     ) -> None:
         self.close()
 
-    def _ask(self, operation: ChildOperation, kind: type[Reply]) -> Reply:
+    def _request(self, operation: ChildOperation, kind: type[Reply]) -> Reply:
         assert self._process is not None, "start an engine first"
         try:
             return ask(self._process, operation, kind, timeout_s=self._timeout_s)

@@ -48,20 +48,20 @@ class Notes:
         self._verdict = (folder / f"verdict-{own}").open("w")
 
     def computed(self, group: int, content: bytes, digest: bytes) -> None:
-        name = self._name(group, content)
+        name = self._note_name(group, content)
         if digest not in self._known.setdefault(name, set()):
             self._known[name].add(digest)
             self._computed.write(name + digest)
 
     def knows(self, group: int, content: bytes) -> bool:
-        name = self._name(group, content)
+        name = self._note_name(group, content)
         if name not in self._known:
             self._read_others()
         return name in self._known
 
     def is_computed(self, group: int, content: bytes, digest: bytes) -> bool:
         """Whether these bytes were computed. A repetition may compute other bytes."""
-        name = self._name(group, content)
+        name = self._note_name(group, content)
         if digest not in self._known.get(name, ()):
             self._read_others()
         return digest in self._known.get(name, ())
@@ -85,7 +85,7 @@ class Notes:
     ) -> None:
         self.close()
 
-    def _name(self, group: int, content: bytes) -> bytes:
+    def _note_name(self, group: int, content: bytes) -> bytes:
         assert len(content) == _CONTENT_BYTES
         return self._worker.to_bytes(4, "big") + group.to_bytes(4, "big") + content
 

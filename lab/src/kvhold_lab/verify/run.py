@@ -159,7 +159,7 @@ class Verification:
             asked = EngineAnswers(self._start(engine | _LOGITS))
             self._shape = self._shape or asked.started
             if path.is_on(asked.started):
-                self._ask_all(asked, path, choices=True)
+                self._answer_all(asked, path, choices=True)
                 asked.unsteady = self._unsteady(asked, path)
             self._engines.stop()
             self._references[name] = asked
@@ -168,11 +168,11 @@ class Verification:
     def _unsteady(self, asked: EngineAnswers, path: Path) -> set[int]:
         """Return questions that vLLM answers differently from its prefix cache or one by one."""
         again, alone = EngineAnswers(asked.started), EngineAnswers(asked.started)
-        self._ask_all(again, path)
+        self._answer_all(again, path)
         self._engines.reset()
         for batch in self._batches(path):
             for question in batch:
-                alone.add(self._ask([question]))
+                alone.add(self._answer([question]))
         return {
             number
             for number, first in enumerate(asked.token_ids)
@@ -191,22 +191,22 @@ class Verification:
         )
         engine = self._engine_of(path) | {"kv_transfer_config": transfer}
         stored = EngineAnswers(self._start(engine))
-        self._ask_all(stored, path)
+        self._answer_all(stored, path)
         if path.restart:
             self._engines.stop()
             self._start(engine)
         else:
             self._engines.reset()
         loaded = EngineAnswers(stored.started)
-        self._ask_all(loaded, path)
+        self._answer_all(loaded, path)
         self._engines.stop()
         return [stored, loaded]
 
-    def _ask_all(self, asked: EngineAnswers, path: Path, *, choices: bool = False) -> None:
+    def _answer_all(self, asked: EngineAnswers, path: Path, *, choices: bool = False) -> None:
         for batch in self._batches(path):
-            asked.add(self._ask(batch, choices=choices))
+            asked.add(self._answer(batch, choices=choices))
 
-    def _ask(self, questions: list[Question], *, choices: bool = False) -> Answered:
+    def _answer(self, questions: list[Question], *, choices: bool = False) -> Answered:
         return self._engines.ask(
             Ask(questions=questions, max_tokens=self._settings.max_tokens, choices=choices)
         )

@@ -79,7 +79,7 @@ def _visit(
     if not plan.page_cache:
         for folder in running.folders:
             drop_pages(folder)
-    names = _asked(running, visit)
+    names = _systems_of(running, visit)
     served: dict[str, Served] = {}
     for name in chance.sample(names, len(names)):
         system = running.systems[name]
@@ -110,7 +110,7 @@ def _visit(
     return cell
 
 
-def _asked(running: RunningSystem, visit: Visit) -> list[str]:
+def _systems_of(running: RunningSystem, visit: Visit) -> list[str]:
     if visit.asked:
         return [name for name in visit.asked if name in running.systems]
     return [name for name in running.systems if name not in COPIES]

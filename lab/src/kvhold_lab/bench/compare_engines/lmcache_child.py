@@ -281,7 +281,7 @@ class Server(_Pool):
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
         name = str(next(self._numbers))
-        num_tokens = self._ask(name, tokens)
+        num_tokens = self._count_stored(name, tokens)
 
         def let_go() -> None:
             if num_tokens:
@@ -294,7 +294,7 @@ class Server(_Pool):
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
         name = str(next(self._numbers))
-        num_tokens = self._ask(name, tokens)
+        num_tokens = self._count_stored(name, tokens)
         if num_tokens:
             key = self._key(name, tokens[:num_tokens])
             blocks = [block_ids[: num_tokens // self._options.tokens_per_block]]
@@ -348,7 +348,7 @@ class Server(_Pool):
             num_kv_readers=1,
         )
 
-    def _ask(self, name: str, tokens: list[int]) -> int:
+    def _count_stored(self, name: str, tokens: list[int]) -> int:
         self._client.lookup(self._key(name, tokens, worker=None), 1).result(timeout=_PATIENCE_S)
         chunks = None
         while chunks is None:

@@ -56,18 +56,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class PeerSystem:
     def __init__(
-        self, name: str, ask: Callable[[bytes, str], bytes], end: Callable[[], None]
+        self, name: str, exchange: Callable[[bytes, str], bytes], end: Callable[[], None]
     ) -> None:
-        """ask: sends a line, returns its answer, raises EngineFailed; end: kills all."""
+        """exchange: sends a line, returns its answer, raises EngineFailed; end: kills all."""
         self.name = name
-        self._ask = ask
+        self._exchange = exchange
         self._end = end
 
     def do(self, operation: str, **arguments: Any) -> Answer:
         line = msgspec.json.encode({"op": operation, **arguments})
         try:
             answer = msgspec.json.decode(
-                self._ask(line, f"{operation} by {self.name}"), type=Answer
+                self._exchange(line, f"{operation} by {self.name}"), type=Answer
             )
         except (EngineFailed, msgspec.DecodeError) as error:
             raise PeerFailed(str(error)) from error

@@ -93,10 +93,10 @@ class _Soak:
             while time.monotonic() < begin_s + 60 * minutes / 5 or (
                 self.requests < _SETTLED_REQUESTS and time.monotonic() < end_s
             ):
-                self._ask()
+                self._generate()
             before = self._memory()
             while time.monotonic() < end_s:
-                self._ask()
+                self._generate()
         finally:
             self._over.set()
             killer.join()
@@ -123,7 +123,7 @@ class _Soak:
             passed,
         )
 
-    def _ask(self) -> None:
+    def _generate(self) -> None:
         chosen = self._chance.sample(range(len(self._prompts)), _AT_ONCE)
         self.requests += len(chosen)
         try:
