@@ -278,10 +278,8 @@ class Life(RuleBasedStateMachine):
             for p in pieces
         }
         entries = self.state.ram.entries()
-        held, evicted = (
-            {entry.key for entry in entries if entry.committed or entry.offset not in stalled},
-            self.evicted,
-        )
+        held = {entry.key for entry in entries if entry.committed or entry.offset not in stalled}
+        evicted = self.evicted
         granted = self.state.reserve(
             owner, LAYOUT, names, shard, groups=None if unwanted is None else bytes(asked)
         )

@@ -239,6 +239,12 @@ SINGLE = Layout(
 
 def vectors() -> Iterator[Vector]:
     """Every frame that readers accept."""
+    yield from _shapes()
+    yield from _codecs_by_bytes()
+    yield from _codecs_by_bits()
+
+
+def _shapes() -> Iterator[Vector]:
     yield Vector("gqa", "a whole chunk, K and V", framed(GQA, num_tokens=4, first_token=8), GQA)
     yield Vector(
         "mla-tail",
@@ -270,6 +276,9 @@ def vectors() -> Iterator[Vector]:
             shape=(1, 5, 2, 1, 3), dtype="float8_e5m2", lengths=(33, 31), expires_at=4_102_444_800
         ),
     )
+
+
+def _codecs_by_bytes() -> Iterator[Vector]:
     both = bfloat16s(64, 32, sizes=True) + bfloat16s(64, 32, sizes=False)
     yield encoded(
         "lossless",
@@ -320,6 +329,10 @@ def vectors() -> Iterator[Vector]:
         ],
         num_tokens=64,
     )
+
+
+def _codecs_by_bits() -> Iterator[Vector]:
+    half = numbers(2 * 4 * 2 * 160, "float16")
     for name in ("kivi4", "kivi2"):
         yield encoded(
             name,
