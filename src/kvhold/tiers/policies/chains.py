@@ -38,7 +38,7 @@ class Chunk:
 
     __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "use", "uses")
 
-    def __init__(self, key: bytes, nbytes: int, space: "Space") -> None:
+    def __init__(self, key: bytes, nbytes: int, space: "ChunkSpace") -> None:
         self.key = key
         self.nbytes = nbytes
         self.space = space
@@ -138,7 +138,7 @@ class Queue:
         return len(bucket)
 
 
-class Space:
+class ChunkSpace:
     """The chunks of one namespace, or all chunks.
 
     queues:      by number
@@ -170,7 +170,7 @@ class ChainPolicy(ABC):
         # key, known or not -> number of its known continuations
         self._continued: KeyTable[int] = KeyTable()
         self._all = self._new_space()
-        self._spaces: dict[bytes, Space] = {}
+        self._spaces: dict[bytes, ChunkSpace] = {}
         # buckets of removed namespaces; each call frees one
         self._dropped: list[list[Place]] = []
         self._now: Callable[[], int] = count(1).__next__
@@ -270,10 +270,12 @@ class ChainPolicy(ABC):
     def _removed(self, chunk: Chunk, *, evicted: bool) -> None:  # noqa: B027
         pass
 
-    def _new_space(self) -> Space:
-        return Space()
+    def _new_space(self) -> ChunkSpace:
+        return ChunkSpace()
 
-    def _walk(self, space: Space, pinned: Callable[[bytes], bool], wanted: bytes | None) -> "Walk":
+    def _walk(
+        self, space: ChunkSpace, pinned: Callable[[bytes], bool], wanted: bytes | None
+    ) -> "Walk":
         return Walk(self, space, pinned)
 
     def _rank(self, chunk: Chunk, minor: int, major: int = 0) -> None:
@@ -291,7 +293,7 @@ class ChainPolicy(ABC):
         if self._dropped:
             self._dropped.pop()
 
-    def _begin_space(self, namespace: bytes) -> Space:
+    def _begin_space(self, namespace: bytes) -> ChunkSpace:
         space = self._spaces[namespace] = self._new_space()
         return space
 
@@ -336,7 +338,9 @@ class ChainPolicy(ABC):
 class Walk:
     """One search for victims. Its exit restores the policy."""
 
-    def __init__(self, policy: ChainPolicy, space: Space, pinned: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, policy: ChainPolicy, space: ChunkSpace, pinned: Callable[[bytes], bool]
+    ) -> None:
         self.space = space
         self.taken: list[bytes] = []
         self.freed_bytes = 0

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from kvhold.core.keys import NAME_BYTES, place_suffix
 from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
-from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Place, Space, Walk
+from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Place, Walk
 from kvhold.tiers.policies.ghosts import (
     MOST_KINDS,
     TICK_S,
@@ -47,7 +47,7 @@ _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_V
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
 
 
-class LearnedSpace(Space):
+class LearnedSpace(ChunkSpace):
     """Each queue with a leaf is in `newest` or in `changed`.
 
     heads:   a heap of the queues' first leaves; some are out of date
@@ -255,7 +255,9 @@ class LearnedPolicy(ChainPolicy):
             assert isinstance(space, LearnedSpace)
             space.changed.add(chunk.queue)
 
-    def _walk(self, space: Space, pinned: Callable[[bytes], bool], wanted: bytes | None) -> Walk:
+    def _walk(
+        self, space: ChunkSpace, pinned: Callable[[bytes], bool], wanted: bytes | None
+    ) -> Walk:
         assert isinstance(space, LearnedSpace)
         self._advance()
         past = 0 if wanted is None else self._ghost(wanted)

@@ -11,7 +11,7 @@ A cleared key gets no ghost.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvhold.tiers.policies.chains import ChainPolicy, Chunk, Space, Walk
+from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Walk
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
@@ -41,7 +41,9 @@ class S3FifoPolicy(ChainPolicy):
         while len(self._ghosts) > max(1, len(self)):
             self._ghosts.popitem(last=False)
 
-    def _walk(self, space: Space, pinned: Callable[[bytes], bool], wanted: bytes | None) -> Walk:
+    def _walk(
+        self, space: ChunkSpace, pinned: Callable[[bytes], bool], wanted: bytes | None
+    ) -> Walk:
         return _S3FifoWalk(self, space, pinned)
 
     def _move_on(self, chunk: Chunk) -> None:
@@ -64,7 +66,9 @@ class S3FifoPolicy(ChainPolicy):
 
 
 class _S3FifoWalk(Walk):
-    def __init__(self, policy: S3FifoPolicy, space: Space, pinned: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, policy: S3FifoPolicy, space: ChunkSpace, pinned: Callable[[bytes], bool]
+    ) -> None:
         super().__init__(policy, space, pinned)
         self._moving = policy
         self._passed: tuple[dict[Chunk, None], ...] = ({}, {})
