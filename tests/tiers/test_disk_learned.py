@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.tiers.disk.folder import FoundValue, value_name
 from kvhold.tiers.disk.index import Index
-from kvhold.tiers.disk.learned import UNKNOWN_PAST, Known, LearnedOrder, Learning
+from kvhold.tiers.disk.learned import UNKNOWN_PAST, KnownPast, LearnedOrder, Learning
 from kvhold.tiers.disk.rows import NONE, Rows
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.base import NEUTRAL
@@ -362,7 +362,7 @@ def test_the_worth_of_chunks_of_one_past_is_computed_once_in_a_tick(
     disk.write(keys)
     calls, know = [0], LearnedOrder._know
 
-    def counted(order: LearnedOrder, past: int) -> Known:
+    def counted(order: LearnedOrder, past: int) -> KnownPast:
         calls[0] += 1
         return know(order, past)
 

@@ -43,7 +43,7 @@ _MOST_KNOWN = 4096  # pasts whose worth is remembered
 Head: TypeAlias = tuple[float, float, int, int, int]
 
 
-class Known(NamedTuple):
+class KnownPast(NamedTuple):
     """What is known of a past, in this tick of the learner.
 
     at_s:   of the last use
@@ -86,7 +86,7 @@ class LearnedOrder:
         self._newest: dict[int, Head] = {}
         self._first: dict[int, int] = {}  # the rows of the newest heads
         self._aged: list[int] = []
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, KnownPast] = {}
         self._tick, self._now_s = -1, 0.0
         self._added = NONE
 
@@ -219,18 +219,18 @@ class LearnedOrder:
         worth, at_s, number, _ = self._of(past)
         return worth if worth > 0.0 else 0.0, at_s, number, past, self._tick
 
-    def _of(self, past: int) -> Known:
+    def _of(self, past: int) -> KnownPast:
         return self._known.get(past) or self._know(past)
 
-    def _know(self, past: int) -> Known:
+    def _know(self, past: int) -> KnownPast:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         worths, number, now_s = self._learning.worths, queue_of(past), self._now_s
-        known = Known(0.0, 0.0, number, 0.0)
+        known = KnownPast(0.0, 0.0, number, 0.0)
         if worths is not None:
             age_s = now_s if past == UNKNOWN_PAST else age_s_of(past, now_s)
             value, kind = divmod(number, MOST_KINDS)
             worth, price = worths.worth_and_yield(kind, age_s, value)
-            known = Known(worth, now_s - age_s, number, price)
+            known = KnownPast(worth, now_s - age_s, number, price)
         self._known[past] = known
         return known
