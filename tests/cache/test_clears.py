@@ -418,7 +418,7 @@ class TestRestarts:
         file.write_text("".join(f"gone\t{n:02x}{'0' * 30}\n" for n in range(5)))
         file.chmod(0o600)
         for most, pending in ((5, 5), (4, 1)):
-            monkeypatch.setattr("kvhold.tiers.journal._MOST_PENDING", most)
+            monkeypatch.setattr("kvhold.tiers.journal._MOST_JOURNALED", most)
             journal = ClearsJournal(file)
             journal.begin([f"new {most}"])
             assert len(journal.pending(f"new {most}")) == pending
