@@ -203,7 +203,7 @@ class TestWhich:
         with wide_cache(place.url()) as cache:
             with pytest.raises(
                 ConfigError,
-                match=rf"namespace {hidden.digest.hex()} and its error budget are not known here",
+                match=rf"namespace {hidden.digest.hex()} is not known here",
             ):
                 cache.reencode("plugin", "int8", namespace=hidden.digest)
             assert reencoded(cache, "int8").seen == 0, "all that are known"

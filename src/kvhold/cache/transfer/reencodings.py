@@ -176,9 +176,9 @@ class Reencodings:
         known = self._known.get(digest)
         if known is None and request.codec not in LOSES_NOTHING:
             raise ConfigError(
-                f"namespace {digest.hex()} and its error budget are not known here, so only "
-                f"{' and '.join(LOSES_NOTHING)} are allowed; the namespace is known once an "
-                "engine that uses it has connected"
+                f"namespace {digest.hex()} is not known here, so neither is its error budget: only "
+                f"{' and '.join(LOSES_NOTHING)} are allowed until an engine that uses it has "
+                "connected"
             )
         if tenant is None and tier.encrypted and (known is None or digest in self._shared):
             raise ConfigError(
