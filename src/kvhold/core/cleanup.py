@@ -1,4 +1,4 @@
-"""Undo what a failed or interrupted block has begun."""
+"""Undo the work of a failed or interrupted block."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ def on_error(*steps: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    # a cancelled call and Ctrl-C, too: only the caller knows what it has begun
+    # a cancelled call and Ctrl-C, too: the caller alone can undo its work
     except BaseException:
         for step in steps:
             step()

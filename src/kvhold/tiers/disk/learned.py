@@ -44,7 +44,7 @@ Head: TypeAlias = tuple[float, float, int, int, int]
 
 
 class KnownPast(NamedTuple):
-    """What is known of a past, in this tick of the learner.
+    """The worth of a past, in this tick of the learner.
 
     at_s:   of the last use
     number: of the list
