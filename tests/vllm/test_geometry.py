@@ -242,7 +242,9 @@ class TestParts:
         assert packing_name("vllm-0.32-state-mamba2") == "vllm-0.32-state-mamba2"
 
     def test_mla_on_cpus_is_refused_until_the_user_allows_it(self, config: VllmConfig) -> None:
-        with pytest.raises(LayoutError, match="answers otherwise when a prompt goes on from KV"):
+        with pytest.raises(
+            LayoutError, match="gives other answers when a prompt continues cached KV"
+        ):
             of_width(config, 1, groups(latent()))
         assert of_width(config, 1, groups(latent()), allow_unproven=True).shards == 1
 

@@ -306,8 +306,8 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
         "it keeps no states at blocks' ends (mamba_cache_mode is none); enable prefix caching": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs
         ),
-        "vLLM's MLA on CPUs answers otherwise when a prompt goes on from KV, with its own prefix "
-        "cache, too (allow_unproven = true serves it)": (
+        "vLLM's MLA on CPUs gives other answers when a prompt continues cached KV, even that of "
+        "its own prefix cache (allow_unproven = true serves it)": (
             not device
             and not settings.allow_unproven
             and any(isinstance(spec, MLAAttentionSpec) for spec in specs)
