@@ -16,6 +16,7 @@ Value = TypeVar("Value")
 
 SPREAD = NAMESPACE_BYTES  # index of the key's byte that selects its dictionary
 _MOST = 512
+_PART = 256  # values; a page of a snapshot is one part, and takes a millisecond
 KEYS_A_PART = 256
 
 
@@ -52,7 +53,7 @@ class KeyTable(Generic[Value]):
         return chain.from_iterable(map(dict.values, self.shards))
 
     def parts(self) -> Iterator[list[Value]]:
-        """Yield all values, some hundred at a time.
+        """Yield all values, a few hundred at a time.
 
         A part may contain removed values.
         """
@@ -60,7 +61,7 @@ class KeyTable(Generic[Value]):
             if not shard:
                 continue
             values = iter(list(shard.values()))
-            while part := list(islice(values, _MOST)):
+            while part := list(islice(values, _PART)):
                 yield part
 
     def emptied(self) -> Iterator[list[Value]]:
