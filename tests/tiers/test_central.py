@@ -24,6 +24,7 @@ from kvhold.core.errors import (
 )
 from kvhold.core.store_options import MAX_TTL_S
 from kvhold.net import central as c
+from kvhold.net import login
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.central import Central
 from kvhold.node.central_store import CentralStore
@@ -306,15 +307,15 @@ class TestHostileClients:
                 pass
             return answer
 
-    HELLO = bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "")))
+    HELLO = bytes(encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "")))
 
     @pytest.mark.parametrize(
         ("says", "told"),
         [
             ((b"GET / HTTP/1.1\r\n\r\n",), b"must be its Hello, of at most 4096 bytes"),
-            ((bytes(encode(c.CentralHello("x", 1, ""))),), b"must be its Hello"),
+            ((bytes(encode(login.Hello("x", 1, ""))),), b"must be its Hello"),
             (
-                (bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, 99, ""))),),
+                (bytes(encode(login.Hello(c.CENTRAL_MAGIC, 99, ""))),),
                 b"protocol %d" % c.CENTRAL_VERSION,
             ),
             ((HELLO, b"\xff\xff\xff\xff"), b"announced"),
@@ -357,12 +358,12 @@ class TestHostileClients:
         self, server: CentralServer
     ) -> None:
         answer = self.ask(
-            server, bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, "")))
+            server, bytes(encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, "")))
         )
         greeting = Decoder[c.Greeting](c.Greeting).decode(
             answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)]
         )
-        assert isinstance(greeting, c.CentralRefused)
+        assert isinstance(greeting, login.Refused)
         assert not greeting.denied
 
 
@@ -388,11 +389,11 @@ class TestStrangers:
     @pytest.mark.parametrize(
         "hello",
         [
-            c.CentralHello("HUSHHUSH" * ((1 << 20) - 100), c.CENTRAL_VERSION, ""),
-            c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * (1 << 19)),
-            c.CentralHello("HUSHHUSH" * 500, c.CENTRAL_VERSION, ""),
-            c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * 500),
-            c.CentralHello(c.CENTRAL_MAGIC, 99, "HUSHHUSH"),
+            login.Hello("HUSHHUSH" * ((1 << 20) - 100), c.CENTRAL_VERSION, ""),
+            login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * (1 << 19)),
+            login.Hello("HUSHHUSH" * 500, c.CENTRAL_VERSION, ""),
+            login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * 500),
+            login.Hello(c.CENTRAL_MAGIC, 99, "HUSHHUSH"),
             c.Probe(b"HUSHHUSH" * 100),
         ],
         ids=["magic of 8 MiB", "token of 4 MiB", "magic", "token", "version", "no Hello"],

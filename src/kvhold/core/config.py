@@ -137,12 +137,9 @@ class ClientConfig:
 
 
 @dataclass(frozen=True)
-class ListenConfig:
-    address: str = setting(
-        "",
-        "HOST:PORT to listen on; beyond the loopback interface, a token or client certificates "
-        "are required",
-    )
+class LoginConfig:
+    """How the clients of a TCP server log in, and how many it serves."""
+
     token: str = setting("", "the secret that clients must send; prefer token_file", secret=True)
     token_file: str = setting("", "file that holds the token")
     tls_cert: str = setting("", "PEM file of the server's certificate; clients must then use TLS")
@@ -155,12 +152,39 @@ class ListenConfig:
         "listen beyond loopback with a token and without TLS: anyone who can read the network "
         "traffic sees the token and the KV",
     )
-    max_value_bytes: int = size(1 << 30, "larger values are refused")
     max_connections: int = setting(256, "connections at once", minimum=1)
     request_timeout_s: float = setting(
         60.0,
         "a request that takes longer ends its connection, for example if the client does not read",
         minimum=0.1,
+    )
+
+
+@dataclass(frozen=True)
+class ListenConfig(LoginConfig):
+    """A central cache."""
+
+    address: str = setting(
+        "",
+        "HOST:PORT to listen on; beyond the loopback interface, a token or client certificates "
+        "are required",
+    )
+    max_value_bytes: int = size(1 << 30, "larger values are refused")
+
+
+@dataclass(frozen=True)
+class PeersConfig(LoginConfig):
+    """A node that serves its chunks to the nodes of other hosts."""
+
+    listen: str = setting(
+        "",
+        "HOST:PORT on which this node serves its chunks to other nodes (tier peers://); beyond "
+        "the loopback interface, a token or client certificates are required; empty: it serves "
+        "none",
+    )
+    in_flight_bytes: int = size(
+        256 << 20,
+        "most bytes of chunks that are pinned, or read from disks, while they are sent to peers",
     )
 
 
@@ -319,6 +343,7 @@ class Config:
     client: ClientConfig = field(default_factory=ClientConfig)
     rules: RulesConfig = field(default_factory=RulesConfig)
     listen: ListenConfig = field(default_factory=ListenConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 

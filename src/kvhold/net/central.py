@@ -10,36 +10,20 @@ from typing import Union
 import msgspec
 
 from kvhold.core.keys import KEY_BYTES
+from kvhold.net.login import Refused
 
 CENTRAL_VERSION = 3
 CENTRAL_MAGIC = "kvhold-central"
 DEFAULT_PORT = 7710
-MAX_HELLO_BYTES = 4 << 10
-MAX_TOKEN_BYTES = 3 << 10
 
 
 class CentralMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base record."""
 
 
-class CentralHello(CentralMessage, frozen=True):
-    """`magic` and `version` keep their places in every version."""
-
-    magic: str
-    version: int
-    token: str
-
-
 class CentralWelcome(CentralMessage, frozen=True):
     version: int
     max_value_bytes: int
-
-
-class CentralRefused(CentralMessage, frozen=True):
-    """denied: the client lacks the rights"""
-
-    reason: str
-    denied: bool = False
 
 
 class Check(CentralMessage, frozen=True):
@@ -130,9 +114,9 @@ class CentralDone(CentralMessage, frozen=True):
     """Answer to Check."""
 
 
-Greeting = Union[CentralWelcome, CentralRefused]  # noqa: UP007 - msgspec reads the union
+Greeting = Union[CentralWelcome, Refused]  # noqa: UP007 - msgspec reads the union
 Request = Union[Check, Probe, Get, Put, Delete, Scan]  # noqa: UP007
-Answer = Union[ValueSizes, Stored, Removed, CentralKeys, CentralDone, CentralRefused]  # noqa: UP007
+Answer = Union[ValueSizes, Stored, Removed, CentralKeys, CentralDone, Refused]  # noqa: UP007
 
 
 def split_keys(joined: bytes) -> list[bytes]:

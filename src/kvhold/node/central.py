@@ -2,80 +2,44 @@
 
 One event loop; values are not copied.
 
-Beyond the loopback interface a client needs the token, or a certificate of the configured
-authorities. Sizes are checked before memory is reserved.
-
-A stranger (a client before its login) costs little: its bytes, time and connections (`logins.py`)
-are limited, and its text is neither logged nor sent back.
+`login_server.py` authenticates clients. Sizes are checked before memory is reserved.
 """
 
 import asyncio
-import hmac
-import logging
 import signal
-import socket
-import ssl
 from collections.abc import Callable
-from contextlib import suppress
-from hashlib import blake2b
 from math import inf
 
 from kvhold.core.cleanup import on_error
-from kvhold.core.config import Config, ListenConfig
-from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
+from kvhold.core.config import Config
+from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import KEY_BYTES
-from kvhold.core.secrets import read_secret
 from kvhold.core.store_options import MAX_TTL_S
-from kvhold.core.turns import next_turn
 from kvhold.net import central as c
-from kvhold.net.addresses import is_loopback, network_of
-from kvhold.net.stream import Stream, accept_stream
-from kvhold.net.tls import server_context
+from kvhold.net.stream import Stream
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
 from kvhold.node.central_store import CentralStore, NotReserved
-from kvhold.node.logins import Logins, StrangersLog
+from kvhold.node.login_server import LoginServer, ServedProtocol
 from kvhold.tiers.ram import Entry
 
-log = logging.getLogger(__name__)
-
-_GREET_WITHIN_S = 5.0
-_ACCEPT_PAUSE_S = 0.05
 _PAGE_KEYS = 10_000
-_TOKEN_NEEDED, _TOKEN_WRONG = "a token is needed", "the token is wrong"
-_HERE = f"this is a kvhold central cache, protocol {c.CENTRAL_VERSION}"
-_NO_HELLO = f"{_HERE}; the first message must be its Hello, of at most {c.MAX_HELLO_BYTES} bytes"
-_OTHER_VERSION = f"{_HERE}; the client speaks another version"
-_hello: Decoder[c.CentralHello] = Decoder(c.CentralHello)
+_PROTOCOL = ServedProtocol(
+    c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "kvhold central cache", c.DEFAULT_PORT
+)
 _request: Decoder[c.Request] = Decoder(c.Request)
 
 
-class _Stranger(Exception):
-    """A client fails to log in. The reason is a constant text, never the client's."""
-
-    def __init__(self, reason: str, *, denied: bool = False) -> None:
-        super().__init__(reason)
-        self.denied = denied
-
-
-class Central:
+class Central(LoginServer):
     def __init__(self, config: Config, central_store: CentralStore | None = None) -> None:
         """central_store: `serve` closes it
 
         Raises ConfigError: an address that may not be exposed; CapacityError.
         """
+        super().__init__(config.listen, "listen", config.listen.address, _PROTOCOL)
         self._config = config.listen
-        self.host, self.port = _address(config.listen.address)
-        self._token = _token(config.listen)
-        self._token_digest = _digest(self._token)
-        self._tls = _tls(config.listen)
-        if not is_loopback(self.host):
-            self._check_exposed(config.listen)
         self.central_store = CentralStore(config) if central_store is None else central_store
+        self.metrics = self.central_store.metrics
         self._stopped = asyncio.Event()
-        self._conversations: set[asyncio.Task[None]] = set()
-        self._logins: Logins[asyncio.Task[None]] = Logins()
-        self._num_served = 0
-        self._strangers = StrangersLog(log)
 
     async def serve(self, on_ready: Callable[["Central"], None] | None = None) -> None:
         """Raises NodeError: cannot listen."""
@@ -90,160 +54,21 @@ class Central:
                 on_ready(self)
             await self._stopped.wait()
         finally:
-            for task in (accepting, *self._conversations):
-                task.cancel()
-            await asyncio.wait((accepting, *self._conversations))
+            await self._end(accepting)
             listener.close()
             await self.central_store.close()
 
     def stop(self) -> None:
         self._stopped.set()
 
-    def _check_exposed(self, config: ListenConfig) -> None:
-        """Raise ConfigError unless clients must authenticate, over TLS or with
-        `listen.insecure`.
-        """
-        if not self._token and not config.tls_client_ca:
-            raise ConfigError(
-                f"listen.address = {config.address!r}: only the loopback interface is "
-                "served without authentication; "
-                "set listen.token_file (or listen.token), or listen.tls_cert and "
-                "listen.tls_client_ca"
-            )
-        if not self._tls and not config.insecure:
-            raise ConfigError(
-                f"listen.address = {config.address!r}: the token and all KV would cross "
-                "the network in clear text; "
-                f"set listen.tls_cert, or listen.insecure=true if nobody else can read that traffic"
-            )
+    def _welcome(self) -> c.CentralWelcome:
+        return c.CentralWelcome(c.CENTRAL_VERSION, self._config.max_value_bytes)
 
-    def _listen(self) -> socket.socket:
-        try:
-            family, kind, protocol, _, where = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
-            listener.listen(1024)
-        except OSError as error:
-            raise NodeError(
-                f"listen.address: cannot listen on {self.host}:{self.port}: "
-                f"{error.strerror or error}"
-            ) from None
-        listener.setblocking(False)
-        self.port = listener.getsockname()[1]
-        return listener
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+    async def _converse_with(self, stream: Stream) -> None:
         while True:
-            try:
-                sock, where = await loop.sock_accept(listener)
-            # out of descriptors, or the client has left
-            except OSError as error:
-                self._strangers.refused(
-                    "the network", f"it could not be accepted: {error.strerror or error}"
-                )
-                # no event says that a descriptor is free; without a pause the loop would spin
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = loop.create_task(self._converse(sock, where[0]))
-            self._conversations.add(task)
-            task.add_done_callback(lambda task, sock=sock: self._ended(task, sock))  # type: ignore[misc]
-            if (crowded_out := self._logins.add(task, network_of(where[0]))) is not None:
-                self.central_store.metrics.add("kvhold_connections", result="refused")
-                self.central_store.metrics.add("kvhold_protocol_errors", reason="crowded out")
-                crowded_out.cancel()
-            # an accept that need not wait lets no task run
-            await next_turn()
-
-    def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
-        self._conversations.discard(task)
-        self._logins.remove(task)
-        sock.close()  # if cancelled before its first step
-
-    async def _converse(self, sock: socket.socket, host: str) -> None:
-        """Errors end this conversation only."""
-        stream = None
-        try:
-            async with asyncio.timeout(_GREET_WITHIN_S):
-                stream = await accept_stream(
-                    sock, self._tls, allowed_bytes=LENGTH_BYTES + c.MAX_HELLO_BYTES
-                )
-                await self._log_in(stream)
-            task = asyncio.current_task()
-            assert task is not None
-            self._logins.remove(task)
-            stream.allowed_bytes = None
-            await self._serve(stream)
-        except _Stranger as error:
-            self._strangers.refused(host, str(error))
-            await self._refuse(stream, str(error), denied=error.denied)
-        except (OSError, EOFError, TimeoutError) as error:
-            log.debug("a client left: %s", type(error).__name__)
-        except (ProtocolError, ValueError) as error:
-            log.warning("refused a client from %s: %s", host, error)
-            await self._refuse(stream, str(error))
-        # a task's edge: a bug ends one conversation, not the server
-        except Exception:
-            log.exception("a conversation failed")
-            self.central_store.metrics.add("kvhold_protocol_errors", reason="internal error")
-        finally:
-            if stream is not None:
-                stream.close()
-
-    async def _log_in(self, stream: Stream) -> None:
-        """Raises _Stranger unless the client may use this cache."""
-        try:
-            hello = _hello.decode(
-                await stream.read(body_length(await stream.read(LENGTH_BYTES), c.MAX_HELLO_BYTES))
-            )
-        except ProtocolError:  # the error's text may quote the client
-            raise _Stranger(_NO_HELLO) from None
-        if hello.magic != c.CENTRAL_MAGIC:
-            raise _Stranger(_NO_HELLO)
-        if hello.version != c.CENTRAL_VERSION:
-            raise _Stranger(_OTHER_VERSION)
-        if self._token and not hmac.compare_digest(_digest(hello.token), self._token_digest):
-            raise _Stranger(_TOKEN_WRONG if hello.token else _TOKEN_NEEDED, denied=True)
-
-    async def _serve(self, stream: Stream) -> None:
-        if self._num_served >= self._config.max_connections:
-            log.warning(
-                "refused a client: listen.max_connections = %d are in use",
-                self._config.max_connections,
-            )
-            await self._refuse(
-                stream,
-                f"listen.max_connections = {self._config.max_connections} are in use; try "
-                "again later",
-            )
-            return
-        self._num_served += 1
-        try:
-            self.central_store.metrics.add("kvhold_connections", result="accepted")
-            await stream.send(
-                [encode(c.CentralWelcome(c.CENTRAL_VERSION, self._config.max_value_bytes))]
-            )
-            while True:
-                prefix = await stream.read(LENGTH_BYTES)
-                async with asyncio.timeout(self._config.request_timeout_s):
-                    await self._answer(
-                        stream, _request.decode(await stream.read(body_length(prefix)))
-                    )
-        finally:
-            self._num_served -= 1
-
-    async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
-        self.central_store.metrics.add(
-            "kvhold_protocol_errors", reason="denied" if denied else "bad message"
-        )
-        self.central_store.metrics.add("kvhold_connections", result="refused")
-        if stream is not None and not stream.closed:
-            with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_GREET_WITHIN_S):
-                    await stream.send([encode(c.CentralRefused(reason, denied))])
+            prefix = await stream.read(LENGTH_BYTES)
+            async with asyncio.timeout(self._config.request_timeout_s):
+                await self._answer(stream, _request.decode(await stream.read(body_length(prefix))))
 
     async def _answer(self, stream: Stream, request: c.Request) -> None:
         match request:
@@ -331,39 +156,3 @@ def _piece(value: memoryview, room: int, start: int | None) -> memoryview | None
     if start is None:
         return value if len(value) <= room else None
     return value[start : start + room] if 0 < room <= len(value) - start else None
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(
-            f"listen.address = {text!r}: write HOST:PORT, such as 127.0.0.1:{c.DEFAULT_PORT}"
-        )
-    return host.strip("[]"), int(port)
-
-
-def _digest(token: str) -> bytes:
-    """Return the token's digest. Comparing it does not reveal the token's length by its timing."""
-    return blake2b(token.encode()).digest()
-
-
-def _token(config: ListenConfig) -> str:
-    token = (
-        read_secret(config.token_file, where="listen.token_file")
-        if config.token_file
-        else config.token
-    )
-    if len(token.encode()) > c.MAX_TOKEN_BYTES:
-        raise ConfigError(f"listen.token: the token must have at most {c.MAX_TOKEN_BYTES} bytes")
-    return token
-
-
-def _tls(config: ListenConfig) -> ssl.SSLContext | None:
-    if not config.tls_cert:
-        if config.tls_key or config.tls_client_ca:
-            raise ConfigError("listen.tls_key and listen.tls_client_ca need listen.tls_cert")
-        return None
-    try:
-        return server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
-    except KVHoldError as error:
-        raise ConfigError(f"listen.tls_{error}") from None

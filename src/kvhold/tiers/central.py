@@ -25,6 +25,7 @@ from kvhold.core.errors import (
 from kvhold.core.secrets import read_secret
 from kvhold.core.store_options import MAX_TTL_S
 from kvhold.net import central as c
+from kvhold.net import login
 from kvhold.net.addresses import is_loopback
 from kvhold.net.messages import MAX_MESSAGE_BYTES
 from kvhold.net.pool import Exchange, Pool, run
@@ -89,8 +90,8 @@ class CentralTier:
             if config.token_file
             else config.token
         )
-        if len(self._token.encode()) > c.MAX_TOKEN_BYTES:
-            raise ConfigError(f"kvhold: token: at most {c.MAX_TOKEN_BYTES} bytes are allowed")
+        if len(self._token.encode()) > login.MAX_TOKEN_BYTES:
+            raise ConfigError(f"kvhold: token: at most {login.MAX_TOKEN_BYTES} bytes are allowed")
         if self._token and not config.tls and not config.insecure and not is_loopback(config.host):
             raise ConfigError(
                 f"kvhold: {self._address}: the token would cross the network in clear text; "
@@ -188,10 +189,10 @@ class CentralTier:
         stream = await self._connect(self._address, self._tls)
         with on_error(stream.close):
             await stream.send(
-                [encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))]
+                [encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))]
             )
-            greeting = _greeting.decode(await _body(stream, c.MAX_HELLO_BYTES))
-        if isinstance(greeting, c.CentralRefused):
+            greeting = _greeting.decode(await _body(stream, login.MAX_HELLO_BYTES))
+        if isinstance(greeting, login.Refused):
             stream.close()
             kind = TierDenied if greeting.denied else TierUnavailable
             raise kind("kvhold", "connect", f"{self._address}: {greeting.reason[:_MOST_QUOTED]}")

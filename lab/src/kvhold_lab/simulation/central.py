@@ -20,6 +20,7 @@ from kvhold.core.keys import KEY_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import EVICTED
 from kvhold.net import central as c
+from kvhold.net import login
 from kvhold.net import pool as pool_module
 from kvhold.net import stream as stream_module
 from kvhold.net.stream import Address, Stream
@@ -49,7 +50,7 @@ _PAGE_BYTES = 4096
 _STRANGE = b"stranger".ljust(KEY_BYTES, b"-")
 _REST_S = 300.0
 _HARMLESS = ("error", "delay", "hang")
-_MOST_OF_STRANGER = LENGTH_BYTES + c.MAX_HELLO_BYTES
+_MOST_OF_STRANGER = LENGTH_BYTES + login.MAX_HELLO_BYTES
 _greeting: Decoder[Any] = Decoder(c.Greeting)
 
 
@@ -423,7 +424,7 @@ class SimCentral:
 
     def _draw_words(self) -> tuple[bytes, bool]:
         random = self.random
-        hello = bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, _TOKEN)))
+        hello = bytes(encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, _TOKEN)))
         outside = (
             b"",
             random.randbytes(random.choice((1, 100, 20_000))),
@@ -432,15 +433,15 @@ class SimCentral:
             hello[: random.randrange(1, len(hello))],
             bytes(
                 encode(
-                    c.CentralHello(
+                    login.Hello(
                         c.CENTRAL_MAGIC,
                         c.CENTRAL_VERSION,
                         random.choice(("", "another", "x" * 3_000)),
                     )
                 )
             ),
-            bytes(encode(c.CentralHello("another", c.CENTRAL_VERSION, _TOKEN))),
-            bytes(encode(c.CentralHello(c.CENTRAL_MAGIC, 99, _TOKEN))) + b"x" * 9_000,
+            bytes(encode(login.Hello("another", c.CENTRAL_VERSION, _TOKEN))),
+            bytes(encode(login.Hello(c.CENTRAL_MAGIC, 99, _TOKEN))) + b"x" * 9_000,
         )
         value = random.randbytes(500)
         inside = (
@@ -493,7 +494,7 @@ class SimCentral:
         data = bytes(sock._in)
         body = data[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]
         whole = body and len(data) >= LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
-        if whole and not isinstance(_greeting.decode(body), c.CentralRefused):
+        if whole and not isinstance(_greeting.decode(body), login.Refused):
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:

@@ -1,0 +1,25 @@
+"""The greeting on TCP: a client's Hello, then Refused and a closed connection, or a welcome.
+
+These records have the same places and tags in every version of every protocol, so that a server can
+refuse any client with a reason.
+"""
+
+import msgspec
+
+MAX_HELLO_BYTES = 4 << 10
+MAX_TOKEN_BYTES = 3 << 10
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
+    """magic: the protocol's name"""
+
+    magic: str
+    version: int
+    token: str
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="CentralRefused"):
+    """denied: the client lacks the rights"""
+
+    reason: str
+    denied: bool = False

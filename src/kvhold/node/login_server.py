@@ -1,0 +1,288 @@
+"""A TCP server whose clients log in first: the part that a central cache and a node's peers share.
+
+    class Central(LoginServer): ...   # `_welcome` and `_converse_with` make the protocol
+
+Beyond the loopback interface a client needs the token, or a certificate of the configured
+authorities.
+
+A stranger (a client before its login) costs little: its bytes, time and connections (`logins.py`)
+are limited, and its text is neither logged nor sent back. One event loop.
+"""
+
+import asyncio
+import hmac
+import logging
+import socket
+import ssl
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from kvhold.core.config import LoginConfig
+from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
+from kvhold.core.metrics import Metrics
+from kvhold.core.secrets import read_secret
+from kvhold.core.turns import next_turn
+from kvhold.net import login
+from kvhold.net.addresses import is_loopback, network_of
+from kvhold.net.stream import Stream, accept_stream
+from kvhold.net.tls import server_context
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.logins import Logins, StrangersLog
+
+log = logging.getLogger(__name__)
+
+_GREET_WITHIN_S = 5.0
+_ACCEPT_PAUSE_S = 0.05
+_TOKEN_NEEDED, _TOKEN_WRONG = "a token is needed", "the token is wrong"
+_hello: Decoder[login.Hello] = Decoder(login.Hello)
+
+
+@dataclass(frozen=True)
+class ServedProtocol:
+    """what: the server, in refusals"""
+
+    magic: str
+    version: int
+    what: str
+    default_port: int
+
+    @property
+    def no_hello(self) -> str:
+        return (
+            f"{self._here}; the first message must be its Hello, of at most "
+            f"{login.MAX_HELLO_BYTES} bytes"
+        )
+
+    @property
+    def other_version(self) -> str:
+        return f"{self._here}; the client speaks another version"
+
+    @property
+    def _here(self) -> str:
+        return f"this is a {self.what}, protocol {self.version}"
+
+
+class _Stranger(Exception):
+    """A client fails to log in. The reason is a constant text, never the client's."""
+
+    def __init__(self, reason: str, *, denied: bool = False) -> None:
+        super().__init__(reason)
+        self.denied = denied
+
+
+class LoginServer(ABC):
+    """address_setting: the setting of the section that names the address"""
+
+    metrics: Metrics
+    address_setting = "address"
+
+    def __init__(
+        self, config: LoginConfig, section: str, address: str, protocol: ServedProtocol
+    ) -> None:
+        """section: of the settings
+
+        Raises ConfigError: an address that may not be exposed, or unusable credentials.
+        """
+        self._login = config
+        self._section = section
+        self._protocol = protocol
+        self.host, self.port = self._split(address)
+        self._token = self._read_token()
+        self._token_digest = _digest(self._token)
+        self._tls = self._make_tls()
+        if not is_loopback(self.host):
+            self._check_exposed(address)
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._logins: Logins[asyncio.Task[None]] = Logins()
+        self._num_served = 0
+        self._strangers = StrangersLog(log)
+
+    @abstractmethod
+    def _welcome(self) -> msgspec.Struct:
+        """Return the answer to a client that has logged in."""
+
+    @abstractmethod
+    async def _converse_with(self, stream: Stream) -> None:
+        """Serve a client until it leaves. Errors end this conversation only."""
+
+    async def _end(self, accepting: "asyncio.Task[None]") -> None:
+        """Cancel the accept task and all conversations, and wait for them."""
+        for task in (accepting, *self._conversations):
+            task.cancel()
+        await asyncio.wait((accepting, *self._conversations))
+
+    def _check_exposed(self, address: str) -> None:
+        """Raise ConfigError unless clients must authenticate, over TLS or with `insecure`."""
+        config, section = self._login, self._section
+        if not self._token and not config.tls_client_ca:
+            raise ConfigError(
+                f"{section}.{self.address_setting} = {address!r}: only the loopback interface is "
+                "served without authentication; "
+                f"set {section}.token_file (or {section}.token), or {section}.tls_cert and "
+                f"{section}.tls_client_ca"
+            )
+        if not self._tls and not config.insecure:
+            raise ConfigError(
+                f"{section}.{self.address_setting} = {address!r}: the token and all KV would cross "
+                "the network in clear text; "
+                f"set {section}.tls_cert, or {section}.insecure=true if nobody else can read that "
+                "traffic"
+            )
+
+    def _listen(self) -> socket.socket:
+        """Raises NodeError."""
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )[0]
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(1024)
+        except OSError as error:
+            raise NodeError(
+                f"{self._section}.{self.address_setting}: cannot listen on "
+                f"{self.host}:{self.port}: {error.strerror or error}"
+            ) from None
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        return listener
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, where = await loop.sock_accept(listener)
+            # out of descriptors, or the client has left
+            except OSError as error:
+                self._strangers.refused(
+                    "the network", f"it could not be accepted: {error.strerror or error}"
+                )
+                # no event says that a descriptor is free; without a pause the loop would spin
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            task = loop.create_task(self._converse(sock, where[0]))
+            self._conversations.add(task)
+            task.add_done_callback(lambda task, sock=sock: self._ended(task, sock))  # type: ignore[misc]
+            if (crowded_out := self._logins.add(task, network_of(where[0]))) is not None:
+                self.metrics.add("kvhold_connections", result="refused")
+                self.metrics.add("kvhold_protocol_errors", reason="crowded out")
+                crowded_out.cancel()
+            # an accept that need not wait lets no task run
+            await next_turn()
+
+    def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
+        self._conversations.discard(task)
+        self._logins.remove(task)
+        sock.close()  # if cancelled before its first step
+
+    async def _converse(self, sock: socket.socket, host: str) -> None:
+        """Errors end this conversation only."""
+        stream = None
+        try:
+            async with asyncio.timeout(_GREET_WITHIN_S):
+                stream = await accept_stream(
+                    sock, self._tls, allowed_bytes=LENGTH_BYTES + login.MAX_HELLO_BYTES
+                )
+                await self._log_in(stream)
+            task = asyncio.current_task()
+            assert task is not None
+            self._logins.remove(task)
+            stream.allowed_bytes = None
+            await self._serve(stream)
+        except _Stranger as error:
+            self._strangers.refused(host, str(error))
+            await self._refuse(stream, str(error), denied=error.denied)
+        except (OSError, EOFError, TimeoutError) as error:
+            log.debug("a client left: %s", type(error).__name__)
+        except (ProtocolError, ValueError) as error:
+            log.warning("refused a client from %s: %s", host, error)
+            await self._refuse(stream, str(error))
+        # a task's edge: a bug ends one conversation, not the server
+        except Exception:
+            log.exception("a conversation failed")
+            self.metrics.add("kvhold_protocol_errors", reason="internal error")
+        finally:
+            if stream is not None:
+                stream.close()
+
+    async def _log_in(self, stream: Stream) -> None:
+        """Raises _Stranger unless the client may be served."""
+        try:
+            prefix = await stream.read(LENGTH_BYTES)
+            hello = _hello.decode(await stream.read(body_length(prefix, login.MAX_HELLO_BYTES)))
+        except ProtocolError:  # the error's text may quote the client
+            raise _Stranger(self._protocol.no_hello) from None
+        if hello.magic != self._protocol.magic:
+            raise _Stranger(self._protocol.no_hello)
+        if hello.version != self._protocol.version:
+            raise _Stranger(self._protocol.other_version)
+        if self._token and not hmac.compare_digest(_digest(hello.token), self._token_digest):
+            raise _Stranger(_TOKEN_WRONG if hello.token else _TOKEN_NEEDED, denied=True)
+
+    async def _serve(self, stream: Stream) -> None:
+        most = self._login.max_connections
+        if self._num_served >= most:
+            reason = f"{self._section}.max_connections = {most} are in use"
+            log.warning("refused a client: %s", reason)
+            await self._refuse(stream, f"{reason}; try again later")
+            return
+        self._num_served += 1
+        try:
+            self.metrics.add("kvhold_connections", result="accepted")
+            await stream.send([encode(self._welcome())])
+            await self._converse_with(stream)
+        finally:
+            self._num_served -= 1
+
+    async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
+        self.metrics.add("kvhold_protocol_errors", reason="denied" if denied else "bad message")
+        self.metrics.add("kvhold_connections", result="refused")
+        if stream is not None and not stream.closed:
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_GREET_WITHIN_S):
+                    await stream.send([encode(login.Refused(reason, denied))])
+
+    def _split(self, text: str) -> tuple[str, int]:
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(
+                f"{self._section}.{self.address_setting} = {text!r}: write HOST:PORT, such as "
+                f"127.0.0.1:{self._protocol.default_port}"
+            )
+        return host.strip("[]"), int(port)
+
+    def _read_token(self) -> str:
+        config = self._login
+        token = (
+            read_secret(config.token_file, where=f"{self._section}.token_file")
+            if config.token_file
+            else config.token
+        )
+        if len(token.encode()) > login.MAX_TOKEN_BYTES:
+            raise ConfigError(
+                f"{self._section}.token: the token must have at most {login.MAX_TOKEN_BYTES} bytes"
+            )
+        return token
+
+    def _make_tls(self) -> ssl.SSLContext | None:
+        config, section = self._login, self._section
+        if not config.tls_cert:
+            if config.tls_key or config.tls_client_ca:
+                raise ConfigError(
+                    f"{section}.tls_key and {section}.tls_client_ca need {section}.tls_cert"
+                )
+            return None
+        try:
+            return server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
+        except KVHoldError as error:
+            raise ConfigError(f"{section}.tls_{error}") from None
+
+
+def _digest(token: str) -> bytes:
+    """Return the token's digest. Comparing it does not reveal the token's length by its timing."""
+    return blake2b(token.encode()).digest()
