@@ -1,0 +1,1 @@
+"""Other nodes as a tier: their chunks, found without asking."""

@@ -1,0 +1,217 @@
+"""Which peers have which chunks: 17 bytes a slot, at most 0.7 of the slots in use, no objects.
+
+    index = PeerIndex(); index.add(digest_of(key), nbytes, peer=0)
+    index.find(digest_of(key))   # -> PeerChunk(nbytes, peers), or None
+
+A chunk is known by a digest of 8 bytes. Two keys may share one: then a peer is asked in vain, which
+is a miss. Frames name their keys, so no wrong byte is taken.
+
+256 tables with linear probing, so that each growth is short and a snapshot can be read a table at
+a time: a chunk that exists during the whole scan is in exactly one part. One thread.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+MOST_PEERS = 32
+DIGEST_BYTES = 8
+_TABLES = 256
+_SMALLEST = 8
+_MOST_FULL = 0.7
+_GROWTH = 1.5
+_TOO_LARGE = 1 << 40
+
+
+class PeerChunk(NamedTuple):
+    """peers: bit n: peer n has the chunk"""
+
+    nbytes: int
+    peers: int
+
+
+class Part(NamedTuple):
+    """Some chunks. digests, sizes: joined, DIGEST_BYTES each, little-endian"""
+
+    digests: bytes
+    sizes: bytes
+
+
+def digest_of(key: bytes) -> int:
+    return xxh3_64_intdigest(key) or 1  # 0 is a free slot
+
+
+class PeerIndex:
+    def __init__(self) -> None:
+        self._tables = [_Table() for _ in range(_TABLES)]
+
+    def __len__(self) -> int:
+        return sum(table.num for table in self._tables)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self._tables)
+
+    def find(self, digest: int) -> PeerChunk | None:
+        return self._tables[digest % _TABLES].find(digest)
+
+    def add(self, digest: int, nbytes: int, *, peer: int) -> None:
+        """Note that `peer` has a chunk. One size is kept: that of the peer added last."""
+        if 0 < nbytes < _TOO_LARGE:
+            self._tables[digest % _TABLES].add(digest, nbytes, 1 << peer)
+
+    def remove(self, digest: int, *, peer: int) -> None:
+        self._tables[digest % _TABLES].remove(digest, 1 << peer)
+
+    def forget(self, peer: int) -> Iterator[None]:
+        """Remove a peer from all chunks, in steps of one table."""
+        for table in self._tables:
+            table.forget(1 << peer)
+            yield
+
+    def parts(self, peer: int) -> Iterator[Part]:
+        """Yield the chunks of one peer, a table at a time. They may change in between."""
+        for table in self._tables:
+            part = table.part(1 << peer)
+            if part.digests:
+                yield part
+
+    def count(self, peer: int) -> int:
+        return sum(len(part.digests) // DIGEST_BYTES for part in self.parts(peer))
+
+
+class _Table:
+    """One entry of each array is a slot.
+
+    digests: 0: free
+    sizes:   low and high part of the size, 40 bits together
+    peers:   a mask
+    """
+
+    __slots__ = ("digests", "num", "peers", "sizes_high", "sizes_low")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._allocate(_SMALLEST)
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.digests, self.sizes_low, self.sizes_high, self.peers)
+        return sum(values.itemsize * len(values) for values in arrays)
+
+    def find(self, digest: int) -> PeerChunk | None:
+        at = self._slot(digest)
+        if not self.digests[at]:
+            return None
+        return PeerChunk(self._size(at), self.peers[at])
+
+    def add(self, digest: int, nbytes: int, mask: int) -> None:
+        at = self._slot(digest)
+        if self.digests[at]:
+            if self._size(at) == nbytes:
+                self.peers[at] |= mask
+            else:
+                self._put(at, digest, nbytes, mask)
+            return
+        if self.num + 1 > _MOST_FULL * len(self.digests):
+            self._resize(int(len(self.digests) * _GROWTH) + 1)
+            at = self._slot(digest)
+        self._put(at, digest, nbytes, mask)
+        self.num += 1
+
+    def remove(self, digest: int, mask: int) -> None:
+        at = self._slot(digest)
+        if not self.digests[at]:
+            return
+        self.peers[at] &= ~mask
+        if not self.peers[at]:
+            self._free(at)
+            self.num -= 1
+            self._shrink()
+
+    def forget(self, mask: int) -> None:
+        peers = np.frombuffer(self.peers, np.uint32)
+        if not (peers & mask).any():
+            return
+        peers &= np.uint32(~mask & 0xFFFFFFFF)
+        del peers
+        self._resize(len(self.digests))
+        self._shrink()
+
+    def part(self, mask: int) -> Part:
+        chosen = np.nonzero(np.frombuffer(self.peers, np.uint32) & mask)[0]
+        digests = np.frombuffer(self.digests, np.uint64)[chosen]
+        sizes = np.frombuffer(self.sizes_low, np.uint32)[chosen].astype("<u8")
+        sizes |= np.frombuffer(self.sizes_high, np.uint8)[chosen].astype("<u8") << np.uint64(32)
+        return Part(digests.astype("<u8").tobytes(), sizes.tobytes())
+
+    def _slot(self, digest: int) -> int:
+        """Return the chunk's slot, or the free one where it belongs."""
+        digests, size = self.digests, len(self.digests)
+        at = digest // _TABLES % size
+        while (there := digests[at]) and there != digest:
+            at += 1
+            if at == size:
+                at = 0
+        return at
+
+    def _size(self, at: int) -> int:
+        return self.sizes_high[at] << 32 | self.sizes_low[at]
+
+    def _put(self, at: int, digest: int, nbytes: int, mask: int) -> None:
+        self.digests[at], self.peers[at] = digest, mask
+        self.sizes_low[at], self.sizes_high[at] = nbytes & 0xFFFFFFFF, nbytes >> 32
+
+    def _free(self, hole: int) -> None:
+        """Free a slot, and move later chunks that would not be found behind it."""
+        size, at = len(self.digests), hole
+        while True:
+            at = (at + 1) % size
+            digest = self.digests[at]
+            if not digest:
+                break
+            home = digest // _TABLES % size
+            if (at - home) % size >= (at - hole) % size:
+                self._put(hole, digest, self._size(at), self.peers[at])
+                hole = at
+        self.digests[hole] = self.peers[hole] = 0
+
+    def _shrink(self) -> None:
+        size = len(self.digests)
+        if size > _SMALLEST and self.num < _MOST_FULL / _GROWTH**2 * size:
+            self._resize(max(_SMALLEST, int(self.num / _MOST_FULL * _GROWTH) + 1))
+
+    def _resize(self, size: int) -> None:
+        """Move the chunks that a peer has to new arrays."""
+        before = (self.digests, self.sizes_low, self.sizes_high, self.peers)
+        self._allocate(size)
+        self.num = 0
+        for digest, low, high, mask in zip(*before, strict=True):
+            if mask:
+                self._put(self._slot(digest), digest, high << 32 | low, mask)
+                self.num += 1
+
+    def _allocate(self, size: int) -> None:
+        self.digests = array("Q", bytes(8 * size))
+        self.sizes_low = array("I", bytes(4 * size))
+        self.sizes_high = array("B", bytes(size))
+        self.peers = array("I", bytes(4 * size))
+
+
+def pack(chunks: Sequence[tuple[int, int]]) -> Part:
+    """Join `(digest, size)` pairs."""
+    numbers = np.array(chunks, "<u8").reshape(-1, 2)
+    return Part(numbers[:, 0].tobytes(), numbers[:, 1].tobytes())
+
+
+def unpack(digests: bytes, sizes: bytes) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the numbers of a Part. Raises ValueError: their lengths do not fit."""
+    if len(digests) % DIGEST_BYTES or len(sizes) not in (0, len(digests)):
+        raise ValueError(f"{len(digests)} bytes of digests and {len(sizes)} of sizes")
+    return (
+        np.frombuffer(digests, "<u8").tolist(),
+        np.frombuffer(sizes, "<u8").tolist(),
+    )

@@ -1,0 +1,82 @@
+"""The index of peers' chunks: what it finds, what it forgets, and its size."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvhold.tiers.peers.index import PeerChunk, PeerIndex, digest_of, unpack
+
+PEERS = range(3)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "remove", "forget"]),
+        st.integers(1, 40),
+        st.sampled_from(PEERS),
+        st.sampled_from([64, 1 << 33]),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=25)
+@given(STEPS)
+def test_it_finds_what_a_plain_dictionary_would(steps: list[tuple[str, int, int, int]]) -> None:
+    index, plain = PeerIndex(), dict[int, tuple[int, set[int]]]()
+    for what, number, peer, nbytes in steps:
+        digest = number << 8 | 7  # one table, so that chunks collide
+        size, peers = plain.get(digest, (nbytes, set()))
+        if what == "add":
+            index.add(digest, nbytes, peer=peer)
+            plain[digest] = (nbytes, {peer} | (peers if size == nbytes else set()))
+        elif what == "remove":
+            index.remove(digest, peer=peer)
+            plain[digest] = (size, peers - {peer})
+        else:
+            list(index.forget(peer))
+            plain = {key: (size, peers - {peer}) for key, (size, peers) in plain.items()}
+        plain = {key: found for key, found in plain.items() if found[1]}
+        assert len(index) == len(plain)
+    for number in range(1, 41):
+        digest = number << 8 | 7
+        expected = plain.get(digest)
+        assert index.find(digest) == (
+            None
+            if expected is None
+            else PeerChunk(expected[0], sum(1 << peer for peer in expected[1]))
+        )
+    for peer in PEERS:
+        read = dict[int, int]()
+        for part in index.parts(peer):
+            read.update(zip(*unpack(part.digests, part.sizes), strict=True))
+        assert read == {key: size for key, (size, peers) in plain.items() if peer in peers}
+        assert index.count(peer) == len(read)
+
+
+@pytest.mark.parametrize("num_chunks", [20_000, 28_000])
+def test_a_chunk_of_many_peers_takes_at_most_48_bytes(num_chunks: int) -> None:
+    index, random = PeerIndex(), Random(num_chunks)
+    digests = [digest_of(random.randbytes(40)) for _ in range(num_chunks)]
+    for digest in digests:
+        for peer in (0, 5, 31):
+            index.add(digest, 4 << 20, peer=peer)
+    assert len(index) == num_chunks
+    assert index.nbytes <= 48 * num_chunks
+    for digest in digests[num_chunks // 10 :]:
+        for peer in (0, 5, 31):
+            index.remove(digest, peer=peer)
+    assert index.nbytes <= 64 * len(index)  # and memory is given back
+
+
+def test_impossible_sizes_are_not_kept() -> None:
+    index = PeerIndex()
+    index.add(1, 0, peer=0)
+    index.add(2, 1 << 40, peer=0)
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize(("digests", "sizes"), [(b"1234567", b""), (bytes(16), bytes(8))])
+def test_parts_of_wrong_lengths_are_refused(digests: bytes, sizes: bytes) -> None:
+    with pytest.raises(ValueError, match="bytes of digests"):
+        unpack(digests, sizes)
