@@ -27,16 +27,14 @@ from kvhold.core.store_options import MAX_TTL_S
 from kvhold.net import central as c
 from kvhold.net import login
 from kvhold.net.addresses import is_loopback
-from kvhold.net.messages import MAX_MESSAGE_BYTES
 from kvhold.net.pool import Exchange, Pool, run
 from kvhold.net.stream import Address, Stream, open_stream
 from kvhold.net.tls import client_context
-from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, raise_if_all_failed, size_of
+from kvhold.tiers.exchanges import Getting, batched, gettings, read_body
 from kvhold.tiers.url import TierUrl
 
-# amortises a round trip, and leaves work for several connections
-_BATCH_BYTES = 8 << 20
 _MOST_QUOTED = 200
 _BELOW = "a tier below the central cache did not answer; its log and status say which"
 _greeting: Decoder[c.Greeting] = Decoder(c.Greeting)
@@ -135,11 +133,7 @@ class CentralTier:
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
         check_lengths(keys, into, starts)
-        exchanges = [
-            _Getting(keys[at], into[at], None if starts is None else starts[at])
-            for at in range(len(keys))
-        ]
-        batches = [_GetBatch(batch) for batch in _batched(exchanges)]
+        batches = [_GetBatch(batch) for batch in batched(gettings(keys, into, starts))]
         await run(self._pool, batches, fault=lambda error: self._fault("get", error))
         raise_if_all_failed([batch.fault for batch in batches])
         return [batch.fault or one.size for batch in batches for one in batch.items]
@@ -151,7 +145,7 @@ class CentralTier:
             ttl_s = min(ttl_s, MAX_TTL_S)
         batches = [
             _PutBatch(batch, ttl_s)
-            for batch in _batched([_Putting(key, parts) for key, parts in items])
+            for batch in batched([_Putting(key, parts) for key, parts in items])
         ]
         await run(self._pool, batches, fault=lambda error: self._fault("put", error))
         raise_if_all_failed([batch.fault for batch in batches])
@@ -191,7 +185,7 @@ class CentralTier:
             await stream.send(
                 [encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))]
             )
-            greeting = _greeting.decode(await _body(stream, login.MAX_HELLO_BYTES))
+            greeting = _greeting.decode(await read_body(stream, login.MAX_HELLO_BYTES))
         if isinstance(greeting, login.Refused):
             stream.close()
             kind = TierDenied if greeting.denied else TierUnavailable
@@ -248,19 +242,7 @@ class _Question(Exchange):
         self.answer: c.Answer | None = None
 
     async def take(self, stream: Stream) -> None:
-        self.answer = _answer.decode(await _body(stream))
-
-
-@dataclass
-class _Getting:
-    key: bytes
-    parts: Parts
-    start: int | None
-    size: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return size_of(self.parts)
+        self.answer = _answer.decode(await read_body(stream))
 
 
 @dataclass
@@ -274,7 +256,7 @@ class _Putting:
 
 
 class _GetBatch(Exchange):
-    def __init__(self, items: list[_Getting]) -> None:
+    def __init__(self, items: list[Getting]) -> None:
         self.items = items
         self.value_bytes = sum(one.nbytes for one in items)
         starts = [one.start for one in items if one.start is not None]
@@ -289,17 +271,13 @@ class _GetBatch(Exchange):
         ]
 
     async def take(self, stream: Stream) -> None:
-        answer = _answer.decode(await _body(stream))
+        answer = _answer.decode(await read_body(stream))
         if not isinstance(answer, c.ValueSizes) or len(answer.sizes) != len(self.items):
             raise ProtocolError(
                 f"the answer to a get of {len(self.items)} keys has a wrong number of sizes"
             )
         for one, size in zip(self.items, answer.sizes, strict=True):
-            if size is not None:
-                if not 0 < size <= one.nbytes or (one.start is not None and size != one.nbytes):
-                    raise ProtocolError(f"a value of {size} bytes for a buffer of {one.nbytes}")
-                await stream.read_into(one.parts, size)
-            one.size = size
+            await one.take(stream, size)
 
 
 class _PutBatch(Exchange):
@@ -312,28 +290,9 @@ class _PutBatch(Exchange):
         self.request = [head, *(part for one in items for part in one.parts)]
 
     async def take(self, stream: Stream) -> None:
-        answer = _answer.decode(await _body(stream))
+        answer = _answer.decode(await read_body(stream))
         if not isinstance(answer, c.Stored) or len(answer.faults) != len(self.faults):
             raise ProtocolError(
                 f"the answer to a put of {len(self.faults)} keys has a wrong number of results"
             )
         self.faults = answer.faults
-
-
-Item = TypeVar("Item", _Getting, _Putting)
-
-
-def _batched(items: list[Item]) -> list[list[Item]]:
-    batches: list[list[Item]] = []
-    left = 0
-    for item in items:
-        if not batches or item.nbytes > left:
-            batches.append([])
-            left = _BATCH_BYTES
-        batches[-1].append(item)
-        left -= item.nbytes
-    return batches
-
-
-async def _body(stream: Stream, most_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-    return await stream.read(body_length(await stream.read(LENGTH_BYTES), most_bytes))

@@ -28,7 +28,7 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, encode
 from kvhold.node.central import Central
 from kvhold.node.central_store import CentralStore
 from kvhold.node.logins import Logins
-from kvhold.tiers import central as tier_module
+from kvhold.tiers import exchanges as exchanges_module
 from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.central import CentralConfig, CentralTier
 from kvhold.tiers.faults import FaultConfig, FaultTier
@@ -60,7 +60,7 @@ _STEPS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
     (stream_module, "_MERGE_BYTES", (1, 50, 4 << 10)),
     (pool_module, "_LANE_BYTES", (500, 1 << 20)),
     (pool_module, "_MAX_IN_FLIGHT_BYTES", (500, 4 << 20)),
-    (tier_module, "_BATCH_BYTES", (300, 8 << 20)),
+    (exchanges_module, "_BATCH_BYTES", (300, 8 << 20)),
 )
 """Sizes in the real code that small values would never reach, and the values to draw."""
 _USUAL = tuple(getattr(module, name) for module, name, _ in _STEPS)
