@@ -182,11 +182,7 @@ class CentralStore:
         try:
             removed = await self.ram.delete(keys)
             below = await asyncio.gather(
-                *(
-                    guard.delete(keys, silent)
-                    for guard in self._stack.guards
-                    if not guard.config.read_only
-                )
+                *(guard.delete(keys, silent) for guard in self._stack.guards if not guard.read_only)
             )
         finally:
             self._deleting -= Counter(keys)

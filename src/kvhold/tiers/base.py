@@ -23,7 +23,7 @@ retries except after a stale connection: `guard.py` does this for all tiers.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -47,6 +47,7 @@ class TierTraits:
     shared:      others, on this host or elsewhere, may read, write and delete the same values
     expires:     removes values by itself when their `ttl_s` has passed
     replaces:    has `Replaces.replace`
+    read_only:   takes no values; the cache writes none to it
     batch_bytes: the best size of one call. Large batches need fewer thread switches. Small ones are
                  checked while the next one is read, and several at once meet their deadline over a
                  slow link
@@ -57,6 +58,7 @@ class TierTraits:
     shared: bool = False
     expires: bool = False
     replaces: bool = False
+    read_only: bool = False
     batch_bytes: int = 8 << 20
 
 
@@ -154,6 +156,30 @@ class HasFolders(Protocol):
 
         A folder keeps its identity wherever it is mounted.
         """
+
+
+@runtime_checkable
+class KeepsClears(Protocol):
+    """A shared tier that hides the values from before a clear by itself, and learns of clears."""
+
+    @property
+    def numbers(self) -> dict[bytes, int]:
+        """The clears that this host knows: prefix -> number. They are kept for the next start."""
+
+    def keep_clears(
+        self, learned: Callable[[bytes], None], numbers: Mapping[bytes, int] | None
+    ) -> None:
+        """Call this before any other call.
+
+        learned: to be called with each namespace that another host has cleared; b"" means all
+        numbers: of the last run
+        """
+
+    def advance(self, prefix: bytes) -> None:
+        """Begin a clear of this host. No older value is found from here on."""
+
+    def announce(self, prefix: bytes) -> None:
+        """Tell other hosts that this host has nothing left from before the clears it knows."""
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from kvhold.core.errors import TierCannotList
 from kvhold.core.turns import next_turn
+from kvhold.tiers.base import KeepsClears
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, TierCall, now
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import GenerationTier
@@ -84,7 +85,7 @@ class Clears:
         Call this when the prefix's writes from before `begin` have ended. After a fault of the
         tier, a background task tries again.
         """
-        if self._guard.config.read_only:
+        if self._stays_suppressed:
             log.warning(
                 "tier %s is read_only: cleared values stay there, and this host does not use them",
                 self._guard.name,
@@ -102,6 +103,10 @@ class Clears:
             )
             self._retrying = asyncio.ensure_future(self._retry_clears())
         return removed
+
+    @property
+    def _stays_suppressed(self) -> bool:
+        return self._guard.read_only and not isinstance(self._guard.tier, KeepsClears)
 
     async def _write_journal(self, prefix: bytes) -> None:
         if self._journal is not None:
@@ -129,7 +134,7 @@ class Clears:
         if (
             self.suppressed.pending
             and (self._retrying is None or self._retrying.done())
-            and not self._guard.config.read_only
+            and not self._stays_suppressed
         ):
             self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
 
@@ -142,7 +147,9 @@ class Clears:
             pending_clear = self.suppressed.due(prefix)
             if not pending_clear:  # an earlier call has ended it
                 return 0
-            if isinstance(self._guard.tier, GenerationTier):
+            if isinstance(self._guard.tier, KeepsClears):
+                removed = await self._clear_by_number(self._guard.tier, prefix, pending_clear)
+            elif isinstance(self._guard.tier, GenerationTier):
                 removed = await self._clear_by_generation(self._guard.tier, prefix, pending_clear)
             else:
                 removed = await self._clear_by_scan(prefix, pending_clear)
@@ -154,6 +161,13 @@ class Clears:
             if self._journal is not None and self.suppressed.number(prefix) == pending_clear:
                 await self._journal.remove(self._guard.place, prefix)
             self.suppressed.settle(prefix, pending_clear)
+
+    async def _clear_by_number(self, tier: KeepsClears, prefix: bytes, pending_clear: int) -> int:
+        tier.advance(prefix)
+        if self.remember_generation is not None:
+            await self.remember_generation()
+        await self._ended(prefix, pending_clear)
+        return 0
 
     async def _clear_by_generation(
         self, tier: GenerationTier, prefix: bytes, pending_clear: int

@@ -25,7 +25,7 @@ from kvhold.core.errors import (
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
 from kvhold.core.turns import next_turn
-from kvhold.tiers.base import HasFolders, Learns, Parts, Tier, replace, size_of
+from kvhold.tiers.base import HasFolders, KeepsClears, Learns, Parts, Tier, replace, size_of
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
 from kvhold.tiers.clears import Clears
@@ -141,6 +141,10 @@ class Guard:
     @property
     def available(self) -> bool:
         return self._breaker.allows
+
+    @property
+    def read_only(self) -> bool:
+        return self.config.read_only or self.traits.read_only
 
     async def check(self) -> TierError | None:
         call = TierCall[None]("check", 0, self.config.get_timeout_s)
@@ -340,6 +344,9 @@ class Guard:
         if self.traits.shared:
             self.clears.remember_generation = remember
             numbers = journal.reached(self.place) if journal is not None else None
+            if isinstance(self._tier, KeepsClears):
+                self._tier.keep_clears(learned, numbers)
+                return
             self._tier = GenerationTier(
                 self._tier,
                 learned,
@@ -362,7 +369,9 @@ class Guard:
 
     @property
     def generations(self) -> dict[bytes, int]:
-        return self._tier.numbers if isinstance(self._tier, GenerationTier) else {}
+        if isinstance(self._tier, (GenerationTier, KeepsClears)):
+            return self._tier.numbers
+        return {}
 
     async def refresh(self) -> None:
         if isinstance(self._tier, GenerationTier) and self.available:
@@ -381,7 +390,7 @@ class Guard:
             "durable": self.traits.durable,
             "shared": self.traits.shared,
             "replaces": self.traits.replaces,
-            "read_only": self.config.read_only,
+            "read_only": self.read_only,
             "pending_clears": len(self._suppressed.pending),
             "used_bytes": getattr(self._tier, "used_bytes", None),
             "index_bytes": getattr(self._tier, "index_bytes", None),

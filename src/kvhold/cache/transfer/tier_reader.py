@@ -246,7 +246,7 @@ class TierReader:
 
 
 async def remove(guard: Guard, keys: list[bytes]) -> None:
-    """Remove keys from a tier. Does nothing if the tier is read-only."""
+    """Remove keys from a tier. Does nothing if the tier's settings say `read_only`."""
     if not guard.config.read_only:
         async with guard.gate.turn(Urgency.DELETE):
             await guard.delete(keys)

@@ -71,16 +71,14 @@ class WriteBehind:
 
     def start(self) -> None:
         for outbox in self._outboxes:
-            if not outbox.guard.config.read_only:
+            if not outbox.guard.read_only:
                 for _ in range(max(1, outbox.guard.config.concurrent_calls - 1)):
                     self._writers.start(self._write_from(outbox))
 
     def add(self, command: WriteCommand) -> None:
         write = Write(command)
         for number, outbox in enumerate(self._outboxes):
-            if outbox.guard.config.read_only or (
-                command.above is not None and number >= command.above
-            ):
+            if outbox.guard.read_only or (command.above is not None and number >= command.above):
                 continue
             write.waiting += 1
             outbox.push(write)
