@@ -173,7 +173,7 @@ class ListenConfig(LoginConfig):
 
 
 @dataclass(frozen=True)
-class PeersConfig(LoginConfig):
+class ServePeersConfig(LoginConfig):
     """A node that serves its chunks to the nodes of other hosts."""
 
     listen: str = setting(
@@ -343,7 +343,7 @@ class Config:
     client: ClientConfig = field(default_factory=ClientConfig)
     rules: RulesConfig = field(default_factory=RulesConfig)
     listen: ListenConfig = field(default_factory=ListenConfig)
-    peers: PeersConfig = field(default_factory=PeersConfig)
+    peers: ServePeersConfig = field(default_factory=ServePeersConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 

@@ -367,6 +367,20 @@ TABLE = {
             ("reason",),
             "Messages that broke the protocol.",
         ),
+        Metric(
+            "kvhold_peer_chunks",
+            "counter",
+            "chunks",
+            ("result",),
+            "Chunks that other nodes asked of this one: sent, absent.",
+        ),
+        Metric(
+            "kvhold_peer_bytes",
+            "counter",
+            "bytes",
+            (),
+            "Bytes of frames sent to other nodes.",
+        ),
     )
 }
 

@@ -58,6 +58,7 @@ _TIERS = {
     "infinistore": _Home("kvhold.tiers.infinistore", "InfiniStoreTier", "infinistore"),
     "kvhold": _CENTRAL,
     "kvholds": _CENTRAL,
+    "peers": _Home("kvhold.tiers.peers", "PeersTier"),
     "null": _Home("kvhold.tiers.null", "NullTier"),
 }
 _ELSEWHERE = {  # LMCache's schemes

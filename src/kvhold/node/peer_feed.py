@@ -1,0 +1,187 @@
+"""What this node has, as numbered changes for its followers, with snapshots to start from.
+
+    feed.note(key, nbytes)      # nbytes: of the frame in memory; 0: removed from memory
+    feed.changes_after(number)  # -> the changes' records, or None: a snapshot is needed
+    for page in feed.pages(): ...
+
+Notes may come from any thread. The rest runs in the loop of the peers' thread, which numbers the
+changes and keeps an index of its own. So a snapshot costs the node's loop nothing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from secrets import randbits
+from typing import NamedTuple
+
+from kvhold.core.keys import KEY_BYTES
+from kvhold.net import peers as p
+from kvhold.net.wire import encode
+from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.index import PeerIndex, digest_of, pack, unpack
+
+_MOST_CHANGES = 2000  # in one record
+_MOST_KEPT = 200_000  # changes, for followers that were away
+_PAGE_CHUNKS = 4000
+
+SizeOf = Callable[[bytes, int, int], int]
+"""Returns the size of a chunk's frame, from its key, bytes and tokens; 0: it cannot be framed."""
+
+
+class _Note(NamedTuple):
+    """nbytes: 0: removed"""
+
+    place: PeerIndex
+    key: bytes
+    nbytes: int
+    num_tokens: int
+
+
+class PeerFeed:
+    def __init__(self, numbers: ClearNumbers, frame_size: SizeOf) -> None:
+        self.incarnation = randbits(60) | 1
+        self.number = randbits(40)
+        self._numbers = numbers
+        self._frame_size = frame_size
+        self._memory, self._disks = PeerIndex(), PeerIndex()
+        self._notes: deque[_Note] = deque()
+        self._clears: deque[p.ClearNumber] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_woken = False
+        self._changed = asyncio.Event()
+        # number before the changes -> record, number after them; the oldest first
+        self._kept: dict[int, tuple[bytes, int]] = {}
+        self._num_kept = 0
+        numbers.watch = self.note_cleared
+
+    def start(self) -> None:
+        """Number the changes in the running loop from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._number_notes)
+
+    # Any thread.
+
+    def note(self, key: bytes, nbytes: int, num_tokens: int) -> None:
+        """Note a chunk in memory. nbytes: without a frame; 0: it was removed"""
+        self._notes.append(_Note(self._memory, key, nbytes, num_tokens))
+        self._wake()
+
+    def note_on_disk(self, key: bytes, frame_bytes: int) -> None:
+        """Note a frame on a disk of this host. frame_bytes: 0: it was removed"""
+        self._notes.append(_Note(self._disks, key, frame_bytes, 0))
+        self._wake()
+
+    def note_cleared(self, prefix: bytes, number: int) -> None:
+        self._clears.append(p.ClearNumber(prefix, number))
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_woken and self._loop is not None:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._number_notes)
+
+    # The peers' loop.
+
+    @property
+    def index_bytes(self) -> int:
+        return self._memory.nbytes + self._disks.nbytes
+
+    def __len__(self) -> int:
+        return len(self._memory) + len(self._disks)
+
+    async def wait(self, number: int) -> None:
+        """Wait for changes after `number`, for at most `BEAT_S`."""
+        if number == self.number:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), p.BEAT_S)
+
+    def changes_after(self, number: int) -> tuple[bytes, int] | None:
+        """Return a record of changes, and the number of its last one; None: they are forgotten."""
+        if number == self.number:
+            return bytes(encode(p.Happened(number, [], []))), number
+        return self._kept.get(number)
+
+    def pages(self) -> Iterator[p.Page]:
+        """Yield a snapshot. Changes between two pages are in the events after its number."""
+        number, digests, sizes = self.number, bytearray(), bytearray()
+        clears = [p.ClearNumber(*clear) for clear in self._numbers.announced.items()]
+        is_first = True
+        for some_digests, some_sizes in self._parts():
+            digests += some_digests
+            sizes += some_sizes
+            if len(digests) >= 8 * _PAGE_CHUNKS:
+                yield p.Page(number, is_first, False, clears, bytes(digests), bytes(sizes))
+                is_first, clears = False, []
+                digests.clear()
+                sizes.clear()
+        yield p.Page(number, is_first, True, clears, bytes(digests), bytes(sizes))
+
+    def _parts(self) -> Iterator[tuple[bytes, bytes]]:
+        for part in self._memory.parts(0):
+            yield part
+        for part in self._disks.parts(0):
+            chunks = zip(*unpack(part.digests, part.sizes), strict=True)
+            yield pack([one for one in chunks if self._memory.find(one[0]) is None])
+
+    def _number_notes(self) -> None:
+        self._is_woken = False  # before the notes are taken, so that a later one wakes again
+        runs: list[p.Run] = []
+        removed, changes = False, list[tuple[int, int]]()
+        num_changes = 0
+
+        def end_run() -> None:
+            nonlocal num_changes
+            if changes:
+                digests, sizes = pack(changes)
+                runs.append(p.Run(digests, b"" if removed else sizes))
+                num_changes += len(changes)
+                changes.clear()
+
+        for _ in range(min(len(self._notes), _MOST_CHANGES)):
+            change = self._apply(self._notes.popleft())
+            if change is None:
+                continue
+            if removed != (not change[1]):
+                end_run()
+                removed = not change[1]
+            changes.append(change)
+        end_run()
+        clears = [self._clears.popleft() for _ in range(min(len(self._clears), _MOST_CHANGES))]
+        if runs or clears:
+            self._keep(runs, clears, num_changes + len(clears))
+        if self._notes or self._clears:
+            self._wake()
+
+    def _keep(self, runs: list[p.Run], clears: list[p.ClearNumber], num_changes: int) -> None:
+        before, self.number = self.number, self.number + num_changes
+        self._kept[before] = bytes(encode(p.Happened(before, runs, clears))), self.number
+        self._num_kept += num_changes
+        while self._num_kept > _MOST_KEPT:
+            oldest = next(iter(self._kept))
+            self._num_kept -= self._kept.pop(oldest)[1] - oldest
+        self._changed.set()
+
+    def _apply(self, note: _Note) -> tuple[int, int] | None:
+        """Return the digest, and the size to ask for from now on; None: nothing has changed.
+
+        A chunk is sent from memory if it is there, so its size there counts.
+        """
+        assert len(note.key) == KEY_BYTES
+        digest = digest_of(note.key)
+        before = self._size(digest)
+        nbytes = note.nbytes
+        if nbytes and note.place is self._memory:
+            nbytes = self._frame_size(note.key, nbytes, note.num_tokens)
+        if nbytes:
+            note.place.add(digest, nbytes, peer=0)
+        else:
+            note.place.remove(digest, peer=0)
+        after = self._size(digest)
+        return None if after == before else (digest, after)
+
+    def _size(self, digest: int) -> int:
+        found = self._memory.find(digest) or self._disks.find(digest)
+        return 0 if found is None else found.nbytes

@@ -1,0 +1,223 @@
+"""Serves this node's chunks to its followers: reads, and the stream of changes.
+
+    server = PeerServer(config.peers, source, feed, metrics)
+    await server.start(server.listen()) ... await server.stop()
+
+A follower cannot change anything here. Values go from the pinned chunk to the socket without a copy
+in Python. The bytes of all values that are pinned or buffered at once are limited; gets beyond that
+wait in order. One event loop, in a thread of its own (`peer_thread.py`).
+"""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+from kvhold import __version__
+from kvhold.core.config import ServePeersConfig
+from kvhold.core.errors import ProtocolError
+from kvhold.core.metrics import Metrics
+from kvhold.net import peers as p
+from kvhold.net.central import split_keys
+from kvhold.net.stream import Stream
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.login_server import LoginServer, ServedProtocol
+from kvhold.node.peer_feed import PeerFeed
+from kvhold.tiers.base import Parts, size_of
+
+_PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
+_GROUP_BYTES = 8 << 20  # pinned at once for one get
+_GROUP_KEYS = 128  # looked up in one turn of the node's loop
+_request: Decoder[p.Request] = Decoder(p.Request)
+
+
+class ChunkSource(Protocol):
+    def lent(
+        self, keys: Sequence[bytes], room: Sequence[int]
+    ) -> AbstractAsyncContextManager[list[Parts | None]]:
+        """Yield the frames of these chunks, in place until the block ends.
+
+        None: the chunk is not here, or its frame is larger than its room.
+        """
+
+
+class ByteBudget:
+    """Bytes that may be in use at once. Waiting calls get theirs in order."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, nbytes: int) -> AsyncIterator[None]:
+        """nbytes: at most `limit`"""
+        if self._waiting or self.used + nbytes > self.limit:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((nbytes, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    self._waiting = deque(one for one in self._waiting if one[1] is not turn)
+                else:
+                    self.used -= nbytes
+                self._next()
+                raise
+        else:
+            self.used += nbytes
+        try:
+            yield
+        finally:
+            self.used -= nbytes
+            self._next()
+
+    def _next(self) -> None:
+        while self._waiting and self.used + self._waiting[0][0] <= self.limit:
+            nbytes, turn = self._waiting.popleft()
+            if not turn.done():
+                self.used += nbytes
+                turn.set_result(None)
+
+
+class PeerServer(LoginServer):
+    address_setting = "listen"
+
+    def __init__(
+        self, config: ServePeersConfig, source: ChunkSource, feed: PeerFeed, metrics: Metrics
+    ) -> None:
+        """metrics: of the server's own thread
+
+        Raises ConfigError: an address that may not be exposed, or unusable credentials.
+        """
+        super().__init__(config, "peers", config.listen, _PROTOCOL)
+        self._config = config
+        self._source = source
+        self._feed = feed
+        self.metrics = metrics
+        self.budget = ByteBudget(max(1, config.in_flight_bytes))
+        self._accepting: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
+
+    def listen(self) -> None:
+        """Take the port. Raises NodeError."""
+        self._listener = self._listen()
+
+    def start(self) -> None:
+        """Serve in the running loop."""
+        assert self._listener is not None
+        self._feed.start()
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
+
+    async def stop(self) -> None:
+        """End all conversations. Nothing is pinned by them when this returns."""
+        if self._accepting is not None:
+            await self._end(self._accepting)
+        self.close()
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def num_served(self) -> int:
+        return self._num_served
+
+    def _welcome(self) -> p.PeerWelcome:
+        return p.PeerWelcome(p.PEERS_VERSION, __version__, self._feed.incarnation)
+
+    async def _converse_with(self, stream: Stream) -> None:
+        while True:
+            prefix = await stream.read(LENGTH_BYTES)
+            async with asyncio.timeout(self._config.request_timeout_s):
+                request = _request.decode(await stream.read(body_length(prefix)))
+            if isinstance(request, p.Follow):
+                await self._be_followed(stream, request)
+            else:
+                await self._get(stream, request)
+
+    async def _be_followed(self, stream: Stream, request: p.Follow) -> None:
+        number = request.after if request.incarnation == self._feed.incarnation else -1
+        while True:
+            record = self._feed.changes_after(number)
+            if record is None:
+                for page in self._feed.pages():
+                    await self._send(stream, [encode(page)])
+                    number = page.number
+            else:
+                data, number = record
+                await self._send(stream, [data])
+            await self._feed.wait(number)
+
+    async def _get(self, stream: Stream, request: p.PeerGet) -> None:
+        keys, room, starts = split_keys(request.keys), request.room, request.starts
+        if (
+            not 0 < len(keys) <= p.MOST_KEYS
+            or len(room) != len(keys)
+            or (starts is not None and len(starts) != len(keys))
+            or min(starts or [0]) < 0
+        ):
+            raise ProtocolError(
+                f"a get of {len(keys)} keys with {len(room)} sizes; 1 to {p.MOST_KEYS} keys are "
+                "allowed, each with a size, and ranges begin at 0 or later"
+            )
+        begin = 0
+        while begin < len(keys):
+            end = _group_end(room, begin)
+            await self._get_group(
+                stream,
+                keys[begin:end],
+                room[begin:end],
+                None if starts is None else starts[begin:end],
+            )
+            begin = end
+
+    async def _get_group(
+        self, stream: Stream, keys: list[bytes], room: list[int], starts: list[int] | None
+    ) -> None:
+        limit = self.budget.limit
+        most = room if starts is None else [limit] * len(keys)  # a range's frame may be larger
+        nbytes = min(limit, sum(max(0, one) for one in room))
+        async with self.budget.taken(nbytes), self._source.lent(keys, most) as frames:
+            sizes: list[int | None] = []
+            pieces: list[memoryview] = []
+            for at, frame in enumerate(frames):
+                if frame is not None and starts is not None:
+                    frame = _range_of(frame, starts[at], room[at])
+                sizes.append(None if frame is None else size_of(frame))
+                pieces += frame or ()
+            found = [size for size in sizes if size is not None]
+            self.metrics.add("kvhold_peer_chunks", len(found), result="sent")
+            self.metrics.add("kvhold_peer_chunks", len(sizes) - len(found), result="absent")
+            self.metrics.add("kvhold_peer_bytes", sum(found))
+            await self._send(stream, [encode(p.PeerValues(sizes)), *pieces])
+
+    async def _send(self, stream: Stream, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
+        async with asyncio.timeout(self._config.request_timeout_s):
+            await stream.send(pieces)
+
+
+def _group_end(room: Sequence[int], begin: int) -> int:
+    """Return where the group of keys ends whose values are pinned together; at least one key."""
+    nbytes, end = 0, begin
+    while end < min(len(room), begin + _GROUP_KEYS):
+        nbytes += max(0, room[end])
+        if end > begin and nbytes > _GROUP_BYTES:
+            break
+        end += 1
+    return end
+
+
+def _range_of(frame: Parts, start: int, nbytes: int) -> Parts | None:
+    """Return the parts of a range; None: the frame ends earlier, or the range is empty."""
+    if not 0 < nbytes <= size_of(frame) - start:
+        return None
+    found: list[memoryview] = []
+    for part in frame:
+        if nbytes and start < part.nbytes:
+            found.append(part[start : start + nbytes])
+            nbytes -= found[-1].nbytes
+        start = max(0, start - part.nbytes)
+    return found

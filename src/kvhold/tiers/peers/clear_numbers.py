@@ -1,0 +1,89 @@
+"""The numbers of clears, by which a clear on one host holds for the chunks of its peers.
+
+    numbers.advance(prefix)            # this host clears
+    numbers.learn(prefix, number)      # a peer has cleared; true: this host must clear, too
+    numbers.announce(prefix)           # nothing older is left here: tell the followers
+
+A host takes chunks from a peer only if the peer has announced the same clears, or later ones. A
+number is larger than every number known for its prefix, and about the time in milliseconds, so that
+it is also larger than those that a host has forgotten. Any thread.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from kvhold.core.keys import NAMESPACE_BYTES
+
+EVERYTHING = b""
+_MOST_NUMBERS = 20_000  # the journal's limit, too
+_MOST_AHEAD_MS = 10 * 366 * 86_400_000  # a larger number is no clear's
+
+
+class ClearNumbers:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers: dict[bytes, int] = {}
+        self._announced: dict[bytes, int] = {}
+        self.watch: Callable[[bytes, int], None] | None = None
+        """Called with each announced clear, under the lock."""
+
+    @property
+    def numbers(self) -> dict[bytes, int]:
+        with self._lock:
+            return dict(self._numbers)
+
+    @property
+    def announced(self) -> dict[bytes, int]:
+        with self._lock:
+            return dict(self._announced)
+
+    def resume(self, numbers: Mapping[bytes, int]) -> None:
+        """Take the numbers of the last run. What is left from before them is suppressed."""
+        with self._lock:
+            self._numbers.update(numbers)
+            self._announced.update(numbers)
+
+    def advance(self, prefix: bytes) -> int:
+        with self._lock:
+            number = max(self._numbers.get(prefix, 0) + 1, int(self._clock() * 1000))
+            self._keep(self._numbers, prefix, number)
+            return number
+
+    def learn(self, prefix: bytes, number: int) -> bool:
+        """Return whether the clear is new here. Raises ValueError: no clear has this number."""
+        if (
+            len(prefix) not in (0, NAMESPACE_BYTES)
+            or not 0 < number <= self._clock() * 1000 + _MOST_AHEAD_MS
+        ):
+            raise ValueError(f"a clear of {len(prefix)} bytes of a prefix, with number {number}")
+        with self._lock:
+            if number <= self._numbers.get(prefix, 0):
+                return False
+            self._keep(self._numbers, prefix, number)
+            return True
+
+    def announce(self, prefix: bytes) -> None:
+        with self._lock:
+            number = self._numbers.get(prefix, 0)
+            if number <= self._announced.get(prefix, 0):
+                return
+            self._keep(self._announced, prefix, number)
+            if self.watch is not None:
+                self.watch(prefix, number)
+
+    def allow(self, namespace: bytes, announced: Mapping[bytes, int]) -> bool:
+        """Whether a peer that has announced these clears has nothing older of a namespace."""
+        return all(
+            announced.get(prefix, 0) >= self._numbers.get(prefix, 0)
+            for prefix in (EVERYTHING, namespace)
+        )
+
+    @staticmethod
+    def _keep(numbers: dict[bytes, int], prefix: bytes, number: int) -> None:
+        """The clear of everything is kept; else the oldest clear is forgotten."""
+        numbers.pop(prefix, None)
+        numbers[prefix] = number
+        while len(numbers) > _MOST_NUMBERS:
+            del numbers[next(one for one in numbers if one != EVERYTHING)]

@@ -1,0 +1,164 @@
+"""Follows one peer: a snapshot, then its changes, into the index.
+
+    await Follower(peer, index, ...).run()     # until cancelled
+
+A lost connection or a gap begins again: with the next change if the peer still has it, else with a
+snapshot. While a peer is not followed, its chunks are not found; after `forget_s` they leave the
+index.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable
+
+from kvhold.core.errors import ProtocolError, TierError
+from kvhold.net import peers as p
+from kvhold.net.stream import Stream
+from kvhold.net.wire import Decoder, encode
+from kvhold.tiers.calls import now
+from kvhold.tiers.exchanges import read_body
+from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.index import PeerIndex, unpack
+from kvhold.tiers.peers.peer import Peer
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 5.0  # then the connection is taken for lost; a peer sends something every second
+_CONNECT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_AT_ONCE = 500  # changes between two turns of the loop
+_news: Decoder[p.News] = Decoder(p.News)
+
+
+class Follower:
+    def __init__(
+        self,
+        peer: Peer,
+        index: PeerIndex,
+        numbers: ClearNumbers,
+        *,
+        most_chunks: int,
+        forget_s: float,
+        own_incarnation: Callable[[], int],
+        learned: Callable[[bytes], None],
+        tried: Callable[[], None],
+    ) -> None:
+        """most_chunks: in the index
+        learned: called with each namespace that a peer has cleared, b"" means all
+        tried:   called when it follows, and when it cannot
+        """
+        self._peer = peer
+        self._index = index
+        self._numbers = numbers
+        self._most_chunks = most_chunks
+        self._forget_s = forget_s
+        self._own_incarnation = own_incarnation
+        self._learned = learned
+        self._tried = tried
+        self._told = ""
+
+    async def run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            fault = await self._follow_once()
+            if self._peer.is_followed:
+                pause_s = _FIRST_PAUSE_S
+                self._peer.lost_s = now()
+            self._peer.is_followed = False
+            if fault is not None:
+                self._peer.last_fault = fault
+                if str(fault) != self._told:
+                    self._told = str(fault)
+                    log.warning("%s", fault)
+            self._tried()
+            if self._peer.lost_s is not None and now() - self._peer.lost_s >= self._forget_s:
+                await self._forget()
+            await asyncio.sleep(pause_s * (0.5 + random.random()))
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+    async def _follow_once(self) -> TierError | None:
+        """Follow until something fails. Returns the fault; None: it is this node itself."""
+        peer = self._peer
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                stream, welcome = await peer.open_to_follow()
+            peer.is_self = welcome.incarnation == self._own_incarnation()
+            if peer.is_self:
+                return None
+            if welcome.incarnation != peer.incarnation:
+                await self._forget()
+                peer.incarnation = welcome.incarnation
+            peer.kvhold = welcome.kvhold
+            await stream.send([encode(p.Follow(peer.incarnation, peer.after))])
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    news = _news.decode(await read_body(stream))
+                await self._take(news)
+        except TimeoutError:
+            return peer.fault_of("follow", TimeoutError(f"silent for {SILENT_S:g} s"))
+        except (OSError, EOFError, ProtocolError, ValueError, TierError) as error:
+            return peer.fault_of("follow", error)
+        finally:
+            if stream is not None:
+                stream.close()
+
+    async def _take(self, news: p.News) -> None:
+        """Raises ProtocolError or ValueError: changes are missing, or cannot be."""
+        peer = self._peer
+        if isinstance(news, p.Page):
+            if news.is_first:
+                peer.is_followed = False
+                await self._forget_chunks()
+                peer.clears = {}
+            self._take_clears(news.clears)
+            await self._change(news.digests, news.sizes)
+            if not news.is_last:
+                return
+            peer.after = news.number
+        else:
+            if news.after != peer.after:
+                known, peer.after = peer.after, 0
+                raise ProtocolError(f"changes after {news.after} came, not after {known}")
+            for run in news.runs:
+                peer.after += await self._change(run.digests, run.sizes)
+            self._take_clears(news.clears)
+            peer.after += len(news.clears)
+        if not peer.is_followed:
+            peer.is_followed, peer.lost_s, self._told = True, None, ""
+            peer.mended()
+            log.info("following %s (kvhold %s)", peer.address, peer.kvhold)
+            self._tried()
+
+    async def _change(self, digests: bytes, sizes: bytes) -> int:
+        """Add chunks, or remove them if they have no sizes. Returns their number."""
+        numbers, nbytes = unpack(digests, sizes)
+        peer, index = self._peer.number, self._index
+        for begin in range(0, len(numbers), _AT_ONCE):
+            part = range(begin, min(len(numbers), begin + _AT_ONCE))
+            if not sizes:
+                for at in part:
+                    index.remove(numbers[at], peer=peer)
+            elif len(index) < self._most_chunks:
+                for at in part:
+                    index.add(numbers[at], nbytes[at], peer=peer)
+            await asyncio.sleep(0)
+        return len(numbers)
+
+    def _take_clears(self, clears: Iterable[p.ClearNumber]) -> None:
+        for clear in clears:
+            if self._numbers.learn(clear.prefix, clear.number):
+                self._learned(clear.prefix)
+            before = self._peer.clears.get(clear.prefix, 0)
+            self._peer.clears[clear.prefix] = max(before, clear.number)
+
+    async def _forget(self) -> None:
+        self._peer.incarnation = self._peer.after = 0
+        self._peer.clears = {}
+        self._peer.lost_s = None
+        await self._forget_chunks()
+
+    async def _forget_chunks(self) -> None:
+        for _ in self._index.forget(self._peer.number):
+            await asyncio.sleep(0)

@@ -1,0 +1,290 @@
+"""The tier of peers: the chunks of other nodes, which serve them (`peers.listen`).
+
+    # peers://host-a:7711,host-b:7711?token_file=/etc/kvhold/token&tls=true
+
+Each peer is followed, so a probe asks nobody. A get goes to the least loaded peer that has the
+chunk. A chunk that is no longer there is a miss, and leaves the index. Nothing is written.
+
+**Clears** (`clear_numbers.py`). A peer's chunks are found only if the peer has cleared what this
+host has cleared. This host learns the clears of its peers.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from kvhold.core.config import setting
+from kvhold.core.errors import ConfigError, TierCannotList, TierDenied, TierError, TierUnavailable
+from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.secrets import read_secret
+from kvhold.net import login
+from kvhold.net.addresses import is_loopback
+from kvhold.net.peers import DEFAULT_PORT
+from kvhold.net.stream import Address, open_stream
+from kvhold.net.tls import client_context
+from kvhold.tiers.base import Parts, TierTraits, check_lengths
+from kvhold.tiers.exchanges import Getting, gettings
+from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.follower import Follower
+from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
+from kvhold.tiers.peers.peer import TIER, Connect, Peer
+from kvhold.tiers.url import TierUrl
+
+
+@dataclass(frozen=True)
+class PeersConfig:
+    token: str = setting(
+        "", "the peers' token; better in the URL's password, or in a file", secret=True
+    )
+    token_file: str = setting("", "a file with the token")
+    tls: bool = setting(False, "use TLS")
+    insecure: bool = setting(
+        False,
+        "send the token to other hosts without TLS; anyone who listens on the network can read it",
+    )
+    ca_file: str = setting(
+        "",
+        "PEM file of the authorities that may have signed the peers' certificates; empty: the "
+        "system's",
+    )
+    cert_file: str = setting(
+        "", "PEM file of this node's certificate, if the peers require one (mTLS)"
+    )
+    key_file: str = setting("", "PEM file of the certificate's key; empty: it is in cert_file")
+    connections: int = setting(4, "connections to one peer that carry chunks", minimum=1)
+    answer_timeout_s: float = setting(
+        2.0, "deadline of one peer's part of a get; then it is left alone", minimum=0.001
+    )
+    pause_s: float = setting(
+        1.0,
+        "how long a peer that failed is left alone; grows with each failure, up to 30 s",
+        minimum=0.001,
+    )
+    forget_s: float = setting(
+        60.0, "the chunks of a lost peer leave the index after this time", minimum=0
+    )
+    most_chunks: int = setting(
+        4_000_000, "most chunks in the index, at up to 48 bytes each; more are not found", minimum=1
+    )
+
+
+class PeersTier:
+    traits: ClassVar[TierTraits] = TierTraits(name=TIER, shared=True, read_only=True)
+
+    def __init__(
+        self,
+        hosts: Sequence[tuple[str, int | None]],
+        config: PeersConfig,
+        *,
+        connect: Connect = open_stream,
+    ) -> None:
+        """Raises ConfigError for invalid settings."""
+        addresses = [Address(host, port or DEFAULT_PORT) for host, port in hosts]
+        if not 0 < len(addresses) <= MOST_PEERS or len(set(addresses)) < len(addresses):
+            raise ConfigError(
+                f"peers: {len(addresses)} peers are named; write 1 to {MOST_PEERS} different ones, "
+                f"such as peers://host-a:{DEFAULT_PORT},host-b:{DEFAULT_PORT}"
+            )
+        if not config.tls and (config.ca_file or config.cert_file or config.key_file):
+            raise ConfigError("peers: ca_file, cert_file and key_file are for TLS; add tls=true")
+        token = (
+            read_secret(config.token_file, where="peers: token_file")
+            if config.token_file
+            else config.token
+        )
+        if len(token.encode()) > login.MAX_TOKEN_BYTES:
+            raise ConfigError(f"peers: token: at most {login.MAX_TOKEN_BYTES} bytes are allowed")
+        for address in addresses:
+            if token and not config.tls and not config.insecure and not is_loopback(address.host):
+                raise ConfigError(
+                    f"peers: {address}: the token would cross the network in clear text; add "
+                    "tls=true, or insecure=true if nobody else can listen there"
+                )
+        tls = (
+            client_context(config.ca_file, config.cert_file, config.key_file)
+            if config.tls
+            else None
+        )
+        self._config = config
+        self.clear_numbers = ClearNumbers()
+        self.own_incarnation = 0
+        """Of the node that this tier belongs to, if it serves peers: it does not follow itself."""
+        self._learned: Callable[[bytes], None] = lambda prefix: None
+        self._index = PeerIndex()
+        self.peers = [
+            Peer(
+                number,
+                address,
+                token=token,
+                tls=tls,
+                connections=config.connections,
+                pause_s=config.pause_s,
+                connect=connect,
+            )
+            for number, address in enumerate(addresses)
+        ]
+        self._following: list[asyncio.Task[None]] = []
+        self._tried: dict[int, asyncio.Event] = {}
+        self._is_closed = False
+
+    @classmethod
+    def from_url(cls, url: TierUrl) -> Self:
+        if url.path not in ("", "/") or not url.hosts:
+            raise ConfigError(
+                f"tiers: {url.shown}: write peers://host-a:{DEFAULT_PORT},host-b:{DEFAULT_PORT}"
+            )
+        if url.username:
+            raise ConfigError(
+                f"tiers: {url.shown}: there are no users, only a token; write "
+                "peers://:TOKEN@host, with a colon before the token"
+            )
+        return cls(url.hosts, url.apply(PeersConfig(token=url.password)))
+
+    @property
+    def index_bytes(self) -> int:
+        return self._index.nbytes
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._index)
+
+    # Clears, see `guard.KeepsClears`.
+
+    @property
+    def numbers(self) -> dict[bytes, int]:
+        return self.clear_numbers.numbers
+
+    def keep_clears(
+        self, learned: Callable[[bytes], None], numbers: Mapping[bytes, int] | None
+    ) -> None:
+        self._learned = learned
+        self.clear_numbers.resume(numbers or {})
+
+    def advance(self, prefix: bytes) -> None:
+        self.clear_numbers.advance(prefix)
+
+    def announce(self, prefix: bytes) -> None:
+        self.clear_numbers.announce(prefix)
+
+    # The contract of a tier.
+
+    async def check(self) -> None:
+        """Passes if one peer is followed."""
+        self._start()
+        await asyncio.gather(*(tried.wait() for tried in self._tried.values()))
+        others = [peer for peer in self.peers if not peer.is_self]
+        if others and not any(peer.is_followed for peer in others):
+            faults = [peer.last_fault for peer in others if peer.last_fault is not None]
+            why = "; ".join(str(fault) for fault in faults) or "no peer answers"
+            all_denied = faults and all(isinstance(fault, TierDenied) for fault in faults)
+            raise (TierDenied if all_denied else TierUnavailable)(TIER, "check", why)
+
+    async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
+        self._start()
+        allowed: dict[bytes, int] = {}
+        sizes: list[int | TierError | None] = []
+        for key in keys:
+            space = key[:NAMESPACE_BYTES]
+            if space not in allowed:
+                allowed[space] = self._allowed(space)
+            found = self._index.find(digest_of(key)) if allowed[space] else None
+            sizes.append(
+                found.nbytes if found is not None and found.peers & allowed[space] else None
+            )
+        return sizes
+
+    async def get(
+        self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        check_lengths(keys, into, starts)
+        self._start()
+        items = gettings(keys, into, starts)
+        shares = self._shares(items)
+        faults: dict[int, TierError] = {}
+        async with asyncio.TaskGroup() as group:
+            for number, share in shares.items():
+                group.create_task(self._fetch(self.peers[number], share, faults))
+        return [item.size if item.size is not None else faults.get(id(item)) for item in items]
+
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
+        return [TierError(TIER, "put", "nothing is written to peers") for _ in items]
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        """Forget chunks, such as damaged ones. They are found again when a peer adds them."""
+        for key in keys:
+            for peer in self.peers:
+                self._index.remove(digest_of(key), peer=peer.number)
+        return [False] * len(keys)
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        keys: tuple[bytes, ...] = ()
+        for key in keys:
+            yield key
+        raise TierCannotList(TIER, "scan", "the index has digests of keys, not keys")
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for task in self._following:
+            task.cancel()
+        if self._following:
+            await asyncio.wait(self._following)
+        for peer in self.peers:
+            peer.close()
+
+    def _start(self) -> None:
+        if self._following or self._is_closed:
+            return
+        loop = asyncio.get_running_loop()
+        for peer in self.peers:
+            tried = self._tried[peer.number] = asyncio.Event()
+            follower = Follower(
+                peer,
+                self._index,
+                self.clear_numbers,
+                most_chunks=self._config.most_chunks,
+                forget_s=self._config.forget_s,
+                own_incarnation=lambda: self.own_incarnation,
+                learned=self._learned,
+                tried=tried.set,
+            )
+            self._following.append(loop.create_task(follower.run()))
+
+    def _allowed(self, space: bytes) -> int:
+        """Return the mask of the peers whose chunks of a namespace may be used now."""
+        return sum(
+            peer.mask
+            for peer in self.peers
+            if peer.may_be_asked() and self.clear_numbers.allow(space, peer.clears)
+        )
+
+    def _shares(self, items: Sequence[Getting]) -> dict[int, list[Getting]]:
+        """Give each item to the least loaded peer that has it."""
+        shares: dict[int, list[Getting]] = {}
+        allowed: dict[bytes, int] = {}
+        load = {peer.number: peer.asked_bytes for peer in self.peers}
+        for item in items:
+            space = item.key[:NAMESPACE_BYTES]
+            if space not in allowed:
+                allowed[space] = self._allowed(space)
+            found = self._index.find(digest_of(item.key))
+            mask = 0 if found is None else found.peers & allowed[space]
+            if mask:
+                number = min(
+                    (peer.number for peer in self.peers if peer.mask & mask), key=load.__getitem__
+                )
+                load[number] += item.nbytes
+                shares.setdefault(number, []).append(item)
+        return shares
+
+    async def _fetch(self, peer: Peer, items: list[Getting], faults: dict[int, TierError]) -> None:
+        fault = await peer.fetch(items, timeout_s=self._config.answer_timeout_s)
+        for item in items:
+            if item.size is not None:
+                continue
+            if fault is not None:
+                faults[id(item)] = fault
+            elif item.start is None:
+                self._index.remove(digest_of(item.key), peer=peer.number)

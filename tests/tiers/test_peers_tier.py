@@ -1,0 +1,604 @@
+"""The tier of peers over real connections to a served place, and peers that misbehave."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvhold.core.config import ServePeersConfig
+from kvhold.core.errors import (
+    ConfigError,
+    TierCannotList,
+    TierDenied,
+    TierError,
+    TierUnavailable,
+)
+from kvhold.core.metrics import Metrics
+from kvhold.net import login
+from kvhold.net import peers as p
+from kvhold.net.stream import Stream, accept_stream
+from kvhold.net.wire import Decoder, encode
+from kvhold.node.peer_feed import PeerFeed
+from kvhold.node.peer_server import ByteBudget, PeerServer
+from kvhold.testing import TierContract
+from kvhold.testing.tier import fetch, make_key, make_value, store
+from kvhold.tiers.base import Parts, TierTraits
+from kvhold.tiers.exchanges import read_body
+from kvhold.tiers.peers import PeersTier
+from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.index import digest_of
+from kvhold.tiers.registry import make_tier
+
+pytestmark = pytest.mark.asyncio
+
+PATIENT_S = 60.0
+SPACE = make_key(0)[:16]
+
+
+class Place:
+    """Values that a server lends, in the place of a node's chunks."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.numbers = ClearNumbers()
+        self.feed = PeerFeed(self.numbers, lambda key, nbytes, num_tokens: nbytes)
+        self.settings = ServePeersConfig(listen="127.0.0.1:0", **settings)
+        self.server = PeerServer(self.settings, self, self.feed, Metrics())
+        self.lent_now = self.most_lent = 0
+        self.may_lend = asyncio.Event()
+        self.may_lend.set()
+
+    @asynccontextmanager
+    async def lent(
+        self, keys: Sequence[bytes], room: Sequence[int]
+    ) -> AsyncIterator[list[Parts | None]]:
+        found: list[Parts | None] = []
+        for key, most in zip(keys, room, strict=True):
+            value = self.values.get(key)
+            fits = value is not None and len(value) <= most
+            found.append([memoryview(value)] if value is not None and fits else None)
+        nbytes = sum(len(parts[0]) for parts in found if parts)
+        self.lent_now += nbytes
+        self.most_lent = max(self.most_lent, self.lent_now)
+        try:
+            await self.may_lend.wait()
+            yield found
+        finally:
+            self.lent_now -= nbytes
+
+    def put(self, key: bytes, value: bytes) -> None:
+        if key not in self.values:
+            self.values[key] = value
+            self.feed.note_on_disk(key, len(value))
+
+    def remove(self, key: bytes) -> bool:
+        self.feed.note_on_disk(key, 0)
+        return self.values.pop(key, None) is not None
+
+    def start(self) -> None:
+        self.server.listen()
+        self.server.start()
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+
+@asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[Place]:
+    place = Place(**settings)
+    place.start()
+    try:
+        yield place
+    finally:
+        await place.server.stop()
+
+
+def a_tier(*ports: int, **options: object) -> PeersTier:
+    hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+    pairs = "&".join(f"{name}={value}" for name, value in options.items())
+    tier, _ = make_tier(f"peers://{hosts}{'?' if pairs else ''}{pairs}")
+    assert isinstance(tier, PeersTier)
+    return tier
+
+
+@asynccontextmanager
+async def following(*ports: int, **options: object) -> AsyncIterator[PeersTier]:
+    tier = a_tier(*ports, **{"answer_timeout_s": PATIENT_S} | options)
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def eventually(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENT_S):
+        while not condition():  # noqa: ASYNC110 - followers report to nobody
+            await asyncio.sleep(0.005)
+
+
+async def eventually_found(tier: PeersTier, key: bytes, nbytes: int | None) -> None:
+    async with asyncio.timeout(PATIENT_S):
+        while await tier.probe([key]) != [nbytes]:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+class _PutThere:
+    """Puts and deletes at the served place, and waits until the tier has been told."""
+
+    def __init__(self, tier: PeersTier, place: Place) -> None:
+        self._tier = tier
+        self._place = place
+        self._turn = asyncio.Lock()
+
+    @property
+    def traits(self) -> TierTraits:
+        return self._tier.traits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    async def put(
+        self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
+    ) -> list[TierError | None]:
+        values = {
+            key: b"".join(bytes(part.cast("B")) for part in parts) for key, parts in items[::-1]
+        }
+        async with self._turn:
+            for key, value in values.items():
+                self._place.put(key, value)
+            for key in values:
+                await eventually_found(self._tier, key, len(self._place.values[key]))
+        return [None] * len(items)
+
+    async def delete(self, keys: Sequence[bytes]) -> list[bool]:
+        async with self._turn:
+            removed = [self._place.remove(key) for key in keys]
+            for key in keys:
+                await eventually_found(self._tier, key, None)
+        return removed
+
+    async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
+        for key in list(self._place.values):
+            if key.startswith(prefix):
+                yield key
+
+
+class TestPeersTier(TierContract):
+    """Reads through the tier; puts, deletes and scans at the place that it reads from."""
+
+    @pytest.fixture
+    async def tier(self) -> AsyncIterator[Any]:
+        async with served() as place, following(place.port) as tier:
+            await tier.check()
+            yield _PutThere(tier, place)
+
+
+async def test_a_probe_asks_nobody() -> None:
+    async with served() as place, following(place.port) as tier:
+        place.put(make_key(1), b"x" * 100)
+        await eventually_found(tier, make_key(1), 100)
+        place.may_lend.clear()
+        sent = place.server.metrics.as_dict()
+        for _ in range(100):
+            assert await tier.probe([make_key(1), make_key(2)]) == [100, None]
+        assert place.server.metrics.as_dict() == sent
+
+
+async def test_nothing_is_written_to_peers() -> None:
+    async with served() as place, following(place.port) as tier:
+        assert tier.traits.read_only
+        assert await store(tier, {make_key(1): b"x"}) == [False]
+        with pytest.raises(TierCannotList):
+            [key async for key in tier.scan(b"")]
+        assert place.values == {}
+
+
+async def test_a_deleted_chunk_is_forgotten_and_stays_at_its_peer() -> None:
+    async with served() as place, following(place.port) as tier:
+        place.put(make_key(1), b"damaged")
+        await eventually_found(tier, make_key(1), 7)
+        assert await tier.delete([make_key(1)]) == [False]
+        assert await tier.probe([make_key(1)]) == [None]
+        assert place.values
+
+
+async def test_a_chunk_that_its_peer_has_lost_is_a_miss_and_leaves_the_index() -> None:
+    async with served() as place, following(place.port) as tier:
+        place.put(make_key(1), b"x" * 100)
+        place.put(make_key(2), b"y" * 100)
+        await eventually_found(tier, make_key(2), 100)
+        del place.values[make_key(1)]  # and no event says so
+        assert await fetch(tier, [make_key(1), make_key(2)], [100, 100]) == [None, b"y" * 100]
+        assert await tier.probe([make_key(1), make_key(2)]) == [None, 100]
+
+
+async def test_a_snapshot_of_many_pages_is_complete() -> None:
+    async with served() as place:
+        values = {make_key(number): b"x" * (number % 50 + 1) for number in range(10_000)}
+        for key, value in values.items():
+            place.put(key, value)
+        await eventually(lambda: len(place.feed) == len(values))
+        async with following(place.port) as tier:
+            await tier.check()
+            assert await tier.probe(list(values)) == [len(value) for value in values.values()]
+            assert tier.num_chunks == len(values)
+
+
+async def test_chunks_that_change_during_a_snapshot_are_right_in_the_end() -> None:
+    async with served() as place:
+        for number in range(9_000):
+            place.put(make_key(number), b"x")
+        await eventually(lambda: len(place.feed) == 9_000)
+        async with following(place.port) as tier:
+            checking = asyncio.ensure_future(tier.check())
+            for number in range(0, 9_000, 2):
+                place.remove(make_key(number))
+                place.put(make_key(20_000 + number), b"yy")
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+            await checking
+            await eventually_found(tier, make_key(20_000 + 8_998), 2)
+            await eventually(lambda: tier.num_chunks == 9_000)
+            keys = [make_key(number) for number in range(9_000)]
+            assert await tier.probe(keys) == [None, 1] * 4_500
+
+
+async def test_the_least_loaded_peer_is_asked() -> None:
+    async with served() as one, served() as other, following(one.port, other.port) as tier:
+        await tier.check()
+        keys = [make_key(number) for number in range(8)]
+        for key in keys:
+            one.put(key, b"x" * 1000)
+            other.put(key, b"x" * 1000)
+        await eventually(lambda: all(_peers_of(tier, key) == 3 for key in keys))
+        assert await fetch(tier, keys, [1000] * 8) == [b"x" * 1000] * 8
+        sent = [
+            place.server.metrics.as_dict()["kvhold_peer_chunks{result=sent}"]
+            for place in (one, other)
+        ]
+        assert sent == [4, 4]
+
+
+def _peers_of(tier: PeersTier, key: bytes) -> int:
+    found = tier._index.find(digest_of(key))
+    return 0 if found is None else found.peers
+
+
+async def test_a_peer_that_does_not_answer_costs_one_deadline_and_is_left_alone() -> None:
+    async with (
+        served() as place,
+        following(place.port, answer_timeout_s=0.2, pause_s=PATIENT_S) as tier,
+    ):
+        place.put(make_key(1), b"x" * 100)
+        await eventually_found(tier, make_key(1), 100)
+        place.may_lend.clear()
+        buffer = bytearray(100)
+        [answer] = await tier.get([make_key(1)], [[memoryview(buffer)]])
+        assert isinstance(answer, TierUnavailable)
+        assert "no answer within 0.2 s" in str(answer)
+        # left alone: its chunks are not found, and nobody waits for it again
+        assert await tier.probe([make_key(1)]) == [None]
+        assert await tier.get([make_key(1)], [[memoryview(buffer)]]) == [None]
+        place.may_lend.set()
+
+
+async def test_a_silent_peer_does_not_delay_the_chunks_of_others() -> None:
+    async with (
+        served() as silent,
+        served() as place,
+        following(silent.port, place.port, answer_timeout_s=0.3) as tier,
+    ):
+        await tier.check()
+        silent.put(make_key(1), b"x" * 100)
+        place.put(make_key(2), b"y" * 100)
+        await eventually_found(tier, make_key(1), 100)
+        await eventually_found(tier, make_key(2), 100)
+        silent.may_lend.clear()
+        assert await fetch(tier, [make_key(1), make_key(2)], [100, 100]) == [None, b"y" * 100]
+        silent.may_lend.set()
+
+
+async def test_a_restarted_peer_is_followed_again_from_a_snapshot() -> None:
+    async with served() as place, following(place.port) as tier:
+        place.put(make_key(1), b"before")
+        await eventually_found(tier, make_key(1), 6)
+        await place.server.stop()
+        await eventually_found(tier, make_key(1), None)
+        again = Place()
+        again.settings = ServePeersConfig(listen=f"127.0.0.1:{place.port}")
+        again.server = PeerServer(again.settings, again, again.feed, Metrics())
+        again.put(make_key(2), b"after!!")
+        again.start()
+        await eventually_found(tier, make_key(2), 7)
+        assert await tier.probe([make_key(1)]) == [None]
+        assert tier.num_chunks == 1
+        assert await fetch(tier, [make_key(2)], [7]) == [b"after!!"]
+        await again.server.stop()
+
+
+async def test_the_chunks_of_a_lost_peer_leave_the_index_after_a_while() -> None:
+    async with served() as place, following(place.port, forget_s=0.2) as tier:
+        place.put(make_key(1), b"x")
+        await eventually_found(tier, make_key(1), 1)
+        await place.server.stop()
+        await eventually(lambda: tier.num_chunks == 0)
+
+
+async def test_a_short_loss_costs_no_snapshot() -> None:
+    async with served() as place, following(place.port) as tier:
+        place.put(make_key(1), b"x")
+        await eventually_found(tier, make_key(1), 1)
+        num_pages, pages = 0, place.feed.pages
+
+        def counted() -> Any:
+            nonlocal num_pages
+            num_pages += 1
+            return pages()
+
+        place.feed.pages = counted  # type: ignore[method-assign]
+        for task in list(place.server._conversations):
+            task.cancel()
+        place.put(make_key(2), b"yy")
+        await eventually_found(tier, make_key(2), 2)
+        assert await tier.probe([make_key(1)]) == [1]
+        assert num_pages == 0
+
+
+async def test_a_follower_that_missed_changes_gets_a_snapshot() -> None:
+    async with served() as place, following(place.port) as tier:
+        place.put(make_key(1), b"x")
+        await eventually_found(tier, make_key(1), 1)
+        tier.peers[0].after -= 1  # as if one had been lost
+        place.remove(make_key(1))
+        place.put(make_key(2), b"yy")
+        await eventually_found(tier, make_key(2), 2)
+        assert await tier.probe([make_key(1)]) == [None]
+
+
+class TestClears:
+    """A clear of this host holds for what its peers still have."""
+
+    async def test_a_cleared_chunk_of_a_peer_is_not_found(self) -> None:
+        async with served() as place, following(place.port) as tier:
+            place.put(make_key(1), b"x")
+            await eventually_found(tier, make_key(1), 1)
+            tier.advance(SPACE)
+            assert await tier.probe([make_key(1)]) == [None]
+            assert await tier.get([make_key(1)], [[memoryview(bytearray(1))]]) == [None]
+
+    @pytest.mark.parametrize("prefix", [SPACE, b""], ids=["namespace", "everything"])
+    async def test_it_is_found_again_when_the_peer_has_cleared_too(self, prefix: bytes) -> None:
+        async with served() as place, following(place.port) as tier:
+            place.put(make_key(1), b"x")
+            await eventually_found(tier, make_key(1), 1)
+            tier.advance(prefix)
+            place.remove(make_key(1))
+            place.numbers.learn(prefix, tier.numbers[prefix])
+            place.put(make_key(2), b"after")
+            await asyncio.sleep(0.05)
+            assert await tier.probe([make_key(2)]) == [None]  # it was not announced
+            place.numbers.announce(prefix)
+            await eventually_found(tier, make_key(2), 5)
+
+    async def test_another_namespace_is_not_touched(self) -> None:
+        other = b"o" * 16
+        async with served() as place, following(place.port) as tier:
+            place.put(make_key(1, other), b"x")
+            await eventually_found(tier, make_key(1, other), 1)
+            tier.advance(SPACE)
+            assert await tier.probe([make_key(1, other)]) == [1]
+
+    @pytest.mark.parametrize("when", ["before it follows", "later"])
+    async def test_a_peers_clear_is_learned_once(self, when: str) -> None:
+        learned: list[bytes] = []
+        async with served() as place, following(place.port) as tier:
+            tier.keep_clears(learned.append, None)
+            if when == "later":
+                await tier.check()
+            place.numbers.advance(SPACE)
+            place.numbers.announce(SPACE)
+            await tier.check()
+            await eventually(lambda: learned == [SPACE])
+            assert tier.numbers == place.numbers.numbers
+            place.numbers.announce(SPACE)
+            place.put(make_key(1), b"x")
+            await eventually_found(tier, make_key(1), 1)
+            assert learned == [SPACE]
+
+    async def test_clears_of_the_last_run_hold(self) -> None:
+        async with served() as place, following(place.port) as tier:
+            tier.keep_clears(lambda prefix: None, {SPACE: 5})
+            place.put(make_key(1), b"x")
+            await tier.check()
+            await eventually(lambda: tier.num_chunks == 1)
+            assert await tier.probe([make_key(1)]) == [None]
+
+    async def test_a_number_is_larger_than_any_known(self) -> None:
+        numbers = ClearNumbers(clock=lambda: 1.0)
+        assert numbers.advance(SPACE) == 1000
+        assert numbers.advance(SPACE) == 1001
+        assert numbers.learn(SPACE, 5000)
+        assert not numbers.learn(SPACE, 5000)
+        assert numbers.advance(SPACE) == 5001
+
+    @pytest.mark.parametrize(("prefix", "number"), [(b"short", 1), (SPACE, 0), (SPACE, 1 << 62)])
+    async def test_an_impossible_clear_is_refused(self, prefix: bytes, number: int) -> None:
+        with pytest.raises(ValueError, match="a clear of"):
+            ClearNumbers().learn(prefix, number)
+
+
+class TestServer:
+    async def test_a_peer_of_another_version_is_refused_with_the_reason(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with served() as place:
+            monkeypatch.setattr(p, "PEERS_VERSION", 99)
+            async with following(place.port) as tier:
+                with pytest.raises(
+                    TierUnavailable, match=r"kvhold node for peers, protocol 1; .*another version"
+                ):
+                    await tier.check()
+
+    async def test_a_token_is_checked(self) -> None:
+        async with served(token="hush") as place:
+            async with following(place.port) as tier:
+                with pytest.raises(TierDenied, match="a token is needed"):
+                    await tier.check()
+            async with following(place.port, token="wrong") as tier:
+                with pytest.raises(TierDenied, match="the token is wrong"):
+                    await tier.check()
+            async with following(place.port, token="hush") as tier:
+                await tier.check()
+
+    async def test_slow_peers_pin_no_more_than_the_budget(self) -> None:
+        async with (
+            served(in_flight_bytes=20_000) as place,
+            following(place.port, connections=8) as tier,
+        ):
+            values = {make_key(number): make_value(number, 9_000) for number in range(12)}
+            for key, value in values.items():
+                place.put(key, value)
+            await eventually_found(tier, make_key(11), 9_000)
+            place.may_lend.clear()
+            reads = [asyncio.ensure_future(fetch(tier, [key], [9_000])) for key in values]
+            await eventually(lambda: place.lent_now == 18_000)
+            await asyncio.sleep(0.05)
+            assert place.most_lent == 18_000
+            place.may_lend.set()
+            assert [read for [read] in await asyncio.gather(*reads)] == list(values.values())
+            assert place.most_lent <= 20_000
+            await eventually(lambda: place.server.budget.used == 0)
+
+    async def test_a_budget_outlives_callers_that_give_up(self) -> None:
+        budget = ByteBudget(10)
+        gate = asyncio.Event()
+
+        async def use(nbytes: int) -> None:
+            async with budget.taken(nbytes):
+                await gate.wait()
+
+        first = asyncio.ensure_future(use(8))
+        await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(use(nbytes)) for nbytes in (6, 3, 1)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        gate.set()
+        await asyncio.wait([first, *waiting])
+        assert budget.used == 0
+        async with asyncio.timeout(PATIENT_S), budget.taken(10):
+            pass
+
+    @pytest.mark.parametrize(
+        "request_of",
+        [
+            lambda: p.PeerGet(b"", []),
+            lambda: p.PeerGet(make_key(1), [1, 2]),
+            lambda: p.PeerGet(make_key(1), [1], [-1]),
+            lambda: p.PeerGet(make_key(1)[:-1], [1]),
+            lambda: p.PeerGet(make_key(1) * 5000, [1] * 5000),
+        ],
+        ids=["nothing", "two sizes", "negative start", "half a key", "too many"],
+    )
+    async def test_a_bad_get_ends_its_connection_only(
+        self, request_of: Callable[[], p.PeerGet]
+    ) -> None:
+        async with served() as place, following(place.port) as tier:
+            await tier.check()
+            stream, _ = await tier.peers[0].open_to_follow()
+            await stream.send([encode(request_of())])
+            answer = Decoder[Any](login.Refused).decode(await read_body(stream))
+            assert isinstance(answer, login.Refused)
+            stream.close()
+            place.put(make_key(1), b"x")
+            await eventually_found(tier, make_key(1), 1)
+
+
+class TestHostilePeers:
+    """A peer that breaks the protocol costs misses."""
+
+    @asynccontextmanager
+    async def hostile(self, *news: bytes) -> AsyncIterator[PeersTier]:
+        """A tier of one peer that says this to each follower."""
+
+        async def converse(sock: Any) -> None:
+            stream: Stream = await accept_stream(sock, None)
+            try:
+                await read_body(stream)
+                welcome = p.PeerWelcome(p.PEERS_VERSION, "x", 7)
+                await stream.send([encode(welcome), *news])
+                await asyncio.sleep(PATIENT_S)
+            finally:
+                stream.close()
+
+        loop, talks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+
+            async def accept() -> None:
+                while True:
+                    sock, _ = await loop.sock_accept(listener)
+                    talks.append(loop.create_task(converse(sock)))
+
+            accepting = loop.create_task(accept())
+            async with following(listener.getsockname()[1]) as tier:
+                yield tier
+            for task in (accepting, *talks):
+                task.cancel()
+            await asyncio.wait([accepting, *talks])
+
+    @pytest.mark.parametrize(
+        "news",
+        [
+            b"\xff\xff\xff\xff",
+            b"\x04\x00\x00\x00junk",
+            bytes(encode(p.Page(1, True, True, [], b"1234567", b""))),
+            bytes(encode(p.Page(1, True, True, [], bytes(16), bytes(8)))),
+            bytes(encode(p.Page(1, True, True, [p.ClearNumber(b"x", 1)], b"", b""))),
+            bytes(encode(p.Page(1, True, True, [p.ClearNumber(SPACE, 1 << 62)], b"", b""))),
+            bytes(encode(p.Happened(9, [], []))),
+            bytes(encode(p.PeerWelcome(1, "x", 7))),
+        ],
+        ids=["length", "junk", "digests", "sizes", "prefix", "number", "gap", "welcome"],
+    )
+    async def test_bad_news_are_a_fault_of_the_peer(self, news: bytes) -> None:
+        async with self.hostile(news) as tier:
+            with pytest.raises(TierError, match=r"127\.0\.0\.1"):
+                await tier.check()
+            assert await tier.probe([make_key(1)]) == [None]
+
+    async def test_the_index_has_a_limit(self) -> None:
+        async with served() as place, following(place.port, most_chunks=100) as tier:
+            for number in range(3_000):
+                place.put(make_key(number), b"x")
+            place.put(make_key(9_999), b"last")
+            await tier.check()
+            await eventually(lambda: tier.peers[0].after == place.feed.number)
+            assert tier.num_chunks <= 100 + 2_000
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("peers://", "write peers://host-a"),
+        ("peers://a/x", "write peers://host-a"),
+        ("peers://a,a", "different ones"),
+        ("peers://" + ",".join(f"h{n}" for n in range(33)), "1 to 32 different"),
+        ("peers://user:hush@a", "no users"),
+        ("peers://:hush@a", "add tls=true"),
+        ("peers://a?token_file=/nowhere", "token_file"),
+        ("peers://a?ca_file=/x", "are for TLS"),
+        ("peers://a?conections=2", "connections"),
+    ],
+)
+async def test_settings_that_cannot_be_are_named(url: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        make_tier(url)
+    assert "hush" not in str(caught.value)
