@@ -111,7 +111,10 @@ def test_a_cache_with_tiers_has_the_declared_fields(tmp_path: Path) -> None:
 
 @pytest.mark.server
 def test_a_node_has_the_declared_fields(tmp_path: Path) -> None:
-    node = RunningNode(tmp_path / "s", "--tier", "memory://?max_bytes=16MiB")
+    settings = tmp_path / "kvhold.toml"
+    settings.write_text('[peers]\nlisten = "127.0.0.1:0"\n')
+    more = ("--tier", "memory://?max_bytes=16MiB", "--config", str(settings))
+    node = RunningNode(tmp_path / "s", *more)
     try:
         client = node.client()
         client.register(SPACE)

@@ -111,6 +111,8 @@ class CacheState:
         self._numbers = count(randbits(48) << 8 | 1)
         self._commands: list[Command] = []
         self._clears = 0
+        self.when_cleared: Callable[[bytes], None] | None = None
+        """Called when a clear has ended in memory and in the tiers."""
         self._chores = Chores()
         self._evictions = EvictionHistory(clock=clock)
         self._changes = Changes(metrics, self._evictions, event_buffer)
@@ -313,6 +315,29 @@ class CacheState:
         """
         return self._changes.log.last, self.ram.parts()
 
+    def watch_chunks(self, tell: Callable[[str, Entry], None]) -> None:
+        """Call `tell` with each chunk that is admitted to memory, or removed, and the reason."""
+        self._changes.tell = tell
+
+    def layout_of(self, key: bytes) -> Layout | None:
+        """Return the layout of a key's namespace, if it is known. Any thread."""
+        return self.reencodings.layout_of(key[:NAMESPACE_BYTES])
+
+    def hold_for_peer(self, keys: Sequence[bytes]) -> list[tuple[Entry, Layout] | None]:
+        """Hold chunks that are sent to another node; `ram.unpin_all` ends it.
+
+        They do not count as used: the other node has them from then on.
+        """
+        held: list[tuple[Entry, Layout] | None] = []
+        for key in keys:
+            entry, layout = self.ram.find(key), self.layout_of(key)
+            if entry is None or layout is None:
+                held.append(None)
+            else:
+                self.ram.hold(entry)
+                held.append((entry, layout))
+        return held
+
     def events(self, after: int) -> EventBatch:
         return self._changes.log.after(after)
 
@@ -375,6 +400,7 @@ class CacheState:
     def cleared(self, prefix: bytes) -> None:
         self._clears -= 1
         self._searches.cleared(prefix)
+        self._has_cleared(prefix)
 
     def _clear(self, prefix: bytes, *, learned: bool) -> int:
         removed = self.ram.clear(prefix)
@@ -384,7 +410,13 @@ class CacheState:
             self._searches.clear(prefix)
             self._clears += 1
             self._give_command(ClearCommand(prefix, learned))
+        else:
+            self._has_cleared(prefix)
         return removed
+
+    def _has_cleared(self, prefix: bytes) -> None:
+        if self.when_cleared is not None:
+            self.when_cleared(prefix)
 
     def _give_command(self, command: Command) -> None:
         self._commands.append(command)

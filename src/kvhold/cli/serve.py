@@ -147,4 +147,5 @@ def _node_line(node: Node) -> str:
     return (
         f"kvhold node ready on {node.path}: {format_size(node.arena.nbytes)} in {pages} "
         f"pages, protocol {PROTOCOL_VERSION}"
+        + (f", peers on {node.peers_address}" if node.peers_address else "")
     )

@@ -172,7 +172,35 @@ class ClientStatus(TypedDict):
     silent_s: float
 
 
-class NodeStatus(CacheStatus):
+class ServedPeersStatus(TypedDict):
+    """The service for other nodes.
+
+    address:         where the node listens
+    connections:     connections of other nodes
+    chunks:          chunks that other nodes can find here
+    index_bytes:     bytes of the index of these chunks
+    in_flight_bytes: bytes of chunks that are pinned, or in buffers, while they are sent
+    counters:        metrics of the service
+    """
+
+    address: str
+    connections: int
+    chunks: int
+    index_bytes: int
+    in_flight_bytes: int
+    counters: dict[str, float]
+
+
+class NodePeersStatus(TypedDict, total=False):
+    """The service of a node for other nodes. Absent without `peers.listen`.
+
+    served_peers: service for other nodes; absent without `peers.listen`
+    """
+
+    served_peers: ServedPeersStatus
+
+
+class NodeStatus(CacheStatus, NodePeersStatus):
     """A node.
 
     version:        version of kvhold

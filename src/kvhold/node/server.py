@@ -28,7 +28,7 @@ from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
 from kvhold.core.cleanup import on_error
 from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError, NodeError
-from kvhold.core.status import NodeStatus, TiersStatus
+from kvhold.core.status import NodePeersStatus, NodeStatus, TiersStatus
 from kvhold.core.turns import next_turn
 from kvhold.memory.arena import Arena, Region, Toucher, default_arena_bytes
 from kvhold.memory.host import resident_bytes
@@ -41,8 +41,10 @@ from kvhold.node.listener import Listener
 from kvhold.node.names import Names
 from kvhold.node.paths import clears_path, socket_path
 from kvhold.node.pauses import collect_all, collect_young
+from kvhold.node.peer_thread import PeerThread
 from kvhold.node.requirements import requirements_of
 from kvhold.node.socket_lock import SocketLock, remove_stale
+from kvhold.tiers.peers.clear_numbers import ClearNumbers
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ _MOST_READ_BYTES = 256 << 10
 
 class Node:
     _tier_worker: TierWorker | None = None
+    _peers: PeerThread | None = None
 
     def __init__(self, config: Config, *, idle_exit_s: float | None = None) -> None:
         """Take the socket's lock, and create arena, state and tier worker.
@@ -79,6 +82,8 @@ class Node:
             self._tier_worker = make_tier_worker(
                 config, self.state, self._post, clears_path(self.path) if config.tiers else None
             )
+            with on_error(self._drop_tier_worker):
+                self._peers = self._serve_peers(config)
         self._toucher = Toucher(self.arena.regions)
         self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
         self._starting: threading.Event | None = None
@@ -116,6 +121,8 @@ class Node:
         watch, chores = None, None
         try:
             self._listener = self._listen(loop)
+            if self._peers is not None:
+                self._peers.start()
             watch = loop.create_task(self._watch_clients())
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
@@ -130,6 +137,8 @@ class Node:
                 self._starting.wait()
             if watch is not None:
                 watch.cancel()
+            if self._peers is not None:
+                await loop.run_in_executor(None, self._peers.close)
             self.end_conversations()
             if self._listener is not None:
                 self.path.unlink(missing_ok=True)
@@ -139,6 +148,28 @@ class Node:
                 await loop.run_in_executor(None, self._end_tier_worker)
             self.arena.close()
             self._lock.close()
+
+    def _drop_tier_worker(self) -> None:
+        if self._tier_worker is not None:
+            self._tier_worker.close(drain_timeout_s=0)
+
+    def _serve_peers(self, config: Config) -> PeerThread | None:
+        """Raises ConfigError."""
+        if not config.peers.listen:
+            return None
+        tier = None if self._tier_worker is None else self._tier_worker.peers_tier
+        numbers = ClearNumbers() if tier is None else tier.clear_numbers
+        peers = PeerThread(config.peers, self.state, self._post, numbers)
+        if tier is not None:
+            tier.own_incarnation = peers.feed.incarnation
+        else:
+
+            def announce(prefix: bytes) -> None:
+                numbers.advance(prefix)
+                numbers.announce(prefix)
+
+            self.state.when_cleared = announce
+        return peers
 
     def _start_chores(self) -> None:
         """From another thread: `Thread.start` blocks until the new one runs."""
@@ -175,9 +206,13 @@ class Node:
         tiers: TiersStatus = {}
         if self._tier_worker is not None:
             tiers = self._tier_worker.status()
+        peers: NodePeersStatus = {}
+        if self._peers is not None:
+            peers = {"served_peers": self._peers.status()}
         return {
             **self.state.status(),
             **tiers,
+            **peers,
             "version": __version__,
             "protocol": m.PROTOCOL_VERSION,
             "pid": os.getpid(),
@@ -202,6 +237,11 @@ class Node:
                 if c.session is not None
             ],
         }
+
+    @property
+    def peers_address(self) -> str:
+        """Where other nodes are served; empty: nowhere."""
+        return "" if self._peers is None else self._peers.address
 
     def move(self) -> None:
         if self._tier_worker is not None:

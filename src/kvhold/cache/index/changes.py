@@ -1,5 +1,7 @@
 """Records admissions to memory and removals: as events, and as reasons of later misses."""
 
+from collections.abc import Callable
+
 from kvhold.cache.events import EventLog
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.core.errors import ConfigError
@@ -14,6 +16,8 @@ class Changes:
         self._metrics = metrics
         self._evictions = evictions
         self._log = EventLog(event_buffer) if event_buffer else None
+        self.tell: Callable[[str, Entry], None] | None = None
+        """Called with each change, too."""
 
     @property
     def log(self) -> EventLog:
@@ -29,6 +33,8 @@ class Changes:
         """Record a change that `RamTier.watch` reports."""
         if self._log is not None:
             self._log.add(what, entry)
+        if self.tell is not None:
+            self.tell(what, entry)
         if what in REASONS:
             self._evictions.add(entry.key, Reason(what))
         if what == CLEARED:

@@ -84,6 +84,11 @@ class Reencodings:
             oldest, _ = self._known.popitem(last=False)
             self._shared.discard(oldest)
 
+    def layout_of(self, namespace: bytes) -> Layout | None:
+        """Return a known namespace's layout. Any thread."""
+        known = self._known.get(namespace)
+        return None if known is None else known.layout
+
     def begin(
         self,
         number: int,

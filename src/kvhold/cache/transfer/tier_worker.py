@@ -47,9 +47,11 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import CacheTierStatus, TiersStatus
 from kvhold.core.turns import next_turn
+from kvhold.tiers.base import KeepsClears
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.ram import Entry
 from kvhold.tiers.stack import Stack, learning_tiers, make_stack
@@ -132,6 +134,12 @@ class TierWorker:
         if loop is None:
             self._thread.start()
 
+    @property
+    def peers_tier(self) -> PeersTier | None:
+        return next(
+            (guard.tier for guard in self._stack.guards if isinstance(guard.tier, PeersTier)), None
+        )
+
     def submit(self, commands: Sequence[Command]) -> None:
         if commands and not self._closed:
             self._loop.call_soon_threadsafe(self._accept, commands)
@@ -193,7 +201,7 @@ class TierWorker:
                 guard.resume_clears(self._journal)
             if guard.traits.shared:
                 self._tasks.start(self._refresh(guard))
-            if not guard.config.read_only and coding.codec != RAW:
+            if not guard.read_only and coding.codec != RAW:
                 self._compiling[coding.codec] = self._loop.run_in_executor(
                     self._encoding, make_codec, coding.codec
                 )
@@ -316,6 +324,12 @@ class TierWorker:
             for guard in self._shared:
                 guard.use(space)
 
+    def _announce(self, prefix: bytes) -> None:
+        if prefix not in self._barred:  # else another clear is under way
+            for guard in self._shared:
+                if isinstance(guard.tier, KeepsClears):
+                    guard.tier.announce(prefix)
+
     def _is_barred(self, key: bytes) -> bool:
         return any(key.startswith(prefix) for prefix in self._barred)
 
@@ -362,6 +376,7 @@ class TierWorker:
                     del self._barred[command.prefix]
             await self._stack.end_clear(pending_clears)
             await self._remember()
+            self._announce(command.prefix)
         finally:
             self._post(lambda: self._state.cleared(command.prefix))
 
@@ -382,6 +397,8 @@ def make_tier_worker(
     stack = make_stack(config.tiers, plugins=config.plugins, metrics=metrics)
     for guard in stack.guards:
         _check_coding(guard, config)
+    if sum(isinstance(guard.tier, PeersTier) for guard in stack.guards) > 1:
+        raise ConfigError("tiers: name all peers in one tier: peers://host-a:7711,host-b:7711")
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     _teach(stack, state, config.policy)
@@ -437,6 +454,8 @@ def _reencodable(stack: Stack) -> dict[str, ReencodableTier]:
 
 
 def _why_not_reencoded(guard: Guard) -> str | None:
+    if guard.traits.read_only:
+        return f"nothing is written to {guard.traits.name}"
     if guard.config.read_only:
         return "it is read_only; set read_only to false to re-encode it"
     if not guard.traits.replaces:

@@ -1,0 +1,99 @@
+"""The chunks of a node for its peers: pinned in memory by the node's loop, or read by its disks.
+
+    async with source.lent(keys, room) as frames: ...   # in the peers' loop
+
+A frame has the checksums that the chunk's writer took, so a follower finds damage.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.framing import Framer
+from kvhold.codecs import header_size, make_codec
+from kvhold.codecs.frame import RAW, group_of, layer_shape
+from kvhold.core.errors import LayoutError
+from kvhold.core.layout import Layout
+from kvhold.core.store_options import DEFAULT_OPTIONS
+from kvhold.memory.slab import ALIGNMENT
+from kvhold.tiers.base import Parts
+from kvhold.tiers.ram import Entry
+
+_Held = list[tuple[Entry, Layout] | None]
+
+
+class PeerSource:
+    def __init__(self, state: CacheState, post: Callable[[Callable[[], None]], None]) -> None:
+        """post: runs a call in the node's loop"""
+        self._state = state
+        self._post = post
+        self._framer = Framer(make_codec(RAW))
+
+    @asynccontextmanager
+    async def lent(
+        self, keys: Sequence[bytes], room: Sequence[int]
+    ) -> AsyncIterator[list[Parts | None]]:
+        held = await self._hold(keys)
+        try:
+            yield [
+                None if one is None else self._framed(*one, most)
+                for one, most in zip(held, room, strict=True)
+            ]
+        finally:
+            self._let_go(held)
+
+    def frame_size(self, key: bytes, nbytes: int, num_tokens: int) -> int:
+        """See `SizeOf`. Any thread."""
+        layout = self._state.layout_of(key)
+        try:
+            return 0 if layout is None else nbytes + _header_bytes(key, layout, num_tokens)
+        except LayoutError:
+            return 0
+
+    def _framed(self, entry: Entry, layout: Layout, most: int) -> Parts | None:
+        if entry.nbytes + _header_bytes(entry.key, layout, entry.num_tokens) > most:
+            return None
+        framed = self._framer.framed(entry, layout, self._state.ram.view(entry), DEFAULT_OPTIONS)
+        return None if framed is None else framed.parts
+
+    async def _hold(self, keys: Sequence[bytes]) -> _Held:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Held] = loop.create_future()
+
+        def deliver(held: _Held) -> None:
+            if answer.done():  # its caller has left
+                self._let_go(held)
+            else:
+                answer.set_result(held)
+
+        def hold() -> None:
+            held = self._state.hold_for_peer(keys)
+            try:
+                loop.call_soon_threadsafe(deliver, held)
+            except RuntimeError:  # the peers' loop has ended
+                self._release(held)
+
+        self._post(hold)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():
+                self._let_go(answer.result())
+            raise
+
+    def _let_go(self, held: _Held) -> None:
+        if any(one is not None for one in held):
+            self._post(lambda: self._release(held))
+
+    def _release(self, held: _Held) -> None:
+        self._state.ram.unpin_all(one[0] for one in held if one is not None)
+
+
+def _header_bytes(key: bytes, layout: Layout, num_tokens: int) -> int:
+    group = group_of(key, layout)
+    return header_size(
+        rank=len(layer_shape(layout, group, num_tokens)[1]),
+        num_layers=layout.groups[group].layers,
+        align=ALIGNMENT,
+    )

@@ -1,0 +1,80 @@
+"""The thread that serves a node's peers, with an event loop of its own.
+
+    peers = PeerThread(config.peers, state, post, numbers); peers.start() ... peers.close()
+
+So engines wait neither for a peer's network nor for its encryption. The node's loop is asked only
+to pin chunks, at most 128 in a turn.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from kvhold.cache.state import CacheState
+from kvhold.cache.transfer.peer_source import PeerSource
+from kvhold.core.config import ServePeersConfig
+from kvhold.core.metrics import Metrics
+from kvhold.core.status import ServedPeersStatus
+from kvhold.node.peer_feed import PeerFeed
+from kvhold.node.peer_server import PeerServer
+from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.ram import ADMITTED, Entry
+
+
+class PeerThread:
+    def __init__(
+        self,
+        config: ServePeersConfig,
+        state: CacheState,
+        post: Callable[[Callable[[], None]], None],
+        numbers: ClearNumbers,
+    ) -> None:
+        """post: runs a call in the node's loop. Raises ConfigError."""
+        source = PeerSource(state, post)
+        self.feed = PeerFeed(numbers, source.frame_size)
+        self._metrics = Metrics()
+        self._server = PeerServer(config, source, self.feed, self._metrics)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
+        state.watch_chunks(self._note)
+
+    @property
+    def address(self) -> str:
+        host = self._server.host
+        return f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
+
+    def start(self) -> None:
+        """Raises NodeError: cannot listen."""
+        self._server.listen()
+        self._loop.call_soon(self._server.start)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all conversations. The node's loop must run meanwhile. Idempotent."""
+        if self._loop.is_closed():
+            return
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        else:
+            self._server.close()
+            self._loop.close()
+
+    def status(self) -> ServedPeersStatus:
+        return {
+            "address": self.address,
+            "connections": self._server.num_served,
+            "chunks": len(self.feed),
+            "index_bytes": self.feed.index_bytes,
+            "in_flight_bytes": self._server.budget.used,
+            "counters": self._metrics.as_dict(),
+        }
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _note(self, what: str, entry: Entry) -> None:
+        self.feed.note(entry.key, entry.nbytes if what == ADMITTED else 0, entry.num_tokens)

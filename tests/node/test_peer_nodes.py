@@ -1,0 +1,254 @@
+"""Nodes that serve each other: what one stores, another has, and what becomes of it in trouble."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhold.core.holdings import ABSENT
+from kvhold.core.keys import Namespace
+from kvhold.core.reasons import TIER_DOWN
+from kvhold.node import NodeClient
+from kvhold.testing.cache import HYBRID, a_prompt, read, store
+from kvhold.testing.damage import OpenArena
+from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually
+
+TIMED_OUT = "kvhold_tier_errors{tier=peers,operation=get,reason=unavailable}"
+BAD = "kvhold_tier_bad_frames{tier=peers,reason=checksum}"
+WIDE = Namespace(model="wide", layout=HYBRID)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def peers(*ports: int, **options: object) -> str:
+    """A tier of these peers, which a busy machine does not give up."""
+    patient = {"get_timeout_s": PATIENT_S, "answer_timeout_s": PATIENT_S, "probe_timeout_s": 5.0}
+    hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+    pairs = "&".join(f"{name}={value}" for name, value in (patient | options).items())
+    return f"peers://{hosts}?{pairs}"
+
+
+class Fleet:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes: list[RunningNode] = []
+
+    def start(self, name: str, *tiers: str, port: int | None = None, **more: Any) -> RunningNode:
+        """A node that serves peers on `port`, if given, over these tiers."""
+        settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
+        listen = "" if port is None else f'[peers]\nlisten = "127.0.0.1:{port}"\n'
+        path = self.folder / f"{name}-{len(self.nodes)}.toml"
+        path.write_text(f"tiers = {json.dumps(list(tiers))}\n{settings}{listen}")
+        self.nodes.append(
+            RunningNode(
+                self.folder / f"{name}.sock",
+                "--config",
+                str(path),
+            )
+        )
+        return self.nodes[-1]
+
+
+@pytest.fixture
+def fleet(nothing_is_left: None, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    for node in fleet.nodes:
+        node.close()
+
+
+def joined(node: RunningNode, namespace: Namespace = SPACE) -> NodeClient:
+    client = node.client()
+    client.register(namespace)
+    return client
+
+
+def port_of(node: RunningNode) -> int:
+    found = re.search(r"peers on 127\.0\.0\.1:(\d+)", node.ready)
+    assert found is not None, node.ready
+    return int(found[1])
+
+
+def tier_of(client: NodeClient) -> Any:
+    return client.status()["tiers"][-1]
+
+
+def served(client: NodeClient) -> Any:
+    return client.status()["served_peers"]
+
+
+def found_tokens(client: NodeClient, prompt: Any) -> int:
+    with client.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
+        return hit.num_tokens
+
+
+def eventually_read(client: NodeClient, prompt: Any) -> None:
+    """Wait until the other node's events have come, then compare every byte."""
+    eventually(lambda: read(client, prompt) == prompt.num_tokens)
+
+
+@pytest.mark.parametrize("namespace", [SPACE, WIDE], ids=["one group", "three groups"])
+def test_what_one_node_stores_is_a_hit_of_another(fleet: Fleet, namespace: Namespace) -> None:
+    first = fleet.start("a", port=0)
+    second = fleet.start("b", peers(port_of(first)))
+    writer, reader = joined(first, namespace), joined(second, namespace)
+    prompt = a_prompt(namespace, 100)
+    store(writer, prompt)
+    eventually_read(reader, prompt)
+    assert served(writer)["counters"]["kvhold_peer_chunks{result=sent}"] >= 7
+    eventually(lambda: writer.status()["pinned_chunks"] == 0)
+    assert served(writer)["in_flight_bytes"] == 0
+    assert found_tokens(joined(first, namespace), prompt) == 100
+
+
+def test_what_was_stored_before_is_in_the_snapshot_of_a_later_follower(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0)
+    prompt = a_prompt(SPACE, 300)
+    store(joined(first), prompt)
+    reader = joined(fleet.start("b", peers(port_of(first))))
+    eventually_read(reader, prompt)
+    assert tier_of(reader)["kind"] == "peers"
+    assert tier_of(reader)["read_only"]
+
+
+def test_two_nodes_with_one_list_serve_each_other_and_not_themselves(fleet: Fleet) -> None:
+    ports = [free_port(), free_port()]
+    nodes = [
+        fleet.start(name, peers(*ports), port=port) for name, port in zip("ab", ports, strict=True)
+    ]
+    clients = [joined(node) for node in nodes]
+    prompts = [a_prompt(SPACE, 100, seed) for seed in (1, 2)]
+    for client, prompt in zip(clients, prompts, strict=True):
+        store(client, prompt)
+    for client, prompt in zip(clients, prompts[::-1], strict=True):
+        eventually_read(client, prompt)
+        assert served(client)["connections"] <= 2  # the other's follow, and its reads
+
+
+def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0)
+    writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+    prompts = [a_prompt(SPACE, 4000, seed) for seed in range(6)]  # 18 MB for 16 MiB of memory
+    for prompt in prompts:
+        store(writer, prompt)
+    eventually_read(reader, prompts[-1])
+    assert found_tokens(reader, prompts[0]) == 0
+    assert served(writer)["chunks"] == writer.status()["chunks"]
+
+
+class TestClears:
+    def test_a_clear_holds_for_what_a_peer_still_has(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0)  # follows nobody, so it does not learn of the clear
+        second = fleet.start("b", peers(port_of(first)))
+        writer, reader = joined(first), joined(second)
+        prompt = a_prompt(SPACE, 100)
+        store(writer, prompt)
+        eventually_read(reader, prompt)
+        reader.clear(SPACE.digest)
+        reader.flush()
+        assert found_tokens(reader, prompt) == 0
+        # and after a restart
+        second.process.terminate()
+        second.process.wait()
+        reader = joined(fleet.start("b", peers(port_of(first))))
+        other = Namespace(model="other", layout=SPACE.layout)
+        writer.register(other)
+        reader.register(other)
+        store(writer, a_prompt(other, 100))
+        eventually_read(reader, a_prompt(other, 100))  # so it follows
+        assert found_tokens(reader, prompt) == 0
+        # until the peer clears, too
+        writer.clear(SPACE.digest)
+        store(writer, prompt)
+        eventually_read(reader, prompt)
+
+    @pytest.mark.parametrize("everything", [False, True], ids=["namespace", "everything"])
+    def test_a_clear_of_one_node_clears_the_others_that_follow_it(
+        self, fleet: Fleet, everything: bool
+    ) -> None:
+        ports = [free_port(), free_port()]
+        writer, reader = (
+            joined(fleet.start(name, peers(*ports), port=port))
+            for name, port in zip("ab", ports, strict=True)
+        )
+        prompt = a_prompt(SPACE, 100)
+        store(writer, prompt)
+        eventually_read(reader, prompt)
+        reader.clear(None if everything else SPACE.digest)
+        eventually(lambda: writer.status()["used_bytes"] == 0)
+        assert found_tokens(reader, prompt) == found_tokens(writer, prompt) == 0
+        store(writer, prompt)
+        eventually_read(reader, prompt)
+
+
+class TestTrouble:
+    def test_a_killed_peer_costs_misses_and_its_next_run_is_followed(self, fleet: Fleet) -> None:
+        port = free_port()
+        first = fleet.start("a", port=port)
+        reader = joined(fleet.start("b", peers(port, forget_s=0.1)))
+        writer = joined(first)
+        prompts = [a_prompt(SPACE, 1000, seed) for seed in range(3)]
+        for prompt in prompts:
+            store(writer, prompt)
+        eventually_read(reader, prompts[0])
+        first.kill()
+        for prompt in prompts[1:]:
+            assert found_tokens(reader, prompt) in (0, 1000)
+        eventually(lambda: found_tokens(reader, prompts[2]) == 0)
+        assert found_tokens(reader, prompts[0]) == 1000  # this host's own by now
+        writer = joined(fleet.start("a", port=port))
+        store(writer, prompts[2])
+        eventually_read(reader, prompts[2])
+        assert found_tokens(reader, a_prompt(SPACE, 1000, seed=9)) == 0
+        eventually(lambda: reader.status()["pinned_chunks"] == 0)
+
+    def test_a_peer_that_stops_costs_one_deadline(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0)
+        tier = peers(port_of(first), answer_timeout_s=0.3, pause_s=PATIENT_S)
+        writer, reader = joined(first), joined(fleet.start("b", tier))
+        prompts = [a_prompt(SPACE, 100, seed) for seed in range(3)]
+        for prompt in prompts:
+            store(writer, prompt)
+        eventually_read(reader, prompts[0])
+        with first.stopped():
+            with reader.lookup(prompts[1].query(), wait_s=PATIENT_S) as hit:
+                assert (hit.num_tokens, hit.reason) == (0, TIER_DOWN)
+            # asked again, the peer would have cost another deadline
+            with reader.lookup(prompts[2].query(), wait_s=PATIENT_S) as hit:
+                assert hit.num_tokens == 0
+            assert reader.status()["tier_counters"][TIMED_OUT] == 7  # the chunks of one get
+        assert "no answer within 0.3 s" in tier_of(reader)["last_fault"]
+
+    def test_bytes_damaged_at_the_peer_are_a_miss(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0, scrub_interval_s=0)
+        writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+        prompt = a_prompt(SPACE, 16)
+        store(writer, prompt)
+        eventually(lambda: served(writer)["chunks"] == 1)
+        [at] = places_of(writer, prompt)
+        with OpenArena(first.pid) as arena:
+            arena.flip(at + 5)
+        eventually(lambda: found_tokens(reader, prompt) or bad_frames(reader))
+        assert found_tokens(reader, prompt) == 0
+        assert bad_frames(reader) == 1  # it is not asked for again
+
+
+def bad_frames(client: NodeClient) -> float:
+    return client.status()["tier_counters"].get(BAD, 0)
+
+
+def places_of(client: NodeClient, prompt: Any) -> list[int]:
+    with client.lookup(prompt.query()) as hit:
+        lease = client.claim(hit.ticket)
+        assert lease is not None
+        with lease:
+            return [int(offset) for offset in lease.chunks().offsets if offset != ABSENT]
