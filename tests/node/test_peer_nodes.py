@@ -93,7 +93,7 @@ def found_tokens(client: NodeClient, prompt: Any) -> int:
 
 def eventually_read(client: NodeClient, prompt: Any) -> None:
     """Wait until the other node's events have come, then compare every byte."""
-    eventually(lambda: read(client, prompt) == prompt.num_tokens)
+    eventually(lambda: read(client, prompt) == prompt.num_tokens, 20)
 
 
 @pytest.mark.parametrize("namespace", [SPACE, WIDE], ids=["one group", "three groups"])
@@ -137,7 +137,7 @@ def test_two_nodes_with_one_list_serve_each_other_and_not_themselves(fleet: Flee
 def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:
     first = fleet.start("a", port=0)
     writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
-    prompts = [a_prompt(SPACE, 4000, seed) for seed in range(6)]  # 18 MB for 16 MiB of memory
+    prompts = [a_prompt(SPACE, 4000, seed) for seed in range(6)]  # 37 MB for 16 MiB of memory
     for prompt in prompts:
         store(writer, prompt)
     eventually_read(reader, prompts[-1])
@@ -252,3 +252,67 @@ def places_of(client: NodeClient, prompt: Any) -> list[int]:
         assert lease is not None
         with lease:
             return [int(offset) for offset in lease.chunks().offsets if offset != ABSENT]
+
+
+class TestDisks:
+    """Chunks that are only on a peer's disks."""
+
+    @pytest.mark.parametrize("codec", ["raw", "lossless"])
+    def test_chunks_that_memory_has_evicted_come_from_the_disk(
+        self, fleet: Fleet, codec: str
+    ) -> None:
+        first = fleet.start("a", disk(fleet.folder, codec=codec), port=0)
+        writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+        prompts = [a_prompt(SPACE, 2000, seed) for seed in range(8)]  # 25 MB for 16 MiB of memory
+        for prompt in prompts:
+            store(writer, prompt)
+            writer.flush()
+        eventually(lambda: served(writer)["chunks"] == 8 * 125)
+        assert writer.status()["chunks"] < 8 * 125
+        for prompt in prompts:
+            eventually_read(reader, prompt)
+
+    def test_what_is_on_the_disk_at_the_start_is_served(self, fleet: Fleet) -> None:
+        first = fleet.start("a", disk(fleet.folder), port=0)
+        prompt = a_prompt(SPACE, 100)
+        writer = joined(first)
+        store(writer, prompt)
+        writer.flush()
+        first.process.terminate()
+        first.process.wait()
+        first = fleet.start("a", disk(fleet.folder), port=0)
+        reader = joined(fleet.start("b", peers(port_of(first))))
+        eventually_read(reader, prompt)
+        assert joined(first).status()["chunks"] == 0
+
+    def test_chunks_of_an_encrypted_disk_are_not(self, fleet: Fleet) -> None:
+        key = fleet.folder / "key"
+        key.write_text("ab" * 32)
+        key.chmod(0o600)
+        keys = {"encryption.keys": [f"=file:{key}"]}
+        first = fleet.start("a", disk(fleet.folder, encrypt="true"), port=0, **keys)
+        writer = joined(first)
+        store(writer, a_prompt(SPACE, 100))
+        writer.flush()
+        assert served(writer)["chunks"] == 7
+        first.process.terminate()
+        first.process.wait()
+        again = joined(fleet.start("a", disk(fleet.folder, encrypt="true"), port=0, **keys))
+        assert found_tokens(again, a_prompt(SPACE, 100)) == 100
+        assert served(again)["chunks"] == 7  # those that have come to memory
+
+    def test_a_clear_removes_the_chunks_of_the_disk(self, fleet: Fleet) -> None:
+        first = fleet.start("a", disk(fleet.folder), port=0)
+        writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+        prompt = a_prompt(SPACE, 100)
+        store(writer, prompt)
+        writer.flush()
+        writer.clear(SPACE.digest)
+        eventually(lambda: served(writer)["chunks"] == 0)
+        assert found_tokens(reader, prompt) == 0
+
+
+def disk(folder: Path, **options: object) -> str:
+    patient = dict.fromkeys(("probe_timeout_s", "get_timeout_s", "put_timeout_s"), PATIENT_S)
+    pairs = "&".join(f"{name}={value}" for name, value in (patient | options).items())
+    return f"disk://{folder}/kv?max_bytes=1GiB&{pairs}"

@@ -44,7 +44,8 @@ class Place:
     def __init__(self, **settings: Any) -> None:
         self.values: dict[bytes, bytes] = {}
         self.numbers = ClearNumbers()
-        self.feed = PeerFeed(self.numbers, lambda key, nbytes, num_tokens: nbytes)
+        self.feed = PeerFeed(lambda key, nbytes, num_tokens: nbytes)
+        self.feed.follow_clears(self.numbers)
         self.settings = ServePeersConfig(listen="127.0.0.1:0", **settings)
         self.server = PeerServer(self.settings, self, self.feed, Metrics())
         self.lent_now = self.most_lent = 0

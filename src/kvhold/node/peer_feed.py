@@ -39,12 +39,13 @@ class _Note(NamedTuple):
 
 
 class PeerFeed:
-    def __init__(self, numbers: ClearNumbers, frame_size: SizeOf) -> None:
+    def __init__(self, frame_size: SizeOf) -> None:
         self.incarnation = randbits(60) | 1
         self.number = randbits(40)
-        self._numbers = numbers
+        self._numbers = ClearNumbers()
         self._frame_size = frame_size
         self._memory, self._disks = PeerIndex(), PeerIndex()
+        self._num_chunks = 0
         self._notes: deque[_Note] = deque()
         self._clears: deque[p.ClearNumber] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,6 +54,10 @@ class PeerFeed:
         # number before the changes -> record, number after them; the oldest first
         self._kept: dict[int, tuple[bytes, int]] = {}
         self._num_kept = 0
+
+    def follow_clears(self, numbers: ClearNumbers) -> None:
+        """Tell the followers of these clears. Call this before `start`."""
+        self._numbers = numbers
         numbers.watch = self.note_cleared
 
     def start(self) -> None:
@@ -89,7 +94,7 @@ class PeerFeed:
         return self._memory.nbytes + self._disks.nbytes
 
     def __len__(self) -> int:
-        return len(self._memory) + len(self._disks)
+        return self._num_chunks
 
     async def wait(self, number: int) -> None:
         """Wait for changes after `number`, for at most `BEAT_S`."""
@@ -180,6 +185,7 @@ class PeerFeed:
         else:
             note.place.remove(digest, peer=0)
         after = self._size(digest)
+        self._num_chunks += bool(after) - bool(before)
         return None if after == before else (digest, after)
 
     def _size(self, digest: int) -> int:

@@ -1,6 +1,7 @@
 """The thread that serves a node's peers, with an event loop of its own.
 
-    peers = PeerThread(config.peers, state, post, numbers); peers.start() ... peers.close()
+    peers = PeerThread(config.peers, state, post); peers.use(tier_worker)
+    peers.start() ... peers.close()
 
 So engines wait neither for a peer's network nor for its encryption. The node's loop is asked only
 to pin chunks, at most 128 in a turn.
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.peer_source import PeerSource
+from kvhold.cache.transfer.tier_worker import TierWorker
 from kvhold.core.config import ServePeersConfig
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import ServedPeersStatus
@@ -27,11 +29,10 @@ class PeerThread:
         config: ServePeersConfig,
         state: CacheState,
         post: Callable[[Callable[[], None]], None],
-        numbers: ClearNumbers,
     ) -> None:
         """post: runs a call in the node's loop. Raises ConfigError."""
-        source = PeerSource(state, post)
-        self.feed = PeerFeed(numbers, source.frame_size)
+        self._source = source = PeerSource(state, post)
+        self.feed = PeerFeed(source.frame_size)
         self._metrics = Metrics()
         self._server = PeerServer(config, source, self.feed, self._metrics)
         self._loop = asyncio.new_event_loop()
@@ -42,6 +43,22 @@ class PeerThread:
     def address(self) -> str:
         host = self._server.host
         return f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
+
+    def use(self, tier_worker: TierWorker | None) -> ClearNumbers | None:
+        """Read the disks of a tier worker, and announce the clears that its tier of peers knows.
+
+        Without such a tier, returns numbers, which the caller advances and announces.
+        """
+        tier = None if tier_worker is None else tier_worker.peers_tier
+        if tier_worker is not None:
+            self._source.read_disks = tier_worker.read_for_peer
+        if tier is not None:
+            tier.own_incarnation = self.feed.incarnation
+            self.feed.follow_clears(tier.clear_numbers)
+            return None
+        numbers = ClearNumbers()
+        self.feed.follow_clears(numbers)
+        return numbers
 
     def start(self) -> None:
         """Raises NodeError: cannot listen."""

@@ -79,11 +79,18 @@ class Node:
         self._prepare(config, arena, new_state(config, arena, numa_nodes=zones))
         with on_error(self.arena.close, self._lock.close):
             _place_arena(self.arena, config.node.numa)
-            self._tier_worker = make_tier_worker(
-                config, self.state, self._post, clears_path(self.path) if config.tiers else None
-            )
-            with on_error(self._drop_tier_worker):
-                self._peers = self._serve_peers(config)
+            if config.peers.listen:
+                self._peers = PeerThread(config.peers, self.state, self._post)
+            with on_error(self._drop_peers):
+                self._tier_worker = make_tier_worker(
+                    config,
+                    self.state,
+                    self._post,
+                    clears_path(self.path) if config.tiers else None,
+                    None if self._peers is None else self._peers.feed.note_on_disk,
+                )
+        if self._peers is not None:
+            self._announce_clears(self._peers.use(self._tier_worker))
         self._toucher = Toucher(self.arena.regions)
         self._scrubber = Scrubber(self.state, self._post, config.scrub_interval_s)
         self._starting: threading.Event | None = None
@@ -149,27 +156,20 @@ class Node:
             self.arena.close()
             self._lock.close()
 
-    def _drop_tier_worker(self) -> None:
-        if self._tier_worker is not None:
-            self._tier_worker.close(drain_timeout_s=0)
+    def _drop_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
 
-    def _serve_peers(self, config: Config) -> PeerThread | None:
-        """Raises ConfigError."""
-        if not config.peers.listen:
-            return None
-        tier = None if self._tier_worker is None else self._tier_worker.peers_tier
-        numbers = ClearNumbers() if tier is None else tier.clear_numbers
-        peers = PeerThread(config.peers, self.state, self._post, numbers)
-        if tier is not None:
-            tier.own_incarnation = peers.feed.incarnation
-        else:
+    def _announce_clears(self, numbers: ClearNumbers | None) -> None:
+        """numbers: None: the tier of peers announces them"""
+        if numbers is None:
+            return
 
-            def announce(prefix: bytes) -> None:
-                numbers.advance(prefix)
-                numbers.announce(prefix)
+        def announce(prefix: bytes) -> None:
+            numbers.advance(prefix)
+            numbers.announce(prefix)
 
-            self.state.when_cleared = announce
-        return peers
+        self.state.when_cleared = announce
 
     def _start_chores(self) -> None:
         """From another thread: `Thread.start` blocks until the new one runs."""

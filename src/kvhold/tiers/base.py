@@ -158,6 +158,29 @@ class HasFolders(Protocol):
         """
 
 
+class ValueChanges:
+    """Tells one watcher of the values of a tier."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[bytes, int], None] = _tell_nobody
+        """Called with each value that becomes visible, and its bytes; 0: it was removed.
+
+        From the tier's loop or threads, so that it must be quick. If the place itself is lost,
+        nothing is told of its values.
+        """
+
+
+def _tell_nobody(key: bytes, nbytes: int) -> None: ...
+
+
+@runtime_checkable
+class TellsChanges(Protocol):
+    """A tier that tells which values it has. Set `changes.tell` before any call."""
+
+    @property
+    def changes(self) -> ValueChanges: ...
+
+
 @runtime_checkable
 class KeepsClears(Protocol):
     """A shared tier that hides the values from before a clear by itself, and learns of clears."""

@@ -7,7 +7,9 @@ A frame has the checksums that the chunk's writer took, so a follower finds dama
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.framing import Framer
@@ -20,12 +22,15 @@ from kvhold.memory.slab import ALIGNMENT
 from kvhold.tiers.base import Parts
 from kvhold.tiers.ram import Entry
 
+ReadDisks: TypeAlias = Callable[[Sequence[bytes], Sequence[int]], "Future[list[Parts | None]]"]
 _Held = list[tuple[Entry, Layout] | None]
 
 
 class PeerSource:
     def __init__(self, state: CacheState, post: Callable[[Callable[[], None]], None]) -> None:
         """post: runs a call in the node's loop"""
+        self.read_disks: ReadDisks | None = None
+        """Set before any call, unless there are no disks."""
         self._state = state
         self._post = post
         self._framer = Framer(make_codec(RAW))
@@ -36,10 +41,12 @@ class PeerSource:
     ) -> AsyncIterator[list[Parts | None]]:
         held = await self._hold(keys)
         try:
-            yield [
+            frames = [
                 None if one is None else self._framed(*one, most)
                 for one, most in zip(held, room, strict=True)
             ]
+            await self._add_from_disks(frames, held, keys, room)
+            yield frames
         finally:
             self._let_go(held)
 
@@ -50,6 +57,20 @@ class PeerSource:
             return 0 if layout is None else nbytes + _header_bytes(key, layout, num_tokens)
         except LayoutError:
             return 0
+
+    async def _add_from_disks(
+        self,
+        frames: list[Parts | None],
+        held: _Held,
+        keys: Sequence[bytes],
+        room: Sequence[int],
+    ) -> None:
+        missing = [at for at, one in enumerate(held) if one is None]
+        if missing and self.read_disks is not None:
+            reading = self.read_disks([keys[at] for at in missing], [room[at] for at in missing])
+            found: list[Parts | None] = await asyncio.wrap_future(reading)
+            for at, frame in zip(missing, found, strict=True):
+                frames[at] = frame
 
     def _framed(self, entry: Entry, layout: Layout, most: int) -> Parts | None:
         if entry.nbytes + _header_bytes(entry.key, layout, entry.num_tokens) > most:

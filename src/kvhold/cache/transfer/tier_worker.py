@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,9 @@ from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import CacheTierStatus, TiersStatus
 from kvhold.core.turns import next_turn
-from kvhold.tiers.base import KeepsClears
+from kvhold.memory.pages import page_aligned
+from kvhold.tiers.base import KeepsClears, Parts, TellsChanges, ValueChanges
+from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
@@ -264,6 +266,40 @@ class TierWorker:
         else:
             self._write_behind.add(command)
 
+    def read_for_peer(
+        self, keys: Sequence[bytes], room: Sequence[int]
+    ) -> "Future[list[Parts | None]]":
+        """Read frames from this host's own disks for another node. Any thread.
+
+        None: there is no such frame, or it is larger than its room.
+        """
+        return asyncio.run_coroutine_threadsafe(self._read_for_peer(keys, room), self._loop)
+
+    async def _read_for_peer(
+        self, keys: Sequence[bytes], room: Sequence[int]
+    ) -> list[Parts | None]:
+        found: list[Parts | None] = [None] * len(keys)
+        for guard in self._stack.guards:
+            if _own_values(guard) is None:
+                continue
+            missing = [at for at, frame in enumerate(found) if frame is None]
+            sizes = await guard.probe([keys[at] for at in missing])
+            buffers = {
+                at: page_aligned(size)
+                for at, size in zip(missing, sizes, strict=True)
+                if size is not None and size <= room[at]
+            }
+            if not buffers:
+                continue
+            async with guard.gate.turn(Urgency.WRITE):  # this host's requests come first
+                outcome = await guard.get(
+                    [keys[at] for at in buffers], [(buffer,) for buffer in buffers.values()]
+                )
+            for (at, buffer), size in zip(buffers.items(), outcome.items, strict=True):
+                if size is not None:
+                    found[at] = (buffer[:size],)
+        return found
+
     async def _learn_uses(self) -> None:
         while self._uses:
             command = self._uses[0]
@@ -386,10 +422,12 @@ def make_tier_worker(
     state: CacheState,
     post: Callable[[Callable[[], None]], None],
     clears_file: Path | None = None,
+    tell_disks: Callable[[bytes, int], None] | None = None,
 ) -> TierWorker | None:
     """Return None without tiers. Raises ConfigError.
 
     clears_file: the journal's path if `config.clears_file` is not set
+    tell_disks:  see `ValueChanges`; of the tiers that `read_for_peer` reads
     """
     if not config.tiers:
         return None
@@ -402,6 +440,10 @@ def make_tier_worker(
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     _teach(stack, state, config.policy)
+    if tell_disks is not None:
+        for guard in stack.guards:
+            if (changes := _own_values(guard)) is not None:
+                changes.tell = tell_disks
     state.tier_names = [guard.name for guard in stack.guards]
     state.reencodings.tiers = _reencodable(stack)
     file = Path(config.clears_file).expanduser().absolute() if config.clears_file else clears_file
@@ -413,6 +455,13 @@ def make_tier_worker(
         keyring,
         journal=ClearsJournal(file, any_owner=config.node.any_owner) if file is not None else None,
     )
+
+
+def _own_values(guard: Guard) -> ValueChanges | None:
+    """Return the changes of a tier whose frames this host may pass on; None: of another tier."""
+    if guard.traits.shared or guard.config.encrypt or not isinstance(guard.tier, TellsChanges):
+        return None
+    return guard.tier.changes
 
 
 def _teach(stack: Stack, state: CacheState, policy: str) -> None:

@@ -15,6 +15,7 @@ a newer file. Until its removal, the next start may find it again.
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvhold.tiers.base import ValueChanges
 from kvhold.tiers.disk.folder import FoundValue, parts_of_name, value_name
 from kvhold.tiers.disk.learned import UNKNOWN_PAST, LearnedOrder, Learning
 from kvhold.tiers.disk.rows import NONE, Rows, Sorting
@@ -60,15 +61,18 @@ class Index:
         limit_bytes: int,
         block_bytes: int,
         learning: Learning | None = None,
+        changes: ValueChanges | None = None,
     ) -> None:
         """Policies other than lru, fifo, mru and learned add 400 bytes per value.
 
         learning: used by `learned` only
+        changes:  told of each value
         """
         self.limit_bytes = limit_bytes
         self._order = policy
         self._policy: Policy | None = None if policy in _IN_ROWS else make_policy(policy)
         self._block_bytes = block_bytes
+        self._changes = changes or ValueChanges()
         self._learned: LearnedOrder | None = None
         if policy == "learned":
             self._rows = Rows(UNKNOWN_PAST)
@@ -286,6 +290,7 @@ class Index:
         if self._learned is not None:
             self._learned.removed(entry.key, row, evicted=evicted)
         self._rows.remove(row)
+        self._changes.tell(entry.key, 0)
         if self._busy.get(entry.key) is entry:
             del self._busy[entry.key]
         if self._policy is not None:
@@ -322,6 +327,7 @@ class Index:
             past=past,
             behind=behind,
         )
+        self._changes.tell(entry.key, entry.nbytes)
         if learned is not None and is_new:
             learned.added(row)
         if entry.readers:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from threading import Event
 
 from kvhold.core.errors import TierError
+from kvhold.tiers.base import ValueChanges
 from kvhold.tiers.disk.folder import FileLeft, Folder, FoundValue
 from kvhold.tiers.disk.index import DiskEntry, Index
 from kvhold.tiers.disk.learned import Learning
@@ -34,6 +35,7 @@ class StoreSettings:
     io_threads: int
     any_owner: bool
     learning: Learning | None = None
+    changes: ValueChanges | None = None
 
 
 class Open:
@@ -74,6 +76,7 @@ class Open:
                 self._settings.max_bytes,
                 folder.block_bytes,
                 self._settings.learning,
+                self._settings.changes,
             ),
             folder.batches(),
         )

@@ -24,7 +24,7 @@ from typing import Self, TypeVar
 
 from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete
-from kvhold.tiers.base import FolderMet, Parts, TierTraits, check_lengths
+from kvhold.tiers.base import FolderMet, Parts, TierTraits, ValueChanges, check_lengths
 from kvhold.tiers.disk.jobs import StoreSettings
 from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.disk.store import DiskStore
@@ -90,6 +90,7 @@ class DiskTier:
         batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
         self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
         self._learning = Learning() if config.policy == "learned" else None
+        self.changes = ValueChanges()
         settings = StoreSettings(
             max_bytes=config.max_bytes // len(paths),
             reserve_bytes=config.reserve_bytes,
@@ -99,6 +100,7 @@ class DiskTier:
             io_threads=config.io_threads,
             any_owner=config.any_owner,
             learning=self._learning,
+            changes=self.changes,
         )
         self._stores = [DiskStore(path, settings) for path in paths]
 
