@@ -15,7 +15,7 @@ from kvhold.core.reasons import TIER_DOWN
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
-from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually
+from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually, run_kvhold
 
 TIMED_OUT = "kvhold_tier_errors{tier=peers,operation=get,reason=unavailable}"
 BAD = "kvhold_tier_bad_frames{tier=peers,reason=checksum}"
@@ -143,6 +143,39 @@ def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:
     eventually_read(reader, prompts[-1])
     assert found_tokens(reader, prompts[0]) == 0
     assert served(writer)["chunks"] == writer.status()["chunks"]
+
+
+def test_a_port_that_is_taken_is_named(fleet: Fleet) -> None:
+    port = port_of(fleet.start("a", port=0))
+    settings = fleet.folder / "second.toml"
+    settings.write_text(f'[peers]\nlisten = "127.0.0.1:{port}"\n')
+    ended = run_kvhold(
+        "serve",
+        "--socket",
+        str(fleet.folder / "b.sock"),
+        "--ram-bytes",
+        "16MiB",
+        "--config",
+        str(settings),
+    )
+    assert ended.returncode == 1
+    assert f"peers.listen: cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_all_peers_are_named_in_one_tier(fleet: Fleet) -> None:
+    ended = run_kvhold(
+        *("serve", "--socket", str(fleet.folder / "b.sock"), "--ram-bytes", "16MiB"),
+        *("--tier", "peers://127.0.0.1:1", "--tier", "peers://127.0.0.1:2"),
+    )
+    assert ended.returncode == 1
+    assert "name all peers in one tier" in ended.stderr
+
+
+def test_doctor_puts_nothing_to_peers(fleet: Fleet) -> None:
+    port = port_of(fleet.start("a", port=0))
+    found = run_kvhold("doctor", "--tier", f"peers://127.0.0.1:{port}").stdout
+    assert "read_only: nothing was put" in found
 
 
 class TestClears:

@@ -25,7 +25,7 @@ STEPS = st.lists(
 def test_it_finds_what_a_plain_dictionary_would(steps: list[tuple[str, int, int, int]]) -> None:
     index, plain = PeerIndex(), dict[int, tuple[int, set[int]]]()
     for what, number, peer, nbytes in steps:
-        digest = number << 8 | 7  # one table, so that chunks collide
+        digest = number << 10 | 7  # one table, so that chunks collide
         size, peers = plain.get(digest, (nbytes, set()))
         if what == "add":
             index.add(digest, nbytes, peer=peer)
@@ -39,7 +39,7 @@ def test_it_finds_what_a_plain_dictionary_would(steps: list[tuple[str, int, int,
         plain = {key: found for key, found in plain.items() if found[1]}
         assert len(index) == len(plain)
     for number in range(1, 41):
-        digest = number << 8 | 7
+        digest = number << 10 | 7
         expected = plain.get(digest)
         assert index.find(digest) == (
             None
@@ -62,11 +62,12 @@ def test_a_chunk_of_many_peers_takes_at_most_48_bytes(num_chunks: int) -> None:
         for peer in (0, 5, 31):
             index.add(digest, 4 << 20, peer=peer)
     assert len(index) == num_chunks
-    assert index.nbytes <= 48 * num_chunks
+    before = index.nbytes
+    assert before <= 48 * num_chunks
     for digest in digests[num_chunks // 10 :]:
         for peer in (0, 5, 31):
             index.remove(digest, peer=peer)
-    assert index.nbytes <= 64 * len(index)  # and memory is given back
+    assert index.nbytes < before / 4  # memory is given back
 
 
 def test_impossible_sizes_are_not_kept() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import digest_of
 from kvhold.tiers.registry import make_tier
+from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.certificates import make_certificates
 
 pytestmark = pytest.mark.asyncio
 
@@ -454,6 +457,54 @@ class TestServer:
                     await tier.check()
             async with following(place.port, token="hush") as tier:
                 await tier.check()
+
+    async def test_tls_with_client_certificates(self, tmp_path: Path) -> None:
+        try:
+            made = make_certificates(tmp_path)
+        except NotInstalled as error:
+            pytest.skip(str(error))
+        tls = {
+            "tls_cert": str(made.server),
+            "tls_key": str(made.server_key),
+            "tls_client_ca": str(made.ca),
+        }
+        async with served(**tls) as place:
+            value = make_value(1, 3_000_001)
+            place.put(make_key(1), value)
+            own = {"cert_file": made.client, "key_file": made.client_key}
+            async with following(place.port, tls="true", ca_file=made.ca, **own) as tier:
+                await tier.check()
+                await eventually_found(tier, make_key(1), len(value))
+                assert await fetch(tier, [make_key(1)], [len(value)]) == [value]
+            for options in ({}, {"tls": "true", "ca_file": made.ca}, {"tls": "true"} | own):
+                async with following(place.port, **options) as tier:
+                    with pytest.raises(TierError, match=r"127\.0\.0\.1"):
+                        await tier.check()
+
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"listen": "0.0.0.0:0"}, r"peers\.listen = '0\.0\.0\.0:0': only the loopback"),
+            ({"listen": "0.0.0.0:0", "token": "hush"}, r"clear text; set peers\.tls_cert"),
+            ({"listen": "7711"}, r"peers\.listen = '7711': write HOST:PORT"),
+            ({"listen": "127.0.0.1:0", "token_file": "/nowhere"}, r"peers\.token_file"),
+            ({"listen": "127.0.0.1:0", "tls_key": "/x"}, r"need peers\.tls_cert"),
+        ],
+    )
+    async def test_a_server_that_may_not_be_exposed_is_refused(
+        self, settings: dict[str, Any], told: str
+    ) -> None:
+        place = Place()
+        with pytest.raises(ConfigError, match=told) as caught:
+            PeerServer(ServePeersConfig(**settings), place, place.feed, Metrics())
+        assert "hush" not in str(caught.value)
+
+    async def test_connections_have_a_limit(self) -> None:
+        async with served(max_connections=1) as place, following(place.port) as tier:
+            await tier.check()
+            async with following(place.port) as second:
+                with pytest.raises(TierUnavailable, match=r"peers\.max_connections = 1 are in use"):
+                    await second.check()
 
     async def test_slow_peers_pin_no_more_than_the_budget(self) -> None:
         async with (

@@ -162,7 +162,7 @@ class _Visit:
     async def run(self) -> None:
         settings = self._settings
         await self._step("check", settings.get_timeout_s, self._tier.check)
-        if settings.read_only:
+        if settings.read_only or self._tier.traits.read_only:
             self._finding.says.append("read_only: nothing was put")
             return
         (fault,) = await self._step(

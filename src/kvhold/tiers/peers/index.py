@@ -6,7 +6,7 @@
 A chunk is known by a digest of 8 bytes. Two keys may share one: then a peer is asked in vain, which
 is a miss. Frames name their keys, so no wrong byte is taken.
 
-256 tables with linear probing, so that each growth is short and a snapshot can be read a table at
+1,024 tables with linear probing, so that each growth is short and a snapshot can be read a table at
 a time: a chunk that exists during the whole scan is in exactly one part. One thread.
 """
 
@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 MOST_PEERS = 32
 DIGEST_BYTES = 8
-_TABLES = 256
+_TABLES = 1024
 _SMALLEST = 8
 _MOST_FULL = 0.7
 _GROWTH = 1.5
