@@ -2,8 +2,11 @@
 
 import json
 import re
+import signal
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +246,26 @@ class TestTrouble:
         eventually_read(reader, prompts[2])
         assert found_tokens(reader, a_prompt(SPACE, 1000, seed=9)) == 0
         eventually(lambda: reader.status()["pinned_chunks"] == 0)
+
+    def test_a_peer_killed_in_the_middle_of_a_read_is_a_miss_at_once(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0)
+        reader = joined(fleet.start("b", peers(port_of(first))))  # deadlines of a minute
+        prompts = [a_prompt(SPACE, 1000, seed) for seed in range(2)]
+        writer = joined(first)
+        for prompt in prompts:
+            store(writer, prompt)
+        eventually_read(reader, prompts[0])
+        watcher = fleet.nodes[1].client(name="watcher")
+        first.process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            began_s = time.monotonic()
+            found = pool.submit(found_tokens, reader, prompts[1])
+            eventually(lambda: watcher.status()["arriving_chunks"] > 0)
+            first.kill()
+            assert found.result(PATIENT_S) == 0
+            assert time.monotonic() - began_s < PATIENT_S / 2
+        eventually(lambda: watcher.status()["arriving_chunks"] == 0)
+        assert watcher.status()["pinned_chunks"] == 0
 
     def test_a_peer_that_stops_costs_one_deadline(self, fleet: Fleet) -> None:
         first = fleet.start("a", port=0)
