@@ -192,6 +192,23 @@ async def test_a_probe_asks_nobody() -> None:
         assert place.server.metrics.as_dict() == sent
 
 
+async def test_a_probe_of_many_keys_lets_other_tasks_run() -> None:
+    async with served() as place, following(place.port) as tier:
+        await tier.check()
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.ensure_future(count())
+        await tier.probe([make_key(1)] * 10_000)
+        counting.cancel()
+        assert turns >= 30
+
+
 async def test_nothing_is_written_to_peers() -> None:
     async with served() as place, following(place.port) as tier:
         assert tier.traits.read_only

@@ -31,6 +31,8 @@ from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
 from kvhold.tiers.peers.peer import TIER, Connect, Peer
 from kvhold.tiers.url import TierUrl
 
+_KEYS_A_TURN = 300  # about a millisecond
+
 
 @dataclass(frozen=True)
 class PeersConfig:
@@ -184,7 +186,9 @@ class PeersTier:
         self._start()
         allowed: dict[bytes, int] = {}
         sizes: list[int | TierError | None] = []
-        for key in keys:
+        for number, key in enumerate(keys, 1):
+            if number % _KEYS_A_TURN == 0:
+                await asyncio.sleep(0)
             space = key[:NAMESPACE_BYTES]
             if space not in allowed:
                 allowed[space] = self._allowed(space)
