@@ -96,7 +96,7 @@ def found_tokens(client: NodeClient, prompt: Any) -> int:
 
 def eventually_read(client: NodeClient, prompt: Any) -> None:
     """Wait until the other node's events have come, then compare every byte."""
-    eventually(lambda: read(client, prompt) == prompt.num_tokens, 20)
+    eventually(lambda: read(client, prompt) == prompt.num_tokens)
 
 
 @pytest.mark.parametrize("namespace", [SPACE, WIDE], ids=["one group", "three groups"])
