@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from kvhold.core.errors import ProtocolError, TierError
+from kvhold.core.turns import next_turn
 from kvhold.net import peers as p
 from kvhold.net.stream import Stream
 from kvhold.net.wire import Decoder, encode
@@ -74,6 +75,7 @@ class Follower:
             self._tried()
             if self._peer.lost_s is not None and now() - self._peer.lost_s >= self._forget_s:
                 await self._forget()
+            # a retry after a growing pause, cancelled by `close`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -143,7 +145,7 @@ class Follower:
             elif len(index) < self._most_chunks:
                 for at in part:
                     index.add(numbers[at], nbytes[at], peer=peer)
-            await asyncio.sleep(0)
+            await next_turn()
         return len(numbers)
 
     def _take_clears(self, clears: Iterable[p.ClearNumber]) -> None:
@@ -161,4 +163,4 @@ class Follower:
 
     async def _forget_chunks(self) -> None:
         for _ in self._index.forget(self._peer.number):
-            await asyncio.sleep(0)
+            await next_turn()

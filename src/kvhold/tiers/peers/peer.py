@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.errors import ProtocolError, TierDenied, TierError, TierUnavailable
 from kvhold.net import login
 from kvhold.net import peers as p
@@ -96,16 +97,13 @@ class Peer:
     async def open_to_follow(self) -> tuple[Stream, p.PeerWelcome]:
         """Raises TierError, OSError, EOFError, ProtocolError."""
         stream = await self._connect(self.address, self._tls)
-        try:
+        with on_error(stream.close):
             hello = login.Hello(p.PEERS_MAGIC, p.PEERS_VERSION, self._token)
             await stream.send([encode(hello)])
             greeting = _greeting.decode(await read_body(stream, login.MAX_HELLO_BYTES))
             if isinstance(greeting, login.Refused):
                 kind = TierDenied if greeting.denied else TierUnavailable
                 raise kind(TIER, "connect", f"{self.address}: {greeting.reason[:_MOST_QUOTED]}")
-        except BaseException:
-            stream.close()
-            raise
         return stream, greeting
 
     def mended(self) -> None:
@@ -160,6 +158,8 @@ class _GetBatch(Exchange):
         while left:
             answer = _values.decode(await read_body(stream))
             if not 0 < len(answer.sizes) <= len(left):
-                raise ProtocolError("the answer to a get has another number of sizes")
+                raise ProtocolError(
+                    f"the answer to a get of {len(left)} keys has a wrong number of sizes"
+                )
             for size in answer.sizes:
                 await left.pop(0).take(stream, size)

@@ -18,6 +18,7 @@ from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError, TierCannotList, TierDenied, TierError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.secrets import read_secret
+from kvhold.core.turns import next_turn
 from kvhold.net import login
 from kvhold.net.addresses import is_loopback
 from kvhold.net.peers import DEFAULT_PORT
@@ -47,8 +48,7 @@ class PeersConfig:
     )
     ca_file: str = setting(
         "",
-        "PEM file of the authorities that may have signed the peers' certificates; empty: the "
-        "system's",
+        "PEM file of the certificate authorities to trust for the peers; empty: the system's",
     )
     cert_file: str = setting(
         "", "PEM file of this node's certificate, if the peers require one (mTLS)"
@@ -101,7 +101,7 @@ class PeersTier:
             if token and not config.tls and not config.insecure and not is_loopback(address.host):
                 raise ConfigError(
                     f"peers: {address}: the token would cross the network in clear text; add "
-                    "tls=true, or insecure=true if nobody else can listen there"
+                    "tls=true, or insecure=true if the network is trusted"
                 )
         tls = (
             client_context(config.ca_file, config.cert_file, config.key_file)
@@ -188,7 +188,7 @@ class PeersTier:
         sizes: list[int | TierError | None] = []
         for number, key in enumerate(keys, 1):
             if number % _KEYS_A_TURN == 0:
-                await asyncio.sleep(0)
+                await next_turn()
             space = key[:NAMESPACE_BYTES]
             if space not in allowed:
                 allowed[space] = self._allowed(space)
