@@ -31,7 +31,7 @@ from kvhold.core.errors import KVHoldError
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, Decision
+from kvhold.core.planning import ComputeCost, ComputeIntent, Decision
 from kvhold.core.rules import store_options_of
 from kvhold.core.status import CacheStatus, TiersStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
@@ -97,19 +97,28 @@ class LocalCache(WholePrompts):
         cost: ComputeCost | None = None,
         have_tokens: int = 0,
         uses: Uses = "all",
+        intent: ComputeIntent | None = None,
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
         with self._lock:
             self._check_open()
-            found = self._state.lookup(self._owner, query, cost, have_tokens=have_tokens, uses=uses)
+            found = self._state.lookup(
+                self._owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent
+            )
             self._move()
             if found.arriving and wait_s != 0:
                 wait_s = self._config.client.arrival_timeout_s if wait_s is None else wait_s
                 found = self._await(found.ticket, wait_s)
         self._finish_chores()
-        ticket = found.ticket
-        return Hit(found, lambda: self._release(ticket), poll=self._poll_hit, pause=self._pause)
+        number = found.ticket or found.announcement
+        return Hit(
+            found,
+            lambda: self._release(number),
+            poll=self._poll_hit,
+            pause=self._pause,
+            give_back_hit=lambda: self._release(number, keep_announcement=True),
+        )
 
     def report_timing(
         self,
@@ -328,9 +337,9 @@ class LocalCache(WholePrompts):
                 done=True, stopped="closed"
             )
 
-    def _release(self, number: int) -> None:
+    def _release(self, number: int, *, keep_announcement: bool = False) -> None:
         with self._lock:
-            self._state.release(self._owner, number)
+            self._state.release(self._owner, number, keep_announcement=keep_announcement)
             self._move()
         self._finish_chores()
 

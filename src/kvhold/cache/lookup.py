@@ -1,11 +1,13 @@
 """Lookups and prefetches.
 
+    waiting  -> another engine computes the next chunk (`computing.py`)
     probing  -> the tiers are probed for missing chunks
     arriving -> chunks are read and pinned; the hit may still grow
     settled  -> the hit has a ticket (`leases.py`), or there is none
 
-A lookup that needs no tier is settled at once. `Searches` handles the first two states. Between two
-steps, a lookup may be released or cleared. No I/O.
+A lookup that needs no tier is settled at once. It announces what its engine will compute. A lookup
+may wait again before it is settled. `Searches` handles the first three states. Between two steps, a
+lookup may be released or cleared. No I/O.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
+from kvhold.cache.computing import Computing, WaitEnd
 from kvhold.cache.counts import count_lookup
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.missing import ExpectedChunk, describe
@@ -29,8 +32,9 @@ from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import ComputeCost
+from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import (
+    BEING_COMPUTED,
     BEING_WRITTEN,
     CLEARED,
     DEADLINE,
@@ -52,6 +56,7 @@ _MOST_SIBLINGS = 256  # keys of the missing chunk that are looked up for the rea
 _USED_UNITS = 7  # per present chunk, if all are leaves
 _LEARNING = 4  # a lookup takes this many times as long with a learning policy
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
+_MOST_FUTILE = 2  # waits of a lookup that brought nothing
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Lookups:
         leases: Leases,
         searches: Searches,
         planner: Planner,
+        computing: Computing,
         evictions: EvictionHistory,
         values: ChunkValues,
         uses: UseQueue,
@@ -91,6 +97,7 @@ class Lookups:
         self._leases = leases
         self._searches = searches
         self._planner = planner
+        self._computing = computing
         self._evictions = evictions
         self._values = values
         self._uses = uses
@@ -107,12 +114,13 @@ class Lookups:
         *,
         have_tokens: int = 0,
         uses: Uses = "all",
+        intent: ComputeIntent | None = None,
     ) -> Turns[Found]:
         """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
         layout = self._find_layout(query.layout)
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
-        turns = self._look_up(owner, query, layout, cost, have_tokens, uses, num_keys)
+        turns = self._look_up(owner, query, layout, cost, have_tokens, uses, intent, num_keys)
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
@@ -156,16 +164,19 @@ class Lookups:
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def is_over(self, ticket: int) -> bool:
-        """Whether nothing more will arrive. Cheap."""
-        return ticket not in self._searches or self._searches[ticket].over
+        """Whether nothing more will arrive, or a wait for computing is over. Cheap."""
+        search = self._searches.get(ticket)
+        if search is None or search.wait is None:
+            return search is None or search.over
+        return self._computing.end_of(search.wait) is not None
 
     def num_arrived(self, ticket: int) -> int:
         return len(self._searches[ticket].sources) if ticket in self._searches else 0
 
     def take_news(self) -> bool:
-        """Whether a search has ended since the last call."""
+        """Whether a search or a wait for computing has ended since the last call."""
         news, self._has_news = self._has_news, False
-        return news
+        return self._computing.take_news() or news
 
     def release(self, owner: Owner, number: int) -> bool:
         """Release an unsettled lookup. Return False if the owner has no such lookup."""
@@ -174,7 +185,9 @@ class Lookups:
             return False
         self._searches.take(number)
         self._leases.withdraw(owner, number)
-        self._planner.settled(number, 0, waited_s=self._planner.clock() - search.began_s)
+        if search.wait is not None:
+            self._end_wait(search, WaitEnd.CUT_SHORT)
+        self._planner.settled(number, 0, waited_s=self._waited_s(search))
         self._chores.run(self._count_and_let_go(number, search), search.num_keys)
         return True
 
@@ -192,6 +205,7 @@ class Lookups:
         cost: ComputeCost | None,
         have_tokens: int,
         uses: Uses,
+        intent: ComputeIntent | None,
         num_keys: int,
     ) -> Turns[Found]:
         missing, is_first = None, True
@@ -207,6 +221,27 @@ class Lookups:
                         missing = self._expected_back(presence.gap(prefix.extent))
                     yield from self._note_use_turns(query, layout, prefix, cost, uses)
                 extent, number, declined = prefix.extent, next(self._numbers), False
+                wait = self._computing.begin_wait(owner, query, layout, extent.num_tokens, intent)
+                if wait is not None:
+                    self._leases.promise(owner, number)
+                    yield from self._searches.begin_turns(
+                        number,
+                        owner,
+                        query,
+                        layout,
+                        prefix,
+                        cost,
+                        num_keys=num_keys,
+                        have_tokens=have_tokens,
+                        intent=intent,
+                        wait=wait,
+                    )
+                    if clears == self._ram.num_clears:
+                        if (search := self._searches.get(number)) is not None:
+                            self._note_wait(number, search)
+                        return (yield from self._refresh(number))
+                    self._forget_search(number, owner)
+                    continue
                 if self._is_worth_a_search(query, presence, extent):
                     declined = cost is not None and not self._planner.pays(
                         cost, query, layout, extent
@@ -222,6 +257,7 @@ class Lookups:
                             cost,
                             num_keys=num_keys,
                             have_tokens=have_tokens,
+                            intent=intent,
                         )
                         if clears == self._ram.num_clears:
                             if (search := self._searches.get(number)) is not None:
@@ -229,6 +265,10 @@ class Lookups:
                             return (yield from self._refresh(number))
                         self._forget_search(number, owner)  # its pins may have been cleared
                         continue
+                # in the same turn as `begin_wait`, so that of two lookups the first announces
+                is_announced = self._computing.announce(
+                    owner, number, query, layout, extent.num_tokens, intent
+                )
                 pinned = yield from prefix.in_order_turns()
                 yield from self._pins.pin_turns(pinned)
                 if clears == self._ram.num_clears:  # else the hit may have been cleared
@@ -237,6 +277,7 @@ class Lookups:
                         cost,
                         declined=declined,
                     )
+                    answer = replace(answer, announcement=number if is_announced else 0)
                     if answer.ticket:
                         self._leases.issue(owner, answer, query, layout, prefix, pinned)
                     else:
@@ -244,6 +285,7 @@ class Lookups:
                     if declined and self._planner.is_to_try():
                         yield from self._search_for_nobody(query, layout, num_keys, sample=True)
                     return answer
+                self._computing.withdraw(owner, number)
                 self._pins.unpin(pinned)
             finally:
                 self._pins.unpin(held)
@@ -286,12 +328,15 @@ class Lookups:
     def _forget_search(self, number: int, owner: Owner) -> None:
         self._leases.withdraw(owner, number)
         if number in self._searches:
-            self._let_go(self._searches.take(number))
+            search = self._searches.take(number)
+            if search.wait is not None:
+                self._end_wait(search, WaitEnd.CUT_SHORT)
+            self._let_go(search)
 
     def _answer_from_ram(
         self, looked: _Looked, cost: ComputeCost | None, *, declined: bool
     ) -> Found:
-        answer = self._answer(looked.number, looked.presence, looked.extent)
+        answer = self._answer(looked.number, looked.owner, looked.presence, looked.extent)
         if cost is not None:
             answer = self._if_worth_loading(
                 looked.number, answer, looked.query, looked.layout, cost, declined
@@ -376,7 +421,26 @@ class Lookups:
             if search.settling:
                 yield TURN  # another call is settling it
                 continue
+            if search.wait is not None:
+                end = self._computing.end_of(search.wait)
+                if end is None and not settle:
+                    extent = yield from search.here.extent_turns()
+                    if self._is_arriving(ticket) and search.wait is not None:
+                        return Found(ticket, extent.num_tokens, arriving=True, waits=True)
+                    continue
+                self._end_wait(search, end or WaitEnd.CUT_SHORT)
+                search.requesting = True
+                probes = self._has_tiers and self._searches.may_begin(search.query)
+                yield from self._searches.resume_turns(ticket, search, has_tiers=probes)
+                continue
             if settle or search.over:
+                if search.intent is not None and not search.is_announced:
+                    extent = yield from search.here.extent_turns()
+                    if self._searches.get(ticket) is not search or search.settling:
+                        continue
+                    if not settle and self._waits_again(ticket, search, extent):
+                        return Found(ticket, extent.num_tokens, arriving=True, waits=True)
+                    self._announce(ticket, search, extent)
                 return (yield from self._settle(ticket))
             extent = yield from search.here.extent_turns()
             if self._is_arriving(ticket) and not search.settling:
@@ -384,6 +448,42 @@ class Lookups:
                     return Found(ticket, extent.num_tokens, arriving=True)
                 settle = True
         return self._leases.found(ticket) or Found(0, 0)
+
+    def _waits_again(self, ticket: int, search: Search, extent: Extent) -> bool:
+        """Begin to wait for the chunks after a hit, if that is faster."""
+        if search.wait is not None or search.futile >= _MOST_FUTILE:
+            return search.wait is not None
+        search.wait = self._computing.begin_wait(
+            search.owner, search.query, search.layout, extent.num_tokens, search.intent
+        )
+        self._note_wait(ticket, search)
+        return search.wait is not None
+
+    def _note_wait(self, ticket: int, search: Search) -> None:
+        if (wait := search.wait) is not None:
+            self._planner.decided_to_wait(
+                ticket,
+                wait.cost,
+                search.query,
+                search.layout,
+                hit_tokens=wait.hit_tokens,
+                end_tokens=wait.end_tokens,
+                wait_s=self._computing.expected_s(wait),
+                is_plan=search.cost is not None,
+            )
+
+    def _end_wait(self, search: Search, end: WaitEnd) -> None:
+        assert search.wait is not None
+        self._computing.leave(search.wait, end)
+        search.wait = None
+        search.futile += end != WaitEnd.STORED
+        now_s = self._planner.clock()
+        search.waited_s, search.began_s = search.waited_s + now_s - search.began_s, now_s
+
+    def _announce(self, ticket: int, search: Search, extent: Extent) -> None:
+        search.is_announced = self._computing.announce(
+            search.owner, ticket, search.query, search.layout, extent.num_tokens, search.intent
+        )
 
     def _is_arriving(self, ticket: int) -> bool:
         return ticket in self._searches and self._searches[ticket].owner is not None
@@ -421,13 +521,12 @@ class Lookups:
             if self._searches.get(number) is not search:
                 self._pins.unpin(pinned)
                 return Found(0, 0)
-            if search.cost is not None:
-                self._planner.settled(
-                    number, answer.num_tokens, waited_s=self._planner.clock() - search.began_s
-                )
+            if search.cost is not None or search.intent is not None:
+                self._planner.settled(number, answer.num_tokens, waited_s=self._waited_s(search))
                 gap = self._gap_anywhere(search.here, prefix.extent, search)
                 self._planner.missed(number, self._describe(answer.reason, gap, search.missing))
             count_lookup(self._metrics, answer, search.here.asked_tokens)
+            answer = replace(answer, announcement=number if search.is_announced else 0)
             self._searches.take(number)
             self._leases.withdraw(search.owner, number)
             if answer.ticket:
@@ -440,6 +539,9 @@ class Lookups:
             search.settling = False
             if not is_settled:  # the caller has closed this generator
                 search.forget_what_is_here()
+
+    def _waited_s(self, search: Search) -> float:
+        return search.waited_s + self._planner.clock() - search.began_s
 
     def _count_and_let_go(self, number: int, search: Search) -> Turns[None]:
         try:
@@ -469,12 +571,13 @@ class Lookups:
     def _answer(
         self,
         number: int,
+        owner: Owner,
         presence: Presence[Entry],
         extent: Extent,
         search: Search | None = None,
         sources: dict[str, int] | None = None,
     ) -> Found:
-        reason = self._reason(presence, extent, search)
+        reason = self._reason(owner, presence, extent, search)
         if not extent.num_tokens:
             return Found(0, 0, reason=reason)
         return Found(
@@ -487,9 +590,11 @@ class Lookups:
             if len(search.sources)
             else None
         )
-        return self._answer(number, search.here, prefix.extent, search, sources)
+        return self._answer(number, search.owner, search.here, prefix.extent, search, sources)
 
-    def _reason(self, presence: Presence[Entry], extent: Extent, search: Search | None) -> Reason:
+    def _reason(
+        self, owner: Owner, presence: Presence[Entry], extent: Extent, search: Search | None
+    ) -> Reason:
         gap = presence.gap(extent)
         if search is not None and gap is not None and search.declines(gap.key):
             return SLOWER
@@ -505,6 +610,8 @@ class Lookups:
             return DEADLINE
         if self._ram.holds(gap.key):
             return BEING_WRITTEN
+        if self._computing.is_computed(gap.key, owner):
+            return BEING_COMPUTED
         if search is not None and search.silent:
             return TIER_DOWN
         if self._has_tiers and search is None:

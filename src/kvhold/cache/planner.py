@@ -289,6 +289,42 @@ class Planner:
                 f"from memory: {why}",
             )
 
+    def decided_to_wait(
+        self,
+        number: int,
+        cost: ComputeCost,
+        query: Query,
+        layout: Layout,
+        *,
+        hit_tokens: int,
+        end_tokens: int,
+        wait_s: float,
+        is_plan: bool,
+    ) -> None:
+        """Note a wait for tokens that another engine computes.
+
+        end_tokens: the end of these tokens
+        is_plan:    the lookup is planned
+        """
+        here = self._options_here(cost, query, layout, hit_tokens)
+        nbytes = _load_bytes(layout, query.shards, cost, end_tokens)
+        options = _joined(
+            here, LoadOptions(np.array([end_tokens]), np.array([nbytes]), np.array([wait_s]))
+        )
+        last = len(options.tokens) - 1
+        sources = {"ram": hit_tokens} if hit_tokens else {}
+        sources |= {"computing": end_tokens - hit_tokens}
+        self._decide(number, cost, options, last, sources, memory=last - 1, is_counted=is_plan)
+        shown, alone = (
+            self._decisions[number].alternatives,
+            _shown(float(total_s(cost, here).min())),
+        )
+        self._change(
+            number,
+            why=f"another engine computes the next {end_tokens - hit_tokens} tokens: with them the "
+            f"first token takes {_shown(shown['chosen'].total_s)}, without them {alone}",
+        )
+
     def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
         self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
 
@@ -318,12 +354,13 @@ class Planner:
         sources: Mapping[str, int],
         *,
         memory: int,
+        is_counted: bool = True,
     ) -> None:
         shown = {"compute": 0, "memory": memory, "all": len(options.tokens) - 1, "chosen": chosen}
         alternatives = {name: alternative(cost, options, at) for name, at in shown.items()}
         choice = _choice(cost, alternatives)
         before = self._decisions.pop(number, None)
-        if before is None:
+        if before is None and is_counted:
             self._metrics.add("kvhold_plans", choice=choice)
         self._decisions[number] = Decision(
             request=cost.request,

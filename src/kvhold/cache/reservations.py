@@ -87,13 +87,16 @@ class Reservations:
         *,
         stalled_after_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
+        refused: Callable[[bytes], None] = lambda key: None,
     ) -> None:
+        """refused: called with each key that got no memory"""
         self._ram = ram
         self._metrics = metrics
         self._evictions = evictions
         self._writes = writes
         self._stalled_after_s = stalled_after_s
         self._clock = clock
+        self._refused = refused
         # by key: the entry, the time of its reservation, its reservation
         self._writing: dict[bytes, tuple[Entry, float, ReservedChunks]] = {}
 
@@ -163,6 +166,7 @@ class Reservations:
                     )
                     for one in wanted:
                         self._evictions.add(one.key, why)
+                        self._refused(one.key)
                     break
                 reservation.add(chunk, entries)
                 self._writing.update((entry.key, (entry, now_s, reservation)) for entry in entries)

@@ -15,6 +15,7 @@ from math import inf
 from secrets import randbits
 
 from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
+from kvhold.cache.computing import Computing
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
@@ -34,13 +35,13 @@ from kvhold.core.errors import ConfigError, LayoutError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import ComputeCost
+from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import TIER_DOWN, Reason
 from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
 from kvhold.tiers.policies import Policy, make_policy
-from kvhold.tiers.ram import Entry, RamTier
+from kvhold.tiers.ram import ADMITTED, Entry, RamTier
 from kvhold.tiers.stack import TierPlace
 
 
@@ -116,12 +117,14 @@ class CacheState:
         self._chores = Chores()
         self._evictions = EvictionHistory(clock=clock)
         self._changes = Changes(metrics, self._evictions, event_buffer)
-        ram.watch = self._changes.note
+        ram.watch = self._note_change
 
         give_command, pins = self._give_command, Pins(ram, self._chores)
         self.planner = Planner(metrics, lambda: self.tier_names, num_tiers, clock)
         self.reencodings = Reencodings(give_command)
         self.uses = UseQueue(metrics, give_command)
+        self._computing = Computing(ram, metrics, lambda: self.planner.clock())
+        ram.watch_lost = self._computing.not_stored
         self._writes = WriteQueue(ram, metrics, give_command, limit_bytes=write_behind_bytes)
         reservations = Reservations(
             ram,
@@ -130,6 +133,7 @@ class CacheState:
             self._writes if num_tiers else None,
             stalled_after_s=stalled_after_s,
             clock=clock,
+            refused=self._computing.not_stored,
         )
         self._leases = Leases(ram, metrics, self._chores, pins, reservations, self._numbers)
         self._searches = Searches(
@@ -150,6 +154,7 @@ class CacheState:
             self._leases,
             self._searches,
             self.planner,
+            self._computing,
             self._evictions,
             ChunkValues(policy_for, self.planner.speeds),
             self.uses,
@@ -181,9 +186,12 @@ class CacheState:
         *,
         have_tokens: int = 0,
         uses: Uses = "all",
+        intent: ComputeIntent | None = None,
     ) -> Turns[Found]:
         """Pin the longest hit and start to load the rest. See `core.api.Cache.lookup`."""
-        return self._lookups.lookup_turns(owner, query, cost, have_tokens=have_tokens, uses=uses)
+        return self._lookups.lookup_turns(
+            owner, query, cost, have_tokens=have_tokens, uses=uses, intent=intent
+        )
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
         """Return a ticket's current hit; an empty `Found` if none."""
@@ -199,18 +207,20 @@ class CacheState:
         return self._lookups.prefetch_turns(owner, query)
 
     def is_over(self, ticket: int) -> bool:
-        """Whether nothing more will arrive. Cheap."""
+        """Whether nothing more will arrive, or a wait for computing is over. Cheap."""
         return self._lookups.is_over(ticket)
 
     def num_arrived(self, ticket: int) -> int:
         return self._lookups.num_arrived(ticket)
 
     def take_news(self) -> bool:
-        """Whether a search has ended since the last call."""
+        """Whether a search or a wait for computing has ended since the last call."""
         return self._lookups.take_news()
 
-    def release(self, owner: Owner, number: int) -> None:
-        """Release a ticket, a lease or a re-encoding."""
+    def release(self, owner: Owner, number: int, *, keep_announcement: bool = False) -> None:
+        """Release a ticket and its announcement, a lease or a re-encoding."""
+        if not keep_announcement:
+            self._computing.withdraw(owner, number)
         if self.reencodings.find(owner, number) is not None:
             self.reencodings.drop(number)
         elif not self._lookups.release(owner, number):
@@ -219,6 +229,7 @@ class CacheState:
     def release_owner(self, owner: Owner) -> None:
         """Release an owner's holdings. It must no longer touch the arena."""
         self.reencodings.drop_all(owner)
+        self._computing.withdraw_all(owner)
         for ticket in self._leases.tickets_of(owner):
             self.release(owner, ticket)
         self._leases.release_owner(owner)
@@ -278,6 +289,7 @@ class CacheState:
 
     def give_up(self, owner: Owner) -> None:
         """Let others reserve an owner's uncommitted chunks, in other memory."""
+        self._computing.withdraw_all(owner)
         self._leases.give_up(owner)
 
     def clear(self, namespace: bytes | None) -> int:
@@ -357,6 +369,7 @@ class CacheState:
             "pinned_chunks": self.ram.num_pinned,
             "clearing_chunks": self.ram.num_clearing,
             "arriving_chunks": self._searches.num_arriving,
+            "announced_chunks": self._computing.num_chunks,
             "reencodings": len(self.reencodings),
             "write_behind": {"chunks": len(self._writes), "bytes": self._writes.queued_bytes},
             "namespaces": {
@@ -417,6 +430,11 @@ class CacheState:
     def _has_cleared(self, prefix: bytes) -> None:
         if self.when_cleared is not None:
             self.when_cleared(prefix)
+
+    def _note_change(self, what: str, entry: Entry) -> None:
+        self._changes.note(what, entry)
+        if what == ADMITTED:
+            self._computing.stored(entry.key)
 
     def _give_command(self, command: Command) -> None:
         self._commands.append(command)

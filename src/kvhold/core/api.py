@@ -32,7 +32,7 @@ from kvhold.core.holdings import ABSENT as ABSENT
 from kvhold.core.holdings import Holding, Lease, Reservation
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, Decision
+from kvhold.core.planning import ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.status import CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
@@ -98,6 +98,9 @@ class Found:
     sources:  tokens by the place of their KV: memory (`ram`) or the name of a lower tier. If parts
               of a chunk came from several places, the slowest counts. Empty while arriving
     reason:   why the hit ends where it ends, None while arriving
+    waits:    it is arriving because another engine computes what is missing
+    announcement: number of the caller's announcement that it computes what is missing; 0: none. It
+              is the ticket's number, if there is a ticket
     """
 
     ticket: int
@@ -105,6 +108,8 @@ class Found:
     arriving: bool = False
     sources: dict[str, int] = field(default_factory=dict)
     reason: Reason | None = None
+    waits: bool = False
+    announcement: int = 0
 
 
 class Hit(Holding):
@@ -123,17 +128,23 @@ class Hit(Holding):
         *,
         poll: Callable[[int, bool, bool], Found],
         pause: Callable[[float], None],
+        give_back_hit: Callable[[], None] = lambda: None,
     ) -> None:
         """Make a hit from the answer to a lookup.
 
         poll:  `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
                when the hit grows
         pause: sleep for the given seconds, or until the hit is complete
+
+        give_back:     ends the hit and its announcement
+        give_back_hit: ends only the hit
         """
         super().__init__(give_back)
         self._found = found
         self._poll = poll
         self._pause = pause
+        self._give_back_hit = give_back_hit
+        self._is_announced = True
 
     @property
     def ticket(self) -> int:
@@ -159,6 +170,23 @@ class Hit(Holding):
     def reason(self) -> Reason | None:
         """Why the hit ends where it ends, once it is final."""
         return self._found.reason
+
+    @property
+    def waits(self) -> bool:
+        """Whether the hit is arriving because another engine computes what is missing."""
+        return self._found.waits
+
+    def take_announcement(self) -> Holding | None:
+        """Return the announcement that the caller computes what is missing; None: there is none.
+
+        Close it when the computing has ended. Chunks that are being written stay announced until
+        they are stored. An announcement that was not taken ends with the hit.
+        """
+        if not self._found.announcement or self._give_back is None or not self._is_announced:
+            return None
+        self._is_announced = False
+        give_back, self._give_back = self._give_back, self._give_back_hit
+        return Holding(give_back)
 
     def refresh(self) -> None:
         """Update the hit's length."""
@@ -302,6 +330,7 @@ class Cache(Protocol):
         cost: ComputeCost | None = None,
         have_tokens: int = 0,
         uses: Uses = "all",
+        intent: ComputeIntent | None = None,
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
@@ -313,6 +342,9 @@ class Cache(Protocol):
         have_tokens: tokens that the caller already has. If no tier has more, the lookup loads
                      nothing and does not wait
         uses:        which chunks count as used; see `Uses`
+        intent:      what the caller does about missing chunks. The lookup may then wait for chunks
+                     that another engine computes; see `Hit.waits` and `Hit.take_announcement`. All
+                     callers of this object are one engine
         wait_s:      how long to wait for chunks of lower tiers. None: as configured. 0: not at all,
                      so the hit may be arriving
         """

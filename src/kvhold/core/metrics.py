@@ -69,6 +69,28 @@ TABLE = {
             ("reason",),
             "Tokens missed, by the reason why the hit ended before them.",
         ),
+        Metric(
+            "kvhold_announced_chunks",
+            "counter",
+            "chunks",
+            (),
+            "Chunks that engines announced to compute.",
+        ),
+        Metric(
+            "kvhold_waited_for_computing",
+            "counter",
+            "waits",
+            ("result",),
+            "Ended waits of lookups for chunks that another engine computed, by result: stored, "
+            "ended, late, slower, cut short.",
+        ),
+        Metric(
+            "kvhold_waited_for_computing_seconds",
+            "counter",
+            "seconds",
+            (),
+            "Seconds of these waits.",
+        ),
         Metric("kvhold_leased_chunks", "counter", "chunks", (), "Chunks leased to engines."),
         Metric("kvhold_leased_bytes", "counter", "bytes", (), "Bytes leased to engines."),
         Metric(

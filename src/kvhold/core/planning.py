@@ -47,6 +47,18 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
         return self.step_s + self.token_s + self.pair_s > 0
 
 
+class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
+    """What the caller of a lookup does about missing chunks.
+
+    waits:     it may wait for chunks that another engine computes now
+    announces: it will compute and store them now, so others may wait for them
+    """
+
+    cost: ComputeCost
+    waits: bool = True
+    announces: bool = True
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """Points at which a load may end.
@@ -110,6 +122,13 @@ def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:
         + pairs * cost.pair_s
     )
     return seconds
+
+
+def prefill_s(cost: ComputeCost, first: int, last: int) -> float:
+    """Return the seconds to compute the tokens from `first` to before `last`."""
+    num = max(0, last - first)
+    steps = -(-num // cost.step_tokens)
+    return steps * cost.step_s + num * cost.token_s + num * (last - num / 2) * cost.pair_s
 
 
 def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:

@@ -10,6 +10,7 @@ class Reason(StrEnum):
     NEVER_STORED = "never_stored"
     INCOMPLETE = "incomplete"
     BEING_WRITTEN = "being_written"
+    BEING_COMPUTED = "being_computed"
     EVICTED = "evicted"
     EXPIRED = "expired"
     CLEARED = "cleared"
@@ -27,6 +28,7 @@ WHOLE = Reason.WHOLE
 NEVER_STORED = Reason.NEVER_STORED
 INCOMPLETE = Reason.INCOMPLETE
 BEING_WRITTEN = Reason.BEING_WRITTEN
+BEING_COMPUTED = Reason.BEING_COMPUTED
 EVICTED = Reason.EVICTED
 EXPIRED = Reason.EXPIRED
 CLEARED = Reason.CLEARED
@@ -46,6 +48,10 @@ REASONS = {
         "the next chunk, or one inside the window, lacks groups or shards that were never stored"
     ),
     BEING_WRITTEN: "the next chunk is reserved and not committed yet",
+    BEING_COMPUTED: (
+        "another engine was computing the next chunk, and the lookup did not wait for it, or not "
+        "long enough"
+    ),
     EVICTED: "the next chunk was evicted from memory, and no lower tier has it",
     EXPIRED: "the next chunk has outlived its time to live",
     CLEARED: "the next chunk was cleared, or its namespace is being cleared",

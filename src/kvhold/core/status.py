@@ -115,6 +115,7 @@ class StateStatus(TypedDict):
     pinned_chunks:   chunks that hits, leases or transfers hold in memory
     clearing_chunks: cleared chunks whose memory is not yet free
     arriving_chunks: chunks whose memory is in use by reads of tiers
+    announced_chunks: whole chunks that engines have announced to compute, and not stored yet
     reencodings:     running and waiting re-encodings
     write_behind:    chunks on their way to tiers
     namespaces:      arena bytes in use, by the digest of their namespace
@@ -128,6 +129,7 @@ class StateStatus(TypedDict):
     pinned_chunks: int
     clearing_chunks: int
     arriving_chunks: int
+    announced_chunks: int
     reencodings: int
     write_behind: WriteBehindStatus
     namespaces: dict[str, int]

@@ -8,6 +8,7 @@ from kvhold.core.api import Cache
 from kvhold.core.errors import KVHoldError
 from kvhold.core.keys import Namespace
 from kvhold.core.layout import Layout
+from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import REASONS
 from kvhold.testing.cache import (
     HYBRID,
@@ -28,6 +29,29 @@ class CacheLookups(CacheFixtures):
         with cache.lookup(a_prompt(space, 100).query()) as hit:
             assert (hit.num_tokens, hit.ticket) == (0, 0)
             assert cache.claim(hit.ticket) is None
+
+    def test_an_announcement_ends_with_its_hit_or_with_its_chunks(
+        self, cache: Cache, space: Namespace
+    ) -> None:
+        prompt = a_prompt(space, 100)
+        intent = ComputeIntent(ComputeCost("request", 100, token_s=1.0))
+
+        def announced() -> int:
+            return cache.status()["announced_chunks"]
+
+        with cache.lookup(prompt.query(), intent=intent, wait_s=10):
+            assert announced() == 6
+        assert announced() == 0
+        with cache.lookup(prompt.query(), intent=intent, wait_s=10) as hit:
+            announcement = hit.take_announcement()
+            assert hit.take_announcement() is None
+        assert announcement is not None and announced() == 6
+        store(cache, prompt)
+        assert announced() == 0
+        announcement.close()
+        with cache.lookup(prompt.query(), intent=intent, wait_s=10) as hit:
+            assert hit.num_tokens == 100
+            assert hit.take_announcement() is None
 
     def test_a_prompt_without_tokens_is_a_miss_and_needs_no_room(
         self, cache: Cache, space: Namespace

@@ -131,6 +131,8 @@ class RamTier:
         self._sweeping = False
         # called with each entry that becomes visible (ADMITTED) or is removed (the reason)
         self.watch: Callable[[str, Entry], None] | None = None
+        # called with each key whose reserved entry ends without becoming visible
+        self.watch_lost: Callable[[bytes], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
         # receives each namespace that gets its first memory, after `used_bytes_of` counts it
@@ -271,6 +273,7 @@ class RamTier:
                 self.remove(entry)
             self._doomed -= 1
             self._free(entry)
+            self._is_lost(entry)
             return
         entry.committed = True
         self._policy.insert(entry.key, entry.taken_bytes, entry.parent)
@@ -285,6 +288,7 @@ class RamTier:
         else:
             self._forget(entry)
         self._free(entry)
+        self._is_lost(entry)
 
     def is_doomed(self, entry: Entry) -> bool:
         """Whether an entry was removed or cleared. Any thread."""
@@ -530,6 +534,10 @@ class RamTier:
             self._num_by[namespace] = left
         else:
             del self._num_by[namespace]
+
+    def _is_lost(self, entry: Entry) -> None:
+        if self.watch_lost is not None:
+            self.watch_lost(entry.key)
 
     def _free(self, entry: Entry) -> None:
         self._slabs.free(entry.offset)

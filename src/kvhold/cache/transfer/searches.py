@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvhold.cache.chores import Turns
+from kvhold.cache.computing import Wait
 from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Need, Prefix, Presence
 from kvhold.cache.planner import IN_RAM, ChunkPlaces, Marks, Planner
@@ -21,7 +22,7 @@ from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import ComputeCost
+from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import (
     BEING_WRITTEN,
     CLEARED,
@@ -45,19 +46,24 @@ _MOST_PER_COMMAND = 250  # keys
 class Search:
     """One lookup or prefetch that needs the tiers. owner: None without a waiting request.
 
-    here:       the hit made of `pinned`
-    awaited:    keys of its reads in progress
-    probing:    the tiers have not answered
-    requesting: its next reads are being chosen
-    settling:   its hit is being computed
-    places:     where the tiers have the missing chunks
-    silent:     some tier did not answer
-    sources:    the tier of each chunk that has arrived
-    faults:     why a chunk did not arrive
-    sample:     it loads one chunk, to measure the tier
-    hurried:    it ends early, because computing is faster
-    idle:       it loads nothing: the hit is not longer than `have_tokens`, even with the tiers
-    missing:    the first chunk that memory lacked, if it was expected back
+    here:         the hit made of `pinned`
+    awaited:      keys of its reads in progress
+    probing:      the tiers have not answered
+    requesting:   its next reads are being chosen
+    settling:     its hit is being computed
+    places:       where the tiers have the missing chunks
+    silent:       some tier did not answer
+    sources:      the tier of each chunk that has arrived
+    faults:       why a chunk did not arrive
+    sample:       it loads one chunk, to measure the tier
+    hurried:      it ends early, because computing is faster
+    idle:         it loads nothing: the hit is not longer than `have_tokens`, even with the tiers
+    missing:      the first chunk that memory lacked, if it was expected back
+    intent:       what the caller does about missing chunks
+    wait:         a wait for chunks that another engine computes; the tiers are probed after it
+    futile:       number of waits that brought nothing
+    waited_s:     seconds of all waits
+    is_announced: the caller has announced to compute what is missing
     """
 
     owner: Hashable
@@ -82,6 +88,11 @@ class Search:
     have_tokens: int = 0
     idle: bool = False
     missing: ExpectedChunk | None = None
+    intent: ComputeIntent | None = None
+    wait: Wait | None = None
+    futile: int = 0
+    waited_s: float = 0.0
+    is_announced: bool = False
 
     def __post_init__(self) -> None:
         self.forget_what_is_here()
@@ -99,7 +110,9 @@ class Search:
 
     @property
     def over(self) -> bool:
-        return not (self.probing or self.requesting or self.awaited or self.more)
+        return not (
+            self.wait is not None or self.probing or self.requesting or self.awaited or self.more
+        )
 
     def declines(self, key: bytes) -> bool:
         if self.cost is None or key in self.faults:
@@ -209,10 +222,13 @@ class Searches:
         num_keys: int,
         have_tokens: int = 0,
         sample: bool = False,
+        intent: ComputeIntent | None = None,
+        wait: Wait | None = None,
     ) -> Turns[None]:
         """Pin the present chunks, and probe the tiers for the missing ones.
 
         prefix: the caller holds its entries until the last step; then the search pins them
+        wait:   do not probe before it is over; see `resume_turns`
         """
         search = Search(
             owner,
@@ -223,6 +239,9 @@ class Searches:
             began_s=self._planner.clock(),
             sample=sample,
             have_tokens=have_tokens,
+            intent=intent,
+            wait=wait,
+            probing=wait is None,
         )
         self._searches[number] = search
         present = yield from prefix.in_order_turns()
@@ -232,6 +251,8 @@ class Searches:
             self._pin(search, part)
             yield _MOST_PINS
         search.here.remember(prefix)
+        if wait is not None:
+            return
         keys = yield from Presence(query, layout, self._find_or_coming).missing_turns()
         if self._searches.get(number) is not search:
             return  # the search was released during these steps
@@ -240,6 +261,44 @@ class Searches:
         else:
             search.probing, search.requesting = False, True
             yield from self._request_turns(number, search)
+
+    def resume_turns(self, number: int, search: Search, *, has_tiers: bool) -> Turns[None]:
+        """Pin what has come to memory during a wait, then probe the tiers for the rest.
+
+        The caller has set `requesting`, so that the search is not over.
+        """
+        held: list[Entry] = []
+        try:
+
+            def find(key: bytes) -> Entry | None:
+                entry = search.pinned.get(key)
+                if entry is None and (entry := self._ram.find(key)) is not None:
+                    self._ram.hold(entry)
+                    held.append(entry)
+                return entry
+
+            prefix = yield from Presence(search.query, search.layout, find).take_turns()
+            present = yield from prefix.in_order_turns()
+            while present and self._goes_on(number, search):
+                part = present[-_MOST_PINS:]
+                del present[-_MOST_PINS:]
+                self._pin(search, [one for one in part if self._ram.find(one.key) is one])
+                yield _MOST_PINS
+            if not has_tiers or not self._goes_on(number, search):
+                return
+            missing = Presence(search.query, search.layout, self._find_or_coming).missing_turns()
+            keys = yield from missing
+            if keys and self._goes_on(number, search):
+                search.probing = True
+                self._give_command(ProbeCommand(number, keys))
+            elif self._goes_on(number, search):
+                yield from self._request_turns(number, search)
+        finally:
+            self._unpin(held)
+            search.requesting = False
+
+    def _goes_on(self, number: int, search: Search) -> bool:
+        return self._searches.get(number) is search and not search.settling
 
     def probed(self, number: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
         search = self._searches.get(number)

@@ -1,0 +1,415 @@
+"""The chunks that engines compute now, and the lookups that wait for them.
+
+    is_announced = computing.announce(owner, number, query, layout, hit_tokens, intent)
+    wait = computing.begin_wait(owner, query, layout, hit_tokens, intent)
+    computing.end_of(wait)       # None while it lasts
+    computing.withdraw(owner, number)
+
+An announcement names the whole chunks after a hit. It ends when they are stored, when its owner
+withdraws it or leaves, or when it is late and another engine announces the same chunks. A chunk
+counts as stored when memory has it for every shard and every group with full attention; the other
+groups' chunks are stored with it. No I/O.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+
+from kvhold.core.keys import HASH_BYTES, NAME_BYTES, Query, place_suffix, split_hashes
+from kvhold.core.layout import Layout
+from kvhold.core.metrics import Metrics
+from kvhold.core.planning import ComputeCost, ComputeIntent, prefill_s
+from kvhold.tiers.ram import RamTier
+
+_MOST_KEYS = 1024  # of an announcement; so it is made in one turn
+_MOST_ANNOUNCEMENTS = 1024  # of an owner
+_LEAST_S = 0.05  # computing that takes less is not waited for
+_AS_FAST = 1.03  # a wait may take so much longer than computing: the engine serves others meanwhile
+_LATE = 1.25  # promises and estimates may be off by this factor
+
+
+class WaitEnd(StrEnum):
+    """Why a wait ended.
+
+    STORED: the chunks are in memory. ENDED: the announcement ended without them. LATE: they did not
+    come when promised. SLOWER: computing the rest here is faster. CUT_SHORT: the caller waits no
+    more
+    """
+
+    STORED = "stored"
+    ENDED = "ended"
+    LATE = "late"
+    SLOWER = "slower"
+    CUT_SHORT = "cut short"
+
+
+@dataclass(eq=False)
+class Announcement:
+    """Chunks that an engine computes.
+
+    chunks:       by name, those that are not stored yet, in the order of the prompt
+    start_tokens: tokens that the engine has, or loads
+    done_tokens:  the end of the stored chunks
+    progress_s:   when the last chunk was stored; at first, when the announcement was made
+    token_bytes:  KV bytes of a token
+    tails:        names of the tails, which come with the chunk before them
+    is_withdrawn: only chunks that are being written are left
+    """
+
+    number: int
+    owner: Hashable
+    cost: ComputeCost
+    start_tokens: int
+    done_tokens: int
+    began_s: float
+    progress_s: float
+    token_bytes: float
+    tails: frozenset[bytes]
+    chunks: dict[bytes, "_Chunk"] = field(default_factory=dict)
+    waits: "set[Wait]" = field(default_factory=set)
+    is_withdrawn: bool = False
+
+    def promised_s(self, cost: ComputeCost, last: int) -> float:
+        """Return the seconds from the announcement until the tokens before `last` are stored."""
+        step, begin = cost.step_tokens, self.start_tokens
+        end = min(begin + -(-(last - begin) // step) * step, self.cost.num_tokens)
+        return prefill_s(cost, begin, max(end, last)) + _copy_s(cost, last - begin, self)
+
+
+@dataclass
+class _Chunk:
+    """missing: the keys that memory lacks. end: its last token's number, plus one"""
+
+    missing: set[bytes]
+    end: int
+
+
+@dataclass(eq=False)
+class Wait:
+    """A lookup's wait.
+
+    names:      the awaited chunks that are not stored
+    end_tokens: the end of the last awaited chunk
+    hit_end:    the end of the hit with all these chunks, and perhaps a tail
+    is_broken:  an awaited chunk is not announced any more
+    """
+
+    announcement: Announcement
+    names: set[bytes]
+    cost: ComputeCost
+    hit_tokens: int
+    end_tokens: int
+    hit_end: int
+    began_s: float
+    is_broken: bool = False
+
+
+class Computing:
+    def __init__(
+        self,
+        ram: RamTier,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._ram = ram
+        self._metrics = metrics
+        self._clock = clock
+        self._by_name: dict[bytes, Announcement] = {}
+        self._by_owner: dict[Hashable, dict[int, Announcement]] = {}
+        self._has_news = False
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._by_name)
+
+    def announce(
+        self,
+        owner: Hashable,
+        number: int,
+        query: Query,
+        layout: Layout,
+        hit_tokens: int,
+        intent: ComputeIntent | None,
+    ) -> bool:
+        """Announce the chunks after a hit that nobody computes yet. False: there are none.
+
+        Chunks count as computed by nobody if their announcement is late, or much slower.
+        """
+        if intent is None or not intent.announces:
+            return False
+        held = self._by_owner.get(owner, {})
+        suffixes = _suffixes(query, layout)
+        if len(held) >= _MOST_ANNOUNCEMENTS or not suffixes:
+            return False
+        size, now_s = layout.tokens_per_chunk, self._clock()
+        start = max(hit_tokens, intent.cost.computed_tokens)
+        announcement = Announcement(
+            number,
+            owner,
+            intent.cost,
+            start_tokens=start,
+            done_tokens=start,
+            began_s=now_s,
+            progress_s=now_s,
+            token_bytes=_token_bytes(query, layout),
+            tails=frozenset(name for _, name in _tails(query)),
+        )
+        lost: dict[Announcement, bool] = {}
+        chunks = _names(query, hit_tokens // size)
+        last = len(query.hashes) // HASH_BYTES * size
+        for at, name in islice(chunks, _MOST_KEYS // len(suffixes)):
+            other = self._by_name.get(name)
+            if other is not None:
+                if other not in lost:
+                    lost[other] = self._is_beaten(other, announcement, last)
+                if not lost[other]:
+                    continue
+                self._drop(other, name)
+            missing = {key for suffix in suffixes if self._ram.find(key := name + suffix) is None}
+            if missing:
+                announcement.chunks[name] = _Chunk(missing, (at + 1) * size)
+                self._by_name[name] = announcement
+        if not announcement.chunks:
+            return False
+        self._by_owner.setdefault(owner, {})[number] = announcement
+        self._metrics.add("kvhold_announced_chunks", len(announcement.chunks))
+        return True
+
+    def withdraw(self, owner: Hashable, number: int) -> None:
+        """End an announcement, if there is one, but for chunks that are being written."""
+        announcement = self._by_owner.get(owner, {}).get(number)
+        if announcement is None:
+            return
+        announcement.is_withdrawn = True
+        for name, chunk in list(announcement.chunks.items()):
+            if not self._is_being_written(chunk):
+                self._drop(announcement, name)
+
+    def withdraw_all(self, owner: Hashable) -> None:
+        for announcement in list(self._by_owner.get(owner, {}).values()):
+            for name in list(announcement.chunks):
+                self._drop(announcement, name)
+
+    def stored(self, key: bytes) -> None:
+        """Note a key that has become visible in memory."""
+        if not self._by_name:
+            return
+        name = key[:NAME_BYTES]
+        announcement = self._by_name.get(name)
+        if announcement is None:
+            return
+        chunk = announcement.chunks[name]
+        chunk.missing.discard(key)
+        if chunk.missing:
+            if announcement.is_withdrawn and not self._is_being_written(chunk):
+                self._drop(announcement, name)
+            return
+        announcement.done_tokens = max(announcement.done_tokens, chunk.end)
+        announcement.progress_s = self._clock()
+        for wait in announcement.waits:
+            wait.names.discard(name)
+            self._has_news = self._has_news or not wait.names
+        self._forget(announcement, name)
+
+    def not_stored(self, key: bytes) -> None:
+        """Note a key that got no memory, or whose memory was freed before it was visible."""
+        announcement = self._by_name.get(name := key[:NAME_BYTES])
+        if announcement is not None and key in announcement.chunks[name].missing:
+            self._drop(announcement, name)
+
+    def is_computed(self, key: bytes, owner: Hashable) -> bool:
+        """Whether an engine other than `owner` computes a chunk."""
+        announcement = self._by_name.get(key[:NAME_BYTES])
+        return announcement is not None and announcement.owner != owner
+
+    def begin_wait(
+        self,
+        owner: Hashable,
+        query: Query,
+        layout: Layout,
+        hit_tokens: int,
+        intent: ComputeIntent | None,
+    ) -> Wait | None:
+        """Begin to wait for the chunks after a hit; None: computing them is faster."""
+        if intent is None or not intent.waits or not self._by_name:
+            return None
+        size, names = layout.tokens_per_chunk, set[bytes]()
+        announcement, end = None, hit_tokens
+        for number, name in islice(_names(query, hit_tokens // size), _MOST_KEYS):
+            other = self._by_name.get(name)
+            if other is None or (announcement is not None and other is not announcement):
+                break
+            announcement, end = other, (number + 1) * size
+            names.add(name)
+        if announcement is None or announcement.owner == owner:
+            return None
+        cost = _known(intent.cost, announcement.cost)
+        if not cost.is_known or self._is_late(announcement, cost):
+            return None
+        tail_tokens = 0
+        if end == len(query.hashes) // HASH_BYTES * size:
+            tails = [length for length, name in _tails(query) if name in announcement.tails]
+            tail_tokens = max(tails, default=0)
+        wait = Wait(announcement, names, cost, hit_tokens, end, end + tail_tokens, self._clock())
+        alone_s = self._alone_s(wait, hit_tokens)
+        if alone_s < _LEAST_S or self._waiting_s(wait) > _AS_FAST * alone_s:
+            return None
+        announcement.waits.add(wait)
+        return wait
+
+    def expected_s(self, wait: Wait) -> float:
+        """Return the seconds until the awaited chunks are due."""
+        return max(0.0, self._due_s(wait.announcement, wait.cost, wait.end_tokens) - self._clock())
+
+    def end_of(self, wait: Wait) -> WaitEnd | None:
+        """Return why a wait is over; None: it is not. Cheap."""
+        if wait.is_broken:
+            return WaitEnd.ENDED
+        if not wait.names:
+            return WaitEnd.STORED
+        announcement = wait.announcement
+        if self._is_late(announcement, wait.cost):
+            return WaitEnd.LATE
+        waited_s = self._clock() - wait.began_s
+        here = max(wait.hit_tokens, min(announcement.done_tokens, wait.end_tokens))
+        if self._waiting_s(wait) > _LATE * self._alone_s(
+            wait, here
+        ) or waited_s > _LATE * self._alone_s(wait, wait.hit_tokens):
+            return WaitEnd.SLOWER
+        return None
+
+    def leave(self, wait: Wait, end: WaitEnd) -> None:
+        """End a wait."""
+        wait.announcement.waits.discard(wait)
+        self._metrics.add("kvhold_waited_for_computing", result=end)
+        self._metrics.add("kvhold_waited_for_computing_seconds", self._clock() - wait.began_s)
+
+    def take_news(self) -> bool:
+        """Whether a wait has ended since the last call."""
+        news, self._has_news = self._has_news, False
+        return news
+
+    def _is_being_written(self, chunk: _Chunk) -> bool:
+        return any(self._ram.holds(key) and self._ram.find(key) is None for key in chunk.missing)
+
+    def _drop(self, announcement: Announcement, name: bytes) -> None:
+        for wait in announcement.waits:
+            if name in wait.names:
+                wait.is_broken = self._has_news = True
+        self._forget(announcement, name)
+
+    def _forget(self, announcement: Announcement, name: bytes) -> None:
+        del self._by_name[name]
+        del announcement.chunks[name]
+        if not announcement.chunks:
+            held = self._by_owner[announcement.owner]
+            del held[announcement.number]
+            if not held:
+                del self._by_owner[announcement.owner]
+
+    def _is_beaten(self, announcement: Announcement, by: Announcement, last: int) -> bool:
+        """Whether an announcement is late, or another one promises its chunks much earlier."""
+        cost = _known(by.cost, announcement.cost)
+        if not cost.is_known or announcement.owner == by.owner:
+            return False
+        end = min(last, next(reversed(announcement.chunks.values())).end)
+        left_s = self._due_s(announcement, cost, end) - self._clock()
+        return self._is_late(announcement, cost) or left_s > _LATE * by.promised_s(cost, end)
+
+    def _is_late(self, announcement: Announcement, cost: ComputeCost) -> bool:
+        """Whether the next chunk is a quarter of its promised time late."""
+        cost = _known(announcement.cost, cost)
+        following = next(iter(announcement.chunks.values()), None)
+        if following is None or not cost.is_known:
+            return False
+        allowed_s = (_LATE - 1) * announcement.promised_s(cost, following.end)
+        return self._clock() > self._due_s(announcement, cost, following.end) + allowed_s
+
+    def _due_s(self, announcement: Announcement, cost: ComputeCost, last: int) -> float:
+        """Return when the tokens before `last` are due, at the engine's pace so far."""
+        cost = _known(announcement.cost, cost)
+        done_s = (
+            announcement.promised_s(cost, announcement.done_tokens)
+            if announcement.done_tokens > announcement.start_tokens
+            else 0.0
+        )
+        took_s = announcement.progress_s - announcement.began_s
+        pace = max(1.0, took_s / done_s) if done_s else 1.0
+        left_s = max(0.0, announcement.promised_s(cost, last) - done_s)
+        return announcement.progress_s + pace * left_s
+
+    def _waiting_s(self, wait: Wait) -> float:
+        """Return the seconds to the first token with the awaited chunks."""
+        cost, end = wait.cost, wait.hit_end
+        begin = cost.computed_tokens
+        loading_s = _copy_s(cost, end - begin, wait.announcement) if end > begin else 0.0
+        return self.expected_s(wait) + loading_s + _rest_s(cost, end)
+
+    def _alone_s(self, wait: Wait, hit_tokens: int) -> float:
+        """Return the seconds to the first token without the chunks after a hit."""
+        cost = wait.cost
+        begin = cost.computed_tokens
+        loading_s = (
+            _copy_s(cost, hit_tokens - begin, wait.announcement) if hit_tokens > begin else 0.0
+        )
+        return loading_s + _rest_s(cost, hit_tokens)
+
+
+def _rest_s(cost: ComputeCost, hit_tokens: int) -> float:
+    """At least the last token is computed, for its output."""
+    begin = min(max(hit_tokens, cost.computed_tokens), cost.num_tokens - 1)
+    return prefill_s(cost, begin, cost.num_tokens)
+
+
+def _copy_s(cost: ComputeCost, num_tokens: int, announcement: Announcement) -> float:
+    """Return the seconds to copy KV between engine and arena, in either direction."""
+    return cost.load_s + num_tokens * announcement.token_bytes * cost.load_byte_s
+
+
+def _known(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
+    """Return the costs, with the speeds of another engine if its own are unknown."""
+    if cost.is_known or not other.is_known:
+        return cost
+    return ComputeCost(
+        cost.request,
+        cost.num_tokens,
+        cost.computed_tokens,
+        cost.step_tokens,
+        other.step_s,
+        other.token_s,
+        other.pair_s,
+        cost.load_s or other.load_s,
+        cost.load_byte_s or other.load_byte_s,
+    )
+
+
+def _suffixes(query: Query, layout: Layout) -> list[bytes]:
+    return [
+        place_suffix(number, shard)
+        for number, group in enumerate(layout.groups)
+        if group.attention == "full"
+        for shard in range(query.shards)
+    ]
+
+
+def _token_bytes(query: Query, layout: Layout) -> float:
+    size = layout.tokens_per_chunk
+    nbytes = sum(
+        layout.chunk_bytes(number, size)
+        for number, group in enumerate(layout.groups)
+        if group.attention == "full"
+    )
+    return query.shards * nbytes / size
+
+
+def _tails(query: Query) -> Iterator[tuple[int, bytes]]:
+    """Yield the length and name of each tail."""
+    for length, tail_hash in zip(query.tail_lengths, split_hashes(query.tail_hashes), strict=True):
+        yield length, query.namespace + tail_hash
+
+
+def _names(query: Query, first: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and name of each whole chunk from number `first` on."""
+    for at, chain_hash in enumerate(split_hashes(query.hashes[first * HASH_BYTES :])):
+        yield first + at, query.namespace + chain_hash

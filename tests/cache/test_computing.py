@@ -1,0 +1,568 @@
+"""Lookups that wait for chunks which another engine computes: what counts as being computed, who
+waits, how long, and what comes of it. As a state machine, under a clock that the test moves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvhold.cache.state import CacheState, new_state
+from kvhold.cache.transfer.commands import ProbeCommand
+from kvhold.core.api import Found
+from kvhold.core.config import Config
+from kvhold.core.holdings import ABSENT
+from kvhold.core.keys import Namespace, Prompt
+from kvhold.core.layout import Group, Layout
+from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.reasons import BEING_COMPUTED, NEVER_STORED, WHOLE
+from kvhold.memory.slab import size_class
+from tests.cache.laws import assert_counters_reconcile, finish_chores, total
+from tests.cache.scripted import arena_of, only
+
+FULL = Group(layers=1, planes=1, heads=1, head_dim=1024, dtype="int8")
+WINDOW = Group(
+    layers=1, planes=1, heads=1, head_dim=512, dtype="int8", attention="sliding", window=4
+)
+STATE = Group(layers=1, planes=1, heads=1, head_dim=64, dtype="int8", attention="state")
+PLAIN = Layout(groups=(FULL,), tokens_per_chunk=4, tail_tokens=1)
+HYBRID = Layout(groups=(FULL, WINDOW), tokens_per_chunk=4)
+STATES = Layout(groups=(STATE,), tokens_per_chunk=4)
+SPACE = Namespace("model", PLAIN)
+TEXT = list(range(42))
+NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
+TOKEN_S = 0.1  # 4.2 s for the text
+LATE, AS_FAST = 1.25, 1.03
+STEP = 8  # tokens a pass, where passes matter
+
+
+def intent_of(
+    num_tokens: int = len(TEXT),
+    *,
+    token_s: float = TOKEN_S,
+    computed: int = 0,
+    step: int = 1 << 20,
+    waits: bool = True,
+    announces: bool = True,
+    load_byte_s: float = 0.0,
+) -> ComputeIntent:
+    cost = ComputeCost(
+        "request", num_tokens, computed, step, token_s=token_s, load_byte_s=load_byte_s
+    )
+    return ComputeIntent(cost, waits=waits, announces=announces)
+
+
+@dataclass
+class Cache:
+    """A state machine, its clock, and engines that are its owners."""
+
+    state: CacheState
+    now_s: float = 1000.0
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def lookup(
+        self, owner: str, prompt: Prompt, intent: ComputeIntent | None = None, **changes: object
+    ) -> Found:
+        return self.state.lookup(
+            owner,
+            prompt.query(),
+            intent=intent if intent is not None else intent_of(prompt.num_tokens),
+            **changes,  # type: ignore[arg-type]
+        )
+
+    def reserve(self, owner: str, prompt: Prompt, first: int = 0, shard: int = 0) -> int:
+        layout = prompt.namespace.layout
+        return self.state.reserve(owner, layout, prompt.chunks(first), shard).reservation
+
+    def store(
+        self, owner: str, prompt: Prompt, *, first: int = 0, last: int | None = None, shard: int = 0
+    ) -> None:
+        """All of a prompt, or its whole chunks from `first` to before `last`."""
+        names = prompt.chunks(first, last=last, tail=last is None)
+        granted = self.state.reserve(owner, prompt.namespace.layout, names, shard)
+        chunks = {n for row in granted.offsets for n, offset in enumerate(row) if offset != ABSENT}
+        self.state.commit(owner, granted.reservation, sorted(chunks))
+
+    def asked_again(self, found: Found, *, settle: bool = False) -> Found:
+        return self.state.refresh(found.ticket, settle=settle)
+
+    def waits(self) -> dict[str, float]:
+        return {
+            sample.labels[0]: sample.value
+            for sample in self.state.metrics.samples()
+            if sample.metric.name == "kvhold_waited_for_computing"
+        }
+
+
+def cache_of(*layouts: Layout, slots: int = 200, tiers: tuple[str, ...] = ()) -> Cache:
+    config = Config(tiers=tiers, event_buffer=1000)
+    state = new_state(config, arena_of(slots * size_class(FULL.head_dim * 4)))
+    cache = Cache(state)
+    state.planner.clock = lambda: cache.now_s
+    for layout in layouts:
+        state.register(layout)
+    return cache
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    """In the end all owners leave, and nothing is held or announced."""
+    cache = cache_of(PLAIN, HYBRID, STATES)
+    yield cache
+    for owner in ("a", "b", "c"):
+        cache.state.release_owner(owner)
+    finish_chores(cache.state)
+    assert cache.state.holdings() == NOTHING
+    status = cache.state.status()
+    assert status["announced_chunks"] == status["pinned_chunks"] == 0
+    assert_counters_reconcile(cache.state)
+
+
+def test_the_second_of_two_equal_lookups_waits_and_finds_what_the_first_has_computed(
+    cache: Cache,
+) -> None:
+    prompt = SPACE.prompt(TEXT)
+    first, second = cache.lookup("a", prompt), cache.lookup("b", prompt)
+    assert (first.ticket, first.num_tokens, first.arriving) == (0, 0, False)
+    assert first.announcement and not first.waits
+    assert second.arriving and second.waits and second.ticket and not second.announcement
+    cache.now_s += len(TEXT) * TOKEN_S
+    assert cache.asked_again(second).waits
+    assert not cache.state.take_news()
+    cache.store("a", prompt)
+    assert cache.state.take_news()
+    assert cache.state.is_over(second.ticket)
+    hit = cache.asked_again(second)
+    assert (hit.num_tokens, hit.reason, hit.arriving) == (len(TEXT), WHOLE, False)
+    assert not hit.announcement
+    assert hit.sources == {"ram": len(TEXT)}
+    claimed = cache.state.claim("b", hit.ticket, 0, 0)
+    assert claimed is not None
+    assert sum(claimed.num_tokens) == len(TEXT)
+    assert cache.waits() == {"stored": 1}
+    assert total(cache.state, "kvhold_announced_chunks") == 10
+
+
+def test_a_lookup_without_an_intent_neither_announces_nor_waits(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    assert not cache.state.lookup("a", prompt.query()).announcement
+    assert not cache.lookup("b", prompt).arriving, "nobody has announced anything"
+    found = cache.state.lookup("c", prompt.query())
+    assert (found.arriving, found.reason) == (False, BEING_COMPUTED)
+
+
+def test_what_an_engine_only_waits_for_or_only_announces_is_its_choice(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    assert not cache.lookup("a", prompt, intent_of(announces=False)).announcement
+    assert cache.lookup("b", prompt, intent_of(waits=False)).announcement
+    assert cache.lookup("a", prompt, intent_of(announces=False)).waits
+    assert not cache.lookup("c", prompt, intent_of(waits=False)).arriving
+
+
+def test_an_engine_does_not_wait_for_itself(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt)
+    assert not cache.lookup("a", prompt).arriving
+
+
+def test_a_wait_ends_at_once_when_its_producer_leaves_and_one_waiting_lookup_takes_over(
+    cache: Cache,
+) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt)
+    second, third = cache.lookup("b", prompt), cache.lookup("c", prompt)
+    assert second.waits and third.waits
+    cache.now_s += 0.5
+    cache.state.release_owner("a")
+    assert cache.state.take_news()
+    taken_over = cache.asked_again(second)
+    assert (taken_over.ticket, taken_over.reason) == (0, NEVER_STORED)
+    assert taken_over.announcement
+    assert cache.asked_again(third).waits, "now for the second engine"
+    cache.now_s += len(TEXT) * TOKEN_S
+    cache.store("b", prompt)
+    assert cache.asked_again(third).num_tokens == len(TEXT)
+    assert cache.waits() == {"ended": 2, "stored": 1}
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "abandoned", "no room"])
+def test_a_wait_ends_at_once_when_its_chunks_will_not_come(how: str) -> None:
+    cache = cache_of(PLAIN, slots=4 if how == "no room" else 200)
+    prompt = SPACE.prompt(TEXT)
+    first = cache.lookup("a", prompt)
+    waiting = cache.lookup("b", prompt)
+    if how == "withdrawn":
+        cache.state.release("a", first.announcement)
+    elif how == "abandoned":
+        cache.state.abandon("a", cache.reserve("a", prompt))
+    else:
+        cache.reserve("a", prompt)
+    assert cache.state.is_over(waiting.ticket)
+    assert not cache.asked_again(waiting).arriving
+    assert cache.waits() == {"ended": 1}
+
+
+def test_an_announcement_outlives_its_request_while_its_chunks_are_being_written(
+    cache: Cache,
+) -> None:
+    """The engine answers with one token, and stores after that."""
+    prompt = SPACE.prompt(TEXT)
+    first, waiting = cache.lookup("a", prompt), cache.lookup("b", prompt)
+    names = prompt.chunks()
+    granted = cache.state.reserve("a", PLAIN, names, 0)
+    cache.state.release("a", first.announcement)
+    assert cache.asked_again(waiting).waits
+    cache.state.commit("a", granted.reservation, list(range(len(names))))
+    assert cache.asked_again(waiting).num_tokens == len(TEXT)
+
+
+def test_a_withdrawn_announcement_ends_with_the_last_writer_of_its_chunk(cache: Cache) -> None:
+    """Of two shards, only one is being written."""
+    space = Namespace("sharded", PLAIN, shards=2)
+    prompt = space.prompt(TEXT[:8])
+    first = cache.lookup("a", prompt)
+    granted = cache.state.reserve("c", PLAIN, prompt.chunks(), 0)
+    cache.state.release("a", first.announcement)
+    assert cache.state.status()["announced_chunks"] == 2
+    cache.state.commit("c", granted.reservation, [0, 1])
+    assert cache.state.status()["announced_chunks"] == 0
+
+
+def test_a_late_producer_is_not_waited_for_any_more_and_only_one_takes_over(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt)
+    second, third = cache.lookup("b", prompt), cache.lookup("c", prompt)
+    promised_s = len(TEXT) * TOKEN_S
+    cache.now_s += LATE * promised_s - 0.01
+    assert cache.asked_again(second).waits
+    cache.now_s += 0.02
+    assert cache.state.is_over(second.ticket)
+    assert cache.asked_again(second).announcement
+    assert cache.asked_again(third).waits
+    cache.now_s += LATE * promised_s + 0.02
+    assert not cache.asked_again(third).arriving, "two futile waits are enough"
+    cache.store("a", prompt)  # the late one, after all
+    assert cache.lookup("c", prompt).num_tokens == len(TEXT)
+    assert cache.waits() == {"late": 2, "ended": 1}
+
+
+def test_a_lookup_waits_where_the_wait_is_faster_and_not_elsewhere(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt)
+    slow = intent_of(announces=False)
+    fast = intent_of(token_s=TOKEN_S / AS_FAST * 0.99, announces=False)
+    loads = intent_of(load_byte_s=1e-4, announces=False)  # a tenth of a second a token
+    assert not cache.lookup("b", prompt, fast).arriving
+    assert not cache.lookup("b", prompt, loads).arriving
+    assert cache.lookup("b", prompt, slow).waits
+    short = SPACE.prompt(TEXT[:9])
+    brief = intent_of(9, announces=False)
+    assert not cache.lookup("b", short, brief).arriving, "all come with the first's pass"
+    cache.now_s += 3.5
+    assert cache.lookup("b", short, brief).waits, "that is nearly over"
+
+
+def test_what_is_computed_in_a_moment_is_not_waited_for(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt, intent_of(token_s=0.001))
+    assert not cache.lookup("b", prompt, intent_of(token_s=0.001)).arriving
+
+
+def test_a_slow_producer_is_left_when_computing_the_rest_is_faster(cache: Cache) -> None:
+    """It keeps up with its promise of no pass, and is never very late."""
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt, intent_of(step=STEP))
+    waiting, other = (cache.lookup(who, prompt, intent_of(step=STEP)) for who in ("b", "c"))
+    cache.now_s += 0.99
+    cache.store("a", prompt, last=2)
+    assert cache.asked_again(waiting).waits
+    cache.now_s += 1.38
+    assert cache.asked_again(waiting).waits
+    cache.store("a", prompt, first=2, last=4)
+    found = cache.asked_again(waiting)
+    assert (found.arriving, found.num_tokens) == (False, 16), "what was stored is a hit"
+    assert found.announcement, "the rest is computed here"
+    assert cache.asked_again(other).waits, "and waited for by others"
+    assert cache.waits() == {"slower": 1, "ended": 1}
+
+
+def test_a_lookup_waits_for_the_part_that_it_shares(cache: Cache) -> None:
+    """A pass of the other engine ends with it."""
+    prompt, other = SPACE.prompt(TEXT), SPACE.prompt(TEXT[:24] + [7] * 18)
+    cache.lookup("a", prompt, intent_of(step=STEP))
+    cache.now_s += STEP * TOKEN_S
+    cache.store("a", prompt, last=2)
+    cache.now_s += STEP * TOKEN_S
+    cache.store("a", prompt, first=2, last=4)
+    waiting = cache.lookup("b", other, intent_of(step=STEP))
+    assert (waiting.waits, waiting.num_tokens) == (True, 16)
+    cache.now_s += STEP * TOKEN_S
+    cache.store("a", prompt, first=4, last=6)
+    found = cache.asked_again(waiting)
+    assert (found.num_tokens, found.arriving) == (24, False)
+    assert found.announcement
+
+
+def test_two_engines_that_announce_different_prefixes_do_not_wait_for_each_other(
+    cache: Cache,
+) -> None:
+    one, two = SPACE.prompt(TEXT), SPACE.prompt(TEXT[::-1])
+    assert cache.lookup("a", one).announcement
+    assert cache.lookup("b", two).announcement
+    crossed = cache.lookup("a", two), cache.lookup("b", one)
+    assert all(found.waits for found in crossed)
+    cache.store("a", one)
+    cache.store("b", two)
+    assert [cache.asked_again(found).num_tokens for found in crossed] == [len(TEXT)] * 2
+
+
+def test_a_settled_or_released_wait_ends(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt)
+    one, two = cache.lookup("b", prompt), cache.lookup("b", prompt)
+    settled = cache.asked_again(one, settle=True)
+    assert (settled.arriving, settled.num_tokens, settled.reason) == (False, 0, BEING_COMPUTED)
+    cache.state.release("b", two.ticket)
+    assert cache.asked_again(two) == Found(0, 0)
+    assert cache.waits() == {"cut short": 2}
+
+
+def test_a_claim_ends_a_wait(cache: Cache) -> None:
+    """Another process of the engine may claim the ticket before its hit is final."""
+    prompt = SPACE.prompt(TEXT)
+    cache.store("c", prompt, last=2)
+    cache.lookup("a", prompt)
+    waiting = cache.lookup("b", prompt)
+    early = cache.state.claim("c", waiting.ticket, 0, 0, arriving=True)
+    assert waiting.waits and waiting.num_tokens == 8
+    assert early is not None and sum(early.num_tokens) == 8
+    assert cache.asked_again(waiting).waits
+    claimed = cache.state.claim("c", waiting.ticket, 0, 0)
+    assert claimed is not None and sum(claimed.num_tokens) == 8
+    assert not cache.asked_again(waiting).arriving
+
+
+def test_every_shard_and_full_group_of_a_chunk_must_be_stored(cache: Cache) -> None:
+    space = Namespace("sharded", HYBRID, shards=2)
+    cache.state.register(HYBRID)
+    prompt = space.prompt(TEXT[:40])
+    cache.lookup("a", prompt, intent_of(40))
+    waiting = cache.lookup("b", prompt, intent_of(40))
+    cache.store("a", prompt, shard=0)
+    assert cache.asked_again(waiting).waits
+    cache.store("a", prompt, shard=1)
+    assert cache.asked_again(waiting).num_tokens == 40
+
+
+def test_a_model_without_full_attention_is_neither_announced_nor_waited_for(cache: Cache) -> None:
+    prompt = Namespace("states", STATES).prompt(TEXT)
+    assert not cache.lookup("a", prompt).announcement
+    assert not cache.lookup("b", prompt).arriving
+
+
+def test_an_engine_without_measurements_counts_as_fast_as_the_other(cache: Cache) -> None:
+    prompt, unknown = SPACE.prompt(TEXT), intent_of(token_s=0.0)
+    cache.lookup("a", prompt, unknown)
+    assert not cache.lookup("b", prompt, unknown).arriving, "no clock"
+    assert cache.lookup("c", prompt).waits
+    cache.state.release_owner("a")
+    cache.lookup("c", prompt)
+    assert cache.lookup("b", prompt, unknown).waits
+
+
+def test_tiers_are_asked_after_the_wait(cache: Cache) -> None:
+    cache = cache_of(PLAIN, tiers=("disk:///x",))
+    prompt = SPACE.prompt(TEXT)
+    first = cache.lookup("a", prompt)
+    assert first.arriving and not first.waits
+    probe = only(cache.state.take_commands(), ProbeCommand)
+    second = cache.lookup("b", prompt)
+    other = only(cache.state.take_commands(), ProbeCommand)
+    cache.state.probed(probe.search, {})
+    cache.state.probed(other.search, {})
+    first = cache.asked_again(first)
+    assert first.announcement, "no tier has it"
+    second = cache.asked_again(second)
+    assert second.waits
+    third = cache.lookup("c", prompt)
+    assert third.waits and cache.state.take_commands() == []
+    cache.state.release_owner("a")
+    assert cache.asked_again(third).arriving
+    again = only(cache.state.take_commands(), ProbeCommand)
+    assert again.search == third.ticket
+    cache.state.probed(again.search, {})
+    assert cache.asked_again(third).announcement
+
+
+def test_a_wait_is_explained(cache: Cache) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt)
+    waiting = cache.lookup("b", prompt)
+    [decision] = cache.state.planner.explain("request")
+    assert decision.why.startswith("another engine computes the next 40 tokens")
+    assert decision.found == {"computing": 40}
+    cache.now_s += 2.0
+    cache.store("a", prompt)
+    cache.asked_again(waiting)
+    [decision] = cache.state.planner.explain("request")
+    assert (decision.hit_tokens, decision.waited_s) == (len(TEXT), pytest.approx(2.0))
+
+
+def test_announcements_of_an_owner_are_bounded(cache: Cache) -> None:
+    for number in range(1100):
+        cache.lookup("a", SPACE.prompt([number] * 4), intent_of(4))
+    assert cache.state.status()["announced_chunks"] == 1024
+    long = SPACE.prompt([2000] * 8000)
+    found = cache.lookup("b", long, intent_of(8000))
+    assert found.announcement
+    assert cache.state.status()["announced_chunks"] == 2048, "of an announcement, too"
+
+
+class Engines(RuleBasedStateMachine):
+    """Engines look up, compute, store, abandon, hang, leave and ask again in any order."""
+
+    tickets = Bundle("tickets")
+    owners = st.sampled_from(("a", "b", "c", "d"))
+    prompts = st.tuples(st.sampled_from((0, 1)), st.sampled_from((9, 21, 30, 42)))
+    intents = st.sampled_from(
+        (None, {}, {}, {"step": STEP}, {"token_s": 0.0}, {"token_s": 0.3}, {"announces": False})
+    )
+
+    @initialize(target=tickets)
+    def begin(self) -> MultipleResults[Found]:
+        self.cache = cache_of(PLAIN, slots=60)
+        self.began_s: dict[int, float] = {}
+        self.asked: dict[int, tuple[str, Prompt, ComputeIntent]] = {}
+        return multiple()
+
+    @rule(
+        target=tickets,
+        owner=owners,
+        prompt=prompts,
+        changes=intents,
+    )
+    def lookup(
+        self, owner: str, prompt: tuple[int, int], changes: dict[str, float] | None
+    ) -> Found | MultipleResults[Found]:
+        text, length = prompt
+        named = SPACE.prompt((TEXT if text else TEXT[:12] + TEXT)[:length])
+        intent = None if changes is None else intent_of(length, **changes)  # type: ignore[arg-type]
+        found = self.cache.state.lookup(owner, named.query(), intent=intent)
+        assert not (found.waits and found.announcement), "a waiting lookup announces nothing"
+        if found.waits:
+            assert intent is not None
+            self.began_s[found.ticket] = self.cache.now_s
+            self.asked[found.ticket] = (owner, named, intent)
+            return found
+        self.final(found, named)
+        return multiple()
+
+    def final(self, found: Found, prompt: Prompt) -> None:
+        """A hit of chunks that are in memory, or a miss."""
+        assert not found.arriving
+        for chunk in range(found.num_tokens // 4):
+            assert self.cache.state.ram.find(prompt.chunk_key(chunk)) is not None
+        assert (found.num_tokens == prompt.num_tokens) == (found.reason == WHOLE)
+        if found.ticket:
+            self.cache.state.release("", found.ticket)
+
+    @rule(found=tickets, settle=st.booleans())
+    def ask_again(self, found: Found, settle: bool) -> None:
+        if found.ticket not in self.asked:
+            return
+        owner, prompt, intent = self.asked[found.ticket]
+        again = self.cache.asked_again(found, settle=settle)
+        if again.waits:
+            assert not settle
+            known_s = intent.cost.token_s or 0.3  # the slowest of the others
+            waited_s = self.cache.now_s - self.began_s[found.ticket]
+            assert waited_s <= 3 * LATE * prompt.num_tokens * known_s, "of two waits"
+            return
+        self.final(again, prompt)
+        self.cache.state.release(owner, found.ticket)
+        del self.asked[found.ticket]
+
+    @rule(owner=owners, prompt=prompts, ok=st.booleans(), end=st.integers(1, 10))
+    def store(self, owner: str, prompt: tuple[int, int], ok: bool, end: int) -> None:
+        text, length = prompt
+        named = SPACE.prompt((TEXT if text else TEXT[:12] + TEXT)[:length])
+        if ok:
+            self.cache.store(owner, named, last=min(end, named.num_whole))
+        else:
+            reservation = self.cache.reserve(owner, named)
+            if reservation:
+                self.cache.state.abandon(owner, reservation)
+
+    @rule(seconds=st.sampled_from((0.01, 0.3, 1.0, 5.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.cache.now_s += seconds
+
+    @rule(owner=owners)
+    def leave(self, owner: str) -> None:
+        self.cache.state.release_owner(owner)
+        self.asked = {number: one for number, one in self.asked.items() if one[0] != owner}
+
+    @rule(found=consumes(tickets))
+    def release(self, found: Found) -> None:
+        if found.ticket in self.asked:
+            self.cache.state.release(self.asked.pop(found.ticket)[0], found.ticket)
+
+    @rule(namespace=st.sampled_from((None, SPACE.digest)))
+    def clear(self, namespace: bytes | None) -> None:
+        self.cache.state.clear(namespace)
+
+    @invariant()
+    def books_agree(self) -> None:
+        computing = self.cache.state._computing
+        announced = {
+            name: announcement
+            for held in computing._by_owner.values()
+            for announcement in held.values()
+            for name in announcement.chunks
+        }
+        assert announced == computing._by_name
+        assert sum(
+            len(announcement.chunks)
+            for held in computing._by_owner.values()
+            for announcement in held.values()
+        ) == len(announced), "one announcement a chunk"
+        for search in self.cache.state._searches._searches.values():
+            if (wait := search.wait) is not None:
+                assert wait.announcement.owner != search.owner
+                assert wait in wait.announcement.waits
+                assert wait.is_broken or all(
+                    announced.get(name) is wait.announcement for name in wait.names
+                )
+        assert_counters_reconcile(self.cache.state)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for number, (owner, _, _) in self.asked.items():
+            self.cache.state.release(owner, number)
+        for owner in ("a", "b", "c", "d"):
+            self.cache.state.release_owner(owner)
+        finish_chores(self.cache.state)
+        assert self.cache.state.holdings() == NOTHING
+        status = self.cache.state.status()
+        assert status["announced_chunks"] == status["pinned_chunks"] == 0
+
+
+def test_no_order_of_events_breaks_a_promise() -> None:
+    run_state_machine_as_test(
+        Engines, settings=settings(max_examples=50, stateful_step_count=30, deadline=None)
+    )
