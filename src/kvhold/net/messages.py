@@ -16,11 +16,11 @@ from kvhold.core.api import Event, ReencodeProgress, Uses
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
-from kvhold.core.planning import MOST_NAME, ComputeCost, Decision
+from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -81,12 +81,16 @@ class Lookup(Message, frozen=True):
     cost: ComputeCost | None = None
     have_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     uses: Uses = "all"
+    intent: ComputeIntent | None = None
 
 
 class LookupAnswer(Message, frozen=True):
-    """A pinned hit. `sources` and `reason` are set when it is final.
+    """A pinned hit. `sources`, `reason` and `announcement` are set when it is final.
 
-    arriving: it may still grow; ask again with Refresh
+    arriving:     it may still grow; ask again with Refresh
+    waits:        because another engine computes what is missing
+    announcement: the client has announced to compute what is missing, and must release this number,
+                  which is that of the ticket if there is one; 0: it has not
     """
 
     ticket: int
@@ -94,6 +98,8 @@ class LookupAnswer(Message, frozen=True):
     arriving: bool = False
     sources: dict[str, int] = {}
     reason: Reason | None = None
+    waits: bool = False
+    announcement: int = 0
 
 
 class Refresh(Message, frozen=True):
@@ -190,9 +196,13 @@ class NotFound(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Release a ticket, a lease or a re-encoding. A re-encoding stops."""
+    """Release a ticket and its announcement, a lease or a re-encoding. A re-encoding stops.
+
+    keep_announcement: only the ticket
+    """
 
     number: int
+    keep_announcement: bool = False
 
 
 class Reserve(Message, frozen=True):
@@ -364,7 +374,7 @@ class Ping(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """A hit or a flush under way has ended or grown."""
+    """A hit or a flush under way has ended or grown, or a wait for computing is over."""
 
 
 class Done(Message, frozen=True):

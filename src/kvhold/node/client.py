@@ -43,7 +43,7 @@ from kvhold.core.errors import (
 from kvhold.core.holdings import Lease, Reservation
 from kvhold.core.keys import ChunkNames, Namespace, Query
 from kvhold.core.layout import Layout
-from kvhold.core.planning import ComputeCost, Decision
+from kvhold.core.planning import ComputeCost, ComputeIntent, Decision
 from kvhold.core.rules import store_options_of
 from kvhold.core.status import NodeStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
@@ -149,13 +149,14 @@ class NodeClient(WholePrompts):
         cost: ComputeCost | None = None,
         have_tokens: int = 0,
         uses: Uses = "all",
+        intent: ComputeIntent | None = None,
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
         """deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
         found = self._call(
-            m.Lookup(query, cost, have_tokens, uses), m.LookupAnswer, deadline_s, link
+            m.Lookup(query, cost, have_tokens, uses, intent), m.LookupAnswer, deadline_s, link
         )
 
         def poll(ticket: int, settle: bool, growth: bool) -> Found:
@@ -163,8 +164,14 @@ class NodeClient(WholePrompts):
                 self._call(m.Refresh(ticket, settle, growth), m.LookupAnswer, deadline_s, link)
             )
 
-        ticket = found.ticket
-        hit = Hit(_found(found), lambda: self._let_go(link, ticket), poll=poll, pause=link.pause)
+        number = found.ticket or found.announcement
+        hit = Hit(
+            _found(found),
+            lambda: self._let_go(link, number),
+            poll=poll,
+            pause=link.pause,
+            give_back_hit=lambda: self._let_go(link, number, keep_announcement=True),
+        )
         if hit.arriving and wait_s != 0:
             with on_error(hit.close):
                 hit.wait(
@@ -448,8 +455,8 @@ class NodeClient(WholePrompts):
         self._break(link, "an answer of the wrong kind")
         return ProtocolError(f"the node answered with {type(answer).__name__}")
 
-    def _let_go(self, link: Link, ticket: int) -> None:
-        self._give_back(link, m.Release(ticket) if ticket else None)
+    def _let_go(self, link: Link, number: int, *, keep_announcement: bool = False) -> None:
+        self._give_back(link, m.Release(number, keep_announcement) if number else None)
 
     def _commit(self, link: Link, reservation: int, chunks: Sequence[int], checksums: bytes) -> int:
         if not reservation or not chunks:
@@ -589,4 +596,12 @@ def _operation(request: m.Message) -> str:
 
 
 def _found(found: m.LookupAnswer) -> Found:
-    return Found(found.ticket, found.num_tokens, found.arriving, found.sources, found.reason)
+    return Found(
+        found.ticket,
+        found.num_tokens,
+        found.arriving,
+        found.sources,
+        found.reason,
+        found.waits,
+        found.announcement,
+    )

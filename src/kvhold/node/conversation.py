@@ -1,7 +1,7 @@
 """A client's side of one connection, as a state machine without I/O.
 
 A call whose caller has given up is dropped if none of it was sent. Otherwise its late answer's hit,
-lease or reservation is released.
+announcement, lease or reservation is released.
 
 Threads hold one lock around each call, except `prepare` (always safe) and `read` (safe for one
 reader).
@@ -172,8 +172,8 @@ def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
 
 def _return_of(answer: m.Answer) -> m.Message | None:
     match answer:
-        case m.LookupAnswer() if answer.ticket:
-            return m.Release(answer.ticket)
+        case m.LookupAnswer() if answer.ticket or answer.announcement:
+            return m.Release(answer.ticket or answer.announcement)
         case m.Leased():
             return m.Release(answer.lease)
         case m.Granted() if answer.reservation:

@@ -246,6 +246,8 @@ class Node:
     def move(self) -> None:
         if self._tier_worker is not None:
             self._tier_worker.submit(self.state.take_commands())
+        if self.state.take_news():
+            self._notify_all()
         if self.state.has_chores and None not in self._busy:
             self.go_on(None)
 

@@ -191,6 +191,7 @@ class Session:
             request.cost,
             have_tokens=request.have_tokens,
             uses=request.uses,
+            intent=request.intent,
         )
         return self._in_turns(turns, self._found)
 
@@ -243,7 +244,7 @@ class Session:
         return m.Done(len(request.offsets))
 
     def _release(self, request: m.Release) -> m.Answer:
-        self._state.release(self, request.number)
+        self._state.release(self, request.number, keep_announcement=request.keep_announcement)
         return m.Done()
 
     def _reserve(self, request: m.Reserve) -> m.Answer | Running[m.Answer]:
@@ -351,5 +352,11 @@ class Session:
         else:
             self._arriving.pop(found.ticket, None)
         return m.LookupAnswer(
-            found.ticket, found.num_tokens, found.arriving, found.sources, found.reason
+            found.ticket,
+            found.num_tokens,
+            found.arriving,
+            found.sources,
+            found.reason,
+            found.waits,
+            found.announcement,
         )

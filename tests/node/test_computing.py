@@ -1,0 +1,67 @@
+"""Two clients of one node that need the same chunks: one computes them, the other waits."""
+
+import time
+from threading import Thread
+
+import pytest
+
+from kvhold.core.api import Hit
+from kvhold.core.errors import DeadlineExceeded
+from kvhold.core.planning import ComputeCost, ComputeIntent
+from kvhold.core.reasons import WHOLE
+from kvhold.node import NodeClient
+from kvhold.testing.cache import a_prompt, check, store
+from tests.node.nodes import SPACE, RunningNode, eventually
+
+PROMPT = a_prompt(SPACE, 100)
+INTENT = ComputeIntent(ComputeCost("request", 100, token_s=1.0))
+
+
+def lookup(client: NodeClient, *, wait_s: float = 0) -> Hit:
+    client.register(SPACE)
+    return client.lookup(PROMPT.query(), intent=INTENT, wait_s=wait_s)
+
+
+def test_a_client_waits_for_chunks_that_another_one_computes(node: RunningNode) -> None:
+    with node.client() as one, node.client() as two:
+        first = lookup(one)
+        assert not first.num_tokens
+        storing = Thread(target=lambda: (time.sleep(0.05), store(one, PROMPT)))
+        storing.start()
+        with first, lookup(two, wait_s=60) as hit:
+            assert (hit.num_tokens, hit.reason, hit.waits) == (100, WHOLE, False)
+            assert hit.take_announcement() is None
+            lease = two.claim(hit.ticket)
+            assert lease is not None
+            with lease:
+                check(lease, PROMPT, 100)
+        storing.join()
+
+
+@pytest.mark.parametrize("how", ["leaves", "is killed by a bad message"])
+def test_a_wait_ends_when_the_other_client_goes(node: RunningNode, how: str) -> None:
+    one, two = node.client(), node.client()
+    first = lookup(one)
+    with two, lookup(two) as hit:
+        assert hit.waits
+        if how == "leaves":
+            one.close()
+        else:
+            assert one._link is not None
+            one._link._socket.sendall(b"\xff" * 64)
+        eventually(lambda: (hit.refresh(), not hit.arriving)[1])
+        announcement = hit.take_announcement()
+        assert announcement is not None, "now this client computes them"
+        announcement.close()
+        assert two.status()["announced_chunks"] == 0
+    first.close()
+    one.close()
+
+
+def test_a_late_answer_gives_its_announcement_back(node: RunningNode) -> None:
+    with node.client() as one:
+        one.register(SPACE)
+        with node.stopped(), pytest.raises(DeadlineExceeded):
+            one.lookup(PROMPT.query(), intent=INTENT, deadline_s=0.05)
+        eventually(lambda: one.status()["announced_chunks"] == 0)
+        assert one.status()["counters"]["kvhold_announced_chunks"] == 6
