@@ -37,6 +37,13 @@ def test_what_the_settings_forbid_stays_forbidden() -> None:
     assert request_rules({}, settings).store_options.ttl_s == 60
 
 
+def test_a_request_waits_for_computing_only_where_settings_and_request_allow_it() -> None:
+    on, off = RulesConfig(wait_for_computing=True), RulesConfig()
+    assert request_rules(None, on).wait_for_computing
+    assert not request_rules({"wait_for_computing": False}, on).wait_for_computing
+    assert not request_rules({"wait_for_computing": True}, off).wait_for_computing
+
+
 def test_a_budget_is_the_smaller_of_both_and_separates_what_was_stored_under_it() -> None:
     settings = RulesConfig(max_error=0.05, max_bits=4)
     rules = request_rules({"max_error": 0.01, "max_bits": 8}, settings)
@@ -97,7 +104,7 @@ def test_what_an_error_quotes_of_a_request_is_cut_short(asked: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("store", "must hold some of store, load, plan, ttl_s, max_error, max_bits, tags"),
+        ("store", "must hold some of store, load, plan, wait_for_computing, ttl_s, max_error,"),
         ({"stor": True}, r"kvhold\.stor: there is no such rule"),
         ({"store": "no"}, r"kvhold\.store = 'no': must be true or false"),
         ({"load": 0}, r"kvhold\.load = 0: must be true or false"),

@@ -175,7 +175,9 @@ def unanswered(one: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) 
     one.stores.clear()
     side = one.connector.scheduler
     answer, lookup = Event(), side.lookups._lookup
-    monkeypatch.setattr(side.lookups, "_lookup", lambda *call: answer.wait(20) and lookup(*call))
+    monkeypatch.setattr(
+        side.lookups, "_lookup", lambda *call, **how: answer.wait(20) and lookup(*call, **how)
+    )
     return answer
 
 

@@ -199,6 +199,11 @@ class RulesConfig:
         "load only where measured times say that loading is faster than computing; off: load the "
         "whole hit (vLLM)",
     )
+    wait_for_computing: bool = setting(
+        False,
+        "wait for KV that another engine of this host computes now, where measured times say that "
+        "this is faster than computing it, and let other engines wait for this one (vLLM)",
+    )
     ttl_s: float = setting(0.0, "stored KV is not used after this time; 0: no limit", minimum=0)
     max_error: float = setting(
         1.0,

@@ -16,7 +16,16 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.keys import TENANT
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_BITS, MAX_TTL_S, StoreOptions
 
-_NAMES = ("store", "load", "plan", "ttl_s", "max_error", "max_bits", "tags")
+_NAMES = (
+    "store",
+    "load",
+    "plan",
+    "wait_for_computing",
+    "ttl_s",
+    "max_error",
+    "max_bits",
+    "tags",
+)
 _MOST_QUOTED = 100  # characters of a request in an error
 
 
@@ -27,6 +36,7 @@ class RequestRules:
     plan: load only where loading is faster than computing
     tags: the request's tags and its budget. They are part of the namespace, so that a stricter
           request does not find less exact KV
+    wait_for_computing: wait for chunks that another engine computes
     """
 
     store: bool = True
@@ -34,6 +44,7 @@ class RequestRules:
     plan: bool = False
     store_options: StoreOptions = DEFAULT_OPTIONS
     tags: tuple[tuple[str, str], ...] = ()
+    wait_for_computing: bool = False
 
     @property
     def uses(self) -> Uses:
@@ -73,6 +84,7 @@ def request_rules(asked: Any, settings: RulesConfig) -> RequestRules:
         store=_flag(asked, "store") and settings.store,
         load=_flag(asked, "load") and settings.load,
         plan=_flag(asked, "plan") and settings.plan,
+        wait_for_computing=_flag(asked, "wait_for_computing") and settings.wait_for_computing,
         store_options=store_options,
         tags=tuple(
             sorted(

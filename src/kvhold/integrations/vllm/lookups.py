@@ -5,7 +5,8 @@ so a queued request pins nothing.
 
 A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
 miss. If the node is lost, a lookup waits for the next node, at most as long as computing takes.
-Chunks from lower tiers may take `client.arrival_timeout_s`.
+Chunks from lower tiers may take `client.arrival_timeout_s`. The node decides how long to wait for
+chunks that another engine computes.
 """
 
 import logging
@@ -20,7 +21,7 @@ from kvhold.core.api import Hit, Uses
 from kvhold.core.config import Config
 from kvhold.core.errors import KVHoldError, NodeLost
 from kvhold.core.keys import Namespace, Prompt
-from kvhold.core.planning import MOST_NAME
+from kvhold.core.planning import MOST_NAME, ComputeIntent
 from kvhold.core.reasons import SLOWER, WHOLE
 from kvhold.core.rules import RequestRules
 from kvhold.integrations.vllm.costs import Costs, Took
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _MOST_CAUSES = 100
 _START_S = 1.0  # a killed node is usually back within this time
 _PATIENCE_S = 0.003  # RAM answers faster
+_PAUSE = 0.01  # of the wait for another engine: how long before it is looked at again
 
 
 class RequestLookups:
@@ -121,8 +123,15 @@ class RequestLookups:
         )
 
     def look_up(
-        self, request_state: RequestState, request: "Request", computed_tokens: int, uses: Uses
+        self,
+        request_state: RequestState,
+        request: "Request",
+        computed_tokens: int,
+        uses: Uses,
+        *,
+        stores: bool,
     ) -> None:
+        """stores: the request's chunks are stored"""
         if request_state.naming is None:
             request_state.naming = self.submit_name(request, request_state.rules)
         if request.num_preemptions and self.saves_decode(request_state):
@@ -132,13 +141,14 @@ class RequestLookups:
         request_state.tried = request.num_preemptions
         request_state.pending_steps.clear()
         request_state.asked_s = request_state.since_s = time.monotonic()
+        request_state.first_asked_s = request_state.since_s
+        request_state.ask_again_s = 0.0
         plans = request_state.rules.plan and self._loads_for(request_state)
-        asking = (
-            (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens) if plans else None
-        )
+        asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens)
         would_load = self.would_load(request_state, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
-        if plans and not would_load:
+        shares = request_state.rules.wait_for_computing and (stores or would_load)
+        if (plans or shares) and not would_load:
             self.costs.follow(request.request_id, request.num_tokens)
         request_state.patience_s = self._config.client.arrival_timeout_s
         request_state.no_hit, request_state.computed_tokens = NO_ANSWER, computed_tokens
@@ -148,8 +158,10 @@ class RequestLookups:
             request_state.naming,
             asking,
             have_tokens,
-            computed_tokens,
             uses,
+            plans=plans,
+            waits=shares and would_load,
+            announces=shares and stores,
         )
         request_state.lookup = self._thread.submit(request_state.ask)
 
@@ -204,24 +216,34 @@ class RequestLookups:
         self,
         request_state: RequestState,
         naming: "Future[Prompt | None]",
-        asking: tuple[str, int, int] | None,
+        asking: tuple[str, int, int],
         have_tokens: int,
-        computed_tokens: int,
         uses: Uses,
+        *,
+        plans: bool,
+        waits: bool,
+        announces: bool,
     ) -> Hit | None:
+        """asking: the request's id, its tokens and its computed tokens"""
         prompt = None if naming.cancelled() else naming.result()
         request_state.is_lost = False
         try:
             patience_s = request_state.patience_s = self._patience(
-                request_state.request.num_tokens, computed_tokens
+                request_state.request.num_tokens, asking[2]
             )
-            cost = self.costs.cost(*asking) if asking is not None else None
+            cost = self.costs.cost(*asking) if plans or waits or announces else None
+            intent = (
+                ComputeIntent(cost, waits=waits, announces=announces)
+                if cost is not None and (waits or announces)
+                else None
+            )
             if prompt is not None:
                 return self._cache.lookup(
                     self._trim_prompt(prompt).query(),
-                    cost=cost,
+                    cost=cost if plans else None,
                     have_tokens=have_tokens,
                     uses=uses,
+                    intent=intent,
                     wait_s=0,
                     deadline_s=patience_s,
                 )
@@ -307,10 +329,17 @@ class RequestLookups:
             request_state.lookup = request_state.lookup or lookup
             return False
         if hit is not None and hit.arriving and not last:
-            settle = (
-                bool(request_state.pending_steps)
-                or began_s - request_state.since_s >= self._config.client.arrival_timeout_s
+            settle = bool(request_state.pending_steps) or (
+                not hit.waits
+                and began_s - request_state.since_s >= self._config.client.arrival_timeout_s
             )
+            if hit.waits:
+                request_state.since_s = began_s  # tiers are asked after the wait
+                if not settle and began_s < request_state.ask_again_s:
+                    request_state.lookup, request_state.arriving = lookup, hit
+                    return False
+                waited_s = began_s - request_state.first_asked_s
+                request_state.ask_again_s = began_s + _PAUSE * waited_s
             request_state.lookup, request_state.arriving = (
                 self._thread.submit(self._look_again, request_state, hit, settle),
                 hit,
@@ -318,12 +347,14 @@ class RequestLookups:
             request_state.asked_s = began_s
             return False
         request_state.hit, request_state.arriving = hit, None
+        if hit is not None:
+            request_state.announcement = hit.take_announcement()
         prompt = request_state.naming.result() if request_state.naming.done() else None
         self._count(request_state, prompt, hit)
         if (
             hit is not None
             and not request_state.pending_steps
-            and request_state.rules.plan
+            and (request_state.rules.plan or request_state.rules.wait_for_computing)
             and (hit.num_tokens or hit.reason == SLOWER)
         ):
             self.costs.follow(request_state.request.request_id, request_state.request.num_tokens)
@@ -387,6 +418,12 @@ class RequestLookups:
         )
         if hit is not None and hit.ticket:
             self._thread.submit(hit.close)
+
+    def withdraw(self, request_state: RequestState) -> None:
+        """End the announcement, but for chunks that are being stored."""
+        if request_state.announcement is not None:
+            self._thread.submit(request_state.announcement.close)
+            request_state.announcement = None
 
 
 def has_content(request: "Request") -> bool:

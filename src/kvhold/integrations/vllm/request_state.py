@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvhold.core.api import Hit
+from kvhold.core.holdings import Holding
 from kvhold.core.keys import Prompt
 from kvhold.core.rules import RequestRules
 from kvhold.integrations.vllm.stats import NO_ANSWER
@@ -22,11 +23,15 @@ class RequestState:
     naming: the future of the hashed prompt, or of None if the request is not cached
     arriving: the hit that `lookup` refreshes
     patience_s: the longest wait for an answer
-    asked_s, since_s: times of the last and the first call to the cache for this hit
+    asked_s, since_s: times of the last and the first call to the cache for this hit, the latter
+        without a wait for another engine
+    first_asked_s: the same, with this wait
+    ask_again_s: time of the next call during this wait
     tried: `num_preemptions` at the last lookup; None: look up. Each start tries only one load, so
         the request is computed if it fails
     pending_steps: steps that the tracker does not know yet
     no_hit: the reason of a miss if the cache gave none
+    announcement: that this engine computes what is missing
     """
 
     request: "Request"
@@ -38,6 +43,8 @@ class RequestState:
     patience_s: float = 0.0
     asked_s: float = 0.0
     since_s: float = 0.0
+    first_asked_s: float = 0.0
+    ask_again_s: float = 0.0
     hit: Hit | None = None
     first_token: int = 0
     loading: bool = False
@@ -48,6 +55,7 @@ class RequestState:
     computed_tokens: int = 0
     compute_s: float = 0.0
     no_hit: str = NO_ANSWER
+    announcement: Holding | None = None
 
 
 @dataclass(frozen=True)

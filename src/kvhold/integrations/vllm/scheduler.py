@@ -142,6 +142,7 @@ class SchedulerSide:
         # an earlier request with the same id: a session that continues its prompt
         if (before := self._request_states.pop(request.request_id, None)) is not None:
             self.lookups.let_go(before)
+            self.lookups.withdraw(before)
         if rules.store or rules.load:
             self._request_states[request.request_id] = RequestState(
                 request, rules, naming=self.lookups.submit_name(request, rules)
@@ -162,8 +163,13 @@ class SchedulerSide:
                 request_state.loading = False
                 self._inside.remove(request.request_id)
             self.lookups.let_go(request_state)
+            self.lookups.withdraw(request_state)
             self.lookups.look_up(
-                request_state, request, computed_tokens, self._uses_of(request_state)
+                request_state,
+                request,
+                computed_tokens,
+                self._uses_of(request_state),
+                stores=self._stores_for(request_state),
             )
         if not self.lookups.would_load(request_state, computed_tokens):
             return 0, False
@@ -266,6 +272,7 @@ class SchedulerSide:
             and self._catch_up(request_state, self.lookups.patience_s, last=True)
         )
         self.lookups.let_go(request_state)
+        self.lookups.withdraw(request_state)
         self._costs.forget(request.request_id)
         if request_state.naming is not None and not has_content(request):
             request_state.naming.cancel()
@@ -295,6 +302,7 @@ class SchedulerSide:
         self.lookups.namespace = self._configured.narrowed(tags=(("reset", token_hex(8)),))
         for request_state in self._request_states.values():
             self.lookups.let_go(request_state)
+            self.lookups.withdraw(request_state)
             request_state.naming = request_state.tracker = None
             request_state.pending_steps.clear()
             request_state.tried = None
