@@ -132,6 +132,8 @@ class Checker:
     def answered(
         self, owner: Any, request: m.Request, answer: m.Message, asked: tuple[int, float]
     ) -> None:
+        if isinstance(answer, m.LookupAnswer) and answer.waits:
+            self._check_wait(answer.ticket)
         match request, answer:
             case m.Lookup(), m.LookupAnswer() if answer.ticket:
                 self._lookups[answer.ticket] = asked
@@ -164,6 +166,21 @@ class Checker:
             for offset in row
             if offset != ABSENT
         }
+
+    def _check_wait(self, ticket: int) -> None:
+        """A waiting lookup waits for chunks that another client computes, and computes nothing."""
+        state: Any = self._state
+        search = state._searches.get(ticket)
+        if search is None or search.wait is None:
+            self._world.find(f"ticket {ticket} is told to wait, and waits for nothing")
+            return
+        announcement, computing = search.wait.announcement, state._computing
+        if announcement.owner is search.owner:
+            self._world.find(f"ticket {ticket} waits for its own client")
+        if ticket in computing._by_owner.get(search.owner, {}):
+            self._world.find(f"ticket {ticket} waits, and has announced chunks")
+        if any(computing._by_name.get(name) is not announcement for name in search.wait.names):
+            self._world.find(f"ticket {ticket} waits for chunks that are not announced any more")
 
     def _check_lease(self, owner: Any, ticket: int, lease: int) -> None:
         assert self._state is not None
@@ -226,10 +243,14 @@ class Checker:
     def num_held(self) -> dict[str, int]:
         """Return the number of holdings by client."""
         state: Any = self._state
-        held = {
-            owner.name: len(all_of.tickets) + len(all_of.leases) + len(all_of.reservations)
-            for owner, all_of in state._leases._holdings.items()
-        }
+        held = Counter(
+            {
+                owner.name: len(all_of.tickets) + len(all_of.leases) + len(all_of.reservations)
+                for owner, all_of in state._leases._holdings.items()
+            }
+        )
+        for owner, announcements in state._computing._by_owner.items():
+            held[owner.name] += len(announcements)
         return {name: number for name, number in held.items() if number}
 
     def check_idle_chunks(self) -> None:
@@ -266,6 +287,7 @@ class Checker:
             "bytes of waiting writes": state._writes.queued_bytes,
             "owners": len(state._leases._holdings),
             "tickets": len(state._leases._tickets),
+            "announced chunks": state._computing.num_chunks,
             "clears": state._clears,
         }
         for name, count in left.items():

@@ -16,6 +16,7 @@ from kvhold.core.checksums import pack, unpack
 from kvhold.core.errors import DeadlineExceeded, KVHoldError, NodeError, ProtocolError
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace, Prompt, make_key, split_hashes
+from kvhold.core.planning import ComputeIntent
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.net import messages as m
 from kvhold.node.membership import Departures, Duty, Membership
@@ -374,13 +375,20 @@ class SimClient:
         )
 
     async def load(
-        self, prompt: Prompt, *, have_tokens: int, work: Any, wait_s: float, share: bool
+        self,
+        prompt: Prompt,
+        *,
+        have_tokens: int,
+        work: Any,
+        wait_s: float,
+        share: bool,
+        intent: ComputeIntent | None = None,
     ) -> None:
         await self.register(prompt.namespace)
         link = await self.link()
-        lookup = m.Lookup(prompt.query(), work, have_tokens, next(self._uses))
+        lookup = m.Lookup(prompt.query(), work, have_tokens, next(self._uses), intent)
         found = await self.call(link, lookup, m.LookupAnswer)
-        ticket = found.ticket
+        ticket = found.ticket or found.announcement
         try:
             until = self.world.now + wait_s
             while found.arriving:
@@ -391,17 +399,35 @@ class SimClient:
                 found = await self.call(
                     link, m.Refresh(ticket, over, self.world.random.random() < 0.5), m.LookupAnswer
                 )
-            if not found.ticket:
-                return
-            for shard in range(prompt.namespace.shards):
+            for shard in range(prompt.namespace.shards if found.ticket else 0):
                 if share:
                     self._mailbox.append(Share(ticket, prompt, found.num_tokens, shard))
                 else:
                     await self._read_hit(link, prompt, ticket, shard, num_tokens=found.num_tokens)
-            if share:
+            if share and found.ticket:
                 await asyncio.sleep(self.world.delay(0.05, slow=0.3, slow_s=4.0))
+            if found.announcement:
+                await self.give_back(link, m.Release(ticket, keep_announcement=True))
+                await self._compute(link, prompt, found)
         finally:
             await self.give_back(link, m.Release(ticket) if ticket else None)
+
+    async def _compute(self, link: SimLink, prompt: Prompt, found: m.LookupAnswer) -> None:
+        """Store what is missing, late, in part, or not at all."""
+        random = self.world.random
+        await asyncio.sleep(self.world.delay(0.1, slow=0.3, slow_s=4.0))
+        if random.random() < 0.2:
+            return
+        if random.random() < 0.2:  # the request has ended, and its stores have not
+            await self.give_back(link, m.Release(found.announcement))
+        for shard in range(prompt.namespace.shards):
+            await self.store(
+                prompt,
+                first=found.num_tokens // prompt.namespace.layout.tokens_per_chunk,
+                shard=shard,
+                store_options=DEFAULT_OPTIONS,
+                leave=random.choice((0, 0, 0.2, 1)),
+            )
 
     async def take_share(self) -> None:
         if not self._mailbox:

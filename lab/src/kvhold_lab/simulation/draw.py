@@ -7,7 +7,7 @@ from typing import Any
 from kvhold.cache.chores import TURN
 from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
-from kvhold.core.planning import ComputeCost
+from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.tiers.faults import Rule
 from kvhold.tiers.guard import GuardConfig
@@ -15,6 +15,7 @@ from kvhold_lab.simulation.node import NodeDraw
 
 _CHUNK_BYTES = 4096
 _LEARNED = 0.2  # the share of seeds
+_COMPUTING = 0.25  # the same
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
     *(("get", kind) for kind in ("error", "delay", "hang", "corrupt", "truncate", "swap", "stale")),
@@ -47,6 +48,7 @@ class Draw:
     trouble: float  # faults a second
     pressure_s: float  # 0: only a full arena evicts
     one_turn_keys: int  # calls for more keys take several turns
+    computing: bool  # clients announce what they compute
 
 
 def draw(random: Random, *, seed: int) -> Draw:
@@ -75,6 +77,7 @@ def draw(random: Random, *, seed: int) -> Draw:
         trouble=random.choice((0.0, 0.2, 0.5, 2.0)),
         pressure_s=random.choice((0.0, 0.1, 0.3, 1.0)),
         one_turn_keys=random.choice((0, 0, 250)),
+        computing=Random(f"computing {seed}").random() < _COMPUTING,
     )
 
 
@@ -116,6 +119,17 @@ def draw_cost(random: Random, prompt: Prompt) -> Any:
         token_s=random.choice((0.0, 1e-5, 1e-2, 1.0)),
         load_s=0.0001,
     )
+
+
+def draw_intent(random: Random, prompt: Prompt) -> ComputeIntent:
+    cost = ComputeCost(
+        "request",
+        prompt.num_tokens,
+        step_tokens=random.choice((4, 8, 1 << 20)),
+        token_s=random.choice((0.0, 1e-2, 0.1, 0.1, 1.0)),
+        load_s=0.0001,
+    )
+    return ComputeIntent(cost, waits=random.random() < 0.8, announces=random.random() < 0.9)
 
 
 def draw_guard(random: Random, number: int) -> GuardConfig:

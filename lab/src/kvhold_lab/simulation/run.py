@@ -21,7 +21,14 @@ from kvhold.node import listener
 from kvhold_lab.simulation.central import usual_steps
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import Share, SimClient
-from kvhold_lab.simulation.draw import Draw, draw, draw_cost, draw_rules, draw_store_options
+from kvhold_lab.simulation.draw import (
+    Draw,
+    draw,
+    draw_cost,
+    draw_intent,
+    draw_rules,
+    draw_store_options,
+)
 from kvhold_lab.simulation.interruption import Interruption
 from kvhold_lab.simulation.listening import SimOs
 from kvhold_lab.simulation.node import SimNode
@@ -251,6 +258,7 @@ class Simulation:
                 work=draw_cost(random, prompt),
                 wait_s=wait_s,
                 share=random.random() < 0.3,
+                intent=draw_intent(random, prompt) if self.draw.computing else None,
             )
         elif dice < 0.84:
             await client.take_share()
