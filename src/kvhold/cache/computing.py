@@ -25,8 +25,8 @@ from kvhold.tiers.ram import RamTier
 _MOST_KEYS = 1024  # of an announcement; so it is made in one turn
 _MOST_ANNOUNCEMENTS = 1024  # of an owner
 _LEAST_S = 0.05  # computing that takes less is not waited for
-_AS_FAST = 1.03  # a wait may take so much longer than computing: the engine serves others meanwhile
-_LATE = 1.25  # promises and estimates may be off by this factor
+_AS_FAST = 1.1  # a wait may take so much longer than computing: the engine serves others meanwhile
+_LATE = 1.5  # promises and estimates may be off by this factor
 
 
 class WaitEnd(StrEnum):
@@ -318,8 +318,8 @@ class Computing:
         return self._is_late(announcement, cost) or left_s > _LATE * by.promised_s(cost, end)
 
     def _is_late(self, announcement: Announcement, cost: ComputeCost) -> bool:
-        """Whether the next chunk is a quarter of its promised time late."""
-        cost = _known(announcement.cost, cost)
+        """Whether the next chunk is late by half of its promised time."""
+        cost = _speed(announcement.cost, cost)
         following = next(iter(announcement.chunks.values()), None)
         if following is None or not cost.is_known:
             return False
@@ -328,7 +328,7 @@ class Computing:
 
     def _due_s(self, announcement: Announcement, cost: ComputeCost, last: int) -> float:
         """Return when the tokens before `last` are due, at the engine's pace so far."""
-        cost = _known(announcement.cost, cost)
+        cost = _speed(announcement.cost, cost)
         done_s = (
             announcement.promised_s(cost, announcement.done_tokens)
             if announcement.done_tokens > announcement.start_tokens
@@ -369,8 +369,23 @@ def _copy_s(cost: ComputeCost, num_tokens: int, announcement: Announcement) -> f
 
 def _known(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
     """Return the costs, with the speeds of another engine if its own are unknown."""
-    if cost.is_known or not other.is_known:
-        return cost
+    return cost if cost.is_known or not other.is_known else _with_speed(cost, other)
+
+
+def _speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
+    """Return an engine's costs as another engine sees them.
+
+    Engines of one host are mostly alike. So the other engine's own speeds count, unless the two
+    differ by more than their errors.
+    """
+    alike = _with_speed(cost, other)
+    if not cost.is_known or not other.is_known:
+        return alike if other.is_known else cost
+    ratio = _rest_s(cost, 0) / _rest_s(alike, 0)
+    return alike if 1 / _LATE <= ratio <= _LATE else cost
+
+
+def _with_speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
     return ComputeCost(
         cost.request,
         cost.num_tokens,
