@@ -37,6 +37,7 @@ class Getting:
 
     async def take(self, stream: Stream, size: int | None) -> None:
         """Read the value's bytes. Raises ProtocolError: they would not fit."""
+        self.size = None  # a second reply may overwrite a part of the first one's bytes
         if size is not None:
             if not 0 < size <= self.nbytes or (self.start is not None and size != self.nbytes):
                 raise ProtocolError(f"a value of {size} bytes for a buffer of {self.nbytes}")
