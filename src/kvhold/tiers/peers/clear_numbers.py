@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from kvhold.core.keys import NAMESPACE_BYTES
 
 EVERYTHING = b""
-_MOST_NUMBERS = 20_000  # the journal's limit, too
+MOST_NUMBERS = 20_000  # the journal's limit, too
 _MOST_AHEAD_MS = 10 * 366 * 86_400_000  # a larger number is no clear's
 
 
@@ -48,7 +48,7 @@ class ClearNumbers:
     def advance(self, prefix: bytes) -> int:
         with self._lock:
             number = max(self._numbers.get(prefix, 0) + 1, int(self._clock() * 1000))
-            self._keep(self._numbers, prefix, number)
+            keep(self._numbers, prefix, number)
             return number
 
     def learn(self, prefix: bytes, number: int) -> bool:
@@ -61,7 +61,7 @@ class ClearNumbers:
         with self._lock:
             if number <= self._numbers.get(prefix, 0):
                 return False
-            self._keep(self._numbers, prefix, number)
+            keep(self._numbers, prefix, number)
             return True
 
     def announce(self, prefix: bytes) -> None:
@@ -69,7 +69,7 @@ class ClearNumbers:
             number = self._numbers.get(prefix, 0)
             if number <= self._announced.get(prefix, 0):
                 return
-            self._keep(self._announced, prefix, number)
+            keep(self._announced, prefix, number)
             if self.watch is not None:
                 self.watch(prefix, number)
 
@@ -80,10 +80,13 @@ class ClearNumbers:
             for prefix in (EVERYTHING, namespace)
         )
 
-    @staticmethod
-    def _keep(numbers: dict[bytes, int], prefix: bytes, number: int) -> None:
-        """The clear of everything is kept; else the oldest clear is forgotten."""
-        numbers.pop(prefix, None)
-        numbers[prefix] = number
-        while len(numbers) > _MOST_NUMBERS:
-            del numbers[next(one for one in numbers if one != EVERYTHING)]
+
+def keep(numbers: dict[bytes, int], prefix: bytes, number: int) -> None:
+    """Note a clear among at most `MOST_NUMBERS`.
+
+    The clear of everything is kept; else the oldest clear is forgotten.
+    """
+    numbers.pop(prefix, None)
+    numbers[prefix] = number
+    while len(numbers) > MOST_NUMBERS:
+        del numbers[next(one for one in numbers if one != EVERYTHING)]

@@ -10,7 +10,7 @@ index.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from kvhold.core.errors import ProtocolError, TierError
 from kvhold.core.turns import next_turn
@@ -19,7 +19,7 @@ from kvhold.net.stream import Stream
 from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import read_body
-from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.clear_numbers import ClearNumbers, keep
 from kvhold.tiers.peers.index import PeerIndex, unpack
 from kvhold.tiers.peers.peer import Peer
 
@@ -114,7 +114,7 @@ class Follower:
                 peer.is_followed = False
                 await self._forget_chunks()
                 peer.clears = {}
-            self._take_clears(news.clears)
+            await self._take_clears(news.clears)
             await self._change(news.digests, news.sizes)
             if not news.is_last:
                 return
@@ -125,7 +125,7 @@ class Follower:
                 raise ProtocolError(f"changes after {news.after} came, not after {known}")
             for run in news.runs:
                 peer.after += await self._change(run.digests, run.sizes)
-            self._take_clears(news.clears)
+            await self._take_clears(news.clears)
             peer.after += len(news.clears)
         if not peer.is_followed:
             peer.is_followed, peer.lost_s, self._told = True, None, ""
@@ -148,12 +148,15 @@ class Follower:
             await next_turn()
         return len(numbers)
 
-    def _take_clears(self, clears: Iterable[p.ClearNumber]) -> None:
-        for clear in clears:
+    async def _take_clears(self, clears: Sequence[p.ClearNumber]) -> None:
+        """Raises ValueError: no clear has such a number."""
+        for at, clear in enumerate(clears, 1):
             if self._numbers.learn(clear.prefix, clear.number):
                 self._learned(clear.prefix)
             before = self._peer.clears.get(clear.prefix, 0)
-            self._peer.clears[clear.prefix] = max(before, clear.number)
+            keep(self._peer.clears, clear.prefix, max(before, clear.number))
+            if at % _AT_ONCE == 0:
+                await next_turn()
 
     async def _forget(self) -> None:
         self._peer.incarnation = self._peer.after = 0
