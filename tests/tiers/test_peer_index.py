@@ -81,3 +81,12 @@ def test_impossible_sizes_are_not_kept() -> None:
 def test_parts_of_wrong_lengths_are_refused(digests: bytes, sizes: bytes) -> None:
     with pytest.raises(ValueError, match="bytes of digests"):
         unpack(digests, sizes)
+
+
+@pytest.mark.parametrize(("digest", "nbytes"), [(0, 64), (7, 0), (7, 1 << 40)])
+def test_a_chunk_that_cannot_be_is_ignored(digest: int, nbytes: int) -> None:
+    index = PeerIndex()
+    before = index.nbytes
+    for _ in range(100):
+        index.add(digest, nbytes, peer=0)
+    assert (len(index), index.count(0), index.nbytes) == (0, 0, before)

@@ -59,8 +59,11 @@ class PeerIndex:
         return self._tables[digest % _TABLES].find(digest)
 
     def add(self, digest: int, nbytes: int, *, peer: int) -> None:
-        """Note that `peer` has a chunk. One size is kept: that of the peer added last."""
-        if 0 < nbytes < _TOO_LARGE:
+        """Note that `peer` has a chunk. One size is kept: that of the peer added last.
+
+        Ignores what no peer of this version says: the digest of a free slot, or such a size.
+        """
+        if digest and 0 < nbytes < _TOO_LARGE:
             self._tables[digest % _TABLES].add(digest, nbytes, 1 << peer)
 
     def remove(self, digest: int, *, peer: int) -> None:
