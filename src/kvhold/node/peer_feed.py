@@ -96,6 +96,10 @@ class PeerFeed:
     def __len__(self) -> int:
         return self._num_chunks
 
+    def size_of(self, key: bytes) -> int:
+        """Return the size of a chunk's frame; 0: it is not here."""
+        return self._size(digest_of(key))
+
     async def wait(self, number: int) -> None:
         """Wait for changes after `number`, for at most `BEAT_S`."""
         if number == self.number:

@@ -163,23 +163,30 @@ class PeerServer(LoginServer):
                 f"a get of {len(keys)} keys with {len(room)} sizes; 1 to {p.MOST_KEYS} keys are "
                 "allowed, each with a size, and ranges begin at 0 or later"
             )
+        # a range needs its whole frame
+        most = room if starts is None else [self._feed.size_of(key) for key in keys]
         begin = 0
         while begin < len(keys):
-            end = _group_end(room, begin)
+            end = _group_end(most, begin, min(_GROUP_BYTES, self.budget.limit))
             await self._get_group(
                 stream,
                 keys[begin:end],
                 room[begin:end],
                 None if starts is None else starts[begin:end],
+                most[begin:end],
             )
             begin = end
 
     async def _get_group(
-        self, stream: Stream, keys: list[bytes], room: list[int], starts: list[int] | None
+        self,
+        stream: Stream,
+        keys: list[bytes],
+        room: list[int],
+        starts: list[int] | None,
+        most: list[int],
     ) -> None:
-        limit = self.budget.limit
-        most = room if starts is None else [limit] * len(keys)  # a range's frame may be larger
-        nbytes = min(limit, sum(max(0, one) for one in room))
+        """most: of each frame"""
+        nbytes = min(self.budget.limit, sum(max(0, one) for one in most))
         async with self.budget.taken(nbytes), self._source.lent(keys, most) as frames:
             sizes: list[int | None] = []
             pieces: list[memoryview] = []
@@ -199,12 +206,12 @@ class PeerServer(LoginServer):
             await stream.send(pieces)
 
 
-def _group_end(room: Sequence[int], begin: int) -> int:
+def _group_end(most: Sequence[int], begin: int, limit_bytes: int) -> int:
     """Return where the group of keys ends whose values are pinned together; at least one key."""
     nbytes, end = 0, begin
-    while end < min(len(room), begin + _GROUP_KEYS):
-        nbytes += max(0, room[end])
-        if end > begin and nbytes > _GROUP_BYTES:
+    while end < min(len(most), begin + _GROUP_KEYS):
+        nbytes += max(0, most[end])
+        if end > begin and nbytes > limit_bytes:
             break
         end += 1
     return end
