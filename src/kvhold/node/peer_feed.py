@@ -133,7 +133,8 @@ class PeerFeed:
             yield part
         for part in self._disks.parts(0):
             chunks = zip(*unpack(part.digests, part.sizes), strict=True)
-            yield pack([one for one in chunks if self._memory.find(one[0]) is None])
+            # a chunk that came to memory after its part was read may have no change of its size
+            yield pack([one for one in chunks if self._size(one[0]) == one[1]])
 
     def _number_notes(self) -> None:
         self._is_woken = False  # before the notes are taken, so that a later one wakes again
