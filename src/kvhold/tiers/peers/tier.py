@@ -33,6 +33,7 @@ from kvhold.tiers.peers.peer import TIER, Connect, Peer
 from kvhold.tiers.url import TierUrl
 
 _KEYS_A_TURN = 300  # about a millisecond
+_OTHERS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,17 @@ class PeersTier:
     # The contract of a tier.
 
     async def check(self) -> None:
-        """Passes if one peer is followed."""
+        """Passes if one peer is followed. The others may take `_OTHERS_S` more."""
         self._start()
-        await asyncio.gather(*(tried.wait() for tried in self._tried.values()))
+        trying = {asyncio.ensure_future(tried.wait()) for tried in self._tried.values()}
+        try:
+            while trying and not any(peer.is_followed for peer in self.peers):
+                _, trying = await asyncio.wait(trying, return_when=asyncio.FIRST_COMPLETED)
+            if trying:
+                _, trying = await asyncio.wait(trying, timeout=_OTHERS_S)
+        finally:
+            for waiting in trying:
+                waiting.cancel()
         others = [peer for peer in self.peers if not peer.is_self]
         if others and not any(peer.is_followed for peer in others):
             faults = [peer.last_fault for peer in others if peer.last_fault is not None]
