@@ -282,6 +282,15 @@ def test_two_estimates_of_equal_engines_may_differ(cache: Cache) -> None:
     assert cache.lookup("b", prompt).waits
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, len(TEXT)])
+def test_costs_too_small_to_be_compared_are_no_fault(cache: Cache, num_tokens: int) -> None:
+    prompt = SPACE.prompt(TEXT)
+    smallest = ComputeIntent(ComputeCost("request", num_tokens, pair_s=5e-324))
+    cache.lookup("a", prompt, intent_of(num_tokens))
+    cache.lookup("b", prompt, smallest)
+    cache.lookup("c", prompt)
+
+
 def test_what_is_computed_in_a_moment_is_not_waited_for(cache: Cache) -> None:
     prompt = SPACE.prompt(TEXT)
     cache.lookup("a", prompt, intent_of(token_s=0.001))

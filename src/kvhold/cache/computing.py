@@ -381,8 +381,8 @@ def _speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
     alike = _with_speed(cost, other)
     if not cost.is_known or not other.is_known:
         return alike if other.is_known else cost
-    ratio = _rest_s(cost, 0) / _rest_s(alike, 0)
-    return alike if 1 / _LATE <= ratio <= _LATE else cost
+    own_s, alike_s = _rest_s(cost, 0), _rest_s(alike, 0)
+    return alike if own_s <= _LATE * alike_s and alike_s <= _LATE * own_s else cost
 
 
 def _with_speed(cost: ComputeCost, other: ComputeCost) -> ComputeCost:
