@@ -27,10 +27,10 @@ from kvhold.node.peer_server import ByteBudget, PeerServer
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.base import Parts, TierTraits
-from kvhold.tiers.exchanges import read_body
-from kvhold.tiers.peers import PeersTier
+from kvhold.tiers.exchanges import Getting, read_body
+from kvhold.tiers.peers import PeersTier, clear_numbers
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
-from kvhold.tiers.peers.index import digest_of
+from kvhold.tiers.peers.index import digest_of, unpack
 from kvhold.tiers.registry import make_tier
 from kvhold_lab.servers.base import NotInstalled
 from kvhold_lab.servers.certificates import make_certificates
@@ -268,6 +268,28 @@ async def test_chunks_that_change_during_a_snapshot_are_right_in_the_end() -> No
             assert await tier.probe(keys) == [None, 1] * 4_500
 
 
+async def test_a_chunk_that_comes_to_memory_during_a_snapshot_is_in_it() -> None:
+    feed = PeerFeed(lambda key, nbytes, num_tokens: nbytes)
+    feed.start()
+    for number in range(9_000):
+        feed.note(make_key(number), 10, 0)
+    on_disk = [make_key(number) for number in range(20_000, 20_100)]
+    for key in on_disk:
+        feed.note_on_disk(key, 10)
+    await eventually(lambda: len(feed) == 9_100)
+    told = set[int]()
+    pages, number = feed.pages(), feed.number
+    for page in pages:
+        told.update(unpack(page.digests, page.sizes)[0])
+        if not page.is_last:  # all parts of memory but the last ones are read
+            for key in on_disk:
+                feed.note(key, 10, 0)
+            for _ in range(10):
+                await asyncio.sleep(0)
+    assert feed.number == number  # nothing has changed for a follower
+    assert {digest_of(key) for key in on_disk} <= told
+
+
 async def test_the_least_loaded_peer_is_asked() -> None:
     async with served() as one, served() as other, following(one.port, other.port) as tier:
         await tier.check()
@@ -321,6 +343,36 @@ async def test_a_silent_peer_does_not_delay_the_chunks_of_others() -> None:
         silent.may_lend.clear()
         assert await fetch(tier, [make_key(1), make_key(2)], [100, 100]) == [None, b"y" * 100]
         silent.may_lend.set()
+
+
+async def test_a_peer_that_never_answers_does_not_fail_the_check_of_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with (
+            served() as place,
+            following(silent.getsockname()[1], place.port) as tier,
+            asyncio.timeout(4.0),  # less than a connection may take
+        ):
+            await tier.check()
+            assert [peer.is_followed for peer in tier.peers] == [False, True]
+
+
+async def test_a_value_of_a_lost_connection_does_not_count() -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+    here.setblocking(False)
+    stream = await accept_stream(here, None)
+    item = Getting(make_key(1), [memoryview(bytearray(4))], None)
+    await loop.run_in_executor(None, there.sendall, b"good")
+    await item.take(stream, 4)
+    assert item.size == 4
+    there.sendall(b"ne")
+    there.close()
+    with pytest.raises(EOFError):
+        await item.take(stream, 4)
+    assert item.size is None
+    stream.close()
 
 
 async def test_a_restarted_peer_is_followed_again_from_a_snapshot() -> None:
@@ -446,6 +498,39 @@ class TestClears:
         assert not numbers.learn(SPACE, 5000)
         assert numbers.advance(SPACE) == 5001
 
+    async def test_the_clears_of_a_peer_have_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(clear_numbers, "MOST_NUMBERS", 10)
+        async with served() as place, following(place.port) as tier:
+            await tier.check()
+            for number in range(30):
+                place.numbers.advance(prefix := b"%016d" % number)
+                place.numbers.announce(prefix)
+            last = [b"%016d" % number for number in range(20, 30)]
+            await eventually(lambda: list(tier.peers[0].clears) == last)
+            place.numbers.advance(b"")
+            place.numbers.announce(b"")
+            await eventually(lambda: b"" in tier.peers[0].clears)
+
+    async def test_many_clears_let_other_tasks_run(self) -> None:
+        learned: list[bytes] = []
+        async with served() as place, following(place.port) as tier:
+            tier.keep_clears(learned.append, None)
+            for number in range(3_000):
+                place.numbers.advance(prefix := b"%016d" % number)
+                place.numbers.announce(prefix)
+            seen = set[int]()
+
+            async def watch() -> None:
+                while True:
+                    seen.add(len(learned))
+                    await asyncio.sleep(0)
+
+            watching = asyncio.ensure_future(watch())
+            await tier.check()
+            await eventually(lambda: len(learned) == 3_000)
+            watching.cancel()
+            assert {500, 1_000, 2_500} <= seen
+
     @pytest.mark.parametrize(("prefix", "number"), [(b"short", 1), (SPACE, 0), (SPACE, 1 << 62)])
     async def test_an_impossible_clear_is_refused(self, prefix: bytes, number: int) -> None:
         with pytest.raises(ValueError, match="a clear of"):
@@ -541,6 +626,18 @@ class TestServer:
             assert [read for [read] in await asyncio.gather(*reads)] == list(values.values())
             assert place.most_lent <= 20_000
             await eventually(lambda: place.server.budget.used == 0)
+
+    async def test_ranges_pin_no_more_than_the_budget(self) -> None:
+        async with served(in_flight_bytes=20_000) as place, following(place.port) as tier:
+            keys = [make_key(number) for number in range(12)]
+            for key in keys:
+                place.put(key, bytes(9_000))
+            await eventually_found(tier, keys[-1], 9_000)
+            into = [bytearray(b"x") for _ in keys]
+            buffers = [[memoryview(one)] for one in into]
+            assert await tier.get(keys, buffers, starts=[8_999] * 12) == [1] * 12
+            assert into == [bytearray(1)] * 12
+            assert 0 < place.most_lent <= 20_000
 
     async def test_a_budget_outlives_callers_that_give_up(self) -> None:
         budget = ByteBudget(10)
