@@ -63,6 +63,8 @@ async def test_a_frame_is_the_chunks_own_memory_with_the_writers_checksums(
 async def test_a_frame_larger_than_its_room_is_not_lent(cache: LocalCache) -> None:
     async with source_of(cache).lent(keys_of(1), [1000]) as frames:
         assert frames == [None]
+        assert cache.status()["pinned_chunks"] == 0
+    assert cache.status()["pinned_chunks"] == 0
 
 
 async def test_a_caller_that_leaves_before_the_answer_pins_nothing(cache: LocalCache) -> None:

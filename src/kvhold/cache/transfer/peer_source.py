@@ -45,7 +45,12 @@ class PeerSource:
                 None if one is None else self._framed(*one, most)
                 for one, most in zip(held, room, strict=True)
             ]
-            await self._add_from_disks(frames, held, keys, room)
+            missing = [at for at, one in enumerate(held) if one is None]
+            # a frame that is not lent must not pin its chunk while the others are sent
+            pairs = list(zip(held, frames, strict=True))
+            held = [one if frame is not None else None for one, frame in pairs]
+            self._let_go([one if frame is None else None for one, frame in pairs])
+            await self._add_from_disks(frames, missing, keys, room)
             yield frames
         finally:
             self._let_go(held)
@@ -61,11 +66,10 @@ class PeerSource:
     async def _add_from_disks(
         self,
         frames: list[Parts | None],
-        held: _Held,
+        missing: Sequence[int],
         keys: Sequence[bytes],
         room: Sequence[int],
     ) -> None:
-        missing = [at for at, one in enumerate(held) if one is None]
         if missing and self.read_disks is not None:
             reading = self.read_disks([keys[at] for at in missing], [room[at] for at in missing])
             found: list[Parts | None] = await asyncio.wrap_future(reading)
