@@ -28,6 +28,8 @@ from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.exchanges import Getting, read_body
+from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.peers import PeersTier, clear_numbers
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import digest_of, unpack
@@ -489,6 +491,20 @@ class TestClears:
             await tier.check()
             await eventually(lambda: tier.num_chunks == 1)
             assert await tier.probe([make_key(1)]) == [None]
+
+    async def test_a_clear_that_the_last_run_did_not_end_is_announced(self, tmp_path: Path) -> None:
+        journal = ClearsJournal(tmp_path / "clears")
+        journal.begin(["peers"])
+        await journal.add("peers", SPACE)
+        async with served() as place, following(place.port) as tier:
+            guard = Guard(tier, GuardConfig(), name="peers", metrics=Metrics(), place="peers")
+            guard.share(lambda prefix: None, journal)
+            guard.resume_clears(journal)
+            await eventually(lambda: not journal.pending("peers"))
+            assert tier.clear_numbers.announced.keys() == {SPACE}
+            assert tier.clear_numbers.announced == tier.numbers
+            await guard.close()
+        await journal.close(PATIENT_S)
 
     async def test_a_number_is_larger_than_any_known(self) -> None:
         numbers = ClearNumbers(clock=lambda: 1.0)

@@ -50,6 +50,7 @@ class Clears:
         self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
+        self._resumed = set[bytes]()  # clears of the last run
 
     async def begin(self, prefix: bytes) -> PendingClear:
         """Suppress all values with this prefix. Return the argument of `end`.
@@ -129,7 +130,9 @@ class Clears:
 
     def resume(self, journal: ClearsJournal) -> None:
         self._journal = journal
-        for prefix in journal.pending(self._guard.place):
+        pending = journal.pending(self._guard.place)
+        self._resumed = set(pending)
+        for prefix in pending:
             self.suppressed.fall_due(prefix, self.suppressed.add(prefix))
         if (
             self.suppressed.pending
@@ -164,6 +167,10 @@ class Clears:
 
     async def _clear_by_number(self, tier: KeepsClears, prefix: bytes, pending_clear: int) -> int:
         tier.advance(prefix)
+        if prefix in self._resumed:
+            # nothing older is found on this host: memory is new, and each tier resumes the clear
+            self._resumed.remove(prefix)
+            tier.announce(prefix)
         if self.remember_generation is not None:
             await self.remember_generation()
         await self._ended(prefix, pending_clear)
