@@ -356,6 +356,20 @@ def test_a_settled_or_released_wait_ends(cache: Cache) -> None:
     assert cache.waits() == {"cut short": 2}
 
 
+@pytest.mark.parametrize("settle", [True, False])
+def test_a_chunk_that_is_cleared_during_a_wait_is_not_found(cache: Cache, settle: bool) -> None:
+    prompt = SPACE.prompt(TEXT)
+    cache.lookup("a", prompt)
+    cache.store("a", prompt, last=3)
+    waiting = cache.lookup("b", prompt)
+    assert (waiting.waits, waiting.num_tokens) == (True, 12)
+    cache.state.clear(None)
+    if not settle:
+        cache.state.release_owner("a")
+    found = cache.asked_again(waiting, settle=settle)
+    assert (found.arriving, found.num_tokens) == (False, 0)
+
+
 def test_a_claim_ends_a_wait(cache: Cache) -> None:
     """Another process of the engine may claim the ticket before its hit is final."""
     prompt = SPACE.prompt(TEXT)

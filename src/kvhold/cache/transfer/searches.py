@@ -269,6 +269,7 @@ class Searches:
         """
         held: list[Entry] = []
         try:
+            self._unpin_cleared(search)
 
             def find(key: bytes) -> Entry | None:
                 entry = search.pinned.get(key)
@@ -296,6 +297,15 @@ class Searches:
         finally:
             self._unpin(held)
             search.requesting = False
+
+    def _unpin_cleared(self, search: Search) -> None:
+        """Leave out the chunks that were cleared during a wait."""
+        cleared = [entry for entry in search.pinned.values() if self._ram.is_doomed(entry)]
+        if cleared:
+            for entry in cleared:
+                del search.pinned[entry.key]
+            search.forget_what_is_here()
+            self._unpin(cleared)
 
     def _goes_on(self, number: int, search: Search) -> bool:
         return self._searches.get(number) is search and not search.settling
