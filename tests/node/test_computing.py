@@ -26,7 +26,12 @@ def test_a_client_waits_for_chunks_that_another_one_computes(node: RunningNode) 
     with node.client() as one, node.client() as two:
         first = lookup(one)
         assert not first.num_tokens
-        storing = Thread(target=lambda: (time.sleep(0.05), store(one, PROMPT)))
+
+        def store_soon() -> None:
+            time.sleep(0.05)
+            store(one, PROMPT)
+
+        storing = Thread(target=store_soon)
         storing.start()
         with first, lookup(two, wait_s=60) as hit:
             assert (hit.num_tokens, hit.reason, hit.waits) == (100, WHOLE, False)
@@ -49,7 +54,12 @@ def test_a_wait_ends_when_the_other_client_goes(node: RunningNode, how: str) -> 
         else:
             assert one._link is not None
             one._link._socket.sendall(b"\xff" * 64)
-        eventually(lambda: (hit.refresh(), not hit.arriving)[1])
+
+        def has_arrived() -> bool:
+            hit.refresh()
+            return not hit.arriving
+
+        eventually(has_arrived)
         announcement = hit.take_announcement()
         assert announcement is not None, "now this client computes them"
         announcement.close()

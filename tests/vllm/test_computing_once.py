@@ -35,10 +35,17 @@ def status(node: NodeProcess) -> dict[str, Any]:
         return dict(client.status())
 
 
+def has_planned_a_pass(engine: Engine) -> bool:
+    if engine.schedule().total_num_scheduled_tokens:
+        return True
+    engine.execute()
+    return False
+
+
 def begin(one: Engine, two: Engine, prompt: list[int]) -> None:
     """The first engine has planned its pass, the second waits for it."""
     one.add("a", prompt, max_tokens=1)
-    eventually(lambda: one.schedule().total_num_scheduled_tokens or one.execute())
+    eventually(lambda: has_planned_a_pass(one))
     two.add("b", prompt, max_tokens=1)
     assert_waits(two, "b")
 
@@ -92,7 +99,7 @@ def test_a_request_may_turn_it_off(engines: tuple[Engine, Engine]) -> None:
     one, two = engines
     prompt = make_prompt("off", 500)
     one.add("a", prompt, max_tokens=1)
-    eventually(lambda: one.schedule().total_num_scheduled_tokens or one.execute())
+    eventually(lambda: has_planned_a_pass(one))
     rules = {"kv_transfer_params": {"kvhold": {"wait_for_computing": False}}}
     assert ask(two, "b", prompt, sampling={"extra_args": rules}) == 500
     one.run()
