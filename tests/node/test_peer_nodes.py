@@ -145,7 +145,7 @@ def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:
         store(writer, prompt)
     eventually_read(reader, prompts[-1])
     assert found_tokens(reader, prompts[0]) == 0
-    assert served(writer)["chunks"] == writer.status()["chunks"]
+    eventually(lambda: served(writer)["chunks"] == writer.status()["chunks"])
 
 
 def test_a_port_that_is_taken_is_named(fleet: Fleet) -> None:
@@ -350,12 +350,12 @@ class TestDisks:
         writer = joined(first)
         store(writer, a_prompt(SPACE, 100))
         writer.flush()
-        assert served(writer)["chunks"] == 7
+        eventually(lambda: served(writer)["chunks"] == 7)
         first.process.terminate()
         first.process.wait()
         again = joined(fleet.start("a", disk(fleet.folder, encrypt="true"), port=0, **keys))
         assert found_tokens(again, a_prompt(SPACE, 100)) == 100
-        assert served(again)["chunks"] == 7  # those that have come to memory
+        eventually(lambda: served(again)["chunks"] == 7)  # those that have come to memory
 
     def test_a_clear_removes_the_chunks_of_the_disk(self, fleet: Fleet) -> None:
         first = fleet.start("a", disk(fleet.folder), port=0)
