@@ -29,7 +29,7 @@ import msgspec
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for outside data: a wrong form, invalid UTF-8, too deep nesting."""
 
-FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed"]
+FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed", "lossy"]
 
 
 class KVHoldError(Exception):

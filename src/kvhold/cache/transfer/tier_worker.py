@@ -31,13 +31,14 @@ from kvhold.cache.transfer.commands import (
 )
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
 from kvhold.cache.transfer.reencoder import Reencoder
-from kvhold.cache.transfer.reencodings import LOSES_NOTHING, ReencodableTier
+from kvhold.cache.transfer.reencodings import ReencodableTier
 from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
 from kvhold.cache.transfer.tier_reader import TierReader
 from kvhold.cache.transfer.use_queue import keys_of
 from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
+from kvhold.codecs.registry import LOSES_NOTHING
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.api import ReencodeProgress
 from kvhold.core.cleanup import on_error
