@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvhold.cache.loss import loss_warning
 from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.commands import (
     ClearCommand,
@@ -480,11 +481,16 @@ def _teach(stack: Stack, state: CacheState, policy: str) -> None:
 
 
 def _check_coding(guard: Guard, config: Config) -> None:
-    """Raises ConfigError for an unusable codec, or encryption without a key."""
+    """Raises ConfigError for an unusable codec, or encryption without a key.
+
+    Only warns of a lossy codec that the rules do not allow: each engine has its own rules.
+    """
     try:
         check_codec(guard.config.codec)
     except ConfigError as error:
         raise ConfigError(f"tier {guard.name}: {error}") from None
+    if not guard.read_only and (warning := loss_warning(guard.config.codec, config.rules)):
+        log.warning("tier %s: %s", guard.name, warning)
     if guard.config.encrypt and not config.encryption.keys:
         raise ConfigError(
             f"tier {guard.name}: encrypt is set, but encryption.keys is empty; set it, for example "
