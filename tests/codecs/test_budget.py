@@ -1,5 +1,7 @@
 """The order in which codecs are tried, and what is measured of a chunk."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -100,7 +102,7 @@ def test_no_lossy_codec_encodes_a_chunk_whose_name_allows_no_loss(
 ) -> None:
     values = np.random.default_rng(1).standard_normal(LAYOUT.chunk_bytes(0, 64) // 2)
     chunk = memoryview(from_float64(values, "bfloat16"))
-    place = {"key": EXACT_KEY, "layout": LAYOUT, "num_tokens": 64, "first_token": 0}
+    place: dict[str, Any] = {"key": EXACT_KEY, "layout": LAYOUT, "num_tokens": 64, "first_token": 0}
     frame = frame_within(chunk, make_codec(codec), store_options, **place)
     check_loss(frame.fields)
     into = bytearray(len(chunk))
@@ -112,7 +114,7 @@ def test_no_lossy_codec_encodes_a_chunk_whose_name_allows_no_loss(
 @pytest.mark.parametrize("codec", codec_names())
 def test_a_lossy_frame_is_valid_only_under_a_name_that_allows_it(codec: str) -> None:
     chunk = memoryview(bytes(LAYOUT.chunk_bytes(0, 64)))
-    place = {"layout": LAYOUT, "num_tokens": 64, "first_token": 0}
+    place: dict[str, Any] = {"layout": LAYOUT, "num_tokens": 64, "first_token": 0}
     check_loss(frame_chunk(chunk, make_codec(codec), key=KEY, **place).fields)
     exact = frame_chunk(chunk, make_codec(codec), key=EXACT_KEY, **place).fields
     if make_codec(codec).lossless:

@@ -73,7 +73,7 @@ def test_a_budget_is_the_smaller_of_both_and_separates_what_was_stored_under_it(
     ids=str,
 )
 def test_a_loss_is_allowed_by_a_budget_alone_and_is_then_in_the_name(
-    asked: dict[str, float], settings: dict[str, float], tags: dict[str, str]
+    asked: dict[str, float], settings: dict[str, Any], tags: dict[str, str]
 ) -> None:
     rules = request_rules(asked, RulesConfig(**settings))
     assert dict(rules.tags) == tags

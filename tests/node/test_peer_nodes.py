@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvhold.cache import LocalCache, open_cache
+from kvhold.cache import open_cache
 from kvhold.codecs import frame_chunk, make_codec
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace
@@ -367,7 +367,7 @@ class TestDisks:
         )
         cached = open_cache(ram_bytes="1MiB", tiers=[disk(fleet.folder)], plugins=[])
         with cached as cache:
-            assert isinstance(cache, LocalCache) and cache.tier_worker is not None
+            assert cache.tier_worker is not None
             guard = cache.tier_worker._stack.guards[0]
             asyncio.run_coroutine_threadsafe(
                 guard.put([(key, frame.parts)], ttl_s=None), cache.tier_worker._loop

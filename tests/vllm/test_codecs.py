@@ -214,7 +214,7 @@ def test_a_codec_of_memory_changes_little_and_shares_with_its_like_alone(
     model: Path, questions: list[Question], computed: list[Generated], tmp_path: Path
 ) -> None:
     disk = f"disk://{tmp_path}/kv?max_bytes=1GiB&codec=int8&{PATIENT}"
-    rules = {"memory_codec": "int8", "max_error": 1}
+    rules: dict[str, Any] = {"memory_codec": "int8", "max_error": 1}
     stored = ask(model, questions, tmp_path / "a.sock", disk, **rules)
     assert [one.token_ids for one in stored] == [one.token_ids for one in computed]
     assert encoded == {"lossless"}, "nothing is lost a second time below"
