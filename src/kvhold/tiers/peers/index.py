@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 MOST_PEERS = 32
 DIGEST_BYTES = 8
+_SLOT_BYTES = 17  # of the four arrays of a table
 _TABLES = 1024
 _SMALLEST = 8
 _MOST_FULL = 0.7
@@ -102,8 +103,7 @@ class _Table:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.digests, self.sizes_low, self.sizes_high, self.peers)
-        return sum(values.itemsize * len(values) for values in arrays)
+        return _SLOT_BYTES * len(self.digests)
 
     def find(self, digest: int) -> PeerChunk | None:
         at = self._slot(digest)
