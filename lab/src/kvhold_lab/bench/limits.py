@@ -126,7 +126,7 @@ total, receive = int(sys.argv[1]), sys.argv[2] == "receive"
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 sock, _ = listener.accept()
-memory = memoryview(bytearray(total))
+memory = memoryview(bytearray(b"x") * total)  # pages of its own, not the zero page
 while sock.recv(1):
     at = 0
     if receive:
