@@ -30,10 +30,11 @@ from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.exchanges import Getting, read_body
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
-from kvhold.tiers.peers import PeersTier, clear_numbers
+from kvhold.tiers.peers import PeersTier, clear_numbers, follower
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import digest_of, unpack
 from kvhold.tiers.registry import make_tier
+from kvhold_lab.bench.relay import Network
 from kvhold_lab.servers.base import NotInstalled
 from kvhold_lab.servers.certificates import make_certificates
 
@@ -311,6 +312,35 @@ async def test_the_least_loaded_peer_is_asked() -> None:
 def _peers_of(tier: PeersTier, key: bytes) -> int:
     found = tier._index.find(digest_of(key))
     return 0 if found is None else found.peers
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["asked before", "asked after"])
+async def test_connections_that_the_network_has_forgotten_cost_one_deadline_at_most(
+    noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """noticed: the follower has a new connection when the next get comes"""
+    monkeypatch.setattr(follower, "SILENT_S", 2.0 if noticed else PATIENT_S)
+    keys = [make_key(number) for number in range(4)]
+    async with served() as place:
+        with Network() as network:
+            link = network.link(("127.0.0.1", place.port))
+            async with following(link.port, answer_timeout_s=3.0, pause_s=0.001) as tier:
+                for key in keys:
+                    place.put(key, b"x" * 100)
+                await eventually_found(tier, keys[-1], 100)
+                place.may_lend.clear()
+                gets = [asyncio.ensure_future(fetch(tier, [key], [100])) for key in keys]
+                await eventually(lambda: place.lent_now == 400)  # over as many connections
+                place.may_lend.set()
+                assert await asyncio.gather(*gets) == [[b"x" * 100]] * 4
+                link.forget()
+                if noticed:
+                    await eventually(lambda: not tier.peers[0].is_followed)
+                else:
+                    [answer] = await tier.get(keys[:1], [[memoryview(bytearray(100))]])
+                    assert isinstance(answer, TierUnavailable)
+                await eventually_found(tier, keys[0], 100)
+                assert await fetch(tier, keys, [100] * 4) == [b"x" * 100] * 4
 
 
 async def test_a_peer_that_does_not_answer_costs_one_deadline_and_is_left_alone() -> None:

@@ -108,10 +108,12 @@ class Peer:
 
     def mended(self) -> None:
         """Ask the peer again: it has a new connection."""
+        self._pool.close_idle()
         self._breaker.succeeded()
 
     def failed(self, fault: TierError) -> TierError:
-        """Leave the peer alone for a while."""
+        """Leave the peer alone for a while, then ask it over new connections."""
+        self._pool.close_idle()
         self.last_fault = fault
         self._breaker.failed(now())
         return fault
