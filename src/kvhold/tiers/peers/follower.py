@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 5.0  # then the connection is taken for lost; a peer sends something every second
 _CONNECT_S = 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _AT_ONCE = 500  # changes between two turns of the loop
 _news: Decoder[p.News] = Decoder(p.News)
 
