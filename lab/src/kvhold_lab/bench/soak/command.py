@@ -100,6 +100,19 @@ def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> 
 
 
 @command.command()
+@click.option("--seconds", default=600.0, show_default=True, help="Length of the run.")
+@click.option("--nodes", default=8, show_default=True, type=click.IntRange(2, 32))
+@_seed
+@_json
+def peers(seconds: float, nodes: int, seed: int, json_file: Path | None) -> None:
+    """Nodes that serve each other are killed and cut off: wrong bytes, late calls, bytes left?"""
+    with needing("'kvhold[lab]'"):
+        from kvhold_lab.bench.soak import peers as run
+
+    _report(lambda: run.run(seconds, seed, nodes=nodes), json_file)
+
+
+@command.command()
 @click.option("--requests", default=10_000, show_default=True, help="Number of requests.")
 @_seed
 @_json
