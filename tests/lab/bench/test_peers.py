@@ -17,8 +17,10 @@ pytestmark = pytest.mark.server
 SMALL = PeersSizes(rounds=1, layers=1, peers=2, chunks=1000, lookups=5, events_s=1000, event_s=0.1)
 NAMES = (
     "get of 64 chunks of 128 KiB from a peer; limit: bare TCP",
-    "lookup of 32,000 tokens, a hit, with 2 peers of 1,000 chunks; limit: without peers",
-    "lookup of 32,000 tokens, a miss, with 2 peers of 1,000 chunks; limit: without peers",
+    "get of 64 chunks of 128 KiB from a peer over a link of 1 Gbit/s; limit: bare TCP",
+    "lookup of 32,000 tokens, a hit, with 2 peers of 1,000 chunks; limit: without tiers",
+    "lookup of 32,000 tokens, a miss, with 2 peers of 1,000 chunks; limit: without tiers",
+    "lookup of 32,000 tokens, a miss, with 2 peers of 1,000 chunks; limit: with memory:// as",
     "index of the peers' chunks",
     "median way of an event into a peer's index, at ",
     "p99 of an engine's lookup of 32,000 tokens while a peer reads ",

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,7 @@ from kvhold.tiers.registry import make_tier
 from kvhold_lab.bench.limits import RawSocket
 from kvhold_lab.bench.rows import in_turn
 from kvhold_lab.bench.servers import RunningPeer, running_peer
+from kvhold_lab.bench.throttle import Throttle
 
 GET_CHUNKS = 64
 LOOKUP_TOKENS = 32_000
@@ -64,13 +65,15 @@ class PeersRow:
 
 @dataclass(frozen=True)
 class PeersSizes:
-    """layers:   of a chunk, 128 KiB each
+    """link_gbit_s: of a slower link, for a second get
+    layers:      of a chunk, 128 KiB each
     chunks:      of each peer in the index
     lookups:     in each round, while the node serves and while it does not
     events_s:    a second, for `event_s` seconds
     """
 
     rounds: int = 9
+    link_gbit_s: float = 1.0
     layers: int = 16
     peers: int = 8
     chunks: int = 100_000
@@ -81,6 +84,7 @@ class PeersSizes:
 
 def rows(sizes: PeersSizes) -> Iterator[PeersRow]:
     yield _get_row(sizes)
+    yield _get_row(sizes, gbit_s=sizes.link_gbit_s)
     yield from _index_rows(sizes)
     yield _event_row(sizes)
     yield _serving_row(sizes)
@@ -90,15 +94,26 @@ def _row(name: str, value: float, unit: str, limit: float, goal: str) -> PeersRo
     return PeersRow(name, round(value, 4), unit, round(limit, 4), round(value / limit, 4), goal)
 
 
-def _get_row(sizes: PeersSizes) -> PeersRow:
-    """A lookup on one node that ends when all chunks of another one are in its memory."""
+def _get_row(sizes: PeersSizes, gbit_s: float = 0.0) -> PeersRow:
+    """A lookup on one node that ends when all chunks of another one are in its memory.
+
+    gbit_s: of the link between the two, and of the bare connection; 0: loopback's own
+    """
     space = _large(sizes.layers)
     nbytes = _chunk_bytes(space)
     ram_bytes = (sizes.rounds + 2) * GET_CHUNKS * size_class(nbytes) + 4 * SLAB_BYTES
-    with (
-        running_peer(ram_bytes=ram_bytes) as first,
-        running_peer(_following(first), ram_bytes=ram_bytes) as second,
-    ):
+    with ExitStack() as stack:
+
+        def way(port: int) -> int:
+            if not gbit_s:
+                return port
+            link = Throttle(("127.0.0.1", port), bytes_per_s=gbit_s * 1e9 / 8)
+            return stack.enter_context(link).port
+
+        first = stack.enter_context(running_peer(ram_bytes=ram_bytes))
+        port = way(int(first.address.rpartition(":")[2]))
+        url = _following(replace(first, address=f"127.0.0.1:{port}"))
+        second = stack.enter_context(running_peer(url, ram_bytes=ram_bytes))
         prompts = [_prompt(space, GET_CHUNKS, seed) for seed in range(sizes.rounds + 1)]
         for node in (first, second):
             node.client.register(space)
@@ -108,16 +123,17 @@ def _get_row(sizes: PeersSizes) -> PeersRow:
         _wait_for_followers([first], second.client)
         left = iter(prompts)
         into = [memoryview(bytearray(nbytes)) for _ in range(GET_CHUNKS)]
-        with RawSocket(into, receive=False) as bare:
-            seconds = in_turn(
-                {
-                    "get": lambda: _find(second.client, next(left)),
-                    "TCP": lambda: bare.receive(into),
-                },
-                rounds=sizes.rounds,
-            )
+        bare = stack.enter_context(RawSocket(into, receive=False, way=way))
+        seconds = in_turn(
+            {
+                "get": lambda: _find(second.client, next(left)),
+                "TCP": lambda: bare.receive(into),
+            },
+            rounds=sizes.rounds,
+        )
+    where = f" over a link of {gbit_s:g} Gbit/s" if gbit_s else ""
     return _row(
-        f"get of {GET_CHUNKS} chunks of {nbytes >> 10:,} KiB from a peer; limit: bare TCP",
+        f"get of {GET_CHUNKS} chunks of {nbytes >> 10:,} KiB from a peer{where}; limit: bare TCP",
         GET_CHUNKS * nbytes / seconds["get"] / 1e9,
         "GB/s",
         GET_CHUNKS * nbytes / seconds["TCP"] / 1e9,
@@ -136,25 +152,30 @@ def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:
                 _store(peer.client, _SMALL, _names(min(_AT_ONCE, sizes.chunks - first)))
         following = stack.enter_context(running_peer(_following(*peers))).client
         alone = stack.enter_context(running_peer()).client
+        tiered = stack.enter_context(running_peer("memory://?max_bytes=64MiB")).client
         held, missing = (_prompt(_SMALL, LOOKUP_TOKENS // size, seed) for seed in (1, 2))
-        for client in (following, alone):
+        for client in (following, alone, tiered):
             client.register(_SMALL)
             _store(client, _SMALL, held.chunks())
         _wait_for_followers(peers, following)
-        for what, prompt, tokens in (("hit", held, LOOKUP_TOKENS), ("miss", missing, 0)):
+        for what, prompt, tokens, other, limit in (
+            ("hit", held, LOOKUP_TOKENS, alone, "without tiers"),
+            ("miss", missing, 0, alone, "without tiers"),
+            ("miss", missing, 0, tiered, "with memory:// as its tier"),
+        ):
             seconds = in_turn(
                 {
                     "peers": partial(_find, following, prompt, tokens),
-                    "alone": partial(_find, alone, prompt, tokens),
+                    "other": partial(_find, other, prompt, tokens),
                 },
                 rounds=20 * sizes.rounds,
             )
             yield _row(
                 f"lookup of {LOOKUP_TOKENS:,} tokens, a {what}, with {sizes.peers} peers of "
-                f"{sizes.chunks:,} chunks; limit: without peers",
+                f"{sizes.chunks:,} chunks; limit: {limit}",
                 1e3 * seconds["peers"],
                 "ms",
-                1e3 * seconds["alone"],
+                1e3 * seconds["other"],
                 "at most 1.2",
             )
         [tier] = following.status()["tiers"]
