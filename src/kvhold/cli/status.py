@@ -67,4 +67,11 @@ def _describe_tier(tier: CacheTierStatus) -> str:
     how = ([] if tier["codec"] == "raw" else [f"codec {tier['codec']}"]) + (
         ["encrypted"] if tier["encrypted"] else []
     )
+    if "followed_peers" in tier:
+        peers = tier["followed_peers"]
+        others = [peer for peer in peers["peers"] if not peer["itself"]]
+        num_followed = sum(peer["followed"] for peer in others)
+        how.append(f"{num_followed} of {len(others)} peers followed")
+        if peers["list_fault"]:
+            how.append(peers["list_fault"])
     return ", ".join(["in use", *how])

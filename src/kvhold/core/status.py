@@ -51,7 +51,48 @@ class ScrubStatus(TypedDict):
     pass_bytes: int
 
 
-class TierStatus(TypedDict):
+class FollowedPeerStatus(TypedDict):
+    """One address of the list of peers.
+
+    address:    its address
+    followed:   its chunks are known, and found
+    itself:     this node, which does not follow itself
+    last_fault: latest fault; empty: none
+    """
+
+    address: str
+    followed: bool
+    itself: bool
+    last_fault: str
+
+
+class FollowedPeersStatus(TypedDict):
+    """The peers of a tier.
+
+    directory:  where the list of peers comes from; empty: the tier's URL
+    list_age_s: seconds since the list was read; null: it was not, or it is in the URL
+    list_fault: what was wrong when it was read last; empty: nothing
+    registered: the address under which this node is registered in the directory; empty: it is not
+    peers:      one object per address
+    """
+
+    directory: str
+    list_age_s: float | None
+    list_fault: str
+    registered: str
+    peers: list[FollowedPeerStatus]
+
+
+class TierPeersStatus(TypedDict, total=False):
+    """The peers of a tier. Absent in other tiers.
+
+    followed_peers: other nodes that the tier reads; absent in other tiers than peers
+    """
+
+    followed_peers: FollowedPeersStatus
+
+
+class TierStatus(TierPeersStatus):
     """One tier.
 
     name:           its name, unique in its cache

@@ -35,9 +35,12 @@ def _wake(future: "asyncio.Future[None]") -> None:
 
 @dataclass(frozen=True)
 class Address:
+    """tls_name: the name in the server's certificate; empty: `host`"""
+
     host: str = ""
     port: int = 0
     socket: str = ""
+    tls_name: str = ""
 
     def __str__(self) -> str:
         if self.socket:
@@ -312,7 +315,9 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
     if tls is not None:
         with on_error(sock.close):
             sock = tls.wrap_socket(
-                sock, server_hostname=address.host or None, do_handshake_on_connect=False
+                sock,
+                server_hostname=address.tls_name or address.host or None,
+                do_handshake_on_connect=False,
             )
     stream = Stream(sock)
     with on_error(stream.close):

@@ -19,7 +19,9 @@ from kvhold.core.metrics import Metrics
 from kvhold.core.status import ServedPeersStatus
 from kvhold.node.peer_feed import PeerFeed
 from kvhold.node.peer_server import PeerServer
+from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.directory import Own, parse_address
 from kvhold.tiers.ram import ADMITTED, Entry
 
 
@@ -33,6 +35,12 @@ class PeerThread:
         """post: runs a call in the node's loop. Raises ConfigError."""
         self._source = source = PeerSource(state, post)
         self.feed = PeerFeed(source.frame_size)
+        self._advertise = (
+            str(parse_address(config.advertise, where="peers.advertise"))
+            if config.advertise
+            else ""
+        )
+        self._tier: PeersTier | None = None
         self._metrics = Metrics()
         self._server = PeerServer(config, source, self.feed, self._metrics)
         self._loop = asyncio.new_event_loop()
@@ -53,7 +61,8 @@ class PeerThread:
         if tier_worker is not None:
             self._source.read_disks = tier_worker.read_for_peer
         if tier is not None:
-            tier.own_incarnation = self.feed.incarnation
+            self._tier = tier
+            tier.serve_as(Own(incarnation=self.feed.incarnation))
             self.feed.follow_clears(tier.clear_numbers)
             return None
         numbers = ClearNumbers()
@@ -63,6 +72,8 @@ class PeerThread:
     def start(self) -> None:
         """Raises NodeError: cannot listen."""
         self._server.listen()
+        if self._tier is not None:
+            self._tier.serve_as(Own(self._advertise or self.address, self.feed.incarnation))
         self._loop.call_soon(self._server.start)
         self._thread.start()
 

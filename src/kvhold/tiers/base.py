@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvhold.core.errors import TierError
+from kvhold.core.status import FollowedPeersStatus
 from kvhold.tiers.policies.reuse_times import Worths
 
 Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
@@ -203,6 +204,15 @@ class KeepsClears(Protocol):
 
     def announce(self, prefix: bytes) -> None:
         """Tell other hosts that this host has nothing left from before the clears it knows."""
+
+
+@runtime_checkable
+class FollowsPeers(Protocol):
+    """A tier that reads the chunks of other nodes."""
+
+    def peers_status(self) -> FollowedPeersStatus:
+        """Safe from any thread."""
+        ...
 
 
 @runtime_checkable

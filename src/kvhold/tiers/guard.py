@@ -23,9 +23,18 @@ from kvhold.core.errors import (
     TierUnavailable,
 )
 from kvhold.core.metrics import Metrics
-from kvhold.core.status import TierStatus
+from kvhold.core.status import TierPeersStatus, TierStatus
 from kvhold.core.turns import next_turn
-from kvhold.tiers.base import HasFolders, KeepsClears, Learns, Parts, Tier, replace, size_of
+from kvhold.tiers.base import (
+    FollowsPeers,
+    HasFolders,
+    KeepsClears,
+    Learns,
+    Parts,
+    Tier,
+    replace,
+    size_of,
+)
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
 from kvhold.tiers.clears import Clears
@@ -381,7 +390,11 @@ class Guard:
             await self.run(call, self._tier.refresh)
 
     def status(self) -> TierStatus:
+        peers: TierPeersStatus = {}
+        if isinstance(self._tier, FollowsPeers):
+            peers = {"followed_peers": self._tier.peers_status()}
         return {
+            **peers,
             "name": self.name,
             "kind": self.traits.name,
             "available": self.available,

@@ -437,6 +437,10 @@ def make_tier_worker(
         _check_coding(guard, config)
     if sum(isinstance(guard.tier, PeersTier) for guard in stack.guards) > 1:
         raise ConfigError("tiers: name all peers in one tier: peers://host-a:7711,host-b:7711")
+    if config.peers.listen:
+        for guard in stack.guards:
+            if isinstance(guard.tier, PeersTier):
+                guard.tier.check_serving(config.peers)
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     _teach(stack, state, config.policy)

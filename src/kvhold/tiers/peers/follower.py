@@ -42,12 +42,12 @@ class Follower:
         most_chunks: int,
         forget_s: float,
         own_incarnation: Callable[[], int],
+        is_followed_elsewhere: Callable[[int], bool],
         learned: Callable[[bytes], None],
-        tried: Callable[[], None],
     ) -> None:
         """most_chunks: in the index
+        is_followed_elsewhere: whether an incarnation is followed at another of its addresses
         learned: called with each namespace that a peer has cleared, b"" means all
-        tried:   called when it follows, and when it cannot
         """
         self._peer = peer
         self._index = index
@@ -55,8 +55,8 @@ class Follower:
         self._most_chunks = most_chunks
         self._forget_s = forget_s
         self._own_incarnation = own_incarnation
+        self._is_followed_elsewhere = is_followed_elsewhere
         self._learned = learned
-        self._tried = tried
         self._told = ""
 
     async def run(self) -> None:
@@ -72,7 +72,7 @@ class Follower:
                 if str(fault) != self._told:
                     self._told = str(fault)
                     log.warning("%s", fault)
-            self._tried()
+            self._peer.tried.set()
             if self._peer.lost_s is not None and now() - self._peer.lost_s >= self._forget_s:
                 await self._forget()
             # a retry after a growing pause, cancelled by `close`
@@ -80,18 +80,21 @@ class Follower:
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _follow_once(self) -> TierError | None:
-        """Follow until something fails. Returns the fault; None: it is this node itself."""
+        """Follow until something fails.
+
+        Returns the fault; None: it is this node itself, or one that is followed already.
+        """
         peer = self._peer
         stream: Stream | None = None
         try:
             async with asyncio.timeout(_CONNECT_S):
                 stream, welcome = await peer.open_to_follow()
             peer.is_self = welcome.incarnation == self._own_incarnation()
-            if peer.is_self:
+            if peer.is_self or self._is_followed_elsewhere(welcome.incarnation):
                 return None
+            peer.is_open = True
             if welcome.incarnation != peer.incarnation:
-                await self._forget()
-                peer.incarnation = welcome.incarnation
+                await self._forget(welcome.incarnation)
             peer.kvhold = welcome.kvhold
             await stream.send([encode(p.Follow(peer.incarnation, peer.after))])
             while True:
@@ -103,6 +106,7 @@ class Follower:
         except (OSError, EOFError, ProtocolError, ValueError, TierError) as error:
             return peer.fault_of("follow", error)
         finally:
+            peer.is_open = False
             if stream is not None:
                 stream.close()
 
@@ -131,7 +135,7 @@ class Follower:
             peer.is_followed, peer.lost_s, self._told = True, None, ""
             peer.mended()
             log.info("following %s (kvhold %s)", peer.address, peer.kvhold)
-            self._tried()
+            peer.tried.set()
 
     async def _change(self, digests: bytes, sizes: bytes) -> int:
         """Add chunks, or remove them if they have no sizes. Returns their number."""
@@ -158,8 +162,9 @@ class Follower:
             if at % _AT_ONCE == 0:
                 await next_turn()
 
-    async def _forget(self) -> None:
-        self._peer.incarnation = self._peer.after = 0
+    async def _forget(self, incarnation: int = 0) -> None:
+        """incarnation: whose chunks come instead"""
+        self._peer.incarnation, self._peer.after = incarnation, 0
         self._peer.clears = {}
         self._peer.lost_s = None
         await self._forget_chunks()

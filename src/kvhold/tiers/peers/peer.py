@@ -39,6 +39,9 @@ class Peer:
     clears:      what it has announced
     is_followed: the index is complete and current
     is_self:     this node itself, named in a list that all hosts share
+    is_listed:   not removed from the list of a directory
+    is_open:     a connection follows this incarnation
+    tried:       set when it is followed, or cannot be
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class Peer:
         self.address = address
         self.incarnation = self.after = 0
         self.clears: dict[bytes, int] = {}
-        self.is_followed = self.is_self = False
+        self.is_followed = self.is_self = self.is_open = False
+        self.is_listed = True
+        self.tried = asyncio.Event()
         self.last_fault: TierError | None = None
         self.lost_s: float | None = None
         self.asked_bytes = 0
