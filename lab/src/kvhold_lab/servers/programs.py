@@ -19,6 +19,7 @@ PACKAGES = {  # program or library -> Debian package
     "redis-cli": "redis-tools",
     "memcached": "memcached",
     "openssl": "openssl",
+    "etcd": "etcd-server",
     VERBS: "libibverbs1",
     "ceph-mon": "ceph-mon",
     "ceph-osd": "ceph-osd",
