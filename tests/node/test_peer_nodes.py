@@ -18,7 +18,9 @@ from kvhold.core.reasons import TIER_DOWN
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
+from kvhold_lab.servers.etcd import EtcdServer
 from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually, run_kvhold
+from tests.tiers.conftest import start_or_skip
 
 TIMED_OUT = "kvhold_tier_errors{tier=peers,operation=get,reason=unavailable}"
 BAD = "kvhold_tier_bad_frames{tier=peers,reason=checksum}"
@@ -32,11 +34,14 @@ def free_port() -> int:
         return port
 
 
+# so that a busy machine does not give a tier up
+PATIENT = {"get_timeout_s": PATIENT_S, "answer_timeout_s": PATIENT_S, "probe_timeout_s": 5.0}
+PATIENT_PAIRS = "&".join(f"{name}={value}" for name, value in PATIENT.items())
+
+
 def peers(*ports: int, **options: object) -> str:
-    """A tier of these peers, which a busy machine does not give up."""
-    patient = {"get_timeout_s": PATIENT_S, "answer_timeout_s": PATIENT_S, "probe_timeout_s": 5.0}
     hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-    pairs = "&".join(f"{name}={value}" for name, value in (patient | options).items())
+    pairs = "&".join(f"{name}={value}" for name, value in (PATIENT | options).items())
     return f"peers://{hosts}?{pairs}"
 
 
@@ -67,6 +72,11 @@ def fleet(nothing_is_left: None, tmp_path: Path) -> Iterator[Fleet]:
     yield fleet
     for node in fleet.nodes:
         node.close()
+
+
+@pytest.fixture
+def etcd() -> Iterator[EtcdServer]:
+    yield from start_or_skip(EtcdServer)
 
 
 def joined(node: RunningNode, namespace: Namespace = SPACE) -> NodeClient:
@@ -308,6 +318,75 @@ def places_of(client: NodeClient, prompt: Any) -> list[int]:
         assert lease is not None
         with lease:
             return [int(offset) for offset in lease.chunks().offsets if offset != ABSENT]
+
+
+class TestMembership:
+    """Nodes that come, go and move, as DNS or etcd lists them."""
+
+    def test_the_addresses_of_a_name_are_peers(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0)
+        writer = joined(first)
+        reader = joined(fleet.start("b", f"peers-dns://localhost:{port_of(first)}?{PATIENT_PAIRS}"))
+        store(writer, a_prompt(SPACE, 100))
+        eventually_read(reader, a_prompt(SPACE, 100))
+        peers = tier_of(reader)["followed_peers"]
+        assert peers["directory"] == "the DNS name localhost"
+        assert f"127.0.0.1:{port_of(first)}" in [peer["address"] for peer in peers["peers"]]
+        assert "peers followed" in run_kvhold("status", "--socket", str(reader.path)).stdout
+
+    def test_nodes_find_each_other_in_etcd_wherever_they_are(
+        self, fleet: Fleet, etcd: EtcdServer
+    ) -> None:
+        tier = f"peers-etcd://127.0.0.1:{etcd.port}?{PATIENT_PAIRS}&refresh_s=0.2&lease_s=3"
+        nodes = {name: fleet.start(name, tier, port=0) for name in "ab"}
+        clients = {name: joined(node) for name, node in nodes.items()}
+        prompts = [a_prompt(SPACE, 100, seed) for seed in range(4)]
+        store(clients["a"], prompts[0])
+        store(clients["b"], prompts[1])
+        eventually_read(clients["a"], prompts[1])
+        eventually_read(clients["b"], prompts[0])
+        # a third one comes, one is killed, and comes back at another port
+        clients["c"] = joined(fleet.start("c", tier, port=0))
+        eventually_read(clients["c"], prompts[0])
+        nodes["a"].kill()
+        store(clients["c"], prompts[2])
+        eventually_read(clients["b"], prompts[2])
+        etcd.kill()
+        again = fleet.start("a", tier, port=0)  # without etcd: alone for now
+        assert port_of(again) != port_of(nodes["a"])
+        clients["a"] = joined(again)
+        store(clients["a"], prompts[3])
+        assert found_tokens(clients["b"], prompts[3]) == 0
+        eventually(lambda: tier_of(clients["a"])["followed_peers"]["list_fault"])
+        etcd.start()
+        eventually_read(clients["b"], prompts[3])
+        eventually_read(clients["a"], prompts[1])
+        followed = tier_of(clients["a"])["followed_peers"]
+        assert followed["registered"] == again.ready.rpartition("peers on ")[2].strip()
+        # one that ends leaves at once
+        again.process.terminate()
+        again.process.wait()
+        gone = f"127.0.0.1:{port_of(again)}"
+        eventually(lambda: gone not in addresses_of(clients["b"]))
+        # and a clear holds for all
+        clients["b"].clear(SPACE.digest)
+        eventually(lambda: clients["c"].status()["used_bytes"] == 0)
+        assert found_tokens(clients["c"], prompts[0]) == 0
+
+    def test_an_address_for_all_hosts_needs_one_to_register(self, fleet: Fleet) -> None:
+        settings = fleet.folder / "a.toml"
+        settings.write_text('[peers]\nlisten = "0.0.0.0:0"\ntoken = "hush"\ninsecure = true\n')
+        ended = run_kvhold(
+            *("serve", "--socket", str(fleet.folder / "a.sock"), "--ram-bytes", "16MiB"),
+            *("--config", str(settings), "--tier", "peers-etcd://127.0.0.1:1"),
+        )
+        assert ended.returncode == 1
+        assert "set peers.advertise" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def addresses_of(client: NodeClient) -> list[str]:
+    return [peer["address"] for peer in tier_of(client)["followed_peers"]["peers"]]
 
 
 class TestDisks:
