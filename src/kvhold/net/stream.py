@@ -337,7 +337,8 @@ async def accept_stream(
             sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         stream = Stream(sock)
         stream.allowed_bytes = allowed_bytes
-        await stream.handshake()
+        with on_error(stream.close):  # else the loop still watches the descriptor's next owner
+            await stream.handshake()
     return stream
 
 
