@@ -63,6 +63,7 @@ class Place:
 
     def start(self) -> None:
         self.server.listen()
+        self.feed.start()
         self.server.start()
 
     @property

@@ -652,14 +652,14 @@ class TestHostilePeers:
     """A peer that breaks the protocol costs misses."""
 
     @asynccontextmanager
-    async def hostile(self, *news: bytes) -> AsyncIterator[PeersTier]:
+    async def hostile(self, *news: bytes, version: str = "x") -> AsyncIterator[PeersTier]:
         """A tier of one peer that says this to each follower."""
 
         async def converse(sock: Any) -> None:
             stream: Stream = await accept_stream(sock, None)
             try:
                 await read_body(stream)
-                welcome = p.PeerWelcome(p.PEERS_VERSION, "x", 7)
+                welcome = p.PeerWelcome(p.PEERS_VERSION, version, 7)
                 await stream.send([encode(welcome), *news])
                 await asyncio.sleep(PATIENT_S)
             finally:
@@ -700,6 +700,18 @@ class TestHostilePeers:
             with pytest.raises(TierError, match=r"127\.0\.0\.1"):
                 await tier.check()
             assert await tier.probe([make_key(1)]) == [None]
+
+    async def test_the_version_text_of_a_peer_is_printable_and_short(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        page = bytes(encode(p.Page(1, True, True, [], b"", b"")))
+        text = "1.0\n\x1b[2Jroot: " + "y" * 3000
+        with caplog.at_level("INFO"):
+            async with self.hostile(page, version=text) as tier:
+                await tier.check()
+                assert tier.peers[0].kvhold == "1.0??[2Jroot: " + "y" * 26
+        [told] = [one.getMessage() for one in caplog.records if "following" in one.getMessage()]
+        assert told.isprintable() and len(told) < 100
 
     async def test_the_index_has_a_limit(self) -> None:
         async with served() as place, following(place.port, most_chunks=100) as tier:

@@ -56,12 +56,12 @@ class PeerFeed:
         self._num_kept = 0
 
     def follow_clears(self, numbers: ClearNumbers) -> None:
-        """Tell the followers of these clears. Call this before `start`."""
+        """Tell the followers of these clears. Call this before there are any."""
         self._numbers = numbers
         numbers.watch = self.note_cleared
 
     def start(self) -> None:
-        """Number the changes in the running loop from now on."""
+        """Number the changes in the running loop from now on. Before, notes only queue."""
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._number_notes)
 
@@ -95,6 +95,11 @@ class PeerFeed:
 
     def __len__(self) -> int:
         return self._num_chunks
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of notes that are not numbered yet."""
+        return len(self._notes)
 
     def size_of(self, key: bytes) -> int:
         """Return the size of a chunk's frame; 0: it is not here."""

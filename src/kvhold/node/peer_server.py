@@ -108,11 +108,10 @@ class PeerServer(LoginServer):
     def start(self) -> None:
         """Serve in the running loop."""
         assert self._listener is not None
-        self._feed.start()
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
 
     async def stop(self) -> None:
-        """End all conversations. Nothing is pinned by them when this returns."""
+        """End all conversations, if it was started. Nothing is pinned by them when this returns."""
         if self._accepting is not None:
             await self._end(self._accepting)
         self.close()

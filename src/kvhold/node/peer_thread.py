@@ -3,8 +3,9 @@
     peers = PeerThread(config.peers, state, post); peers.use(tier_worker)
     peers.start() ... peers.close()
 
-So engines wait neither for a peer's network nor for its encryption. The node's loop is asked only
-to pin chunks, at most 128 in a turn.
+The thread runs from the beginning, and numbers the chunks that disks find when they are opened. So
+engines wait neither for a peer's network nor for its encryption. The node's loop is asked only to
+pin chunks, at most 128 in a turn.
 """
 
 import asyncio
@@ -44,7 +45,9 @@ class PeerThread:
         self._metrics = Metrics()
         self._server = PeerServer(config, source, self.feed, self._metrics)
         self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self.feed.start)
         self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
+        self._thread.start()
         state.watch_chunks(self._note)
 
     @property
@@ -74,20 +77,15 @@ class PeerThread:
         self._server.listen()
         if self._tier is not None:
             self._tier.serve_as(Own(self._advertise or self.address, self.feed.incarnation))
-        self._loop.call_soon(self._server.start)
-        self._thread.start()
+        self._loop.call_soon_threadsafe(self._server.start)
 
     def close(self) -> None:
         """End all conversations. The node's loop must run meanwhile. Idempotent."""
         if self._loop.is_closed():
             return
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        else:
-            self._server.close()
-            self._loop.close()
+        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def status(self) -> ServedPeersStatus:
         return {

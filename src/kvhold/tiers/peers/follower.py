@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvhold.core.errors import ProtocolError, TierError
 from kvhold.core.turns import next_turn
+from kvhold.net import login
 from kvhold.net import peers as p
 from kvhold.net.stream import Stream
 from kvhold.net.wire import Decoder, encode
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 SILENT_S = 5.0  # then the connection is taken for lost; a peer sends something every second
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_MOST_VERSION = 40
 _AT_ONCE = 500  # changes between two turns of the loop
 _news: Decoder[p.News] = Decoder(p.News)
 
@@ -95,7 +97,7 @@ class Follower:
             peer.is_open = True
             if welcome.incarnation != peer.incarnation:
                 await self._forget(welcome.incarnation)
-            peer.kvhold = welcome.kvhold
+            peer.kvhold = login.quoted(welcome.kvhold, _MOST_VERSION)
             await stream.send([encode(p.Follow(peer.incarnation, peer.after))])
             while True:
                 async with asyncio.timeout(SILENT_S):

@@ -24,7 +24,6 @@ from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import Getting, batched, read_body
 
 TIER = "peers"
-_MOST_QUOTED = 200
 _MOST_KEYS = 128  # of one get: what the peer looks up in one turn
 _greeting: Decoder[p.Greeting] = Decoder(p.Greeting)
 _values: Decoder[p.PeerValues] = Decoder(p.PeerValues)
@@ -108,7 +107,7 @@ class Peer:
             greeting = _greeting.decode(await read_body(stream, login.MAX_HELLO_BYTES))
             if isinstance(greeting, login.Refused):
                 kind = TierDenied if greeting.denied else TierUnavailable
-                raise kind(TIER, "connect", f"{self.address}: {greeting.reason[:_MOST_QUOTED]}")
+                raise kind(TIER, "connect", f"{self.address}: {login.quoted(greeting.reason)}")
         return stream, greeting
 
     def mended(self) -> None:
@@ -128,7 +127,10 @@ class Peer:
             return error
         if isinstance(error, (ProtocolError, ValueError)):
             return TierError(
-                TIER, operation, f"{self.address}: is not a node for peers of this version: {error}"
+                TIER,
+                operation,
+                f"{self.address}: is not a node for peers of this version: "
+                f"{login.quoted(str(error))}",
             )
         return TierUnavailable(
             TIER, operation, f"{self.address}: {str(error) or type(error).__name__}"
