@@ -117,7 +117,8 @@ def test_what_one_node_stores_is_a_hit_of_another(fleet: Fleet, namespace: Names
     prompt = a_prompt(namespace, 100)
     store(writer, prompt)
     eventually_read(reader, prompt)
-    assert served(writer)["counters"]["kvhold_peer_chunks{result=sent}"] >= 7
+    counters = served(writer)["counters"]
+    assert counters["kvhold_peer_served_chunks{peer=127.0.0.1,result=sent}"] >= 7
     eventually(lambda: writer.status()["pinned_chunks"] == 0)
     assert served(writer)["in_flight_bytes"] == 0
     assert found_tokens(joined(first, namespace), prompt) == 100

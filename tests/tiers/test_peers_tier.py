@@ -22,8 +22,9 @@ from kvhold.net import login
 from kvhold.net import peers as p
 from kvhold.net.stream import Stream, accept_stream
 from kvhold.net.wire import Decoder, encode
+from kvhold.node.byte_budget import ByteBudget
 from kvhold.node.peer_feed import PeerFeed
-from kvhold.node.peer_server import ByteBudget, PeerServer
+from kvhold.node.peer_server import PeerServer
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.base import Parts, TierTraits
@@ -220,7 +221,7 @@ async def test_the_least_loaded_peer_is_asked() -> None:
         await eventually(lambda: all(_peers_of(tier, key) == 3 for key in keys))
         assert await fetch(tier, keys, [1000] * 8) == [b"x" * 1000] * 8
         sent = [
-            place.server.metrics.as_dict()["kvhold_peer_chunks{result=sent}"]
+            sum(peer["chunks"] for peer in place.server.peers.status(lambda peer: 0))
             for place in (one, other)
         ]
         assert sent == [4, 4]
@@ -571,7 +572,7 @@ class TestServer:
 
     async def test_slow_peers_pin_no_more_than_the_budget(self) -> None:
         async with (
-            served(in_flight_bytes=20_000) as place,
+            served(in_flight_bytes=40_000) as place,
             following(place.port, connections=8) as tier,
         ):
             values = {make_key(number): make_value(number, 9_000) for number in range(12)}
@@ -605,7 +606,7 @@ class TestServer:
         gate = asyncio.Event()
 
         async def use(nbytes: int) -> None:
-            async with budget.taken(nbytes):
+            async with budget.taken(nbytes, "one"):
                 await gate.wait()
 
         first = asyncio.ensure_future(use(8))
@@ -620,8 +621,66 @@ class TestServer:
         gate.set()
         await asyncio.wait([first, *waiting])
         assert budget.used == 0
-        async with asyncio.timeout(PATIENT_S), budget.taken(10):
+        async with asyncio.timeout(PATIENT_S), budget.taken(10, "one"):
             pass
+
+    async def test_an_owner_that_gives_nothing_back_leaves_half_to_others(self) -> None:
+        budget = ByteBudget(100)
+        gate = asyncio.Event()
+
+        async def use(owner: str, nbytes: int) -> None:
+            async with budget.taken(nbytes, owner):
+                await gate.wait()
+
+        stalled = [asyncio.ensure_future(use("stalled", 20)) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert budget.used_by("stalled") == 40
+        async with asyncio.timeout(PATIENT_S), budget.taken(50, "other"):
+            second = [asyncio.ensure_future(use("second", 5)) for _ in range(5)]
+            await asyncio.sleep(0)
+            assert budget.used_by("second") == 5, "what is left is shared, too"
+        await asyncio.sleep(0)
+        assert budget.used_by("second") == 25
+        gate.set()
+        await asyncio.wait([*stalled, *second])
+        assert budget.used == budget.used_by("stalled") == 0
+
+    async def test_a_large_part_of_the_budget_is_not_overtaken_by_small_ones(self) -> None:
+        budget = ByteBudget(100)
+        got: list[str] = []
+
+        async def use(owner: str, nbytes: int) -> None:
+            async with budget.taken(nbytes, owner):
+                got.append(owner)
+
+        async with budget.taken(30, "first"):
+            waiting = [asyncio.ensure_future(use(*one)) for one in (("large", 90), ("small", 1))]
+            await asyncio.sleep(0)
+            assert got == []
+        await asyncio.wait(waiting)
+        assert got == ["large", "small"]
+
+    async def test_a_peer_that_does_not_read_delays_no_other(self) -> None:
+        async with served(in_flight_bytes=64 << 20) as place, following(place.port) as tier:
+            keys = [make_key(number) for number in range(8)]
+            for key in keys:
+                place.put(key, bytes(8 << 20))
+            await eventually_found(tier, keys[-1], 8 << 20)
+            await eventually_found(tier, keys[0], 8 << 20)
+            streams: list[Stream] = []
+            for key in keys:  # together as much as the budget
+                stream, _ = await tier.peers[0].open_to_follow()
+                get = encode(p.PeerGet(key, [8 << 20]))
+                await stream.send([encode(p.Introduce("stalled", 0)), get])
+                streams.append(stream)
+            await eventually(lambda: place.lent_now >= 32 << 20)
+            async with asyncio.timeout(PATIENT_S / 2):  # such a connection ends after 60 s
+                for key in keys:
+                    assert await fetch(tier, [key], [8 << 20]) == [bytes(8 << 20)]
+            stalled = place.server.peers.status(place.server.budget.used_by)
+            assert {one["name"]: one["in_flight_bytes"] for one in stalled}["stalled"] == 32 << 20
+            for stream in streams:
+                stream.close()
 
     @pytest.mark.parametrize(
         "request_of",
@@ -631,11 +690,12 @@ class TestServer:
             lambda: p.PeerGet(make_key(1), [1], [-1]),
             lambda: p.PeerGet(make_key(1)[:-1], [1]),
             lambda: p.PeerGet(make_key(1) * 5000, [1] * 5000),
+            lambda: p.Introduce("x", 70_000),
         ],
-        ids=["nothing", "two sizes", "negative start", "half a key", "too many"],
+        ids=["nothing", "two sizes", "negative start", "half a key", "too many", "a port"],
     )
     async def test_a_bad_get_ends_its_connection_only(
-        self, request_of: Callable[[], p.PeerGet]
+        self, request_of: Callable[[], p.PeerGet | p.Introduce]
     ) -> None:
         async with served() as place, following(place.port) as tier:
             await tier.check()

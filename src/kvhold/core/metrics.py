@@ -390,18 +390,18 @@ TABLE = {
             "Messages that broke the protocol.",
         ),
         Metric(
-            "kvhold_peer_chunks",
+            "kvhold_peer_served_chunks",
             "counter",
             "chunks",
-            ("result",),
-            "Chunks that other nodes asked of this one: sent, absent.",
+            ("peer", "result"),
+            "Chunks that a peer asked of this node: sent, absent.",
         ),
         Metric(
-            "kvhold_peer_bytes",
+            "kvhold_peer_served_bytes",
             "counter",
             "bytes",
-            (),
-            "Bytes of frames sent to other nodes.",
+            ("peer",),
+            "Bytes of frames sent to a peer.",
         ),
     )
 }
@@ -424,6 +424,14 @@ class Metrics:
 
     def set(self, name: str, value: float, **labels: str) -> None:
         self._values[name, _ordered(name, labels)] = value
+
+    def forget(self, label: str, value: str) -> None:
+        """Remove all that was counted with a label's value."""
+        for name, labels in list(self._values):
+            names = TABLE[name].labels
+            if label in names and labels[names.index(label)] == value:
+                del self._values[name, labels]
+                self._counts.pop((name, labels), None)
 
     def value(self, name: str, **labels: str) -> float:
         return self._values.get((name, _ordered(name, labels)), 0)

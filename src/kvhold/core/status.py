@@ -215,22 +215,70 @@ class ClientStatus(TypedDict):
     silent_s: float
 
 
+class ServedPeerStatus(TypedDict):
+    """A node that reads this node's chunks.
+
+    address:         its address, with its port if it serves peers, too; `others`: beyond 32 peers
+    name:            name of its host; empty: not known
+    connections:     its connections; 0: it has left
+    follows:         it receives the changes of this node
+    state_s:         seconds since it came, or left
+    chunks:          chunks sent to it
+    absent_chunks:   chunks that it asked for in vain
+    bytes:           bytes of frames sent to it
+    bytes_per_s:     of the last minute
+    in_flight_bytes: bytes that are pinned, or in buffers, while they are sent to it
+    """
+
+    address: str
+    name: str
+    connections: int
+    follows: bool
+    state_s: float
+    chunks: int
+    absent_chunks: int
+    bytes: int
+    bytes_per_s: float
+    in_flight_bytes: int
+
+
+class RefusedPeerStatus(TypedDict):
+    """A host whose connections were refused.
+
+    address: its address
+    reason:  why the latest one was
+    times:   their number
+    ago_s:   seconds since the latest one
+    """
+
+    address: str
+    reason: str
+    times: int
+    ago_s: float
+
+
 class ServedPeersStatus(TypedDict):
     """The service for other nodes.
 
     address:         where the node listens
+    incarnation:     random number of this start of the node
     connections:     connections of other nodes
     chunks:          chunks that other nodes can find here
     index_bytes:     bytes of the index of these chunks
     in_flight_bytes: bytes of chunks that are pinned, or in buffers, while they are sent
+    peers:           one object per node that reads here, or has read
+    refused:         one object per refused host, the latest first; at most 16
     counters:        metrics of the service
     """
 
     address: str
+    incarnation: int
     connections: int
     chunks: int
     index_bytes: int
     in_flight_bytes: int
+    peers: list[ServedPeerStatus]
+    refused: list[RefusedPeerStatus]
     counters: dict[str, float]
 
 

@@ -129,6 +129,15 @@ class Stream:
             raise ProtocolError("a value does not end with CRLF")
 
     @property
+    def host(self) -> str:
+        """The address of the other side; empty: it has none, or the connection is lost."""
+        try:
+            name = self._sock.getpeername()
+        except OSError:
+            return ""
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    @property
     def quiet(self) -> bool:
         """Whether the connection is open and there is nothing to read."""
         if (

@@ -109,6 +109,9 @@ class LoginServer(ABC):
     async def _converse_with(self, stream: Stream) -> None:
         """Serve a client until it leaves. Errors end this conversation only."""
 
+    def _note_refused(self, host: str, reason: str) -> None:  # noqa: B027 - only some need it
+        """Called with each client that is refused."""
+
     async def _end(self, accepting: "asyncio.Task[None]") -> None:
         """Cancel the accept task and all conversations, and wait for them."""
         for task in (accepting, *self._conversations):
@@ -196,11 +199,13 @@ class LoginServer(ABC):
             await self._serve(stream)
         except _Stranger as error:
             self._strangers.refused(host, str(error))
+            self._note_refused(host, str(error))
             await self._refuse(stream, str(error), denied=error.denied)
         except (OSError, EOFError, TimeoutError) as error:
             log.debug("a client left: %s", type(error).__name__)
         except (ProtocolError, ValueError) as error:
             log.warning("refused a client from %s: %s", host, error)
+            self._note_refused(host, str(error))
             await self._refuse(stream, str(error))
         # a task's edge: a bug ends one conversation, not the server
         except Exception:
@@ -229,6 +234,7 @@ class LoginServer(ABC):
         if self._num_served >= most:
             reason = f"{self._section}.max_connections = {most} are in use"
             log.warning("refused a client: %s", reason)
+            self._note_refused(stream.host, reason)
             await self._refuse(stream, f"{reason}; try again later")
             return
         self._num_served += 1

@@ -76,7 +76,8 @@ class PeerThread:
         """Raises NodeError: cannot listen."""
         self._server.listen()
         if self._tier is not None:
-            self._tier.serve_as(Own(self._advertise or self.address, self.feed.incarnation))
+            address = self._advertise or self.address
+            self._tier.serve_as(Own(address, self.feed.incarnation, self._server.port))
         self._loop.call_soon_threadsafe(self._server.start)
 
     def close(self) -> None:
@@ -90,10 +91,13 @@ class PeerThread:
     def status(self) -> ServedPeersStatus:
         return {
             "address": self.address,
+            "incarnation": self.feed.incarnation,
             "connections": self._server.num_served,
             "chunks": len(self.feed),
             "index_bytes": self.feed.index_bytes,
             "in_flight_bytes": self._server.budget.used,
+            "peers": self._server.peers.status(self._server.budget.used_by),
+            "refused": self._server.peers.status_of_refused(),
             "counters": self._metrics.as_dict(),
         }
 

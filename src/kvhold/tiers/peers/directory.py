@@ -43,10 +43,12 @@ class Own:
 
     address:     where other nodes reach it, `HOST:PORT`; empty: it serves no peers
     incarnation: 0: it serves no peers
+    port:        where it listens for peers; 0: it does not
     """
 
     address: str = ""
     incarnation: int = 0
+    port: int = 0
 
 
 class Directory(Protocol):

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 SILENT_S = 5.0  # then the connection is taken for lost; a peer sends something every second
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_MOST_VERSION = 40
+_MOST_VERSION, _MOST_NAME = 40, 64
 _AT_ONCE = 500  # changes between two turns of the loop
 _news: Decoder[p.News] = Decoder(p.News)
 
@@ -98,7 +98,9 @@ class Follower:
             if welcome.incarnation != peer.incarnation:
                 await self._forget(welcome.incarnation)
             peer.kvhold = login.quoted(welcome.kvhold, _MOST_VERSION)
-            await stream.send([encode(p.Follow(peer.incarnation, peer.after))])
+            peer.name = login.quoted(welcome.name, _MOST_NAME)
+            follow = encode(p.Follow(peer.incarnation, peer.after))
+            await stream.send([peer.introduction(), follow])
             while True:
                 async with asyncio.timeout(SILENT_S):
                     news = _news.decode(await read_body(stream))

@@ -53,6 +53,7 @@ class Peer:
         connections: int,
         pause_s: float,
         connect: Connect,
+        introduction: Callable[[], p.Introduce],
     ) -> None:
         self.number = number
         self.address = address
@@ -67,7 +68,8 @@ class Peer:
         self._token, self._tls, self._connect = token, tls, connect
         self._pool = Pool(self._open, connections)
         self._breaker = Breaker(failures=1, first_pause_s=pause_s)
-        self.kvhold = ""
+        self._introduction = introduction
+        self.kvhold = self.name = ""
 
     @property
     def mask(self) -> int:
@@ -97,6 +99,10 @@ class Peer:
             return self.failed(fault)
         self._breaker.succeeded()
         return None
+
+    def introduction(self) -> bytearray:
+        """Return the record that follows the peer's welcome."""
+        return encode(self._introduction())
 
     async def open_to_follow(self) -> tuple[Stream, p.PeerWelcome]:
         """Raises TierError, OSError, EOFError, ProtocolError."""
@@ -144,6 +150,8 @@ class Peer:
         if welcome.incarnation != self.incarnation:
             stream.close()
             raise TierUnavailable(TIER, "connect", f"{self.address}: the node was restarted")
+        with on_error(stream.close):
+            await stream.send([self.introduction()])
         return stream
 
 

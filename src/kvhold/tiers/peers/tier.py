@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from socket import gethostname
 from typing import ClassVar, NamedTuple, Self
 
 from kvhold.core.config import ServePeersConfig, setting
@@ -25,7 +26,7 @@ from kvhold.core.status import FollowedPeersStatus
 from kvhold.core.turns import next_turn
 from kvhold.net import login
 from kvhold.net.addresses import is_loopback
-from kvhold.net.peers import DEFAULT_PORT
+from kvhold.net.peers import DEFAULT_PORT, Introduce
 from kvhold.net.stream import Address, open_stream
 from kvhold.net.tls import client_context
 from kvhold.tiers.base import Parts, TierTraits, check_lengths
@@ -133,6 +134,7 @@ class PeersTier:
                 connections=config.connections,
                 pause_s=config.pause_s,
                 connect=connect,
+                introduction=self._introduction,
             ),
             make_follower=self._follower,
             forget_s=config.forget_s,
@@ -281,6 +283,9 @@ class PeersTier:
 
     async def close(self) -> None:
         await self._roster.close()
+
+    def _introduction(self) -> Introduce:
+        return Introduce(gethostname(), self._roster.own.port)
 
     def _start(self) -> None:
         self._roster.start()
