@@ -14,7 +14,7 @@ import pytest
 
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace
-from kvhold.core.reasons import TIER_DOWN
+from kvhold.core.reasons import NEVER_STORED, PEER_GONE, PEER_SLOW
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
@@ -97,6 +97,16 @@ def tier_of(client: NodeClient) -> Any:
 
 def served(client: NodeClient) -> Any:
     return client.status()["served_peers"]
+
+
+def peer_of(client: NodeClient) -> Any:
+    [peer] = tier_of(client)["followed_peers"]["peers"]
+    return peer
+
+
+def reason_of(client: NodeClient, prompt: Any) -> Any:
+    with client.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
+        return hit.reason
 
 
 def found_tokens(client: NodeClient, prompt: Any) -> int:
@@ -251,6 +261,7 @@ class TestTrouble:
         for prompt in prompts[1:]:
             assert found_tokens(reader, prompt) in (0, 1000)
         eventually(lambda: found_tokens(reader, prompts[2]) == 0)
+        assert peer_of(reader)["state"] == "away"
         assert found_tokens(reader, prompts[0]) == 1000  # this host's own by now
         writer = joined(fleet.start("a", port=port))
         store(writer, prompts[2])
@@ -278,6 +289,21 @@ class TestTrouble:
         eventually(lambda: watcher.status()["arriving_chunks"] == 0)
         assert watcher.status()["pinned_chunks"] == 0
 
+    def test_the_chunks_of_a_lost_peer_are_missed_because_it_is_gone(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0)
+        writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+        prompts = [a_prompt(SPACE, 100, seed) for seed in range(2)]
+        for prompt in prompts:
+            store(writer, prompt)
+        eventually_read(reader, prompts[0])
+        first.kill()
+        eventually(lambda: reason_of(reader, prompts[1]) == PEER_GONE)
+        assert reason_of(reader, a_prompt(SPACE, 100, seed=9)) == NEVER_STORED
+        assert reader.status()["counters"]["kvhold_missed_tokens{reason=peer_gone}"] >= 100
+        peer = peer_of(reader)
+        assert (peer["state"], peer["chunks"], peer["loads"]) == ("away", 14, 1)
+        assert peer["last_fault_ago_s"] < PATIENT_S
+
     def test_a_peer_that_stops_costs_one_deadline(self, fleet: Fleet) -> None:
         first = fleet.start("a", port=0)
         tier = peers(port_of(first), answer_timeout_s=0.3, pause_s=PATIENT_S)
@@ -288,10 +314,12 @@ class TestTrouble:
         eventually_read(reader, prompts[0])
         with first.stopped():
             with reader.lookup(prompts[1].query(), wait_s=PATIENT_S) as hit:
-                assert (hit.num_tokens, hit.reason) == (0, TIER_DOWN)
+                assert (hit.num_tokens, hit.reason) == (0, PEER_SLOW)
             # asked again, the peer would have cost another deadline
             with reader.lookup(prompts[2].query(), wait_s=PATIENT_S) as hit:
-                assert hit.num_tokens == 0
+                assert (hit.num_tokens, hit.reason) == (0, PEER_SLOW)
+            assert peer_of(reader)["state"] == "paused"
+            assert peer_of(reader)["cause"] == "slow"
             assert reader.status()["tier_counters"][TIMED_OUT] == 7  # the chunks of one get
         assert "no answer within 0.3 s" in tier_of(reader)["last_fault"]
 

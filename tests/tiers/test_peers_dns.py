@@ -216,7 +216,10 @@ class TestComingAndGoing:
             await eventually(lambda: tier.peers[0].is_self)
             assert followed(tier) == {"127.0.0.3"}
             assert await tier.probe([make_key(1)]) == [None]
-            assert [peer["itself"] for peer in tier.peers_status()["peers"]] == [True, False]
+            assert [peer["state"] for peer in tier.peers_status()["peers"]] == [
+                "itself",
+                "following",
+            ]
 
     async def test_a_node_with_two_addresses_is_followed_once(self, port: int) -> None:
         async with (
@@ -232,6 +235,8 @@ class TestComingAndGoing:
             await eventually_found(tier, make_key(1), 4)
             await eventually(lambda: all(peer.tried.is_set() for peer in tier.peers))
             assert len(followed(tier)) == 1
+            states = [peer["state"] for peer in tier.peers_status()["peers"]]
+            assert sorted(states) == ["elsewhere", "following"]
             [first] = [peer for peer in tier.peers if peer.is_followed]
             await (node.server if first.address.host == "127.0.0.2" else second).stop()
             await eventually(

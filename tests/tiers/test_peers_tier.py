@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvhold import __version__
+from kvhold.cache import open_cache
 from kvhold.core.config import ServePeersConfig
 from kvhold.core.errors import (
     ConfigError,
@@ -17,7 +19,18 @@ from kvhold.core.errors import (
     TierError,
     TierUnavailable,
 )
+from kvhold.core.keys import HASH_BYTES, Namespace, place_suffix
+from kvhold.core.layout import Group, Layout
 from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import (
+    NEVER_STORED,
+    PEER_DENIED,
+    PEER_EVICTED,
+    PEER_GONE,
+    PEER_SLOW,
+    Reason,
+)
+from kvhold.core.status import FollowedPeerStatus
 from kvhold.net import login
 from kvhold.net import peers as p
 from kvhold.net.stream import Stream, accept_stream
@@ -29,14 +42,16 @@ from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.exchanges import Getting, read_body
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard, GuardConfig, Unknown
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.peers import PeersTier, clear_numbers, follower
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.directory import Own
+from kvhold.tiers.peers.faults import PeerGone, PeerSlow
 from kvhold.tiers.peers.index import digest_of, unpack
 from kvhold.tiers.registry import make_tier
 from kvhold_lab.bench.relay import Network
-from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.servers.base import NotInstalled, free_port
 from kvhold_lab.servers.certificates import make_certificates
 from tests.tiers.peer_places import (
     PATIENT_S,
@@ -49,6 +64,11 @@ from tests.tiers.peer_places import (
 )
 
 pytestmark = pytest.mark.asyncio
+
+LAYOUT = Layout(
+    groups=(Group(layers=2, planes=2, heads=1, head_dim=64, dtype="float16"),),
+    tokens_per_chunk=16,
+)
 
 
 class _PutThere:
@@ -274,7 +294,8 @@ async def test_a_peer_that_does_not_answer_costs_one_deadline_and_is_left_alone(
         assert isinstance(answer, TierUnavailable)
         assert "no answer within 0.2 s" in str(answer)
         # left alone: its chunks are not found, and nobody waits for it again
-        assert await tier.probe([make_key(1)]) == [None]
+        [why] = await tier.probe([make_key(1)])
+        assert isinstance(why, PeerSlow) and why.miss == PEER_SLOW
         assert await tier.get([make_key(1)], [[memoryview(buffer)]]) == [None]
         place.may_lend.set()
 
@@ -378,6 +399,125 @@ async def test_a_follower_that_missed_changes_gets_a_snapshot() -> None:
         place.put(make_key(2), b"yy")
         await eventually_found(tier, make_key(2), 2)
         assert await tier.probe([make_key(1)]) == [None]
+
+
+def rows(tier: PeersTier) -> list[FollowedPeerStatus]:
+    return tier.peers_status()["peers"]
+
+
+class TestSeen:
+    """What is told of a peer, and why its chunks are missed."""
+
+    async def test_loads_events_and_chunks_are_counted_by_peer(self) -> None:
+        async with served() as place, following(place.port) as tier:
+            await tier.check()
+            for number in range(5):
+                place.put(make_key(number), b"x" * 100)
+            await eventually(lambda: tier.num_chunks == 5)
+            del place.values[make_key(4)]
+            keys = [make_key(number) for number in range(3, 5)]
+            assert await fetch(tier, keys, [100, 100]) == [b"x" * 100, None]
+            [peer] = rows(tier)
+            name = f"127.0.0.1:{place.port}"
+            assert (peer["address"], peer["name"]) == (name, socket.gethostname())
+            assert (peer["state"], peer["cause"]) == ("following", "")
+            assert (peer["incarnation"], peer["version"]) == (place.feed.incarnation, __version__)
+            assert (peer["chunks"], peer["events"], peer["absent_chunks"]) == (4, 5, 1)
+            assert (peer["loads"], peer["loaded_chunks"], peer["loaded_bytes"]) == (1, 1, 100)
+            assert peer["events_per_s"] > 0 < peer["loaded_bytes_per_s"]
+            assert peer["last_load_s"] == peer["median_load_s"] is not None
+            assert (peer["last_fault"], peer["last_fault_ago_s"]) == ("", None)
+            counted = tier.metrics.as_dict()
+            assert counted.pop(f"kvhold_peer_load_seconds_sum{{peer={name}}}") > 0
+            assert counted == {
+                f"kvhold_peer_{counter}": value
+                for counter, value in {
+                    f"loads{{peer={name},result=done}}": 1,
+                    f"load_seconds_count{{peer={name}}}": 1,
+                    f"loaded_chunks{{peer={name}}}": 1,
+                    f"loaded_bytes{{peer={name}}}": 100,
+                    f"missed_chunks{{peer={name},reason=peer_evicted}}": 1,
+                    f"events{{peer={name}}}": 5,
+                    f"index_chunks{{peer={name}}}": 4,
+                }.items()
+            }
+
+    async def test_the_chunks_of_a_lost_peer_are_missed_because_it_is_gone(self) -> None:
+        async with following(free_port()) as tier:
+            async with served(port=tier.peers[0].address.port) as place:
+                place.put(make_key(1), b"x")
+                await eventually_found(tier, make_key(1), 1)
+            await eventually(lambda: rows(tier)[0]["state"] == "away")
+            gone, absent = await tier.probe([make_key(1), make_key(2)])
+            assert isinstance(gone, PeerGone) and gone.miss == PEER_GONE
+            assert absent is None
+            [peer] = rows(tier)
+            assert peer["cause"] in ("closed", "port")
+            assert str(peer["address"]) in peer["last_fault"]
+            tier.advance(SPACE)
+            assert await tier.probe([make_key(1)]) == [None], "it is cleared"
+
+    async def test_a_refusal_is_a_state_with_its_cause(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with served(token="hush") as place, following(place.port) as tier:
+            with pytest.raises(TierDenied) as caught:
+                await tier.check()
+            assert caught.value.miss == PEER_DENIED
+            [peer] = rows(tier)
+            assert (peer["state"], peer["cause"]) == ("refused", "token")
+            [refused] = place.server.peers.status_of_refused()
+            assert (refused["address"], refused["reason"]) == ("127.0.0.1", "a token is needed")
+            monkeypatch.setattr(p, "PEERS_VERSION", 99)
+            async with following(place.port, token="hush") as other:
+                with pytest.raises(TierUnavailable):
+                    await other.check()
+                [peer] = rows(other)
+                assert (peer["state"], peer["cause"]) == ("refused", "version")
+        async with following(free_port()) as tier:
+            assert rows(tier)[0]["state"] == "connecting"
+            with pytest.raises(TierUnavailable) as unavailable:
+                await tier.check()
+            assert unavailable.value.miss == PEER_GONE
+            assert (rows(tier)[0]["state"], rows(tier)[0]["cause"]) == ("away", "port")
+
+    async def test_this_node_itself_is_neither_followed_nor_away(self) -> None:
+        async with served() as place, following(place.port) as tier:
+            tier.serve_as(Own(incarnation=place.feed.incarnation))
+            await tier.check()
+            assert rows(tier)[0]["state"] == "itself"
+
+    async def test_a_hit_that_ends_at_an_evicted_chunk_of_a_peer_says_so(self) -> None:
+        space = Namespace(model="m", layout=LAYOUT)
+        prompt = space.prompt(list(range(16)))
+        query = prompt.query()
+        key = query.namespace + query.hashes[:HASH_BYTES] + place_suffix(0, 0)
+        async with served() as place:
+            place.feed.note_on_disk(key, 9_000)  # and it has no such chunk
+            tiers = [f"peers://127.0.0.1:{place.port}?answer_timeout_s={PATIENT_S}"]
+
+            def look_up() -> tuple[Reason | None, Reason | None]:
+                with open_cache(ram_bytes="16MiB", huge_pages="never", tiers=tiers) as cache:
+                    cache.register(space)
+                    reasons: list[Reason | None] = [NEVER_STORED]
+                    while reasons[-1] == NEVER_STORED:  # until the tier follows
+                        reasons.append(cache.lookup(query, wait_s=PATIENT_S).reason)
+                    return reasons[-1], cache.lookup(query, wait_s=PATIENT_S).reason
+
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(PATIENT_S):
+                found = await loop.run_in_executor(None, look_up)
+            assert found == (PEER_EVICTED, PEER_EVICTED), "the second time it is remembered"
+
+    async def test_a_tier_that_is_left_alone_is_missed_for_the_peers_reason(self) -> None:
+        async with served(token="hush") as place, following(place.port) as tier:
+            guard = Guard(tier, GuardConfig(), name="peers", metrics=Metrics())
+            await guard.check()
+            assert not guard.available
+            unknown = Unknown()
+            assert await guard.probe([make_key(1)], unknown=unknown) == [None]
+            assert unknown.why == PEER_DENIED
+            await guard.close()
 
 
 class TestClears:

@@ -42,7 +42,6 @@ from kvhold.core.reasons import (
     NEVER_STORED,
     NOT_NEEDED,
     SLOWER,
-    TIER_DOWN,
     WHOLE,
     Reason,
 )
@@ -566,7 +565,7 @@ class Lookups:
             yield len(part) // 3
         for sources in search.sources.emptied():
             yield len(sources) // 4
-        yield from emptied_dicts(search.places, search.faults)
+        yield from emptied_dicts(search.places, search.faults, search.unknown)
 
     def _answer(
         self,
@@ -612,8 +611,8 @@ class Lookups:
             return BEING_WRITTEN
         if self._computing.is_computed(gap.key, owner):
             return BEING_COMPUTED
-        if search is not None and search.silent:
-            return TIER_DOWN
+        if search is not None and (why := search.unknown.get(gap.key) or search.silent):
+            return why
         if self._has_tiers and search is None:
             # the tiers are being cleared, so they were not probed
             return CLEARED

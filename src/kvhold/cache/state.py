@@ -36,7 +36,7 @@ from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeCost, ComputeIntent
-from kvhold.core.reasons import TIER_DOWN, Reason
+from kvhold.core.reasons import PASSING, TIER_DOWN, Reason
 from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
@@ -386,8 +386,16 @@ class CacheState:
 
     # events from the tier worker
 
-    def probed(self, number: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
-        self._searches.probed(number, places, silent=silent)
+    def probed(
+        self,
+        number: int,
+        places: dict[bytes, TierPlace],
+        *,
+        silent: Reason | None = None,
+        unknown: dict[bytes, Reason] | None = None,
+    ) -> None:
+        """End a probe. silent, unknown: see `Unknown`"""
+        self._searches.probed(number, places, silent=silent, unknown=unknown)
 
     def written(self, number: int) -> None:
         self._writes.done(number)
@@ -406,7 +414,7 @@ class CacheState:
         self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
     ) -> None:
         """End one read of a FetchCommand. It no longer writes to the entry's memory."""
-        if not ok and why != TIER_DOWN:
+        if not ok and why not in PASSING:
             self._evictions.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
 

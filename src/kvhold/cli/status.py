@@ -69,9 +69,8 @@ def _describe_tier(tier: CacheTierStatus) -> str:
     )
     if "followed_peers" in tier:
         peers = tier["followed_peers"]
-        others = [peer for peer in peers["peers"] if not peer["itself"]]
-        num_followed = sum(peer["followed"] for peer in others)
-        how.append(f"{num_followed} of {len(others)} peers followed")
+        states = [peer["state"] for peer in peers["peers"] if peer["state"] != "itself"]
+        how.append(f"{states.count('following')} of {len(states)} peers followed")
         if peers["list_fault"]:
             how.append(peers["list_fault"])
     return ", ".join(["in use", *how])

@@ -52,18 +52,51 @@ class ScrubStatus(TypedDict):
 
 
 class FollowedPeerStatus(TypedDict):
-    """One address of the list of peers.
+    """A peer that this node follows.
 
-    address:    its address
-    followed:   its chunks are known, and found
-    itself:     this node, which does not follow itself
-    last_fault: latest fault; empty: none
+    address:            its address, as in the tier's URL or in the directory
+    name:               name of its host; empty: not known
+    state:              `following`, `paused`, `away`, `refused`, `connecting`, `itself`, or
+                        `elsewhere`: followed at another of its addresses
+    cause:              why it is paused, away or refused, in one word; else empty
+    state_s:            seconds in this state
+    incarnation:        random number of its start; 0: not known
+    version:            its version of kvhold; empty: not known
+    chunks:             its chunks in the index
+    events:             changes that it has told
+    events_per_s:       of the last minute
+    loads:              gets from it
+    loads_per_s:        of the last minute
+    loaded_chunks:      chunks loaded from it
+    loaded_bytes:       bytes of frames loaded from it
+    loaded_bytes_per_s: of the last minute
+    absent_chunks:      chunks that it had evicted when they were asked for
+    last_load_s:        duration of the last answered get, in seconds; null: none yet
+    median_load_s:      median of the last 64; null: none yet
+    last_fault:         latest fault; empty: none
+    last_fault_ago_s:   seconds since then; null: none
     """
 
     address: str
-    followed: bool
-    itself: bool
+    name: str
+    state: str
+    cause: str
+    state_s: float
+    incarnation: int
+    version: str
+    chunks: int
+    events: int
+    events_per_s: float
+    loads: int
+    loads_per_s: float
+    loaded_chunks: int
+    loaded_bytes: int
+    loaded_bytes_per_s: float
+    absent_chunks: int
+    last_load_s: float | None
+    median_load_s: float | None
     last_fault: str
+    last_fault_ago_s: float | None
 
 
 class FollowedPeersStatus(TypedDict):
@@ -73,13 +106,15 @@ class FollowedPeersStatus(TypedDict):
     list_age_s: seconds since the list was read; null: it was not, or it is in the URL
     list_fault: what was wrong when it was read last; empty: nothing
     registered: the address under which this node is registered in the directory; empty: it is not
-    peers:      one object per address
+    chunks:     chunks in the index of all peers
+    peers:      one object per peer, in the order of their numbers
     """
 
     directory: str
     list_age_s: float | None
     list_fault: str
     registered: str
+    chunks: int
     peers: list[FollowedPeerStatus]
 
 

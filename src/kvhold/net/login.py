@@ -20,10 +20,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="CentralRefused"):
-    """denied: the client lacks the rights"""
+    """denied:           the client lacks the rights
+    is_other_version: of the client
+    """
 
     reason: str
     denied: bool = False
+    is_other_version: bool = False
 
 
 def quoted(text: str, most: int = _MOST_QUOTED) -> str:

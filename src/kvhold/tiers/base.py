@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvhold.core.errors import TierError
+from kvhold.core.reasons import EVICTED, Reason
 from kvhold.core.status import FollowedPeersStatus
 from kvhold.tiers.policies.reuse_times import Worths
 
@@ -49,6 +50,7 @@ class TierTraits:
     expires:     removes values by itself when their `ttl_s` has passed
     replaces:    has `Replaces.replace`
     read_only:   takes no values; the cache writes none to it
+    lost:        why a value is missing that a probe has found
     batch_bytes: the best size of one call. Large batches need fewer thread switches. Small ones are
                  checked while the next one is read, and several at once meet their deadline over a
                  slow link
@@ -60,6 +62,7 @@ class TierTraits:
     expires: bool = False
     replaces: bool = False
     read_only: bool = False
+    lost: Reason = EVICTED
     batch_bytes: int = 8 << 20
 
 

@@ -13,7 +13,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
 from kvhold.tiers.base import Learns
-from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard import Guard, Unknown
 from kvhold.tiers.registry import make_tier, place_of
 from kvhold.tiers.suppressed import PendingClear
 
@@ -35,18 +35,22 @@ class Stack:
         await asyncio.gather(*(guard.check() for guard in self.guards))
 
     async def probe(
-        self, keys: Sequence[bytes], silent: set[str] | None = None
+        self,
+        keys: Sequence[bytes],
+        silent: set[str] | None = None,
+        unknown: Unknown | None = None,
     ) -> dict[bytes, TierPlace]:
         """Return the places of the keys that a tier has. One call per tier.
 
-        silent: receives the names of tiers that did not answer
+        silent:  receives the names of tiers that did not answer
+        unknown: receives why not
         """
         places: dict[bytes, TierPlace] = {}
         missing = list(keys)
         for number, guard in enumerate(self.guards):
             if not missing:
                 break
-            sizes = await guard.probe(missing, silent)
+            sizes = await guard.probe(missing, silent, unknown)
             places |= {
                 key: TierPlace(number, size)
                 for key, size in zip(missing, sizes, strict=True)

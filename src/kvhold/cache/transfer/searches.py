@@ -52,7 +52,8 @@ class Search:
     requesting:   its next reads are being chosen
     settling:     its hit is being computed
     places:       where the tiers have the missing chunks
-    silent:       some tier did not answer
+    silent:       why some tier did not answer; None: all did
+    unknown:      keys about which a tier does not know, each with the reason
     sources:      the tier of each chunk that has arrived
     faults:       why a chunk did not arrive
     sample:       it loads one chunk, to measure the tier
@@ -77,7 +78,8 @@ class Search:
     requesting: bool = False
     settling: bool = False
     places: dict[bytes, TierPlace] = field(default_factory=dict)
-    silent: bool = False
+    silent: Reason | None = None
+    unknown: dict[bytes, Reason] = field(default_factory=dict)
     sources: KeyTable[int] = field(default_factory=KeyTable)
     faults: dict[bytes, Reason] = field(default_factory=dict)
     cost: ComputeCost | None = None
@@ -310,12 +312,19 @@ class Searches:
     def _goes_on(self, number: int, search: Search) -> bool:
         return self._searches.get(number) is search and not search.settling
 
-    def probed(self, number: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
+    def probed(
+        self,
+        number: int,
+        places: dict[bytes, TierPlace],
+        *,
+        silent: Reason | None = None,
+        unknown: dict[bytes, Reason] | None = None,
+    ) -> None:
         search = self._searches.get(number)
         if search is None:
             return
         search.probing = False
-        search.places, search.silent = places, silent
+        search.places, search.silent, search.unknown = places, silent, unknown or {}
         self._planner.probed(self._planner.clock() - search.began_s)
         self._request(number, search)
 

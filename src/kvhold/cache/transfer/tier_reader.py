@@ -20,7 +20,7 @@ from kvhold.cache.transfer.tasks import Tasks
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.errors import FrameError
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN, Reason
+from kvhold.core.reasons import BAD_FRAME, EXPIRED, TIER_DOWN, Reason
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.ram import Entry, RamTier
@@ -117,8 +117,8 @@ class TierReader:
                 [(left.pop(id(one.read_buffer.pending_read)).entry, one.expires_at) for one in good]
             )
             why |= {
-                id(pending_read): TIER_DOWN if failed else EVICTED
-                for pending_read, failed in zip(batch, outcome.failed, strict=True)
+                id(pending_read): reason
+                for pending_read, reason in zip(batch, outcome.why, strict=True)
             }
             if not again:
                 missed = zip(batch, outcome.items, outcome.failed, strict=True)

@@ -20,7 +20,8 @@ from kvhold.core.errors import ConfigError, TierUnavailable
 from kvhold.net.peers import DEFAULT_PORT
 from kvhold.net.stream import Address, open_stream
 from kvhold.tiers.peers.directory import DirectoryConfig, Listing, Own, is_host_name
-from kvhold.tiers.peers.peer import TIER, Connect
+from kvhold.tiers.peers.faults import TIER
+from kvhold.tiers.peers.peer import Connect
 from kvhold.tiers.peers.tier import PeersConfig, PeersTier
 from kvhold.tiers.url import TierUrl
 

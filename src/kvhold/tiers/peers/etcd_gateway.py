@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from kvhold.core.errors import UNDECODABLE, TierError, TierUnavailable
-from kvhold.tiers.peers.peer import TIER
+from kvhold.tiers.peers.faults import TIER
 
 _MOST_ANSWER_BYTES = 1 << 20
 _MOST_QUOTED = 200

@@ -21,6 +21,7 @@ from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import read_body
 from kvhold.tiers.peers.clear_numbers import ClearNumbers, keep
+from kvhold.tiers.peers.faults import PeerFault
 from kvhold.tiers.peers.index import PeerIndex, unpack
 from kvhold.tiers.peers.peer import Peer
 
@@ -68,9 +69,9 @@ class Follower:
             if self._peer.is_followed:
                 pause_s = _FIRST_PAUSE_S
                 self._peer.lost_s = now()
-            self._peer.is_followed = False
             if fault is not None:
-                self._peer.last_fault = fault
+                self._peer.changed_state(away_for=fault)
+                self._peer.record.failed(fault)
                 if str(fault) != self._told:
                     self._told = str(fault)
                     log.warning("%s", fault)
@@ -81,7 +82,7 @@ class Follower:
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
-    async def _follow_once(self) -> TierError | None:
+    async def _follow_once(self) -> PeerFault | None:
         """Follow until something fails.
 
         Returns the fault; None: it is this node itself, or one that is followed already.
@@ -91,8 +92,11 @@ class Follower:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 stream, welcome = await peer.open_to_follow()
-            peer.is_self = welcome.incarnation == self._own_incarnation()
-            if peer.is_self or self._is_followed_elsewhere(welcome.incarnation):
+            if welcome.incarnation == self._own_incarnation():
+                peer.changed_state(is_self=True)
+                return None
+            if self._is_followed_elsewhere(welcome.incarnation):
+                peer.changed_state(is_elsewhere=True)
                 return None
             peer.is_open = True
             if welcome.incarnation != peer.incarnation:
@@ -119,7 +123,7 @@ class Follower:
         peer = self._peer
         if isinstance(news, p.Page):
             if news.is_first:
-                peer.is_followed = False
+                peer.is_followed = False  # its index is not complete
                 await self._forget_chunks()
                 peer.clears = {}
             await self._take_clears(news.clears)
@@ -131,12 +135,16 @@ class Follower:
             if news.after != peer.after:
                 known, peer.after = peer.after, 0
                 raise ProtocolError(f"changes after {news.after} came, not after {known}")
+            before = peer.after
             for run in news.runs:
                 peer.after += await self._change(run.digests, run.sizes)
             await self._take_clears(news.clears)
             peer.after += len(news.clears)
+            if peer.after != before:
+                peer.record.changed(peer.after - before)
         if not peer.is_followed:
-            peer.is_followed, peer.lost_s, self._told = True, None, ""
+            peer.changed_state(is_followed=True)
+            peer.lost_s, self._told = None, ""
             peer.mended()
             log.info("following %s (kvhold %s)", peer.address, peer.kvhold)
             peer.tried.set()
@@ -154,6 +162,7 @@ class Follower:
                 for at in part:
                     index.add(numbers[at], nbytes[at], peer=peer)
             await next_turn()
+        self._peer.record.indexed(index.count(peer))
         return len(numbers)
 
     async def _take_clears(self, clears: Sequence[p.ClearNumber]) -> None:
@@ -176,3 +185,4 @@ class Follower:
     async def _forget_chunks(self) -> None:
         for _ in self._index.forget(self._peer.number):
             await next_turn()
+        self._peer.record.indexed(self._index.count(self._peer.number))

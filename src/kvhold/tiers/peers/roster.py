@@ -22,8 +22,9 @@ from kvhold.core.status import FollowedPeersStatus
 from kvhold.core.turns import next_turn
 from kvhold.net.stream import Address
 from kvhold.tiers.peers.directory import Directory, DirectoryConfig, Listing, Own
+from kvhold.tiers.peers.faults import TIER
 from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex
-from kvhold.tiers.peers.peer import TIER, Peer
+from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -135,15 +136,8 @@ class Roster:
             else None,
             "list_fault": self._list_fault,
             "registered": "" if directory is None else directory.registered_as(),
-            "peers": [
-                {
-                    "address": str(peer.address),
-                    "followed": peer.is_followed,
-                    "itself": peer.is_self,
-                    "last_fault": "" if peer.last_fault is None else str(peer.last_fault),
-                }
-                for peer in self.peers
-            ],
+            "chunks": len(self._index),
+            "peers": [peer.status(self._index.count(peer.number)) for peer in self.peers],
         }
 
     async def close(self) -> None:
@@ -248,9 +242,10 @@ class Roster:
 
     async def _leave(self, peer: Peer) -> None:
         assert self._loop is not None
-        peer.is_listed = peer.is_followed = False
+        peer.is_listed = False
+        peer.changed_state()
         await _end(self._following.pop(peer))
-        peer.is_followed = False
+        peer.changed_state()
         self._leaving[peer] = self._loop.create_task(self._forget_later(peer))
 
     async def _forget_later(self, peer: Peer) -> None:

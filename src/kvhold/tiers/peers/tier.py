@@ -21,6 +21,8 @@ from typing import ClassVar, NamedTuple, Self
 from kvhold.core.config import ServePeersConfig, setting
 from kvhold.core.errors import ConfigError, TierCannotList, TierDenied, TierError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import PEER_EVICTED, PEER_GONE
 from kvhold.core.secrets import read_secret
 from kvhold.core.status import FollowedPeersStatus
 from kvhold.core.turns import next_turn
@@ -33,9 +35,10 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths
 from kvhold.tiers.exchanges import Getting, gettings
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import Directory, DirectoryConfig, Own
+from kvhold.tiers.peers.faults import TIER
 from kvhold.tiers.peers.follower import Follower
 from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
-from kvhold.tiers.peers.peer import TIER, Connect, Peer
+from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.url import TierUrl
 
@@ -85,7 +88,9 @@ class _Share(NamedTuple):
 
 
 class PeersTier:
-    traits: ClassVar[TierTraits] = TierTraits(name=TIER, shared=True, read_only=True)
+    traits: ClassVar[TierTraits] = TierTraits(
+        name=TIER, shared=True, read_only=True, lost=PEER_EVICTED
+    )
 
     def __init__(
         self,
@@ -124,6 +129,8 @@ class PeersTier:
         self.clear_numbers = ClearNumbers()
         self._learned: Callable[[bytes], None] = lambda prefix: None
         self._index = PeerIndex()
+        self.metrics = Metrics()
+        """By peer. The tiers' loop writes them."""
         self._roster = Roster(
             self._index,
             make_peer=lambda number, address: Peer(
@@ -135,6 +142,7 @@ class PeersTier:
                 pause_s=config.pause_s,
                 connect=connect,
                 introduction=self._introduction,
+                metrics=self.metrics,
             ),
             make_follower=self._follower,
             forget_s=config.forget_s,
@@ -180,6 +188,7 @@ class PeersTier:
         return len(self._index)
 
     def peers_status(self) -> FollowedPeersStatus:
+        """Any thread."""
         return self._roster.status()
 
     def check_serving(self, config: ServePeersConfig) -> None:
@@ -232,22 +241,31 @@ class PeersTier:
             faults = [peer.last_fault for peer in others if peer.last_fault is not None]
             why = "; ".join(str(fault) for fault in faults) or "no peer answers"
             all_denied = faults and all(isinstance(fault, TierDenied) for fault in faults)
-            raise (TierDenied if all_denied else TierUnavailable)(TIER, "check", why)
+            fault = (TierDenied if all_denied else TierUnavailable)(TIER, "check", why)
+            misses = {one.miss for one in faults}
+            fault.miss = misses.pop() if len(misses) == 1 else PEER_GONE
+            raise fault
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         self._start()
-        allowed: dict[bytes, int] = {}
+        masks: dict[bytes, tuple[int, dict[int, TierError]]] = {}
         sizes: list[int | TierError | None] = []
         for number, key in enumerate(keys, 1):
             if number % _KEYS_A_TURN == 0:
                 await next_turn()
             space = key[:NAMESPACE_BYTES]
-            if space not in allowed:
-                allowed[space] = self._allowed(space)
-            found = self._index.find(digest_of(key)) if allowed[space] else None
-            sizes.append(
-                found.nbytes if found is not None and found.peers & allowed[space] else None
-            )
+            if space not in masks:
+                masks[space] = self._allowed(space), self._faults(space)
+            allowed, faults = masks[space]
+            found = self._index.find(digest_of(key)) if allowed or faults else None
+            if found is None:
+                sizes.append(None)
+            elif found.peers & allowed:
+                sizes.append(found.nbytes)
+            else:
+                sizes.append(
+                    next((fault for mask, fault in faults.items() if found.peers & mask), None)
+                )
         return sizes
 
     async def get(
@@ -310,6 +328,15 @@ class PeersTier:
             if peer.may_be_asked() and self.clear_numbers.allow(space, peer.clears)
         )
 
+    def _faults(self, space: bytes) -> dict[int, TierError]:
+        """Return why the other peers' chunks of a namespace may not be used, by mask."""
+        return {
+            peer.mask: fault
+            for peer in self.peers
+            if self.clear_numbers.allow(space, peer.clears)
+            and (fault := peer.why_not_asked()) is not None
+        }
+
     def _shares(self, items: Sequence[Getting]) -> list["_Share"]:
         """Give each item to the least loaded peer that has it."""
         shares: dict[int, _Share] = {}
@@ -340,3 +367,4 @@ class PeersTier:
                 faults[id(item)] = fault
             elif item.start is None and self._roster.by_number(peer.number) is peer:
                 self._index.remove(digest_of(item.key), peer=peer.number)
+        peer.record.indexed(self._index.count(peer.number))
