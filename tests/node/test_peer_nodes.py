@@ -169,6 +169,31 @@ def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:
     assert served(writer)["chunks"] == writer.status()["chunks"]
 
 
+def test_peers_are_listed_on_both_sides(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0)
+    second = fleet.start("b", peers(port_of(first)))
+    writer, reader = joined(first), joined(second)
+    prompt = a_prompt(SPACE, 100)
+    store(writer, prompt)
+    eventually_read(reader, prompt)
+    host = f"127.0.0.1:{port_of(first)}"
+    told = run_kvhold("peers", "--socket", str(second.path)).stdout
+    assert re.search(rf"{host} +\S+ +following +\d+ s +7 .* ms", told), told
+    assert "7 chunks in an index of" in told and "serves no peers" in told
+    both = json.loads(run_kvhold("peers", "--json", "--socket", str(second.path)).stdout)
+    assert both["served_peers"] is None
+    [peer] = both["followed_peers"]["peers"]
+    assert (peer["address"], peer["state"], peer["loaded_chunks"]) == (host, "following", 7)
+    assert peer["last_load_s"] > 0
+    told = run_kvhold("peers", "--socket", str(first.path)).stdout
+    assert "follows no peers" in told
+    assert re.search(r"^127\.0\.0\.1 +\S+ +follows +\d+ s +7 +0 ", told, re.MULTILINE), told
+    told = run_kvhold("status", "--socket", str(second.path)).stdout
+    assert re.search(r"^peers     1 following; 7 chunks in an index", told, re.MULTILINE), told
+    told = run_kvhold("status", "--socket", str(first.path)).stdout
+    assert f"serving   1 peers on {host}, 7 chunks" in told
+
+
 def test_a_port_that_is_taken_is_named(fleet: Fleet) -> None:
     port = port_of(fleet.start("a", port=0))
     settings = fleet.folder / "second.toml"
@@ -361,7 +386,8 @@ class TestMembership:
         peers = tier_of(reader)["followed_peers"]
         assert peers["directory"] == "the DNS name localhost"
         assert f"127.0.0.1:{port_of(first)}" in [peer["address"] for peer in peers["peers"]]
-        assert "peers followed" in run_kvhold("status", "--socket", str(reader.path)).stdout
+        told = run_kvhold("peers", "--socket", str(reader.path)).stdout
+        assert re.search(r"^list      the DNS name localhost, read \d+ s ago$", told, re.MULTILINE)
 
     def test_nodes_find_each_other_in_etcd_wherever_they_are(
         self, fleet: Fleet, etcd: EtcdServer

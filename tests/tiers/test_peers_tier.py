@@ -11,7 +11,8 @@ import pytest
 
 from kvhold import __version__
 from kvhold.cache import open_cache
-from kvhold.core.config import ServePeersConfig
+from kvhold.cli.doctor import _look_at_tiers
+from kvhold.core.config import ServePeersConfig, load_config
 from kvhold.core.errors import (
     ConfigError,
     TierCannotList,
@@ -518,6 +519,48 @@ class TestSeen:
             assert await guard.probe([make_key(1)], unknown=unknown) == [None]
             assert unknown.why == PEER_DENIED
             await guard.close()
+
+
+class TestDoctor:
+    """`kvhold doctor` of a tier of peers: one finding for the tier, and one for each peer."""
+
+    async def test_each_peer_is_tried_and_each_fault_has_its_advice(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            async with served() as place, served(token="hush") as closed:
+                ports = (place.port, closed.port, free_port(), silent.getsockname()[1])
+                hosts = ",".join(f"127.0.0.1:{one}" for one in ports)
+                url = f"peers://{hosts}?get_timeout_s=3"
+                config = load_config({"tiers": [url]}, environ={})
+                tier, good, *bad = await _look_at_tiers(config)
+                assert (tier.ok, good.ok) == (True, True)
+                assert good.name == f"peer 127.0.0.1:{place.port}"
+                assert good.says == [f"{socket.gethostname()}, kvhold {__version__}"]
+                assert [finding.ok for finding in bad] == [False] * 3
+                causes = [finding.says[1].partition(":")[0] for finding in bad]
+                assert causes == ["token", "port", "silent"]
+                assert "peers.token_file at the peer" in bad[0].says[1]
+                assert "no answer within 3 s" in bad[2].says[0]
+                monkeypatch.setattr(p, "PEERS_VERSION", 99)
+                tier, other = await _look_at_tiers(
+                    load_config({"tiers": [f"peers://127.0.0.1:{place.port}"]}, environ={})
+                )
+                assert tier.says[-1] == "no peer can be followed"
+                assert other.says[1].startswith("version: install the same version")
+
+    async def test_a_certificate_of_another_authority_is_named(self, tmp_path: Path) -> None:
+        try:
+            made = make_certificates(tmp_path)
+        except NotInstalled as error:
+            pytest.skip(str(error))
+        tls = {"tls_cert": str(made.server), "tls_key": str(made.server_key)}
+        async with served(**tls) as place, served() as clear:
+            url = f"peers://127.0.0.1:{place.port},127.0.0.1:{clear.port}?tls=true"
+            _, own, plain = await _look_at_tiers(load_config({"tiers": [url]}, environ={}))
+            assert "its certificate is not accepted" in own.says[0]
+            assert own.says[1].startswith("certificate: compare ca_file here")
+            assert plain.says[1].startswith(("tls: no TLS is spoken there", "closed"))
 
 
 class TestClears:

@@ -84,6 +84,10 @@ class Roster:
         return [peer for _, peer in sorted(dict(self._peers).items()) if peer.is_listed]
 
     @property
+    def has_directory(self) -> bool:
+        return self._directory is not None
+
+    @property
     def list_fault(self) -> str:
         return self._list_fault
 

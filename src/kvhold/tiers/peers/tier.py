@@ -179,6 +179,13 @@ class PeersTier:
     def peers(self) -> list[Peer]:
         return self._roster.peers
 
+    async def listed(self) -> list[Peer]:
+        """Return the peers. A directory is read first, and then its peers are followed."""
+        if self._roster.has_directory:
+            self._start()
+            await self._roster.wait_for_list()
+        return self.peers
+
     @property
     def index_bytes(self) -> int:
         return self._index.nbytes
