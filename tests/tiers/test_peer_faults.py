@@ -16,7 +16,6 @@ from kvhold.tiers.peers.faults import ADVICE, fault_of, refusal_of
 PAGE = (Path(__file__).parents[2] / "docs/peers.md").read_text()
 ADDRESS = Address("host-b", 7711)
 ALERT = ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert")
-ALERT.reason = "TLSV13_ALERT_CERTIFICATE_REQUIRED"
 
 
 def test_the_page_has_a_row_for_each_cause_with_its_advice() -> None:

@@ -124,10 +124,10 @@ def fault_of(operation: str, address: Address, error: Exception) -> PeerFault:
                 f"is not a node for peers of this version: {text}",
             )
         case ssl.SSLCertVerificationError():
-            text = f"its certificate is not accepted: {error.verify_message or text}"
+            text = f"its certificate is not accepted: {text}"
             return PeerDenied(operation, address, "certificate", text)
         case ssl.SSLError():
-            if "ALERT" in (error.reason or ""):
+            if "CERTIFICATE" in text or "UNKNOWN_CA" in text:  # an alert of the other side
                 text = f"it does not accept this node's certificate: {text}"
                 return PeerDenied(operation, address, "certificate", text)
             return PeerGone(operation, address, "tls", text)
