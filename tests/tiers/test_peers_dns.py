@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvhold.cli.doctor import Finding, _look_at_peers
 from kvhold.core.config import ServePeersConfig
 from kvhold.core.errors import ConfigError, TierUnavailable
 from kvhold.core.metrics import Metrics
@@ -201,6 +202,26 @@ class TestComingAndGoing:
             }
             assert held == {"127.0.0.2": [make_key(1)], "127.0.0.3": [make_key(2)]}
 
+    async def test_a_peer_that_left_leaves_the_metrics_with_its_chunks(self, port: int) -> None:
+        names = Names("127.0.0.2")
+        async with (
+            served(host="127.0.0.2", port=port) as before,
+            served(host="127.0.0.3", port=port) as after,
+            following(names, port, forget_s=0.05) as tier,
+        ):
+            before.put(make_key(1), b"before")
+            await eventually_found(tier, make_key(1), 6)
+            left = tier.peers[0]
+            names.addresses[:] = ["127.0.0.3"]
+            after.put(make_key(2), b"after")
+            await eventually_found(tier, make_key(2), 5)
+            await eventually(lambda: "127.0.0.2" not in str(tier.metrics.as_dict()))
+            left.record.loaded(1.0, num_chunks=1, nbytes=1, num_absent=1)  # a get that ends late
+            left.record.indexed(0)
+            counted = tier.metrics.as_dict()
+            assert "127.0.0.2" not in str(counted)
+            assert counted[f"kvhold_peer_index_chunks{{peer=127.0.0.3:{port}}}"] == 1
+
     async def test_this_node_is_not_followed(self, port: int) -> None:
         names = Names("127.0.0.2", "127.0.0.3")
         async with (
@@ -244,6 +265,26 @@ class TestComingAndGoing:
             )
             await eventually_found(tier, make_key(1), 4)
             await second.stop()
+
+
+class TestDoctor:
+    """`kvhold doctor` tries the peers that are listed now."""
+
+    async def test_each_listed_peer_is_tried(self, port: int) -> None:
+        names = Names("127.0.0.2", "127.0.0.3")
+        async with served(host="127.0.0.2", port=port), following(names, port) as tier:
+            whole, good, bad = await _look_at_peers(tier, Finding("peers"), PATIENT_S)
+            assert (whole.ok, good.ok, bad.ok) == (True, True, False)
+            assert bad.name == f"peer 127.0.0.3:{port}"
+            assert bad.says[1].startswith("port: nothing listens there")
+
+    async def test_a_list_that_cannot_be_read_is_wrong(self, port: int) -> None:
+        names = Names()
+        names.fault = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        async with following(names, port) as tier:
+            [whole] = await _look_at_peers(tier, Finding("peers"), PATIENT_S)
+            assert not whole.ok
+            assert any("Name or service not known" in said for said in whole.says)
 
 
 class TestTheList:
