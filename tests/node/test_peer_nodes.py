@@ -14,6 +14,7 @@ import pytest
 
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace
+from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import NEVER_STORED, PEER_GONE, PEER_SLOW
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, a_prompt, read, store
@@ -192,6 +193,21 @@ def test_peers_are_listed_on_both_sides(fleet: Fleet) -> None:
     assert re.search(r"^peers     1 following; 7 chunks in an index", told, re.MULTILINE), told
     told = run_kvhold("status", "--socket", str(first.path)).stdout
     assert f"serving   1 peers on {host}, 7 chunks" in told
+
+
+def test_explain_says_which_peer_the_chunks_came_from(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0)
+    writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+    prompt = a_prompt(SPACE, 100)
+    store(writer, prompt)
+    eventually(lambda: peer_of(reader)["chunks"] == 7)
+    cost = ComputeCost("cmpl-1", 100, token_s=1.0)
+    with reader.lookup(prompt.query(), cost=cost, wait_s=PATIENT_S) as hit:
+        assert hit.num_tokens == 100
+    [decision] = reader.explain("cmpl-1")
+    [loaded] = decision.loaded
+    assert (loaded.place, loaded.chunks) == (f"127.0.0.1:{port_of(first)}", [[0, 6]])
+    assert 0 < loaded.seconds < PATIENT_S
 
 
 def test_a_port_that_is_taken_is_named(fleet: Fleet) -> None:

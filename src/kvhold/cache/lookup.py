@@ -521,7 +521,12 @@ class Lookups:
                 self._pins.unpin(pinned)
                 return Found(0, 0)
             if search.cost is not None or search.intent is not None:
-                self._planner.settled(number, answer.num_tokens, waited_s=self._waited_s(search))
+                self._planner.settled(
+                    number,
+                    answer.num_tokens,
+                    waited_s=self._waited_s(search),
+                    loaded=search.origins.loaded(),
+                )
                 gap = self._gap_anywhere(search.here, prefix.extent, search)
                 self._planner.missed(number, self._describe(answer.reason, gap, search.missing))
             count_lookup(self._metrics, answer, search.here.asked_tokens)

@@ -40,6 +40,7 @@ from kvhold.core.reasons import PASSING, TIER_DOWN, Reason
 from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
+from kvhold.tiers.base import Origin
 from kvhold.tiers.policies import Policy, make_policy
 from kvhold.tiers.ram import ADMITTED, Entry, RamTier
 from kvhold.tiers.stack import TierPlace
@@ -411,12 +412,18 @@ class CacheState:
         self.reencodings.progressed(number, progress)
 
     def fetched(
-        self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
+        self,
+        entry: Entry,
+        ok: bool,
+        expires_at: int = 0,
+        *,
+        why: Reason = TIER_DOWN,
+        origin: Origin | None = None,
     ) -> None:
         """End one read of a FetchCommand. It no longer writes to the entry's memory."""
         if not ok and why not in PASSING:
             self._evictions.add(entry.key, why)
-        self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
+        self._searches.fetched(entry, ok, expires_at=expires_at, why=why, origin=origin)
 
     def cleared(self, prefix: bytes) -> None:
         self._clears -= 1

@@ -162,6 +162,33 @@ class HasFolders(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from: one of the places of a tier, and when.
+
+    began_s, ended_s: by a monotonic clock
+    """
+
+    place: str
+    began_s: float
+    ended_s: float
+
+
+@runtime_checkable
+class TellsOrigins(Protocol):
+    """A tier of several places that tells from which one a value came."""
+
+    async def get_from(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Parts],
+        *,
+        starts: Sequence[int] | None,
+        origins: list[Origin | None],
+    ) -> list[int | TierError | None]:
+        """Do as `get`. origins: receives that of each value which has arrived"""
+
+
 class ValueChanges:
     """Tells one watcher of the values of a tier."""
 

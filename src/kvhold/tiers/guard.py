@@ -31,7 +31,9 @@ from kvhold.tiers.base import (
     HasFolders,
     KeepsClears,
     Learns,
+    Origin,
     Parts,
+    TellsOrigins,
     Tier,
     replace,
     size_of,
@@ -96,12 +98,14 @@ class TierOutcome(Generic[Result]):
     pending: a task that still uses the caller's memory, which must stay reserved
     failed:  of a read: true for a fault, false for a plain miss
     why:     of a read: the reason of an item that is missing
+    origins: of a read, if the tier tells them
     """
 
     items: list[Result]
     pending: "asyncio.Task[Any] | None" = None
     failed: list[bool] = field(default_factory=list)
     why: list[Reason] = field(default_factory=list)
+    origins: list[Origin | None] = field(default_factory=list)
 
 
 @dataclass
@@ -219,7 +223,13 @@ class Guard:
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> TierOutcome[int | None]:
         call = TierCall[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
-        failure = await self.run(call, lambda: self._tier.get(keys, into, starts=starts))
+        tier, origins = self._tier, list[Origin | None]([None]) * len(keys)
+        failure = await self.run(
+            call,
+            partial(tier.get_from, keys, into, starts=starts, origins=origins)
+            if isinstance(tier, TellsOrigins)
+            else partial(tier.get, keys, into, starts=starts),
+        )
         answers = call.result or [None] * len(keys)
         items = [
             self._without_fault("get", key, item) for key, item in zip(keys, answers, strict=True)
@@ -236,7 +246,7 @@ class Guard:
             else self.traits.lost
             for item in answers
         ]
-        return TierOutcome(items, call.pending, failed, why)
+        return TierOutcome(items, call.pending, failed, why, origins)
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None

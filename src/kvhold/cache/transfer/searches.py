@@ -18,6 +18,7 @@ from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Need, Prefix, Presence
 from kvhold.cache.planner import IN_RAM, ChunkPlaces, Marks, Planner
 from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, ProbeCommand
+from kvhold.cache.transfer.origins import Origins
 from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
@@ -33,6 +34,7 @@ from kvhold.core.reasons import (
     Reason,
 )
 from kvhold.core.store_options import StoreOptions
+from kvhold.tiers.base import Origin
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import TierPlace
 from kvhold.tiers.table import KeyTable
@@ -55,6 +57,7 @@ class Search:
     silent:       why some tier did not answer; None: all did
     unknown:      keys about which a tier does not know, each with the reason
     sources:      the tier of each chunk that has arrived
+    origins:      the peers that chunks came from
     faults:       why a chunk did not arrive
     sample:       it loads one chunk, to measure the tier
     hurried:      it ends early, because computing is faster
@@ -81,6 +84,7 @@ class Search:
     silent: Reason | None = None
     unknown: dict[bytes, Reason] = field(default_factory=dict)
     sources: KeyTable[int] = field(default_factory=KeyTable)
+    origins: Origins = field(default_factory=Origins)
     faults: dict[bytes, Reason] = field(default_factory=dict)
     cost: ComputeCost | None = None
     began_s: float = 0.0
@@ -497,7 +501,13 @@ class Searches:
         return find
 
     def fetched(
-        self, entry: Entry, ok: bool, *, expires_at: int = 0, why: Reason = TIER_DOWN
+        self,
+        entry: Entry,
+        ok: bool,
+        *,
+        expires_at: int = 0,
+        why: Reason = TIER_DOWN,
+        origin: Origin | None = None,
     ) -> None:
         """End a read. why: the reason of a failure"""
         coming = self._coming.pop(entry.key)
@@ -523,9 +533,8 @@ class Searches:
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
-        self._update_searches(
-            coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED
-        )
+        why_not = why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED
+        self._update_searches(coming, entry, why_not, origin)
 
     def given_up(self, entry: Entry) -> None:
         """End a failed read. It may still write to the entry's memory until `let_go`."""
@@ -550,7 +559,9 @@ class Searches:
     def cleared(self, prefix: bytes) -> None:
         self._clearing.remove(prefix)
 
-    def _update_searches(self, coming: _Coming, entry: Entry, why_not: Reason) -> None:
+    def _update_searches(
+        self, coming: _Coming, entry: Entry, why_not: Reason, origin: Origin | None = None
+    ) -> None:
         waiting = {
             number: search
             for number in coming.searches
@@ -563,6 +574,9 @@ class Searches:
                 self._ram.pin(entry)
                 search.pinned[entry.key] = entry
                 search.sources[entry.key] = coming.pending_read.place.tier
+                if origin is not None:
+                    tokens_per_chunk = search.layout.tokens_per_chunk
+                    search.origins.add(origin, entry.first_token // tokens_per_chunk)
             else:
                 search.faults[entry.key] = why_not
         for number, search in waiting.items():

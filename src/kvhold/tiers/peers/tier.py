@@ -31,7 +31,8 @@ from kvhold.net.addresses import is_loopback
 from kvhold.net.peers import DEFAULT_PORT, Introduce
 from kvhold.net.stream import Address, open_stream
 from kvhold.net.tls import client_context
-from kvhold.tiers.base import Parts, TierTraits, check_lengths
+from kvhold.tiers.base import Origin, Parts, TierTraits, check_lengths
+from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import Getting, gettings
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import Directory, DirectoryConfig, Own
@@ -278,14 +279,27 @@ class PeersTier:
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> list[int | TierError | None]:
+        origins: list[Origin | None] = [None] * len(keys)
+        return await self.get_from(keys, into, starts=starts, origins=origins)
+
+    async def get_from(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Parts],
+        *,
+        starts: Sequence[int] | None,
+        origins: list[Origin | None],
+    ) -> list[int | TierError | None]:
         check_lengths(keys, into, starts)
         self._start()
         items = gettings(keys, into, starts)
         shares = self._shares(items)
         faults: dict[int, TierError] = {}
+        arrived: dict[int, Origin] = {}
         async with asyncio.TaskGroup() as group:
             for share in shares:
-                group.create_task(self._fetch(share.peer, share.items, faults))
+                group.create_task(self._fetch(share.peer, share.items, faults, arrived))
+        origins[:] = [arrived.get(id(item)) for item in items]
         return [item.size if item.size is not None else faults.get(id(item)) for item in items]
 
     async def put(
@@ -365,10 +379,19 @@ class PeersTier:
                 shares.setdefault(number, _Share(peers[number], [])).items.append(item)
         return list(shares.values())
 
-    async def _fetch(self, peer: Peer, items: list[Getting], faults: dict[int, TierError]) -> None:
+    async def _fetch(
+        self,
+        peer: Peer,
+        items: list[Getting],
+        faults: dict[int, TierError],
+        arrived: dict[int, Origin],
+    ) -> None:
+        began_s = now()
         fault = await peer.fetch(items, timeout_s=self._config.answer_timeout_s)
+        origin = Origin(str(peer.address), began_s, now())
         for item in items:
             if item.size is not None:
+                arrived[id(item)] = origin
                 continue
             if fault is not None:
                 faults[id(item)] = fault
