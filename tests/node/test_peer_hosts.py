@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.core.reasons import TIER_DOWN
+from kvhold.core.reasons import PEER_SLOW
 from kvhold.testing.cache import a_prompt, store
 from kvhold_lab.bench.relay import Network
 from tests.namespaces import two_hosts
@@ -60,7 +60,7 @@ def test_a_partition_in_the_middle_of_a_read_costs_one_deadline_and_heals(hosts:
         first.link_down()
         with found.result(PATIENT_S) as hit:
             assert hit.num_tokens < LONG
-            assert hit.reason == TIER_DOWN
+            assert hit.reason == PEER_SLOW
     failed = reader.status()["tier_counters"][FAILED]
     assert failed <= 63  # the chunks of one get
     assert found_tokens(reader, prompts[2]) == 0
@@ -91,6 +91,6 @@ def test_connections_that_a_relay_has_forgotten_cost_misses_and_are_replaced(fle
         eventually_read(reader, later[0])
         link.forget()
         with reader.lookup(later[1].query(), wait_s=PATIENT_S) as hit:
-            assert (hit.num_tokens, hit.reason) == (0, TIER_DOWN)
+            assert (hit.num_tokens, hit.reason) == (0, PEER_SLOW)
         for prompt in later[1:]:
             eventually_read(reader, prompt)
