@@ -56,8 +56,7 @@ class FollowedPeerStatus(TypedDict):
 
     address:            its address, as in the tier's URL or in the directory
     name:               name of its host; empty: not known
-    state:              `following`, `paused`, `away`, `refused`, `connecting`, `itself`, or
-                        `elsewhere`: followed at another of its addresses
+    state:              following, paused, away, refused, connecting, itself or elsewhere
     cause:              why it is paused, away or refused, in one word; else empty
     state_s:            seconds in this state
     incarnation:        random number of its start; 0: not known
