@@ -26,7 +26,8 @@ SHAPE = (4, 2, 128, 4, 64)  # of a chunk: layers, planes, tokens, heads, head_di
 
 
 def main() -> None:
-    namespace = kvhold.Namespace(model="my-model", layout=LAYOUT)
+    # without a budget for loss, lossless is used in the place of a lossy codec
+    namespace = kvhold.Namespace(model="my-model", layout=LAYOUT).allowing_loss(max_error=1)
     prompt = namespace.prompt(np.arange(128 * NUM_CHUNKS))
     kv = np.random.default_rng(0).standard_normal((NUM_CHUNKS, *SHAPE), dtype=np.float32)
 

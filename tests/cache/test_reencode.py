@@ -35,7 +35,15 @@ from tests.cache.below import (
     on_disk,
     tier_counter,
 )
-from tests.cache.wide import WIDE, WIDE_SPACE, codecs_of, store_values, wide_cache, worst_error
+from tests.cache.wide import (
+    LOSSY_SPACE,
+    WIDE,
+    WIDE_SPACE,
+    codecs_of,
+    store_values,
+    wide_cache,
+    worst_error,
+)
 from tests.tiers.memory import Place, a_place
 
 RESULTS = ("replaced", "same", "kept_lossy", "missing", "bad", "unknown", "failed")
@@ -116,7 +124,7 @@ class TestThereAndBack:
 
     def test_what_was_lost_is_lost_once(self, line: str) -> None:
         with wide_cache(line) as cache:
-            prompt = filled(cache, a_prompt(WIDE_SPACE, 256))
+            prompt = filled(cache, a_prompt(LOSSY_SPACE, 256))
             assert reencoded(cache, "fp8", "below").replaced == 4
             error = worst_error(cache, prompt)
             assert 0 < error < 0.05
@@ -145,7 +153,7 @@ class TestThereAndBack:
 
     def test_what_a_codec_does_not_accept_is_written_by_lossless(self, place: Place) -> None:
         with a_cache_over(place.url()) as cache:
-            store(cache, a_prompt(HYBRID_SPACE, 64))
+            store(cache, a_prompt(HYBRID_SPACE.allowing_loss(max_error=1), 64))
             forget(cache)
             assert only(reencoded(cache, "int8")) == {"done": True, "seen": 12, "replaced": 12}
             states = {
@@ -228,7 +236,7 @@ class TestWhich:
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with wide_cache(place.url(codec="int8")) as cache:
-            filled(cache, a_prompt(WIDE_SPACE, 128))
+            filled(cache, a_prompt(LOSSY_SPACE, 128))
             before = dict(place.values)
             monkeypatch.setattr("kvhold.cache.transfer.reencoder.find_codec", lambda name: None)
             assert only(reencoded(cache, "raw")) == {"done": True, "seen": 2, "unknown": 2}
@@ -239,7 +247,8 @@ class TestBudgets:
     @pytest.mark.parametrize(
         ("tags", "codec", "used"),
         [
-            ({}, "fp8", "fp8"),
+            ({}, "fp8", "lossless"),
+            ({"kvhold.max_error": "1.0"}, "fp8", "fp8"),
             ({"kvhold.max_error": "0.04"}, "fp8", "fp8"),
             ({"kvhold.max_error": "0.015"}, "fp8", "int8"),
             ({"kvhold.max_error": "0.0"}, "int8", "lossless"),
@@ -257,15 +266,16 @@ class TestBudgets:
             counts = reencoded(cache, codec, namespace=space.digest)
             assert codecs_of(place) == {used}
             assert (counts.replaced, counts.over_budget) == (2, 0 if used == codec else 2)
-            assert worst_error(cache, prompt) <= float(tags.get("kvhold.max_error", 1))
+            most = float(tags.get("kvhold.max_error", 1 if tags else 0))
+            assert worst_error(cache, prompt) <= most
             assert reencoded(cache, codec, namespace=space.digest).replaced == 0
 
     def test_of_the_budgets_that_a_namespace_was_named_with_the_strictest_holds(
         self, place: Place
     ) -> None:
         with wide_cache(place.url()) as cache:
-            filled(cache, a_prompt(WIDE_SPACE, 128, seed=1), StoreOptions(max_error=0.001))
-            filled(cache, a_prompt(WIDE_SPACE, 128, seed=2))
+            filled(cache, a_prompt(LOSSY_SPACE, 128, seed=1), StoreOptions(max_error=0.001))
+            filled(cache, a_prompt(LOSSY_SPACE, 128, seed=2))
             assert only(reencoded(cache, "int8")) == {
                 "done": True,
                 "seen": 4,
@@ -344,7 +354,7 @@ class TestWhatGoesWrong:
 
     def test_a_bad_frame_that_needs_no_rewriting_is_found_too(self, place: Place) -> None:
         with wide_cache(place.url(codec="int8")) as cache:
-            filled(cache, a_prompt(WIDE_SPACE, 256))
+            filled(cache, a_prompt(LOSSY_SPACE, 256))
             for key, codec in zip(sorted(place.values), ("int8", "fp8"), strict=False):
                 place.values[key] = place.values[key][:-1] + bytes([place.values[key][-1] ^ 1])
                 assert reencoded(cache, codec).bad == 1

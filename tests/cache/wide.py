@@ -19,6 +19,7 @@ WIDE = Layout(
     groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
 )
 WIDE_SPACE = Namespace("wide", WIDE)
+LOSSY_SPACE = WIDE_SPACE.allowing_loss(max_error=1)
 
 
 def values_of(prompt: Prompt, chunk: int) -> bytes:
@@ -67,5 +68,6 @@ def codecs_of(place: Place) -> set[str]:
 
 def wide_cache(*tiers: str, **settings: Any) -> LocalCache:
     cache = cache_over(*tiers, **settings)
-    cache.register(WIDE_SPACE)
+    for space in (WIDE_SPACE, LOSSY_SPACE):
+        cache.register(space)
     return cache

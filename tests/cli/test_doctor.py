@@ -67,6 +67,20 @@ def test_what_does_not_work_is_said_in_plain_words(
     assert "hush" not in json.dumps(bad)
 
 
+@pytest.mark.parametrize("max_error", [None, "0", "1"])
+def test_a_lossy_codec_that_the_rules_do_not_allow_is_told_and_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_error: str | None
+) -> None:
+    pytest.importorskip("numba", reason="no numba in this environment")
+    if max_error is not None:
+        monkeypatch.setenv("KVHOLD_RULES_MAX_ERROR", max_error)
+    status, (_, disk) = look(tmp_path, monkeypatch, f"disk://{tmp_path}/d?codec=int8&{PATIENT}")
+    assert (status, disk["ok"]) == (0, True)
+    told = [said for said in disk["says"] if "codec=int8 loses precision" in said]
+    assert len(told) == (max_error != "1")
+    assert all("set rules.max_error" in said for said in told)
+
+
 def test_a_socket_that_nobody_serves_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,9 +99,11 @@ def namespace_digest(space: dict[str, Any], fingerprint: bytes) -> bytes:
     facts_digest = (
         blake2b(encode(["kvhold-facts-1", facts]), digest_size=32).digest() if facts else b""
     )
-    return blake2b(
-        encode(["kvhold-namespace-2", fields, tags, fingerprint, facts_digest]), digest_size=16
+    digest = blake2b(
+        encode(["kvhold-namespace-3", fields, tags, fingerprint, facts_digest]), digest_size=16
     ).digest()
+    allows_loss = any(name in ("kvhold.max_error", "kvhold.max_bits") for name, _ in tags)
+    return digest[:15] + bytes([digest[15] // 2 * 2 + allows_loss])
 
 
 def chunk_hash(

@@ -1,13 +1,23 @@
 """The order in which codecs are tried, and what is measured of a chunk."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this environment")
 
-from kvhold.codecs import codec_names, frame_within, make_codec, unframe_payload
+from kvhold.codecs import (
+    check_loss,
+    codec_names,
+    frame_chunk,
+    frame_within,
+    make_codec,
+    unframe_payload,
+)
 from kvhold.codecs.budget import LADDER, measured_error
-from kvhold.core.keys import make_key
+from kvhold.core.errors import FrameError
+from kvhold.core.keys import Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.testing.values import from_float64
@@ -15,7 +25,9 @@ from kvhold.testing.values import from_float64
 LAYOUT = Layout(
     groups=(Group(layers=2, planes=2, heads=2, head_dim=64, dtype="bfloat16"),), tokens_per_chunk=64
 )
-KEY = make_key(bytes(16), bytes(20), 0, 0)
+EXACT = Namespace("model", LAYOUT)
+KEY = make_key(EXACT.allowing_loss(max_error=1).digest, bytes(20), 0, 0)
+EXACT_KEY = make_key(EXACT.digest, bytes(20), 0, 0)
 
 
 def bits(values: list[float]) -> np.ndarray:
@@ -78,5 +90,36 @@ def test_whatever_the_budget_it_is_kept(codec: str, max_error: float, content: s
         num_tokens=64,
         first_token=0,
     )
+    check_loss(free.fields)
     assert free.fields.codec == codec
     assert content == "infinite" or len(free.payload) <= len(frame.payload)
+
+
+@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("store_options", [DEFAULT_OPTIONS, StoreOptions(max_error=1, max_bits=1)])
+def test_no_lossy_codec_encodes_a_chunk_whose_name_allows_no_loss(
+    codec: str, store_options: StoreOptions
+) -> None:
+    values = np.random.default_rng(1).standard_normal(LAYOUT.chunk_bytes(0, 64) // 2)
+    chunk = memoryview(from_float64(values, "bfloat16"))
+    place: dict[str, Any] = {"key": EXACT_KEY, "layout": LAYOUT, "num_tokens": 64, "first_token": 0}
+    frame = frame_within(chunk, make_codec(codec), store_options, **place)
+    check_loss(frame.fields)
+    into = bytearray(len(chunk))
+    unframe_payload(frame.fields, frame.payload, memoryview(into), layout=LAYOUT)
+    assert into == chunk
+    assert frame.fields.codec == (codec if codec in ("raw", "lossless") else "lossless")
+
+
+@pytest.mark.parametrize("codec", codec_names())
+def test_a_lossy_frame_is_valid_only_under_a_name_that_allows_it(codec: str) -> None:
+    chunk = memoryview(bytes(LAYOUT.chunk_bytes(0, 64)))
+    place: dict[str, Any] = {"layout": LAYOUT, "num_tokens": 64, "first_token": 0}
+    check_loss(frame_chunk(chunk, make_codec(codec), key=KEY, **place).fields)
+    exact = frame_chunk(chunk, make_codec(codec), key=EXACT_KEY, **place).fields
+    if make_codec(codec).lossless:
+        check_loss(exact)
+    else:
+        with pytest.raises(FrameError, match=rf"codec '{codec}' is lossy") as raised:
+            check_loss(exact)
+        assert raised.value.reason == "lossy"

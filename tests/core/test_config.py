@@ -236,6 +236,9 @@ class TestBadValues:
             ("node", "idle_exit_s", 0, "must be at least 1"),
             ("client", "call_timeout_s", "soon", "must be a number"),
             ("client", "call_timeout_s", 0, "must be at least 0.001"),
+            ("rules", "max_error", 1.5, "must be at most 1"),
+            ("rules", "max_error", "little", "must be a number"),
+            ("rules", "max_bits", 65, "must be at most 64"),
             ("client", "call_timeout_s", -1.0, "must be at least 0.001"),
             ("client", "connect_timeout_s", "inf", "must be a finite number"),
             ("client", "connect_timeout_s", float("nan"), "must be a finite number"),
@@ -414,6 +417,13 @@ class TestGoodValues:
             False,
             8,
         )
+
+    @pytest.mark.parametrize(
+        ("value", "most"), [(None, None), ("none", None), ("None", None), (0, 0.0), ("0.5", 0.5)]
+    )
+    def test_a_budget_may_be_none_which_is_not_0(self, value: Any, most: float | None) -> None:
+        found = load_config({"rules": {"max_error": value}}, environ={}).rules.max_error
+        assert (found, type(found)) == (most, type(most))
 
     def test_every_setting_can_come_from_the_environment(self) -> None:
         texts = {

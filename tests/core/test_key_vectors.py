@@ -124,6 +124,20 @@ INPUTS: list[dict[str, Any]] = [
         "inserts": [[0, 14, {"hex": "ab" * 32}]],
     },
     {
+        "says": "a budget for loss, which one bit of the digest shows",
+        "layout": DENSE,
+        "namespace": PLAIN | {"tags": [["kvhold.max_error", "0.02"], ["app", "chat"]]},
+        "tokens": [1, 2, 3, 4, 5],
+        "extras": {},
+    },
+    {
+        "says": "another budget for loss",
+        "layout": DENSE,
+        "namespace": PLAIN | {"tags": [["kvhold.max_bits", "4.0"]]},
+        "tokens": [1, 2, 3, 4],
+        "extras": {},
+    },
+    {
         "says": "facts, in any order",
         "layout": DENSE,
         "namespace": PLAIN | {"facts": FACTS},

@@ -8,8 +8,12 @@ import pytest
 
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
+from kvhold.core.keys import Namespace, allows_loss
 from kvhold.core.rules import RequestRules, check_tags, request_rules
 from kvhold.core.store_options import StoreOptions
+from kvhold.testing.cache import PLAIN
+
+SPACE = Namespace("model", PLAIN)
 
 
 def test_a_request_that_says_nothing_may_do_everything() -> None:
@@ -48,13 +52,35 @@ def test_a_budget_is_the_smaller_of_both_and_separates_what_was_stored_under_it(
     settings = RulesConfig(max_error=0.05, max_bits=4)
     rules = request_rules({"max_error": 0.01, "max_bits": 8}, settings)
     assert (rules.store_options.max_error, rules.store_options.max_bits) == (0.01, 4)
-    assert dict(rules.tags) == {"kvhold.max_error": "0.01", "kvhold.max_bits": "4"}
-    assert (
-        request_rules({"max_error": 0.01}, RulesConfig()).tags
-        != request_rules({}, RulesConfig()).tags
-        == ()
-    )
-    assert request_rules({"max_error": 0}, RulesConfig()).store_options == StoreOptions(max_error=0)
+    assert dict(rules.tags) == {"kvhold.max_error": "0.01", "kvhold.max_bits": "4.0"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "tags"),
+    [
+        ({}, {}, {}),
+        ({"max_error": 0}, {}, {}),
+        ({"max_error": 0.01}, {}, {"kvhold.max_error": "0.01"}),
+        ({"max_error": 1}, {}, {"kvhold.max_error": "1.0"}),
+        ({"max_bits": 4}, {}, {"kvhold.max_bits": "4.0"}),
+        ({}, {"max_error": 1}, {"kvhold.max_error": "1.0"}),
+        ({}, {"max_bits": 4}, {"kvhold.max_bits": "4.0"}),
+        ({"max_error": 0}, {"max_error": 1, "max_bits": 4}, {}),
+        ({"max_error": 1}, {"max_error": 0}, {}),
+        ({"max_bits": 4}, {"max_error": 0}, {}),
+        ({}, {"max_error": 0, "max_bits": 4}, {}),
+    ],
+    ids=str,
+)
+def test_a_loss_is_allowed_by_a_budget_alone_and_is_then_in_the_name(
+    asked: dict[str, float], settings: dict[str, Any], tags: dict[str, str]
+) -> None:
+    rules = request_rules(asked, RulesConfig(**settings))
+    assert dict(rules.tags) == tags
+    assert rules.store_options.allows_loss == bool(tags)
+    named = SPACE.narrowed(tags=rules.tags)
+    assert allows_loss(named.digest) == bool(tags)
+    assert (named.digest == SPACE.digest) == (not tags)
 
 
 def test_a_tenant_is_what_the_tag_says_where_the_settings_name_none() -> None:

@@ -1,5 +1,6 @@
 """Nodes that serve each other: what one stores, another has, and what becomes of it in trouble."""
 
+import asyncio
 import json
 import re
 import signal
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from kvhold.cache import open_cache
+from kvhold.codecs import frame_chunk, make_codec
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace
 from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import NEVER_STORED, PEER_GONE, PEER_SLOW
 from kvhold.node import NodeClient
-from kvhold.testing.cache import HYBRID, a_prompt, read, store
+from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
 from kvhold_lab.servers.etcd import EtcdServer
 from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually, run_kvhold
@@ -167,7 +170,7 @@ def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:
         store(writer, prompt)
     eventually_read(reader, prompts[-1])
     assert found_tokens(reader, prompts[0]) == 0
-    assert served(writer)["chunks"] == writer.status()["chunks"]
+    eventually(lambda: served(writer)["chunks"] == writer.status()["chunks"])
 
 
 def test_peers_are_listed_on_both_sides(fleet: Fleet) -> None:
@@ -478,6 +481,55 @@ class TestDisks:
         for prompt in prompts:
             eventually_read(reader, prompt)
 
+    def test_a_lossy_disk_serves_exact_chunks_to_those_that_allow_no_loss(
+        self, fleet: Fleet
+    ) -> None:
+        pytest.importorskip("numba", reason="no numba in this environment")
+        lossy, prompt = SPACE.allowing_loss(max_error=1), a_prompt(SPACE, 100)
+        first = fleet.start("a", disk(fleet.folder, codec="int8"), port=0)
+        writer = joined(first, lossy)
+        store(writer, a_prompt(lossy, 100))
+        writer.flush()
+        reader = joined(fleet.start("b", peers(port_of(first))))
+        reader.register(lossy)
+        eventually(lambda: found_tokens(reader, a_prompt(lossy, 100)) == 100)
+        assert found_tokens(reader, prompt) == 0
+        writer.register(SPACE)
+        store(writer, prompt)
+        writer.flush()
+        first.process.terminate()
+        first.process.wait()
+        again = fleet.start("a", disk(fleet.folder, codec="int8"), port=0)
+        reader = joined(fleet.start("c", peers(port_of(again))))
+        eventually_read(reader, prompt)
+
+    def test_a_lossy_frame_under_an_exact_name_is_not_taken_from_a_peer(self, fleet: Fleet) -> None:
+        pytest.importorskip("numba", reason="no numba in this environment")
+        prompt = a_prompt(SPACE, 16)
+        key = prompt.chunk_key(0)
+        frame = frame_chunk(
+            memoryview(bytes(PLAIN.chunk_bytes(0, 16))),
+            make_codec("int8"),
+            key=key,
+            layout=PLAIN,
+            num_tokens=16,
+            first_token=0,
+        )
+        cached = open_cache(ram_bytes="1MiB", tiers=[disk(fleet.folder)], plugins=[])
+        with cached as cache:
+            assert cache.tier_worker is not None
+            guard = cache.tier_worker._stack.guards[0]
+            asyncio.run_coroutine_threadsafe(
+                guard.put([(key, frame.parts)], ttl_s=None), cache.tier_worker._loop
+            ).result(PATIENT_S)
+        first = fleet.start("a", disk(fleet.folder), port=0)
+        reader = joined(fleet.start("b", peers(port_of(first))))
+        refused = "kvhold_tier_bad_frames{tier=peers,reason=lossy}"
+        eventually(
+            lambda: found_tokens(reader, prompt) or reader.status()["tier_counters"].get(refused)
+        )
+        assert found_tokens(reader, prompt) == 0
+
     def test_what_is_on_the_disk_at_the_start_is_served(self, fleet: Fleet) -> None:
         first = fleet.start("a", disk(fleet.folder), port=0)
         prompt = a_prompt(SPACE, 100)
@@ -500,12 +552,12 @@ class TestDisks:
         writer = joined(first)
         store(writer, a_prompt(SPACE, 100))
         writer.flush()
-        assert served(writer)["chunks"] == 7
+        eventually(lambda: served(writer)["chunks"] == 7)
         first.process.terminate()
         first.process.wait()
         again = joined(fleet.start("a", disk(fleet.folder, encrypt="true"), port=0, **keys))
         assert found_tokens(again, a_prompt(SPACE, 100)) == 100
-        assert served(again)["chunks"] == 7  # those that have come to memory
+        eventually(lambda: served(again)["chunks"] == 7)  # those that have come to memory
 
     def test_a_clear_removes_the_chunks_of_the_disk(self, fleet: Fleet) -> None:
         first = fleet.start("a", disk(fleet.folder), port=0)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from kvhold.cli.compress import command as compress
 from kvhold.cli.decompress import command as decompress
 from kvhold.core.errors import ConfigError, NodeError
-from kvhold.core.keys import Namespace
+from kvhold.core.keys import Namespace, Prompt
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
 from kvhold.testing.cache import PLAIN, a_prompt, read, store
@@ -73,6 +73,47 @@ def test_a_client_has_a_tier_reencoded_and_the_next_node_reads_every_byte(
     client = a_client(over(on_disk(tmp_path)))
     assert [read(client, a_prompt(SPACE, 160, seed)) for seed in range(3)] == [160] * 3
     is_at_baseline(client)
+
+
+def test_engines_with_and_without_a_loss_share_a_node_and_its_disk_but_no_chunk(
+    over: MakeNode, tmp_path: Path
+) -> None:
+    disk = on_disk(tmp_path, codec="int8")
+    node = over(disk)
+    exact, lossy = a_client(node), node.client()
+    space = SPACE.allowing_loss(max_error=1)
+    lossy.register(space)
+    store(exact, a_prompt(SPACE, 160))
+    assert found_tokens(lossy, a_prompt(space, 160)) == 0
+    store(lossy, a_prompt(space, 160))
+    assert exact.flush(deadline_s=PATIENT_S)
+    encoded = {
+        codec: exact.status()["tier_counters"][f"kvhold_encoded_chunks{{tier=disk,codec={codec}}}"]
+        for codec in ("lossless", "int8")
+    }
+    assert encoded == {"lossless": 10, "int8": 10}
+    node.close()
+    node = over(disk)
+    exact, lossy = a_client(node), node.client()
+    lossy.register(space)
+    assert found_tokens(lossy, a_prompt(space, 160)) == 160
+    assert read(exact, a_prompt(SPACE, 160)) == 160, "every byte"
+
+
+def found_tokens(client: NodeClient, prompt: Prompt) -> int:
+    with client.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
+        return hit.num_tokens
+
+
+def test_the_command_says_that_chunks_without_a_budget_stay_exact(
+    over: MakeNode, tmp_path: Path, patient: None
+) -> None:
+    node = over(on_disk(tmp_path))
+    client = filled(a_client(node), 1)
+    said = run(compress, "--tier", "disk", "--codec", "int8", "--socket", str(node.path))
+    assert "10 of 10 chunks were re-encoded" in said
+    assert "10 of all use lossless or a more exact codec, because their namespace" in said
+    assert read(client, a_prompt(SPACE, 160)) == 160
 
 
 def test_a_client_that_leaves_stops_its_reencoding(over: MakeNode, tmp_path: Path) -> None:

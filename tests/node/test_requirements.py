@@ -217,3 +217,28 @@ def test_requirements_that_cannot_be_read_are_a_bad_hello(node: RunningNode) -> 
         assert isinstance(answer, m.Refused)
         assert "the requirements cannot be read" in answer.reason
         assert raw.is_closed()
+
+
+@pytest.mark.parametrize(
+    ("codec", "max_error", "warned"),
+    [("int8", None, True), ("int8", 0, True), ("int8", 0.1, False), ("lossless", None, False)],
+)
+def test_an_engine_is_warned_that_its_rules_do_not_allow_the_codec_of_its_tier(
+    node: RunningNode,
+    caplog: pytest.LogCaptureFixture,
+    codec: str,
+    max_error: float | None,
+    warned: bool,
+) -> None:
+    config = load_config(
+        {
+            "tiers": [f"disk:///not/made?codec={codec}"],
+            "rules": {"max_error": max_error},
+            "node": {"socket": str(node.path), "autostart": False},
+        },
+        environ={},
+    )
+    connect(replace(config, client=PATIENT)).close()
+    told = [line for line in caplog.messages if "loses precision" in line]
+    assert len(told) == warned
+    assert all(line.startswith("tier disk:///not/made: codec=int8") for line in told)

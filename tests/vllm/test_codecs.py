@@ -162,16 +162,16 @@ def test_a_disk_with_cachegen_and_a_redis_with_lossless(
 ) -> None:
     disk = f"disk://{tmp_path}/kv?max_bytes=1GiB&codec=cachegen&{PATIENT}"
     below = f"{redis.url}?codec=lossless&{PATIENT}"
-    stored = ask(model, questions, tmp_path / "a.sock", disk, below)
+    stored = ask(model, questions, tmp_path / "a.sock", disk, below, max_error=1)
     assert [one.token_ids for one in stored] == [one.token_ids for one in computed]
     assert encoded == {"cachegen", "lossless"}
 
-    exact = ask(model, questions, tmp_path / "b.sock", below)
+    exact = ask(model, questions, tmp_path / "b.sock", below, max_error=1)
     assert [one.token_ids for one in exact] == [one.token_ids for one in computed]
     assert all(one.num_cached_tokens >= 384 for one in exact)
     assert max(kl(one, other) for one, other in zip(computed, exact, strict=True)) < 1e-6
 
-    lossy = ask(model, questions, tmp_path / "c.sock", disk)
+    lossy = ask(model, questions, tmp_path / "c.sock", disk, max_error=1)
     assert all(one.num_cached_tokens >= 384 for one in lossy)
     assert (
         sum(one.token_ids == other.token_ids for one, other in zip(computed, lossy, strict=True))
@@ -180,6 +180,20 @@ def test_a_disk_with_cachegen_and_a_redis_with_lossless(
     divergences = [kl(one, other) for one, other in zip(computed, lossy, strict=True)]
     assert max(divergences) > 1e-6, "it did come through the codec"
     assert np.mean(divergences) < 0.05
+
+
+def test_an_engine_that_allows_no_loss_gets_none_from_a_disk_with_a_lossy_codec(
+    model: Path, questions: list[Question], computed: list[Generated], tmp_path: Path
+) -> None:
+    disk = f"disk://{tmp_path}/kv?max_bytes=1GiB&codec=cachegen&{PATIENT}"
+    ask(model, questions, tmp_path / "a.sock", disk, max_error=1)
+    assert encoded == {"cachegen"}
+    stored = ask(model, questions, tmp_path / "b.sock", disk)
+    assert all(one.num_cached_tokens == 0 for one in stored), "approximate KV is not exact KV"
+    again = ask(model, questions, tmp_path / "c.sock", disk)
+    assert all(one.num_cached_tokens >= 384 for one in again)
+    assert [one.token_ids for one in again] == [one.token_ids for one in computed]
+    assert max(kl(one, other) for one, other in zip(computed, again, strict=True)) < 1e-6
 
 
 def test_a_budget_of_an_engine_is_kept_below(
@@ -200,12 +214,13 @@ def test_a_codec_of_memory_changes_little_and_shares_with_its_like_alone(
     model: Path, questions: list[Question], computed: list[Generated], tmp_path: Path
 ) -> None:
     disk = f"disk://{tmp_path}/kv?max_bytes=1GiB&codec=int8&{PATIENT}"
-    stored = ask(model, questions, tmp_path / "a.sock", disk, memory_codec="int8")
+    rules: dict[str, Any] = {"memory_codec": "int8", "max_error": 1}
+    stored = ask(model, questions, tmp_path / "a.sock", disk, **rules)
     assert [one.token_ids for one in stored] == [one.token_ids for one in computed]
     assert encoded == {"lossless"}, "nothing is lost a second time below"
-    plain = ask(model, questions[:3], tmp_path / "b.sock", disk)
+    plain = ask(model, questions[:3], tmp_path / "b.sock", disk, max_error=1)
     assert all(one.num_cached_tokens == 0 for one in plain)
-    again = ask(model, questions, tmp_path / "c.sock", disk, memory_codec="int8")
+    again = ask(model, questions, tmp_path / "c.sock", disk, **rules)
     assert all(one.num_cached_tokens >= 384 for one in again)
     assert [one.token_ids for one in again] == [one.token_ids for one in computed]
     divergences = [kl(one, other) for one, other in zip(computed, again, strict=True)]

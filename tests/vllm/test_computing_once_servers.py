@@ -22,6 +22,7 @@ pytestmark = pytest.mark.vllm
 
 WARM_TOKENS = (300, 900, 1500, 600)
 NUM_TOKENS = 4000
+MOST_PROMPTS = 8
 
 
 @pytest.fixture
@@ -60,13 +61,17 @@ def test_a_prompt_that_two_servers_get_at_once_is_computed_once(
         for seed, num_tokens in enumerate((*WARM_TOKENS, NUM_TOKENS)):
             prompt = make_prompt(model.path, num_tokens, seed=100 + 10 * number + seed)
             alone_s.append(answer(server, prompt)[1])
-    prompt = make_prompt(model.path, NUM_TOKENS, seed=1)
-    with ThreadPoolExecutor(2) as askers:
-        asked = [askers.submit(answer, server, prompt) for server in servers]
-        answers, took_s = zip(*(one.result() for one in asked), strict=True)
-    print(f"alone {alone_s[len(WARM_TOKENS)]:.3f} s, {alone_s[-1]:.3f} s; together {took_s}")
-    assert answers[0].token_ids == answers[1].token_ids
-    assert sorted(one.num_cached_tokens for one in answers) == [0, NUM_TOKENS // 128 * 128]
+    num_cached: list[list[int]] = []
+    # on a busy machine waiting may take longer than computing: then the second one computes, too
+    while [0, NUM_TOKENS // 128 * 128] not in num_cached and len(num_cached) < MOST_PROMPTS:
+        prompt = make_prompt(model.path, NUM_TOKENS, seed=len(num_cached))
+        with ThreadPoolExecutor(2) as askers:
+            asked = [askers.submit(answer, server, prompt) for server in servers]
+            answers, took_s = zip(*(one.result() for one in asked), strict=True)
+        print(f"alone {alone_s[len(WARM_TOKENS)]:.3f} s, {alone_s[-1]:.3f} s; together {took_s}")
+        assert answers[0].token_ids == answers[1].token_ids
+        num_cached.append(sorted(one.num_cached_tokens for one in answers))
+    assert num_cached[-1] == [0, NUM_TOKENS // 128 * 128], num_cached
     with NodeClient(runtime_folder / "kvhold" / "node.sock", ClientConfig(), name="test") as client:
         counters = client.status()["counters"]
     assert counters["kvhold_waited_for_computing{result=stored}"] == 1

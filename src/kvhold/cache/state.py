@@ -245,6 +245,7 @@ class CacheState:
         groups: bytes | None = None,
         store_options: StoreOptions = DEFAULT_OPTIONS,
     ) -> Turns[Grant]:
+        store_options = self.reencodings.within_budget(names.namespace, store_options)
         grant = yield from self._leases.reserve_turns(
             owner, layout, names, shard, groups=groups, store_options=store_options
         )

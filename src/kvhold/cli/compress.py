@@ -53,7 +53,8 @@ def command(
     Returns when it is done.
 
     Chunks that are stored later use the tier's own setting. The budget of each namespace still
-    applies. A lossy codec never re-encodes a chunk of another lossy codec.
+    applies: lossless replaces a lossy codec where the namespace allows no loss, as by default. A
+    lossy codec never re-encodes a chunk of another lossy codec.
     """
     reencode(codec, CompressOptions(tier, namespace, socket, as_json))
 
@@ -103,8 +104,8 @@ def _describe(progress: ReencodeProgress, codec: str) -> str:
     ]
     if progress.over_budget:
         lines.append(
-            f"  {progress.over_budget} of all use another codec, because of their "
-            "namespace's budget"
+            f"  {progress.over_budget} of all use lossless or a more exact codec, because their "
+            "namespace allows no loss, or less loss (settings rules.max_error, rules.max_bits)"
         )
     lines += [
         f"  {count} {what}" for name, what in _RESULTS.items() if (count := getattr(progress, name))

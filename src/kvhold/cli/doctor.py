@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import click
 
+from kvhold.cache.loss import loss_warning
 from kvhold.cli.lmcache import advice
 from kvhold.cli.tier_urls import check_no_secrets
 from kvhold.codecs import Raw, frame_chunk, unframe_chunk
@@ -129,6 +130,8 @@ async def _look_at_tier(text: str, config: Config) -> list[Finding]:
     try:
         finding = Finding(parse_url(text).shown)
         tier, settings = make_tier(text, plugins=config.plugins)
+        if warning := loss_warning(settings.codec, config.rules):
+            finding.says.append(warning)
     except ConfigError as error:
         finding = Finding(text.partition("?")[0].rpartition("@")[2])
         finding.wrong(str(error))

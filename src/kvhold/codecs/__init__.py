@@ -7,7 +7,7 @@ Codecs other than raw are imported on first use, because importing one compiles 
 """
 
 from kvhold.codecs.base import Codec
-from kvhold.codecs.budget import frame_within
+from kvhold.codecs.budget import check_loss, frame_within
 from kvhold.codecs.chunk import (
     Frame,
     frame_chunk,
@@ -38,6 +38,7 @@ __all__ = [
     "Raw",
     "check_codec",
     "check_identity",
+    "check_loss",
     "codec_names",
     "encode_header",
     "find_codec",

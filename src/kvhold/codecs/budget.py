@@ -1,7 +1,8 @@
 """Choose a chunk's codec: the tier's, or another one to meet the request's options.
 
-If a codec's error bound exceeds `max_error`, the frame's actual error is measured. `lossless`
-encodes the chunk if no other codec can.
+A lossy codec encodes only a chunk whose name allows a loss, so that approximate KV is never found
+as exact KV. If a codec's error bound exceeds `max_error`, the frame's actual error is measured.
+`lossless` encodes the chunk if no other codec can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,10 @@ import numpy.typing as npt
 from kvhold.codecs.base import Codec
 from kvhold.codecs.chunk import Frame, arranged, frame_chunk, unframe_payload
 from kvhold.codecs.elements import Elements
-from kvhold.codecs.frame import ALIGNMENT, group_of
-from kvhold.codecs.registry import make_codec
+from kvhold.codecs.frame import ALIGNMENT, RAW, FrameHeader, group_of
+from kvhold.codecs.registry import find_codec, make_codec
+from kvhold.core.errors import FrameError
+from kvhold.core.keys import allows_loss
 from kvhold.core.layout import Layout
 from kvhold.core.store_options import StoreOptions
 
@@ -51,9 +54,8 @@ def frame_within(
         )
 
     group = group_of(key, layout)
-    if arranged(codec, layout, group) is None or (
-        store_options.max_error == 0 and not codec.lossless
-    ):
+    is_exact = store_options.max_error == 0 or not allows_loss(key)
+    if arranged(codec, layout, group) is None or (is_exact and not codec.lossless):
         codec = make_codec(LOSSLESS)
     if codec.lossless:
         return framed(codec)
@@ -75,6 +77,17 @@ def frame_within(
         if _is_within(frame, chunk, better, store_options, layout):
             return frame
     return framed(make_codec(LOSSLESS))
+
+
+def check_loss(header: FrameHeader) -> None:
+    """Raise FrameError("lossy") for a lossy frame of a chunk whose name allows no loss."""
+    if header.codec == RAW or allows_loss(header.key):
+        return
+    codec = find_codec(header.codec)
+    if codec is not None and not codec.lossless:
+        raise FrameError(
+            "lossy", f"codec {header.codec!r} is lossy, and the chunk's namespace allows no loss"
+        )
 
 
 def measured_error(before: Elements, after: Elements, dtype: str) -> float:

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "kvhold.codecs"
 
+LOSES_NOTHING = ("raw", "lossless")
+
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
 # importing any codec but raw compiles code
@@ -59,6 +61,16 @@ def check_codec(name: str) -> None:
         raise ConfigError(
             f"codec {name!r} needs more than kvhold itself: pip install 'kvhold[numba]'"
         )
+
+
+def is_lossy(name: str) -> bool:
+    """Whether a known codec loses precision. Imports only a plugin's class."""
+    if name in _OURS:
+        return name not in LOSES_NOTHING
+    try:
+        return name in _plugins() and not _plugins()[name].load().lossless
+    except (ImportError, AttributeError):  # `make_codec` reports it
+        return False
 
 
 def find_codec(name: str) -> Codec | None:

@@ -234,8 +234,8 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
     done:         it has ended
     stopped:      why it ended early; empty if it did not
     replaced:     re-encoded
-    over_budget:  chunks among `replaced` and `same` that have another codec than requested, because
-                  of their namespace's budget
+    over_budget:  chunks among `replaced` and `same` that have a more exact codec than requested, or
+                  `lossless`, because their namespace allows less loss or none
     same:         already encoded as requested
     kept_lossy:   encoded by another lossy codec. They stay as they are, because a chunk loses
                   precision only once
@@ -446,8 +446,9 @@ class Cache(Protocol):
         query:     only the chunks of this prompt
 
         The codec applies to the chunks that are stored now; later chunks use the tier's own
-        setting. The budget of each namespace still applies. A lossy codec never re-encodes a chunk
-        of another lossy codec.
+        setting. The budget of each namespace still applies: `lossless` replaces a lossy codec where
+        the namespace allows no loss, as by default. A lossy codec never re-encodes a chunk of
+        another lossy codec.
 
         Raises ConfigError (NodeError from a node) for an unknown tier or codec, and for a tier that
         is read only or cannot replace values. For an unknown namespace, too, unless the codec is

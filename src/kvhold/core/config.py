@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 
 from kvhold.core.errors import ConfigError
 from kvhold.core.sizes import parse_size
+from kvhold.core.store_options import MAX_BITS
 
 _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")
@@ -44,12 +45,19 @@ def setting(
     *,
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
+    maximum: float | None = None,
     secret: bool = False,
 ) -> Any:
     """Return a field. A secret value is never in errors, logs and status."""
     return field(
         default=default,
-        metadata={"help": help, "choices": choices, "minimum": minimum, "secret": secret},
+        metadata={
+            "help": help,
+            "choices": choices,
+            "minimum": minimum,
+            "maximum": maximum,
+            "secret": secret,
+        },
         repr=not secret,
     )
 
@@ -210,16 +218,20 @@ class RulesConfig:
         "this is faster than computing it, and let other engines wait for this one (vLLM)",
     )
     ttl_s: float = setting(0.0, "stored KV is not used after this time; 0: no limit", minimum=0)
-    max_error: float = setting(
-        1.0,
+    max_error: float | None = setting(
+        None,
         "largest error of the tiers' codecs: |decoded - original| over the largest |original| of "
-        "a layer; 0: no loss; 1: as the codecs state",
+        "a layer. 1: as the codecs state; 0: no loss; none: no loss, but for max_bits, and for "
+        "requests that allow it. Engines with a loss share KV only if they allow the same",
         minimum=0,
+        maximum=1,
     )
     max_bits: float = setting(
         0.0,
-        "most bits per element that lossy codecs use, if max_error allows; 0: no limit",
+        "most bits per element that lossy codecs use, if max_error allows. It allows a loss, as "
+        "the codecs state, if max_error is none; 0: no limit",
         minimum=0,
+        maximum=MAX_BITS,
     )
     tenant: str = setting(
         "",
@@ -421,6 +433,10 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
         value = _as_bool(value)
     elif kind in (int, float):
         value = _as_number(value, kind)
+    elif kind == float | None:
+        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+            return None
+        value = _as_number(value, float)
     elif kind == tuple[str, ...]:
         value = _as_lines(value)
     elif kind is str and not isinstance(value, str):
@@ -433,6 +449,8 @@ def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
         )
     if rules.get("minimum") is not None and value < rules["minimum"]:
         raise ValueError(f"must be at least {rules['minimum']}")
+    if rules.get("maximum") is not None and value > rules["maximum"]:
+        raise ValueError(f"must be at most {rules['maximum']:g}")
     return value
 
 

@@ -31,7 +31,7 @@ from kvhold.core.reasons import TIER_DOWN, Reason
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for outside data: a wrong form, invalid UTF-8, too deep nesting."""
 
-FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed"]
+FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed", "lossy"]
 
 
 class KVHoldError(Exception):

@@ -4,7 +4,8 @@
 
 A key has four parts: the namespace's digest, a chained hash of all tokens up to the chunk's end,
 the group and the shard. The hash is blake2b with 160 bits, too many to construct a collision (RFC
-7693; docs/format.md). The namespace is its salt, so a text has other hashes in each namespace.
+7693; docs/format.md). The namespace is its salt, so a text has other hashes in each namespace. One
+bit of the digest says whether lossy codecs may encode the KV; see `allows_loss`.
 
 Any thread.
 """
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from kvhold.core.encoding import Plain, canonical
 from kvhold.core.layout import Layout
 from kvhold.core.naming import NO_FACTS, Facts, pack
+from kvhold.core.store_options import StoreOptions
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
@@ -39,7 +41,9 @@ _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
+_LOSS_BIT = 1  # of the digest's last byte
 TENANT = "tenant"  # the tag that names the KV's owner
+_MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"  # tags
 
 
 class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
@@ -138,13 +142,17 @@ class Namespace:
         ]
         tags: Plain = [list(tag) for tag in sorted(self.tags)]
         parts: Plain = [
-            "kvhold-namespace-2",
+            "kvhold-namespace-3",
             fields,
             tags,
             self.layout.fingerprint,
             self.facts.digest,
         ]
-        return blake2b(canonical(parts), digest_size=NAMESPACE_BYTES).digest()
+        digest = bytearray(blake2b(canonical(parts), digest_size=NAMESPACE_BYTES).digest())
+        digest[-1] &= ~_LOSS_BIT
+        if any(name in (_MAX_ERROR, _MAX_BITS) for name, _ in self.tags):
+            digest[-1] |= _LOSS_BIT
+        return bytes(digest)
 
     @cached_property
     def description(self) -> bytes:
@@ -191,6 +199,16 @@ class Namespace:
             tags=(*self.tags, *tags),
         )
 
+    def allowing_loss(
+        self, max_error: float | None = None, max_bits: float | None = None
+    ) -> "Namespace":
+        """Return the namespace whose KV lossy codecs may encode, within a budget.
+
+        See `StoreOptions` for the budget. max_error=1 accepts every codec; max_error=0 allows no
+        loss, and is this namespace. Raises ValueError.
+        """
+        return self.narrowed(tags=budget_tags(StoreOptions(max_error=max_error, max_bits=max_bits)))
+
     def prompt(
         self,
         tokens: npt.ArrayLike,
@@ -206,6 +224,14 @@ class Namespace:
         """
         checked = as_tokens(tokens)
         return Prompt(self, checked, extras or {}, as_inserts(inserts, len(checked)))
+
+
+def budget_tags(store_options: StoreOptions) -> tuple[tuple[str, str], ...]:
+    """Return the tags that say how much loss is allowed; none if no loss is."""
+    if not store_options.allows_loss:
+        return ()
+    budget = ((_MAX_ERROR, store_options.max_error), (_MAX_BITS, store_options.max_bits))
+    return tuple((name, repr(float(value))) for name, value in budget if value is not None)
 
 
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
@@ -512,6 +538,11 @@ class GrowingPrompt(_Text):
 
 def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> bytes:
     return namespace + chain_hash + place_suffix(group, shard)
+
+
+def allows_loss(key: bytes) -> bool:
+    """Whether lossy codecs may encode this chunk. Also takes a namespace's digest."""
+    return bool(key[NAMESPACE_BYTES - 1] & _LOSS_BIT)
 
 
 def split_hashes(hashes: bytes) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 from kvhold.core.api import Uses
 from kvhold.core.config import RulesConfig
 from kvhold.core.errors import ConfigError
-from kvhold.core.keys import TENANT
+from kvhold.core.keys import TENANT, budget_tags
 from kvhold.core.store_options import DEFAULT_OPTIONS, MAX_BITS, MAX_TTL_S, StoreOptions
 
 _NAMES = (
@@ -34,8 +34,8 @@ class RequestRules:
     """A request's rules.
 
     plan: load only where loading is faster than computing
-    tags: the request's tags and its budget. They are part of the namespace, so that a stricter
-          request does not find less exact KV
+    tags: the request's tags and its budget for loss. They are part of the namespace, so that no
+          request finds less exact KV than it allows
     wait_for_computing: wait for chunks that another engine computes
     """
 
@@ -64,15 +64,8 @@ def request_rules(asked: Any, settings: RulesConfig) -> RequestRules:
                 f"{', '.join(_NAMES)}"
             )
     tags = _with_tenant(_tags(asked.get("tags")), settings)
-    max_error = _least(
-        asked,
-        "max_error",
-        settings.max_error if settings.max_error < 1 else None,
-        most=1,
-        zero=True,
-    )
+    max_error = _least(asked, "max_error", settings.max_error, most=1, zero=True)
     max_bits = _least(asked, "max_bits", settings.max_bits or None, most=MAX_BITS)
-    budget = {"kvhold.max_error": max_error, "kvhold.max_bits": max_bits}
     ttl_s = _least(asked, "ttl_s", settings.ttl_s or None, most=MAX_TTL_S)
     try:
         store_options = StoreOptions(
@@ -86,14 +79,7 @@ def request_rules(asked: Any, settings: RulesConfig) -> RequestRules:
         plan=_flag(asked, "plan") and settings.plan,
         wait_for_computing=_flag(asked, "wait_for_computing") and settings.wait_for_computing,
         store_options=store_options,
-        tags=tuple(
-            sorted(
-                (
-                    tags
-                    | {name: repr(value) for name, value in budget.items() if value is not None}
-                ).items()
-            )
-        ),
+        tags=tuple(sorted((*tags.items(), *budget_tags(store_options)))),
     )
 
 

@@ -11,6 +11,8 @@ MAX_TENANT = 64
 class StoreOptions:
     """The options under which chunks are stored. Raises ValueError that names the field.
 
+    A lossy codec encodes only chunks whose namespace allows it (`Namespace.allowing_loss`).
+
     max_error: the most |decoded - original| over the largest |original| of a layer. Beyond it, a
                more exact codec is used. None: as the codec states; 0: no loss
     max_bits:  the most bits per element of a lossy codec, on average. Beyond it, a stronger codec
@@ -32,6 +34,10 @@ class StoreOptions:
             raise ValueError(
                 f"tenant {self.tenant[:80]!r} is not a name of at most {MAX_TENANT} characters"
             )
+
+    @property
+    def allows_loss(self) -> bool:
+        return self.max_error != 0 and (self.max_error, self.max_bits) != (None, None)
 
 
 DEFAULT_OPTIONS = StoreOptions()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvhold.cache.loss import loss_warning
 from kvhold.core.config import ClientConfig, Config, load_config
 from kvhold.core.errors import KVHoldError, NodeError
 from kvhold.memory.placement import engine_memory_nodes, format_list
@@ -40,7 +41,11 @@ def connect(config: Config | None = None, *, name: str = "python", **settings: A
     """
     config = config or load_config(settings)
     path = socket_path(config.node.socket)
-    requires = pack(requirements_of(config))
+    required = requirements_of(config)
+    for tier in required.tiers:
+        if warning := loss_warning(tier.codec, config.rules):
+            log.warning("tier %s: %s", tier.shown, warning)
+    requires = pack(required)
     if not config.node.autostart:
         return NodeClient(path, config.client, name=name, requires=requires)
     ensure_node(config, path)

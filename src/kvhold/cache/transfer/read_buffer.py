@@ -9,6 +9,7 @@ from kvhold.cache.transfer.commands import PendingRead
 from kvhold.codecs import (
     Raw,
     check_identity,
+    check_loss,
     header_size,
     max_frame_bytes,
     read_header,
@@ -84,6 +85,7 @@ class ReadBuffer:
             num_tokens=entry.num_tokens,
             first_token=entry.first_token,
         )
+        check_loss(header)
         in_place = (
             len(self.parts) == 2 and header.codec == RAW and header.header_bytes == len(frame)
         )

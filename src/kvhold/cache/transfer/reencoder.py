@@ -21,6 +21,7 @@ from kvhold.codecs import (
     Codec,
     Raw,
     check_identity,
+    check_loss,
     find_codec,
     make_codec,
     max_frame_bytes,
@@ -275,6 +276,7 @@ class Reencoder:
             return _Looked("unknown")
         layout.check_tokens(header.num_tokens)
         check_identity(header, key=key, layout=layout, num_tokens=header.num_tokens)
+        check_loss(header)
         if 0 < header.expires_at <= self._now():
             return _Looked("missing", expired=True)
         before = find_codec(header.codec)

@@ -12,8 +12,7 @@ from difflib import get_close_matches
 from kvhold.cache.index.presence import Presence
 from kvhold.cache.transfer.commands import Command, ReencodeCommand, Space, StopCommand
 from kvhold.codecs import check_codec
-from kvhold.codecs.budget import LOSSLESS
-from kvhold.codecs.frame import RAW
+from kvhold.codecs.registry import LOSES_NOTHING
 from kvhold.core.api import ReencodeProgress
 from kvhold.core.errors import ConfigError, ProtocolError
 from kvhold.core.keys import NAMESPACE_BYTES, Query
@@ -22,7 +21,6 @@ from kvhold.core.store_options import StoreOptions
 
 _MOST_SPACES = 1 << 16
 _MOST_REENCODINGS = 64
-LOSES_NOTHING = (RAW, LOSSLESS)  # known without loading a codec
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,18 @@ class Reencodings:
             self._known[namespace] = Space(layout, replace(store_options, ttl_s=None))
         elif known.store_options != store_options:
             before = known.store_options
-            error, bits = (
-                _strictest(before.max_error, store_options.max_error),
-                _strictest(before.max_bits, store_options.max_bits),
-            )
-            self._known[namespace] = Space(layout, replace(before, max_error=error, max_bits=bits))
+            self._known[namespace] = Space(layout, _within(before, store_options))
             if store_options.tenant != before.tenant:
                 self._shared.add(namespace)
         self._known.move_to_end(namespace)
         if len(self._known) > _MOST_SPACES:
             oldest, _ = self._known.popitem(last=False)
             self._shared.discard(oldest)
+
+    def within_budget(self, namespace: bytes, store_options: StoreOptions) -> StoreOptions:
+        """Return the options with the budget of a known namespace, where that is stricter."""
+        known = self._known.get(namespace)
+        return store_options if known is None else _within(store_options, known.store_options)
 
     def layout_of(self, namespace: bytes) -> Layout | None:
         """Return a known namespace's layout. Any thread."""
@@ -198,6 +197,16 @@ class Reencodings:
             if tenant is None
             else replace(known, store_options=replace(known.store_options, tenant=tenant))
         }
+
+
+def _within(store_options: StoreOptions, budget: StoreOptions) -> StoreOptions:
+    error, bits = (
+        _strictest(store_options.max_error, budget.max_error),
+        _strictest(store_options.max_bits, budget.max_bits),
+    )
+    if (error, bits) == (store_options.max_error, store_options.max_bits):
+        return store_options
+    return replace(store_options, max_error=error, max_bits=bits)
 
 
 def _strictest(one: float | None, other: float | None) -> float | None:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvhold.cache.loss import loss_warning
 from kvhold.cache.state import CacheState
 from kvhold.cache.transfer.commands import (
     ClearCommand,
@@ -31,13 +32,14 @@ from kvhold.cache.transfer.commands import (
 )
 from kvhold.cache.transfer.outbox import FrameCoding, Outbox, Write
 from kvhold.cache.transfer.reencoder import Reencoder
-from kvhold.cache.transfer.reencodings import LOSES_NOTHING, ReencodableTier
+from kvhold.cache.transfer.reencodings import ReencodableTier
 from kvhold.cache.transfer.tasks import LEAVE_S, Tasks
 from kvhold.cache.transfer.tier_reader import TierReader
 from kvhold.cache.transfer.use_queue import keys_of
 from kvhold.cache.transfer.write_behind import WriteBehind
 from kvhold.codecs import Codec, check_codec, make_codec
 from kvhold.codecs.frame import RAW
+from kvhold.codecs.registry import LOSES_NOTHING
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.api import ReencodeProgress
 from kvhold.core.cleanup import on_error
@@ -491,11 +493,16 @@ def _teach(stack: Stack, state: CacheState, policy: str) -> None:
 
 
 def _check_coding(guard: Guard, config: Config) -> None:
-    """Raises ConfigError for an unusable codec, or encryption without a key."""
+    """Raises ConfigError for an unusable codec, or encryption without a key.
+
+    Only warns of a lossy codec that the rules do not allow: each engine has its own rules.
+    """
     try:
         check_codec(guard.config.codec)
     except ConfigError as error:
         raise ConfigError(f"tier {guard.name}: {error}") from None
+    if not guard.read_only and (warning := loss_warning(guard.config.codec, config.rules)):
+        log.warning("tier %s: %s", guard.name, warning)
     if guard.config.encrypt and not config.encryption.keys:
         raise ConfigError(
             f"tier {guard.name}: encrypt is set, but encryption.keys is empty; set it, for example "

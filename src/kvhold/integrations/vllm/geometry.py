@@ -126,11 +126,12 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
                 engine_group,
             )
         )
-    if any(part.is_coded for part in parts) and settings.rules.max_error < ERROR_BOUND:
+    most = settings.rules.max_error
+    if any(part.is_coded for part in parts) and most is not None and most < ERROR_BOUND:
         raise LayoutError(
             f"memory_codec is {settings.memory_codec}, which loses up to {ERROR_BOUND:.4f} "
-            "of the largest magnitude; rules.max_error allows "
-            f"{settings.rules.max_error:g}. Raise it, or set memory_codec to none"
+            f"of the largest magnitude; rules.max_error allows {most:g}. Raise it, or set "
+            "memory_codec to none"
         )
     return Geometry(
         parts=tuple(parts),
