@@ -14,14 +14,16 @@ from itertools import count
 from math import inf
 from secrets import randbits
 
+from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
 from kvhold.cache.computing import Computing
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.leases import ClaimAnswer, Held, Leases, Owner
-from kvhold.cache.lookup import Lookups, check_query
+from kvhold.cache.lookup import Lookups
 from kvhold.cache.planner import Planner
+from kvhold.cache.query_limits import check_query
 from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.transfer.commands import ClearCommand, Command
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
@@ -156,7 +158,7 @@ class CacheState:
             self._searches,
             self.planner,
             self._computing,
-            self._evictions,
+            Answers(ram, self.planner, self._computing, self._evictions, has_tiers=self._has_tiers),
             ChunkValues(policy_for, self.planner.speeds),
             self.uses,
             self._numbers,
