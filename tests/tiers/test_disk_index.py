@@ -4,6 +4,8 @@ import asyncio
 import errno
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from kvhold.core.errors import TierIncomplete, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.testing.tier import fetch, make_key
-from kvhold.tiers.disk import DiskConfig, DiskTier, jobs, store
+from kvhold.tiers.disk import DiskConfig, DiskTier, columns, jobs, store
 from kvhold.tiers.disk import rows as rows_module
 from kvhold.tiers.disk.folder import Folder, FoundValue, value_name
 from kvhold.tiers.disk.index import Index
@@ -115,6 +117,34 @@ def test_rows_that_come_go_and_are_used_while_others_are_put_in_order(
     finally:
         rows_module._MOST_ORDERED = most
     assert [rows.nbytes(row) for row in rows.oldest()] == sorted(model, key=model.__getitem__)
+
+
+def test_rows_grow_beyond_their_reserved_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "_RESERVED", 16)
+    rows = Rows()
+    for number in range(SMALL):
+        add(rows, number)
+    assert [rows.find(make_key(number)) for number in range(SMALL)] == list(range(SMALL))
+    assert [rows.nbytes(row) for row in rows.oldest()] == list(range(SMALL))
+    assert rows.index_bytes < 200 * SMALL
+
+
+def test_an_index_works_where_a_process_may_have_few_addresses() -> None:
+    code = f"""
+import resource
+from pathlib import Path
+from kvhold.testing.tier import make_key
+from kvhold.tiers.disk.rows import Rows
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+most_bytes = pages * resource.getpagesize() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+rows = Rows()
+for number in range({SMALL}):
+    rows.add(make_key(number), nbytes=number, occupied_bytes=0, written_ns=0, used_ns=0)
+assert all(rows.nbytes(rows.find(make_key(number))) == number for number in range({SMALL}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_rows_grow_and_shrink_and_find_all_keys_of_one_chunk() -> None:

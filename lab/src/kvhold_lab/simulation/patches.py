@@ -1,6 +1,7 @@
 """Mutations of the code: unified diffs against `src/` in `mutations/`.
 
-A hunk's text must occur exactly once, anywhere in the file.
+A hunk's text must occur exactly once, anywhere in the file. `mutations/rare/` has those that need
+more than a few hundred seeds, or that no seed has found.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ class _Hunk:
     after: str
 
 
-def mutations() -> list[Path]:
-    return sorted(_FOLDER.glob("*.patch"))
+def mutations(*, rare: bool = False) -> list[Path]:
+    """Return the patches. rare: also the rare ones"""
+    return sorted(_FOLDER.rglob("*.patch") if rare else _FOLDER.glob("*.patch"))
 
 
 def apply(patch: Path, folder: Path) -> None:

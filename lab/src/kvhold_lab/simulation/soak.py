@@ -109,9 +109,13 @@ def run_mutations(
 ) -> MutationsResult:
     """Apply each mutation to a copy of the code, and simulate seeds until one finds it.
 
+    names: only these, also rare ones; by default all but the rare ones
+
     Raises PatchError, SimulationError.
     """
-    patches = [path for path in mutations() if not names or path.stem in names]
+    patches = (
+        [path for path in mutations(rare=True) if path.stem in names] if names else mutations()
+    )
 
     def find(patch: Path) -> MutationRow:
         row = _find_mutation(patch, first, most_seeds)

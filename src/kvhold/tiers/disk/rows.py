@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
+from kvhold.tiers.disk.columns import Columns
 from kvhold.tiers.policies.ghosts import queue_of
 
 NONE, _REMOVED = -1, -2
@@ -38,14 +39,11 @@ class Rows:
         self.changed: set[int] = set()
         self._first_past = first_past
         self._first_list = 0 if first_past is None else queue_of(first_past)
-        self._pasts = array("Q")
-        self._keys = bytearray()
-        self._nbytes = array("q")
-        self._blocks = array("I")
-        self._written_ns = array("q")
-        self._used_ns = array("q")
-        self._before = array("i")
-        self._after = array("i")
+        self._columns = Columns(
+            "BqIqqiiQ"[: None if first_past is not None else -1],
+            (KEY_BYTES, 8, 4, 8, 8, 4, 4, 8)[: None if first_past is not None else -1],
+        )
+        self._take_views()
         # by list; lists without rows are absent
         self._oldest: dict[int, int] = {}
         self._newest: dict[int, int] = {}
@@ -158,8 +156,8 @@ class Rows:
 
     def used_ns(self) -> "Iterator[np.ndarray[Any, Any]]":
         """Yield the times of use in parts: int64 [rows], NONE where a row is free."""
-        for begin in range(0, len(self._nbytes), _MOST_TIMES):
-            end = begin + _MOST_TIMES
+        for begin in range(0, self._columns.num_items, _MOST_TIMES):
+            end = min(begin + _MOST_TIMES, self._columns.num_items)
             used_ns = np.array(self._used_ns[begin:end], np.int64)
             used_ns[np.array(self._nbytes[begin:end], np.int64) == NONE] = NONE
             yield used_ns
@@ -182,8 +180,8 @@ class Rows:
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
         """Yield the keys with this prefix, in parts. Rows may change between parts."""
-        for begin in range(0, len(self._nbytes), _MOST_KEYS):
-            rows = range(begin, min(begin + _MOST_KEYS, len(self._nbytes)))
+        for begin in range(0, self._columns.num_items, _MOST_KEYS):
+            rows = range(begin, min(begin + _MOST_KEYS, self._columns.num_items))
             keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
             yield [key for key in keys if key.startswith(prefix)]
 
@@ -201,33 +199,27 @@ class Rows:
 
     @property
     def index_bytes(self) -> int:
-        arrays = [
-            self._nbytes,
-            self._blocks,
-            self._written_ns,
-            self._used_ns,
-            self._before,
-            self._after,
-            self._pasts,
-            self._free,
-        ]
-        arrays += [table.rows for table in self._tables]
-        return self._keys.__sizeof__() + sum(each.__sizeof__() for each in arrays)
+        arrays = [self._free, *(table.rows for table in self._tables)]
+        return self._columns.nbytes + sum(each.__sizeof__() for each in arrays)
 
     def _append(self) -> int:
-        self._keys += bytes(KEY_BYTES)
-        for each in (
+        if self._columns.append():
+            self._take_views()
+        return self._columns.num_items - 1
+
+    def _take_views(self) -> None:
+        (
+            self._keys,
             self._nbytes,
             self._blocks,
             self._written_ns,
             self._used_ns,
             self._before,
             self._after,
-        ):
-            each.append(0)
-        if self._first_past is not None:
-            self._pasts.append(0)
-        return len(self._nbytes) - 1
+            *pasts,
+        ) = self._columns.views()
+        if pasts:
+            (self._pasts,) = pasts
 
     def _link(self, row: int, before: int, number: int) -> None:
         """Insert a row into list `number` after the row `before`; NONE: at the start."""
@@ -262,7 +254,8 @@ class Rows:
 
     def _hashes_of(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Return `_hash` of each row's key: uint64 [rows]."""
-        keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)[rows]
+        used = self._keys[: self._columns.num_items * KEY_BYTES]
+        keys = np.frombuffer(used, np.uint8).reshape(-1, KEY_BYTES)[rows]
         head, ends, space = (
             np.ascontiguousarray(keys[:, begin : begin + 8]).view("<u8").reshape(-1)
             for begin in (NAMESPACE_BYTES, KEY_BYTES - 8, 0)

@@ -46,7 +46,8 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
-_FOUND = 16
+_FOUND = 4  # listed values between two looks at the clock
+_TURN_S = 0.0005
 _MOST_KEYS = 500
 _SCANS = 3  # a scan is repeated if a removal failed during it: the value is visible again
 
@@ -368,6 +369,7 @@ class DiskStore:
             if more.found is None:
                 break
             older = list[str]()
+            until_s = time.perf_counter() + _TURN_S
             for at in range(0, len(more.found), _FOUND):
                 before_bytes = index.used_bytes
                 older += index.add_found(
@@ -375,7 +377,9 @@ class DiskStore:
                 )
                 if not self._settings.max_bytes:
                     index.limit_bytes += index.used_bytes - before_bytes
-                await next_turn()
+                if time.perf_counter() >= until_s:
+                    await next_turn()
+                    until_s = time.perf_counter() + _TURN_S
             if older:
                 removal = RemoveNames(opened.folder, older)
                 try:

@@ -139,7 +139,10 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
     help="Apply each of the patches that break the code: is each found?",
 )
 @click.option(
-    "--mutation", "names", multiple=True, help="With --mutations: only this patch; may be repeated."
+    "--mutation",
+    "names",
+    multiple=True,
+    help="With --mutations: only this patch, also a rare one; may be repeated.",
 )
 @_json
 def simulation(

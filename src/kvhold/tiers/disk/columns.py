@@ -1,0 +1,67 @@
+"""Arrays of one length that grow without a copy.
+
+To grow the keys of a million rows, `realloc` copies 50 MB, and `mremap` moves 12,000 pages. Either
+takes milliseconds, in which the node's loop would stand still. So each array has reserved addresses
+for 16 million items. Memory is used only for the pages that were written.
+"""
+
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
+_RESERVED = 1 << 24  # items
+_FEWEST = 1 << 12
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, which `mmap` lacks before Python 3.13
+
+
+class Columns:
+    def __init__(self, formats: Sequence[str], item_bytes: Sequence[int]) -> None:
+        """formats: those of `memoryview.cast`; item_bytes: of one item of each column
+
+        Raises OSError: there are no addresses, or no memory.
+        """
+        self.num_items = 0
+        self._formats = formats
+        self._item_bytes = item_bytes
+        self._capacity = _RESERVED
+        while True:
+            try:
+                self._maps = [_reserve(self._capacity * nbytes) for nbytes in item_bytes]
+                break
+            except OSError:  # a limit of addresses, or a strict limit of memory
+                if self._capacity == _FEWEST:
+                    raise
+                self._capacity //= 8
+        self._views: list[memoryview[int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all items."""
+        return self.num_items * sum(self._item_bytes)
+
+    def append(self) -> bool:
+        """Add an item of zeros to each column. Return whether this has ended the views."""
+        self.num_items += 1
+        if self.num_items <= self._capacity:
+            return False
+        self._capacity *= 2
+        for view in self._views:
+            view.release()
+        for memory, nbytes in zip(self._maps, self._item_bytes, strict=True):
+            memory.resize(self._capacity * nbytes)
+        return True
+
+    def views(self) -> "list[memoryview[int]]":
+        """Return each column. Only the first `num_items` of its items are in use."""
+        self._views = [
+            memoryview(memory).cast(code)  # type: ignore[call-overload]
+            for memory, code in zip(self._maps, self._formats, strict=True)
+        ]
+        return self._views
+
+
+def _reserve(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a small index takes 2 MiB for each column
+    return memory
