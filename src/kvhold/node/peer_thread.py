@@ -65,7 +65,8 @@ class PeerThread:
             self._source.read_disks = tier_worker.read_for_peer
         if tier is not None:
             self._tier = tier
-            tier.serve_as(Own(incarnation=self.feed.incarnation))
+            # the port too: the tier may introduce itself before `start`
+            tier.serve_as(Own(incarnation=self.feed.incarnation, port=self._server.port))
             self.feed.follow_clears(tier.clear_numbers)
             return None
         numbers = ClearNumbers()
