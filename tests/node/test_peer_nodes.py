@@ -23,6 +23,7 @@ from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
 from kvhold_lab.servers.etcd import EtcdServer
+from kvhold_lab.servers.nats import NatsServer
 from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually, run_kvhold
 from tests.tiers.conftest import start_or_skip
 
@@ -81,6 +82,12 @@ def fleet(nothing_is_left: None, tmp_path: Path) -> Iterator[Fleet]:
 @pytest.fixture
 def etcd() -> Iterator[EtcdServer]:
     yield from start_or_skip(EtcdServer)
+
+
+@pytest.fixture
+def nats() -> Iterator[NatsServer]:
+    pytest.importorskip("nats", reason="needs kvhold[nats]")
+    yield from start_or_skip(NatsServer)
 
 
 def joined(node: RunningNode, namespace: Namespace = SPACE) -> NodeClient:
@@ -391,6 +398,36 @@ def places_of(client: NodeClient, prompt: Any) -> list[int]:
         assert lease is not None
         with lease:
             return [int(offset) for offset in lease.chunks().offsets if offset != ABSENT]
+
+
+class TestBus:
+    def test_three_nodes_tell_their_changes_and_clears_over_it(
+        self, fleet: Fleet, nats: NatsServer
+    ) -> None:
+        ports = [free_port() for _ in "abc"]
+        tier = peers(*ports, bus=f"nats://127.0.0.1:{nats.port}")
+        clients = [
+            joined(fleet.start(name, tier, port=port))
+            for name, port in zip("abc", ports, strict=True)
+        ]
+
+        def by_bus(client: NodeClient) -> int:
+            return sum(peer["by_bus"] for peer in tier_of(client)["followed_peers"]["peers"])
+
+        eventually(lambda: [by_bus(client) for client in clients] == [2, 2, 2])
+        eventually(
+            lambda: not any(peer["follows"] for one in clients for peer in served(one)["peers"])
+        )
+        prompt = a_prompt(SPACE, 100)
+        store(clients[0], prompt)
+        eventually_read(clients[1], prompt)
+        eventually_read(clients[2], prompt)
+        told = run_kvhold("peers", "--socket", str(clients[1].path)).stdout
+        assert f"bus       NATS at 127.0.0.1:{nats.port}: 2 peers followed by it" in told
+        clients[1].clear(SPACE.digest)
+        eventually(lambda: all(client.status()["used_bytes"] == 0 for client in clients))
+        assert [found_tokens(client, prompt) for client in clients] == [0, 0, 0]
+        assert [by_bus(client) for client in clients] == [2, 2, 2]
 
 
 class TestMembership:

@@ -92,6 +92,12 @@ def _describe_followed(tier: CacheTierStatus) -> Iterator[str]:
         own = f"; registered as {followed['registered']}" if followed["registered"] else ""
         yield f"list      {followed['directory']}, {read}{own}"
     yield from _list_fault(followed)
+    if followed["bus"]:
+        num_by_bus = sum(peer["by_bus"] for peer in followed["peers"])
+        ignored = f", {followed['bus_ignored']} records ignored" if followed["bus_ignored"] else ""
+        yield f"bus       {followed['bus']}: {num_by_bus} peers followed by it{ignored}"
+        if followed["bus_fault"]:
+            yield f"fault     {followed['bus_fault']}"
     yield from (_fault(peer) for peer in followed["peers"] if peer["last_fault"])
 
 

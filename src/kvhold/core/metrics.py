@@ -447,6 +447,13 @@ TABLE = {
             "Chunks of a peer in the index.",
         ),
         Metric(
+            "kvhold_peer_bus_ignored",
+            "counter",
+            "records",
+            ("reason",),
+            "Records on the peers' bus that were ignored: forged, unknown, size, protocol.",
+        ),
+        Metric(
             "kvhold_peer_served_chunks",
             "counter",
             "chunks",

@@ -58,6 +58,7 @@ class FollowedPeerStatus(TypedDict):
     name:               name of its host; empty: not known
     state:              following, paused, away, refused, connecting, itself or elsewhere
     cause:              why it is paused, away or refused, in one word; else empty
+    by_bus:             its changes come over the bus now, not over a connection
     state_s:            seconds in this state
     incarnation:        random number of its start; 0: not known
     version:            its version of kvhold; empty: not known
@@ -80,6 +81,7 @@ class FollowedPeerStatus(TypedDict):
     name: str
     state: str
     cause: str
+    by_bus: bool
     state_s: float
     incarnation: int
     version: str
@@ -105,6 +107,9 @@ class FollowedPeersStatus(TypedDict):
     list_age_s: seconds since the list was read; null: it was not, or it is in the URL
     list_fault: what was wrong when it was read last; empty: nothing
     registered: the address under which this node is registered in the directory; empty: it is not
+    bus:        the bus by which changes come; empty: a connection to each peer
+    bus_fault:  why the bus cannot be read now; empty: it can
+    bus_ignored: records on the bus that were ignored: forged, damaged, or of unknown nodes
     chunks:     chunks in the index of all peers
     peers:      one object per peer, in the order of their numbers
     """
@@ -113,6 +118,9 @@ class FollowedPeersStatus(TypedDict):
     list_age_s: float | None
     list_fault: str
     registered: str
+    bus: str
+    bus_fault: str
+    bus_ignored: int
     chunks: int
     peers: list[FollowedPeerStatus]
 

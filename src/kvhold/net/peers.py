@@ -29,15 +29,31 @@ class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base record."""
 
 
+class PeerBus(PeerMessage, frozen=True):
+    """How to know this node's records on a bus (`tiers/peers/bus.py`).
+
+    key:      seals them
+    clock_ms: the node's clock now
+    """
+
+    key: bytes
+    clock_ms: int
+
+    def __repr__(self) -> str:
+        return "PeerBus(***)"
+
+
 class PeerWelcome(PeerMessage, frozen=True):
     """incarnation: random; another one after each start of the node
     name:        of the host
+    bus:         None: the node publishes its changes on no bus
     """
 
     version: int
     kvhold: str
     incarnation: int
     name: str = ""
+    bus: PeerBus | None = None
 
 
 class Introduce(PeerMessage, frozen=True):

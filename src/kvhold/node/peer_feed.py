@@ -42,6 +42,8 @@ class PeerFeed:
     def __init__(self, frame_size: SizeOf) -> None:
         self.incarnation = randbits(60) | 1
         self.number = randbits(40)
+        self.bus_key = b""
+        """Seals the records on a bus; empty: they are published on none."""
         self._numbers = ClearNumbers()
         self._frame_size = frame_size
         self._memory, self._disks = PeerIndex(), PeerIndex()

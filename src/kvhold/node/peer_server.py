@@ -27,6 +27,7 @@ from kvhold.node.login_server import LoginServer, ServedProtocol
 from kvhold.node.peer_feed import PeerFeed
 from kvhold.node.served_peers import ServedPeer, ServedPeers
 from kvhold.tiers.base import Parts, size_of
+from kvhold.tiers.peers.bus import clock_ms
 
 _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
 _GROUP_BYTES = 8 << 20  # pinned at once for one get
@@ -88,8 +89,13 @@ class PeerServer(LoginServer):
         return self._num_served
 
     def _welcome(self) -> p.PeerWelcome:
+        key = self._feed.bus_key
         return p.PeerWelcome(
-            p.PEERS_VERSION, __version__, self._feed.incarnation, socket.gethostname()
+            p.PEERS_VERSION,
+            __version__,
+            self._feed.incarnation,
+            socket.gethostname(),
+            p.PeerBus(key, clock_ms()) if key else None,
         )
 
     def _note_refused(self, host: str, reason: str) -> None:

@@ -19,6 +19,7 @@ from kvhold.core.config import ServePeersConfig
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import ServedPeersStatus
 from kvhold.node.peer_feed import PeerFeed
+from kvhold.node.peer_publisher import PeerPublisher
 from kvhold.node.peer_server import PeerServer
 from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
@@ -42,6 +43,7 @@ class PeerThread:
             else ""
         )
         self._tier: PeersTier | None = None
+        self._publisher: PeerPublisher | None = None
         self._metrics = Metrics()
         self._server = PeerServer(config, source, self.feed, self._metrics)
         self._loop = asyncio.new_event_loop()
@@ -68,6 +70,8 @@ class PeerThread:
             # the port too: the tier may introduce itself before `start`
             tier.serve_as(Own(incarnation=self.feed.incarnation, port=self._server.port))
             self.feed.follow_clears(tier.clear_numbers)
+            if (bus := tier.make_bus()) is not None:
+                self._publisher = PeerPublisher(self.feed, bus)
             return None
         numbers = ClearNumbers()
         self.feed.follow_clears(numbers)
@@ -80,12 +84,14 @@ class PeerThread:
             address = self._advertise or self.address
             self._tier.serve_as(Own(address, self.feed.incarnation, self._server.port))
         self._loop.call_soon_threadsafe(self._server.start)
+        if self._publisher is not None:
+            self._loop.call_soon_threadsafe(self._publisher.start)
 
     def close(self) -> None:
         """End all conversations. The node's loop must run meanwhile. Idempotent."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -101,6 +107,11 @@ class PeerThread:
             "refused": self._server.peers.status_of_refused(),
             "counters": self._metrics.as_dict(),
         }
+
+    async def _stop(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.stop()
+        await self._server.stop()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -20,6 +20,7 @@ PACKAGES = {  # program or library -> Debian package
     "memcached": "memcached",
     "openssl": "openssl",
     "etcd": "etcd-server",
+    "nats-server": "nats-server",
     VERBS: "libibverbs1",
     "ceph-mon": "ceph-mon",
     "ceph-osd": "ceph-osd",

@@ -54,7 +54,8 @@ class Peer:
     away_for:    why it is not followed; None: it is, or was not tried yet
     state_at_s:  when one of these four last changed
     is_listed:   not removed from the list of a directory
-    is_open:     a connection follows this incarnation
+    is_open:     a connection or the bus follows this incarnation
+    is_by_bus:   followed over the bus
     tried:       set when it is followed, or cannot be
     """
 
@@ -80,6 +81,7 @@ class Peer:
         self.tried = asyncio.Event()
         self.away_for: PeerFault | None = None
         self.state_at_s = time.monotonic()
+        self.is_by_bus = False
         self._paused_at_s = 0.0
         self.record = PeerRecord(str(address), metrics)
         self.lost_s: float | None = None
@@ -136,6 +138,7 @@ class Peer:
             "name": self.name,
             "state": state,
             "cause": "" if fault is None else fault.cause,
+            "by_bus": self.is_by_bus,
             "state_s": round(max(0.0, now_s - since_s), 3),
             "incarnation": self.incarnation,
             "version": self.kvhold,

@@ -140,6 +140,9 @@ class Roster:
             else None,
             "list_fault": self._list_fault,
             "registered": "" if directory is None else directory.registered_as(),
+            "bus": "",
+            "bus_fault": "",
+            "bus_ignored": 0,
             "chunks": len(self._index),
             "peers": [peer.status(self._index.count(peer.number)) for peer in self.peers],
         }

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from socket import gethostname
 from typing import ClassVar, NamedTuple, Self
 
@@ -34,6 +35,7 @@ from kvhold.net.tls import client_context
 from kvhold.tiers.base import Origin, Parts, TierTraits, check_lengths
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import Getting, gettings
+from kvhold.tiers.peers.bus import Bus, BusConfig, Inboxes, end_task
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import Directory, DirectoryConfig, Own
 from kvhold.tiers.peers.faults import TIER
@@ -48,7 +50,7 @@ _OTHERS_S = 1.0
 
 
 @dataclass(frozen=True)
-class PeersConfig:
+class PeersConfig(BusConfig):
     token: str = setting(
         "", "the peers' token; better in the URL's password, or in a file", secret=True
     )
@@ -127,11 +129,15 @@ class PeersTier:
             else None
         )
         self._config = config
+        self._is_closed = False
         self.clear_numbers = ClearNumbers()
         self._learned: Callable[[bytes], None] = lambda prefix: None
         self._index = PeerIndex()
         self.metrics = Metrics()
         """By peer. The tiers' loop writes them."""
+        self._bus = self.make_bus()
+        self._inboxes = None if self._bus is None else Inboxes(self.metrics)
+        self._reading: asyncio.Task[None] | None = None
         self._roster = Roster(
             self._index,
             make_peer=lambda number, address: Peer(
@@ -197,7 +203,25 @@ class PeersTier:
 
     def peers_status(self) -> FollowedPeersStatus:
         """Any thread."""
-        return self._roster.status()
+        status = self._roster.status()
+        if self._bus is not None and self._inboxes is not None:
+            status |= {
+                "bus": self._bus.source,
+                "bus_fault": self._bus.fault,
+                "bus_ignored": self._inboxes.num_ignored,
+            }
+        return status
+
+    def make_bus(self) -> Bus | None:
+        """Return the bus of the settings, for one event loop. Raises ConfigError."""
+        if not self._config.bus:
+            return None
+        try:
+            module = import_module("kvhold.tiers.peers.nats_bus")
+        except ImportError as error:
+            raise ConfigError(f"peers: bus: {error}: pip install 'kvhold[nats]'") from error
+        bus: Bus = module.NatsBus(self._config)
+        return bus
 
     def check_serving(self, config: ServePeersConfig) -> None:
         """Raises ConfigError if the node that this tier belongs to could not be registered."""
@@ -208,6 +232,8 @@ class PeersTier:
         It does not follow itself.
         """
         self._roster.serve_as(own)
+        if self._inboxes is not None:
+            self._inboxes.own_incarnation = own.incarnation
 
     # Clears, see `guard.KeepsClears`.
 
@@ -321,13 +347,20 @@ class PeersTier:
         raise TierCannotList(TIER, "scan", "the index has digests of keys, not keys")
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._roster.close()
+        if self._reading is not None:
+            await end_task(self._reading)
 
     def _introduction(self) -> Introduce:
         return Introduce(gethostname(), self._roster.own.port)
 
     def _start(self) -> None:
         self._roster.start()
+        if self._bus is None or self._inboxes is None:
+            return
+        if self._reading is None and not self._is_closed:
+            self._reading = asyncio.ensure_future(self._bus.read(self._inboxes))
 
     def _follower(self, peer: Peer) -> Follower:
         return Follower(
@@ -339,6 +372,7 @@ class PeersTier:
             own_incarnation=lambda: self._roster.own.incarnation,
             is_followed_elsewhere=partial(self._roster.is_followed_elsewhere, peer),
             learned=self._learned,
+            inboxes=self._inboxes,
         )
 
     def _allowed(self, space: bytes) -> int:
