@@ -16,8 +16,9 @@ import nats
 from nats.js.api import StorageType
 
 from kvhold.core.errors import ConfigError
+from kvhold.core.metrics import Metrics
 from kvhold.net import peers as p
-from kvhold.net.wire import LENGTH_BYTES, encode
+from kvhold.net.wire import encode
 from kvhold.node.peer_publisher import PeerPublisher
 from kvhold.testing.tier import fetch, make_key
 from kvhold.tiers.peers import PeersTier, bus, nats_bus
@@ -116,7 +117,7 @@ def a_record(after: int, *, key: bytes = b"", clear: int = 0) -> bytes:
     chunks = pack([(digest_of(key), 9)]) if key else None
     runs = [p.Run(chunks.digests, chunks.sizes)] if chunks else []
     clears = [p.ClearNumber(SPACE, clear)] if clear else []
-    return bytes(encode(p.Happened(after, runs, clears)))[LENGTH_BYTES:]
+    return bytes(encode(p.Happened(after, runs, clears)))
 
 
 @pytest.mark.asyncio
@@ -289,7 +290,9 @@ class TestForgeries:
             await publish(server, stream, feed.incarnation, wrong_node)
             await publish(server, stream, 9, wrong_node)
             await publish(server, stream, feed.incarnation, b"x")
-            broken = seal(b"\xc1", key=feed.bus_key, incarnation=feed.incarnation, at_ms=now_ms)
+            broken = seal(
+                b"\1\0\0\0\xc1", key=feed.bus_key, incarnation=feed.incarnation, at_ms=now_ms
+            )
             await publish(server, stream, feed.incarnation, broken)
             await eventually(lambda: ignored(tier, "forged") == 2)
             await eventually(lambda: ignored(tier, "unknown") == before + 1)
@@ -394,6 +397,29 @@ async def test_a_publisher_ends_though_a_cancellation_is_lost(
     assert loses.has_lost
 
 
+@pytest.mark.asyncio
+async def test_many_small_changes_are_few_messages(server: NatsServer, stream: str) -> None:
+    async with served() as place:
+        nats_of_place = NatsBus(BusConfig(bus=f"nats://127.0.0.1:{server.port}", bus_stream=stream))
+        publisher = PeerPublisher(place.feed, nats_of_place)
+        before = place.feed.number
+        for number in range(100):
+            place.put(make_key(number), b"x")
+            # so that each change is a record
+            await eventually(lambda: not place.feed.num_waiting)
+        assert len(place.feed._kept) == 100
+        inboxes = Inboxes(Metrics())
+        inbox = inboxes.open(place.feed.incarnation, p.PeerBus(place.feed.bus_key, bus.clock_ms()))
+        reader = NatsBus(BusConfig(bus=f"nats://127.0.0.1:{server.port}", bus_stream=stream))
+        async with reader.connected() as session:
+            subscription = await session.subscribe(inboxes, after=0)
+            publisher.start()
+            await eventually(lambda: len(inbox._records) == 100)
+            await publisher.stop()
+        assert inbox.continues(before)
+        assert subscription.number <= 2
+
+
 class TestInbox:
     KEY = b"k" * 32
 
@@ -412,6 +438,18 @@ class TestInbox:
         assert not inbox.continues(10)
         self.put(inbox, a_record(10), at_ms=6_000)
         assert inbox.continues(10)
+
+    def test_a_message_may_have_several_records(self) -> None:
+        inbox = Inbox(7, self.KEY, 0, clock=lambda: 0)
+        first, second = a_record(10, key=make_key(1)), a_record(11, key=make_key(2))
+        assert self.put(inbox, (first + second)[:-1], at_ms=0) == "protocol"
+        assert not inbox.continues(10)  # nothing of it was taken
+        assert self.put(inbox, first + second, at_ms=0) == ""
+        assert [record.after for record, _ in inbox._records] == [10, 11]
+
+    def test_a_peer_with_an_impossible_key_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="a key of 65 bytes"):
+            Inboxes(Metrics()).open(7, p.PeerBus(b"k" * 65, 0))
 
     def test_missing_changes_show(self) -> None:
         inbox = Inbox(7, self.KEY, 0, clock=lambda: 0)

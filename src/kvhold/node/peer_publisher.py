@@ -12,9 +12,8 @@ import random
 from secrets import token_bytes
 
 from kvhold.core.errors import TierUnavailable
-from kvhold.net.wire import LENGTH_BYTES
 from kvhold.node.peer_feed import PeerFeed
-from kvhold.tiers.peers.bus import KEY_BYTES, Bus, Session, clock_ms, end_task, seal
+from kvhold.tiers.peers.bus import BATCH_BYTES, KEY_BYTES, Bus, Session, clock_ms, end_task, seal
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
@@ -49,20 +48,26 @@ class PeerPublisher:
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _publish(self, session: Session) -> None:
-        """Publish without end. A record whose answer is lost is published again."""
+        """Publish without end. Records whose answer is lost are published again."""
         feed = self._feed
         while True:
-            found = feed.changes_after(self._number)
-            if found is None:
-                self._number = feed.number
-                continue
-            record, number = found
-            data = seal(
-                record[LENGTH_BYTES:],
-                key=feed.bus_key,
-                incarnation=feed.incarnation,
-                at_ms=clock_ms(),
-            )
+            records, number = self._next_records()
+            data = seal(records, key=feed.bus_key, incarnation=feed.incarnation, at_ms=clock_ms())
             await session.publish(feed.incarnation, data)
             self._number = number
             await feed.wait(number)
+
+    def _next_records(self) -> tuple[bytes, int]:
+        """Return the next records, joined, and the number of their last change.
+
+        Many small ones are one message, because each message waits for the answer to the last.
+        """
+        records, number = bytearray(), self._number
+        while not records or (len(records) < BATCH_BYTES and number != self._feed.number):
+            found = self._feed.changes_after(number)
+            if found is None:  # forgotten: a gap, which followers notice
+                number = self._feed.number
+                continue
+            record, number = found
+            records += record
+        return bytes(records), number

@@ -10,7 +10,8 @@ What is on the bus is not trusted. A node tells its followers a key when they lo
 are ignored and counted. The clock in the seal shows records that were held back or sent again.
 They are taken, but do not show that the bus is current.
 
-    seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the record (msgpack)
+    seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
+          as they are sent over a connection
 
 One event loop. The bus itself is `nats_bus.py`.
 """
@@ -18,7 +19,7 @@ One event loop. The bus itself is `nats_bus.py`.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,10 +30,11 @@ from kvhold.core.config import setting
 from kvhold.core.errors import ProtocolError
 from kvhold.core.metrics import Metrics
 from kvhold.net import peers as p
-from kvhold.net.wire import Decoder
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
 
 KEY_BYTES = 32
-MOST_SEALED_BYTES = 256 << 10  # the largest that a node sends has some 40 KiB
+MOST_SEALED_BYTES = 256 << 10
+BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
 SILENT_S = 5.0  # a node publishes something every second
 _CANCEL_AGAIN_S = 2.0
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
@@ -111,10 +113,10 @@ async def end_task(task: "asyncio.Task[None]") -> None:
         await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)
 
 
-def seal(record: bytes, *, key: bytes, incarnation: int, at_ms: int) -> bytes:
-    """record: msgpack, without its length"""
+def seal(records: bytes, *, key: bytes, incarnation: int, at_ms: int) -> bytes:
+    """records: joined, each with its length"""
     clock = at_ms.to_bytes(_CLOCK_BYTES, "little")
-    return _mac(key, incarnation, clock + record) + clock + record
+    return _mac(key, incarnation, clock + records) + clock + records
 
 
 def _mac(key: bytes, incarnation: int, data: bytes) -> bytes:
@@ -161,14 +163,15 @@ class Inbox:
         if not compare_digest(_mac(self.key, self.incarnation, body), data[:_MAC_BYTES]):
             return "forged"
         try:
-            record = _record.decode(body[_CLOCK_BYTES:])
+            records = list(_records_of(memoryview(body)[_CLOCK_BYTES:]))
         except ProtocolError:
             return "protocol"
         now_ms = self._clock()
         sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little") + self._ahead_ms
         if now_ms - sealed_ms <= 1000 * SILENT_S:
             self._fresh_at_ms = now_ms
-        self._add(record, len(data))
+        for record, nbytes in records:
+            self._add(record, nbytes)
         self._arrived.set()
         return ""
 
@@ -225,7 +228,9 @@ class Inboxes:
         self.num_ignored = 0
 
     def open(self, incarnation: int, told: p.PeerBus) -> Inbox:
-        """Return the inbox of an incarnation, as its welcome tells of it."""
+        """Return the inbox of an incarnation, as its welcome tells of it. Raises ValueError."""
+        if len(told.key) != KEY_BYTES or not 0 < incarnation < 1 << 64:
+            raise ValueError(f"a bus with a key of {len(told.key)} bytes")
         inbox = self._inboxes.get(incarnation)
         if inbox is None or inbox.key != told.key:
             inbox = self._inboxes[incarnation] = Inbox(incarnation, told.key, told.clock_ms)
@@ -250,6 +255,16 @@ class Inboxes:
         if reason:
             self.num_ignored += 1
             self._metrics.add("kvhold_peer_bus_ignored", reason=reason)
+
+
+def _records_of(data: memoryview) -> Iterator[tuple[p.Happened, int]]:
+    """Yield the records and their sizes. Raises ProtocolError."""
+    while data:
+        end = LENGTH_BYTES + body_length(data[:LENGTH_BYTES])
+        if end > len(data):
+            raise ProtocolError("a record on the bus is cut off")
+        yield _record.decode(data[LENGTH_BYTES:end]), end
+        data = data[end:]
 
 
 def _num_changes(record: p.Happened) -> int:
