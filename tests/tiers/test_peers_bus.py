@@ -24,7 +24,7 @@ from kvhold.testing.tier import fetch, make_key
 from kvhold.tiers.peers import PeersTier, bus, nats_bus
 from kvhold.tiers.peers.bus import BusConfig, Inbox, Inboxes, seal
 from kvhold.tiers.peers.index import digest_of, pack
-from kvhold.tiers.peers.nats_bus import NatsBus
+from kvhold.tiers.peers.nats_bus import NatsBus, NatsSession
 from kvhold.tiers.registry import make_tier
 from kvhold_lab.servers.base import free_port
 from kvhold_lab.servers.nats import NatsServer
@@ -102,6 +102,21 @@ async def publish(server: NatsServer, stream: str, incarnation: int, data: bytes
     other = NatsBus(BusConfig(bus=f"nats://127.0.0.1:{server.port}", bus_stream=stream))
     async with other.connected() as session:
         await session.publish(incarnation, data)
+
+
+async def hang(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def replay(server: NatsServer, stream: str, incarnation: int, data: bytes) -> None:
+    client = await nats.connect(f"nats://127.0.0.1:{server.port}")
+    try:
+        while True:
+            await client.publish(f"{stream}.{incarnation:016x}", data)
+            await client.flush()
+            await asyncio.sleep(0.1)
+    finally:
+        await client.close()
 
 
 async def make_durable(server: NatsServer, stream: str) -> None:
@@ -220,6 +235,56 @@ class TestTrouble:
             await eventually_found(tier, make_key(3), 3)
             assert await tier.probe([make_key(n) for n in (1, 2, 3)]) == [1, 2, 3]
             await by_bus(tier)
+
+    async def test_a_clear_that_is_lost_on_the_bus_is_learnt_of_the_peer(
+        self, server: NatsServer, stream: str
+    ) -> None:
+        async with (
+            published(server, stream) as place,
+            following(place.port, **over(server, stream)) as tier,
+        ):
+            await by_bus(tier)
+            feed, before = place.feed, place.feed.number
+            publishers_view = feed.changes_after
+
+            def forgetful(number: int) -> tuple[bytes, int] | None:
+                is_lost = number == before and feed.number != before
+                return None if is_lost else publishers_view(number)
+
+            feed.changes_after = forgetful  # type: ignore[method-assign]
+            number = place.numbers.advance(SPACE)
+            place.numbers.announce(SPACE)
+            await eventually(lambda: tier.numbers == {SPACE: number})
+            assert tier.peers[0].clears == {SPACE: number}
+
+    async def test_old_records_sent_again_do_not_hide_a_clear(
+        self, server: NatsServer, stream: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bus, "SILENT_S", 2.0)
+        async with (
+            published(server, stream) as place,
+            following(place.port, **over(server, stream)) as tier,
+        ):
+            beats: list[bytes] = []
+            take = Inbox.put
+
+            def overhear(inbox: Inbox, data: bytes) -> str:
+                beats.append(data)
+                return take(inbox, data)
+
+            monkeypatch.setattr(Inbox, "put", overhear)
+            await by_bus(tier)
+            monkeypatch.setattr(NatsSession, "publish", hang)  # the bus takes nothing more
+            await eventually(lambda: beats)
+            number = place.numbers.advance(SPACE)
+            place.numbers.announce(SPACE)
+            again = asyncio.create_task(replay(server, stream, place.feed.incarnation, beats[-1]))
+            try:
+                await eventually(lambda: tier.numbers == {SPACE: number})
+                assert not tier.peers[0].is_by_bus
+                assert ignored(tier, "forged") == 0
+            finally:
+                await bus.end_task(again)
 
     async def test_peers_are_followed_without_the_bus_while_it_is_away(
         self, own_server: NatsServer, stream: str, monkeypatch: pytest.MonkeyPatch
