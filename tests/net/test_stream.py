@@ -3,12 +3,13 @@
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
 
 import pytest
 
 from kvhold.core.errors import ProtocolError
-from kvhold.net.stream import Stream
+from kvhold.net.stream import Stream, accept_stream
 
 SIZE = 3 << 20
 SIZE_OF_A_SOCKET = 50_000
@@ -187,3 +188,32 @@ async def test_who_has_said_what_it_may_goes_on_when_it_may_say_more(
     assert await pair[1].read(100) == b"x" * 100
     pair[1].allowed_bytes = None
     assert await pair[1].read(SIZE_OF_A_SOCKET) == b"y" * SIZE_OF_A_SOCKET
+
+
+def a_tcp_connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        return client, listener.accept()[0]
+
+
+async def test_a_descriptor_whose_tls_handshake_failed_may_be_used_again() -> None:
+    client, served = a_tcp_connection()
+    number = served.fileno()
+    accepting = asyncio.create_task(accept_stream(served, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)))
+    await turns(5)
+    client.close()
+    with pytest.raises(OSError):  # noqa: PT011 - of several kinds
+        await accepting
+
+    client, served = a_tcp_connection()
+    fresh = os.dup(served.fileno())
+    served.close()
+    os.dup2(fresh, number)
+    os.close(fresh)
+    stream = await accept_stream(socket.socket(fileno=number), None)
+    reading = asyncio.create_task(stream.read(5))
+    await turns(5)
+    client.sendall(b"hello")
+    assert await asyncio.wait_for(reading, 10) == b"hello"
+    stream.close()
+    client.close()
