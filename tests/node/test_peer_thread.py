@@ -2,7 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from kvhold.cache.state import CacheState, new_state
+from kvhold.cache.transfer.commands import ClearCommand
 from kvhold.core.config import Config, ServePeersConfig
 from kvhold.node.peer_thread import PeerThread
 from kvhold.testing.tier import make_key
@@ -21,6 +24,21 @@ def test_chunks_that_are_noted_before_peers_are_served_do_not_queue() -> None:
     finally:
         thread.close()
     thread.close()
+
+
+@pytest.mark.parametrize("tiers", [(), ("memory://",)], ids=["memory alone", "a tier"])
+def test_a_clear_tells_the_time_at_which_memory_was_cleared(tiers: tuple[str, ...]) -> None:
+    told: list[tuple[bytes, float | None]] = []
+    state = new_state(Config(tiers=tiers), arena_of(1 << 20))
+    state.when_cleared = lambda prefix, asked_s: told.append((prefix, asked_s))
+    before_s = state.ram.now()
+    state.clear(None)
+    after_s = state.ram.now()
+    for command in state.take_commands():
+        assert isinstance(command, ClearCommand)
+        state.cleared(command.prefix, command.asked_s)
+    [(prefix, asked_s)] = told
+    assert prefix == b"" and asked_s is not None and before_s <= asked_s <= after_s
 
 
 async def test_a_thread_that_never_served_ends() -> None:
