@@ -32,8 +32,13 @@ class PeerThread:
         config: ServePeersConfig,
         state: CacheState,
         post: Callable[[Callable[[], None]], None],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """post: runs a call in the node's loop. Raises ConfigError."""
+        """post: runs a call in the node's loop
+        loop: the loop to run in, without a thread; the caller awaits `end`, not `close`
+
+        Raises ConfigError.
+        """
         self._source = source = PeerSource(state, post)
         self.feed = PeerFeed(source.frame_size)
         self._advertise = (
@@ -44,10 +49,11 @@ class PeerThread:
         self._tier: PeersTier | None = None
         self._metrics = Metrics()
         self._server = PeerServer(config, source, self.feed, self._metrics)
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._loop.call_soon(self.feed.start)
         self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
-        self._thread.start()
+        if loop is None:
+            self._thread.start()
         state.watch_chunks(self._note)
 
     @property
@@ -85,9 +91,13 @@ class PeerThread:
         """End all conversations. The node's loop must run meanwhile. Idempotent."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    async def end(self) -> None:
+        """Like `close`, but leave the loop running."""
+        await self._server.stop()
 
     def status(self) -> ServedPeersStatus:
         return {
