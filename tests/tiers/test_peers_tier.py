@@ -643,6 +643,24 @@ class TestClears:
         assert not numbers.learn(SPACE, 5000)
         assert numbers.advance(SPACE) == 5001
 
+    async def test_a_clear_is_as_old_as_its_request_and_not_as_the_end_of_its_transfers(
+        self,
+    ) -> None:
+        now_s = 9.0
+        async with served() as place, following(place.port) as tier:
+            guard = Guard(tier, GuardConfig(), name="peers", metrics=Metrics())
+            tier.clear_numbers = ClearNumbers(clock=lambda: now_s)
+            pending = [await guard.begin_clear(SPACE, asked_s) for asked_s in (1.0, 3.0)]
+            await guard.end_clear(pending[0])
+            assert tier.numbers == {SPACE: 1000}
+            # a chunk that was stored here at 2.0 is older than this clear
+            assert tier.clear_numbers.learn(SPACE, 2500)
+            await guard.end_clear(pending[1])
+            assert tier.numbers == {SPACE: 3000}
+            await guard.end_clear(await guard.begin_clear(SPACE))
+            assert tier.numbers == {SPACE: 9000}
+            await guard.close()
+
     async def test_the_clears_of_a_peer_have_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(clear_numbers, "MOST_NUMBERS", 10)
         async with served() as place, following(place.port) as tier:

@@ -115,8 +115,8 @@ class CacheState:
         self._numbers = count(randbits(48) << 8 | 1)
         self._commands: list[Command] = []
         self._clears = 0
-        self.when_cleared: Callable[[bytes], None] | None = None
-        """Called when a clear has ended in memory and in the tiers."""
+        self.when_cleared: Callable[[bytes, float | None], None] | None = None
+        """Called when a clear has ended in memory and in the tiers, with `ClearCommand.asked_s`."""
         self._chores = Chores()
         self._evictions = EvictionHistory(clock=clock)
         self._changes = Changes(metrics, self._evictions, event_buffer)
@@ -428,10 +428,11 @@ class CacheState:
             self._evictions.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why, origin=origin)
 
-    def cleared(self, prefix: bytes) -> None:
+    def cleared(self, prefix: bytes, asked_s: float | None = None) -> None:
+        """asked_s: of the command"""
         self._clears -= 1
         self._searches.cleared(prefix)
-        self._has_cleared(prefix)
+        self._has_cleared(prefix, asked_s)
 
     def _clear(self, prefix: bytes, *, learned: bool) -> int:
         removed = self.ram.clear(prefix)
@@ -440,14 +441,14 @@ class CacheState:
         if self._has_tiers:
             self._searches.clear(prefix)
             self._clears += 1
-            self._give_command(ClearCommand(prefix, learned))
+            self._give_command(ClearCommand(prefix, learned, self.ram.now()))
         else:
-            self._has_cleared(prefix)
+            self._has_cleared(prefix, self.ram.now())
         return removed
 
-    def _has_cleared(self, prefix: bytes) -> None:
+    def _has_cleared(self, prefix: bytes, asked_s: float | None) -> None:
         if self.when_cleared is not None:
-            self.when_cleared(prefix)
+            self.when_cleared(prefix, asked_s)
 
     def _note_change(self, what: str, entry: Entry) -> None:
         self._changes.note(what, entry)

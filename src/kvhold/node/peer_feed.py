@@ -111,8 +111,10 @@ class PeerFeed:
         """Wait for changes after `number`, for at most `BEAT_S`."""
         if number == self.number:
             self._changed.clear()
+            # `wait_for` of Python 3.11 swallows a cancellation that comes with the change
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), p.BEAT_S)
+                async with asyncio.timeout(p.BEAT_S):
+                    await self._changed.wait()
 
     def changes_after(self, number: int) -> tuple[bytes, int] | None:
         """Return a record of changes, and the number of its last one; None: they are forgotten."""

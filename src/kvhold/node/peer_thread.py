@@ -33,8 +33,13 @@ class PeerThread:
         config: ServePeersConfig,
         state: CacheState,
         post: Callable[[Callable[[], None]], None],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """post: runs a call in the node's loop. Raises ConfigError."""
+        """post: runs a call in the node's loop
+        loop: the loop to run in, without a thread; the caller awaits `end`, not `close`
+
+        Raises ConfigError.
+        """
         self._source = source = PeerSource(state, post)
         self.feed = PeerFeed(source.frame_size)
         self._advertise = (
@@ -46,10 +51,11 @@ class PeerThread:
         self._publisher: PeerPublisher | None = None
         self._metrics = Metrics()
         self._server = PeerServer(config, source, self.feed, self._metrics)
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._loop.call_soon(self.feed.start)
         self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
-        self._thread.start()
+        if loop is None:
+            self._thread.start()
         state.watch_chunks(self._note)
 
     @property
@@ -91,9 +97,15 @@ class PeerThread:
         """End all conversations. The node's loop must run meanwhile. Idempotent."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    async def end(self) -> None:
+        """Like `close`, but leave the loop running."""
+        if self._publisher is not None:
+            await self._publisher.stop()
+        await self._server.stop()
 
     def status(self) -> ServedPeersStatus:
         return {
@@ -107,11 +119,6 @@ class PeerThread:
             "refused": self._server.peers.status_of_refused(),
             "counters": self._metrics.as_dict(),
         }
-
-    async def _stop(self) -> None:
-        if self._publisher is not None:
-            await self._publisher.stop()
-        await self._server.stop()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -229,8 +229,11 @@ class KeepsClears(Protocol):
         numbers: of the last run
         """
 
-    def advance(self, prefix: bytes) -> None:
-        """Begin a clear of this host. No older value is found from here on."""
+    def advance(self, prefix: bytes, asked_s: float | None = None) -> None:
+        """Begin a clear of this host. No older value is found from here on.
+
+        asked_s: Unix time at which memory was cleared: values since then may stay. None: now
+        """
 
     def announce(self, prefix: bytes) -> None:
         """Tell other hosts that this host has nothing left from before the clears it knows."""

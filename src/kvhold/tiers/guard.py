@@ -352,8 +352,8 @@ class Guard:
     async def clear(self, prefix: bytes) -> int:
         return await self.end_clear(await self.begin_clear(prefix))
 
-    async def begin_clear(self, prefix: bytes) -> PendingClear:
-        return await self.clears.begin(prefix)
+    async def begin_clear(self, prefix: bytes, asked_s: float | None = None) -> PendingClear:
+        return await self.clears.begin(prefix, asked_s)
 
     async def end_clear(self, pending_clear: PendingClear) -> int:
         return await self.clears.end(pending_clear)

@@ -67,14 +67,17 @@ class Stack:
         return await self.end_clear(await self.begin_clear(prefix, shared=shared))
 
     async def begin_clear(
-        self, prefix: bytes, *, shared: bool = True
+        self, prefix: bytes, *, shared: bool = True, asked_s: float | None = None
     ) -> list[tuple[Guard, PendingClear]]:
-        """Suppress the chunks of a clear, and journal it. Returns the argument of `end_clear`."""
+        """Suppress the chunks of a clear, and journal it. Returns the argument of `end_clear`.
+
+        asked_s: see `KeepsClears.advance`
+        """
         guards = [guard for guard in self.guards if shared or not guard.traits.shared]
         return list(
             zip(
                 guards,
-                await asyncio.gather(*(guard.begin_clear(prefix) for guard in guards)),
+                await asyncio.gather(*(guard.begin_clear(prefix, asked_s) for guard in guards)),
                 strict=True,
             )
         )

@@ -403,7 +403,9 @@ class TierWorker:
         self, command: ClearCommand, writing: list[tuple[Outbox, set[Write]]]
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
         """Journal a clear. Return the writes in progress, and the tiers' pending clears."""
-        pending_clears = await self._stack.begin_clear(command.prefix, shared=not command.learned)
+        pending_clears = await self._stack.begin_clear(
+            command.prefix, shared=not command.learned, asked_s=command.asked_s
+        )
         for guard, pending_clear in pending_clears:
             if (
                 pending_clear.prefix != command.prefix
@@ -424,7 +426,7 @@ class TierWorker:
             await self._remember()
             self._announce(command.prefix)
         finally:
-            self._post(lambda: self._state.cleared(command.prefix))
+            self._post(lambda: self._state.cleared(command.prefix, command.asked_s))
 
 
 def make_tier_worker(

@@ -177,10 +177,10 @@ class Roster:
                     log.exception("%s", directory.source)
                 self._list_fault = fault
             self._was_read.set()
+            # `wait_for` of Python 3.11 swallows a cancellation that comes with the wake
             with suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._wake.wait(), self._timing.refresh_s * (0.75 + random.random() / 2)
-                )
+                async with asyncio.timeout(self._timing.refresh_s * (0.75 + random.random() / 2)):
+                    await self._wake.wait()
 
     async def _read_once(self, directory: Directory) -> None:
         assert self._loop is not None

@@ -247,8 +247,8 @@ class PeersTier:
         self._learned = learned
         self.clear_numbers.resume(numbers or {})
 
-    def advance(self, prefix: bytes) -> None:
-        self.clear_numbers.advance(prefix)
+    def advance(self, prefix: bytes, asked_s: float | None = None) -> None:
+        self.clear_numbers.advance(prefix, asked_s)
 
     def announce(self, prefix: bytes) -> None:
         self.clear_numbers.announce(prefix)

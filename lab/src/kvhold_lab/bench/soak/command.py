@@ -144,10 +144,17 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
     multiple=True,
     help="With --mutations: only this patch, also a rare one; may be repeated.",
 )
+@click.option(
+    "--hosts",
+    type=click.IntRange(2, 100),
+    default=None,
+    help="Simulate this many hosts, which are each other's peers.",
+)
 @_json
 def simulation(
     seeds: int,
     first: int,
+    hosts: int | None,
     trace: bool,
     mutations: bool,
     names: tuple[str, ...],
@@ -160,11 +167,14 @@ def simulation(
         click.echo(text, err=True)
 
     if trace:
-        raise SystemExit(soak.trace(first))
+        raise SystemExit(soak.trace(first, hosts=hosts or 0))
     if mutations:
-        _report(lambda: soak.run_mutations(seeds, first, names=names, tell=tell), json_file)
+        _report(
+            lambda: soak.run_mutations(seeds, first, names=names, hosts=hosts or 0, tell=tell),
+            json_file,
+        )
     else:
-        _report(lambda: soak.run(seeds, first, tell=tell), json_file)
+        _report(lambda: soak.run(seeds, first, hosts=hosts or 0, tell=tell), json_file)
 
 
 def _report(run: Callable[[], Any], json_file: Path | None) -> None:
