@@ -17,6 +17,8 @@ HEAVY = (
     "yaml",
     "pytest",
     "hypothesis",
+    "aiohttp",
+    "nats",
 )
 
 

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvhold.cache import computing
 from kvhold.cache.state import CacheState, new_state
 from kvhold.cache.transfer.commands import ProbeCommand
 from kvhold.core.api import Found
@@ -177,6 +178,19 @@ def test_an_engine_does_not_wait_for_itself(cache: Cache) -> None:
     prompt = SPACE.prompt(TEXT)
     cache.lookup("a", prompt)
     assert not cache.lookup("a", prompt).arriving
+
+
+def test_the_announced_chunks_of_one_engine_have_a_limit(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(computing, "_MOST_CHUNKS", 25)  # a prompt has 10
+    prompts = [SPACE.prompt([1000 * number + token for token in TEXT]) for number in range(4)]
+    announced = [bool(cache.lookup("a", prompt).announcement) for prompt in prompts]
+    assert announced == [True, True, True, False]
+    assert cache.state.status()["announced_chunks"] == 25
+    assert cache.lookup("b", prompts[3]).announcement, "another engine has a limit of its own"
+    cache.store("a", prompts[0])
+    assert cache.lookup("a", SPACE.prompt([9000 + token for token in TEXT])).announcement
 
 
 def test_a_wait_ends_at_once_when_its_producer_leaves_and_one_waiting_lookup_takes_over(

@@ -109,11 +109,20 @@ def test_a_cache_with_tiers_has_the_declared_fields(tmp_path: Path) -> None:
         assert [type(tier["index_bytes"]) for tier in status["tiers"]] == [int, type(None)]
 
 
+def test_a_tier_of_peers_has_the_declared_fields() -> None:
+    tiers = ["peers-dns://localhost:1", "memory://?max_bytes=16MiB"]
+    with open_cache(ram_bytes="16MiB", huge_pages="never", tiers=tiers) as cache:
+        status = cache.status()
+        assert list(differences(status, CacheStatus)) == []
+        assert ["followed_peers" in tier for tier in status["tiers"]] == [True, False]
+
+
 @pytest.mark.server
 def test_a_node_has_the_declared_fields(tmp_path: Path) -> None:
     settings = tmp_path / "kvhold.toml"
     settings.write_text('[peers]\nlisten = "127.0.0.1:0"\n')
-    more = ("--tier", "memory://?max_bytes=16MiB", "--config", str(settings))
+    tiers = ("--tier", "memory://?max_bytes=16MiB", "--tier", "peers://127.0.0.1:1")
+    more = (*tiers, "--config", str(settings))
     node = RunningNode(tmp_path / "s", *more)
     try:
         client = node.client()

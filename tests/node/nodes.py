@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -73,11 +73,13 @@ def open_descriptors() -> dict[int, str]:
 class RunningNode:
     """A `kvhold serve` of our own, and the clients made here."""
 
-    def __init__(self, path: Path, *arguments: str) -> None:
+    def __init__(self, path: Path, *arguments: str, under: Sequence[str] = ()) -> None:
+        """under: words before the command, such as `ip netns exec NAME`"""
         self.path = path
         self.log = path.with_suffix(".test-log")
         self._clients: list[NodeClient] = []
         command = [
+            *under,
             sys.executable,
             "-m",
             "kvhold",

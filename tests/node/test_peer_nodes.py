@@ -17,11 +17,15 @@ from kvhold.cache import open_cache
 from kvhold.codecs import frame_chunk, make_codec
 from kvhold.core.holdings import ABSENT
 from kvhold.core.keys import Namespace
-from kvhold.core.reasons import TIER_DOWN
+from kvhold.core.planning import ComputeCost
+from kvhold.core.reasons import NEVER_STORED, PEER_GONE, PEER_SLOW
 from kvhold.node import NodeClient
 from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, read, store
 from kvhold.testing.damage import OpenArena
+from kvhold_lab.servers.etcd import EtcdServer
+from kvhold_lab.servers.nats import NatsServer
 from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually, run_kvhold
+from tests.tiers.conftest import start_or_skip
 
 TIMED_OUT = "kvhold_tier_errors{tier=peers,operation=get,reason=unavailable}"
 BAD = "kvhold_tier_bad_frames{tier=peers,reason=checksum}"
@@ -35,11 +39,14 @@ def free_port() -> int:
         return port
 
 
+# so that a busy machine does not give a tier up
+PATIENT = {"get_timeout_s": PATIENT_S, "answer_timeout_s": PATIENT_S, "probe_timeout_s": 5.0}
+PATIENT_PAIRS = "&".join(f"{name}={value}" for name, value in PATIENT.items())
+
+
 def peers(*ports: int, **options: object) -> str:
-    """A tier of these peers, which a busy machine does not give up."""
-    patient = {"get_timeout_s": PATIENT_S, "answer_timeout_s": PATIENT_S, "probe_timeout_s": 5.0}
     hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-    pairs = "&".join(f"{name}={value}" for name, value in (patient | options).items())
+    pairs = "&".join(f"{name}={value}" for name, value in (PATIENT | options).items())
     return f"peers://{hosts}?{pairs}"
 
 
@@ -72,6 +79,17 @@ def fleet(nothing_is_left: None, tmp_path: Path) -> Iterator[Fleet]:
         node.close()
 
 
+@pytest.fixture
+def etcd() -> Iterator[EtcdServer]:
+    yield from start_or_skip(EtcdServer)
+
+
+@pytest.fixture
+def nats() -> Iterator[NatsServer]:
+    pytest.importorskip("nats", reason="needs kvhold[nats]")
+    yield from start_or_skip(NatsServer)
+
+
 def joined(node: RunningNode, namespace: Namespace = SPACE) -> NodeClient:
     client = node.client()
     client.register(namespace)
@@ -92,6 +110,16 @@ def served(client: NodeClient) -> Any:
     return client.status()["served_peers"]
 
 
+def peer_of(client: NodeClient) -> Any:
+    [peer] = tier_of(client)["followed_peers"]["peers"]
+    return peer
+
+
+def reason_of(client: NodeClient, prompt: Any) -> Any:
+    with client.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
+        return hit.reason
+
+
 def found_tokens(client: NodeClient, prompt: Any) -> int:
     with client.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
         return hit.num_tokens
@@ -110,7 +138,8 @@ def test_what_one_node_stores_is_a_hit_of_another(fleet: Fleet, namespace: Names
     prompt = a_prompt(namespace, 100)
     store(writer, prompt)
     eventually_read(reader, prompt)
-    assert served(writer)["counters"]["kvhold_peer_chunks{result=sent}"] >= 7
+    counters = served(writer)["counters"]
+    assert counters["kvhold_peer_served_chunks{peer=127.0.0.1,result=sent}"] >= 7
     eventually(lambda: writer.status()["pinned_chunks"] == 0)
     assert served(writer)["in_flight_bytes"] == 0
     assert found_tokens(joined(first, namespace), prompt) == 100
@@ -149,6 +178,46 @@ def test_an_evicted_chunk_is_not_found_at_its_peer(fleet: Fleet) -> None:
     eventually_read(reader, prompts[-1])
     assert found_tokens(reader, prompts[0]) == 0
     eventually(lambda: served(writer)["chunks"] == writer.status()["chunks"])
+
+
+def test_peers_are_listed_on_both_sides(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0)
+    second = fleet.start("b", peers(port_of(first)))
+    writer, reader = joined(first), joined(second)
+    prompt = a_prompt(SPACE, 100)
+    store(writer, prompt)
+    eventually_read(reader, prompt)
+    host = f"127.0.0.1:{port_of(first)}"
+    told = run_kvhold("peers", "--socket", str(second.path)).stdout
+    assert re.search(rf"{host} +\S+ +following +\d+ s +7 .* ms", told), told
+    assert "7 chunks in an index of" in told and "serves no peers" in told
+    both = json.loads(run_kvhold("peers", "--json", "--socket", str(second.path)).stdout)
+    assert both["served_peers"] is None
+    [peer] = both["followed_peers"]["peers"]
+    assert (peer["address"], peer["state"], peer["loaded_chunks"]) == (host, "following", 7)
+    assert peer["last_load_s"] > 0
+    told = run_kvhold("peers", "--socket", str(first.path)).stdout
+    assert "follows no peers" in told
+    assert re.search(r"^127\.0\.0\.1 +\S+ +follows +\d+ s +7 +0 ", told, re.MULTILINE), told
+    told = run_kvhold("status", "--socket", str(second.path)).stdout
+    assert re.search(r"^peers     1 following; 7 chunks in an index", told, re.MULTILINE), told
+    told = run_kvhold("status", "--socket", str(first.path)).stdout
+    assert f"serving   1 peers on {host}, 7 chunks" in told
+
+
+def test_explain_says_which_peer_the_chunks_came_from(fleet: Fleet) -> None:
+    first = fleet.start("a", port=0)
+    writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+    prompt = a_prompt(SPACE, 100)
+    store(writer, prompt)
+    eventually(lambda: peer_of(reader)["chunks"] == 7)
+    cost = ComputeCost("cmpl-1", 100, token_s=1.0)
+    with reader.lookup(prompt.query(), cost=cost, wait_s=PATIENT_S) as hit:
+        assert hit.num_tokens == 100
+    [decision] = reader.explain("cmpl-1")
+    [loaded] = decision.loaded
+    assert (loaded.place, loaded.chunks) == (f"127.0.0.1:{port_of(first)}", [[0, 6]])
+    assert 0 < loaded.seconds < PATIENT_S
 
 
 def test_a_port_that_is_taken_is_named(fleet: Fleet) -> None:
@@ -243,6 +312,7 @@ class TestTrouble:
         for prompt in prompts[1:]:
             assert found_tokens(reader, prompt) in (0, 1000)
         eventually(lambda: found_tokens(reader, prompts[2]) == 0)
+        assert peer_of(reader)["state"] == "away"
         assert found_tokens(reader, prompts[0]) == 1000  # this host's own by now
         writer = joined(fleet.start("a", port=port))
         store(writer, prompts[2])
@@ -270,6 +340,21 @@ class TestTrouble:
         eventually(lambda: watcher.status()["arriving_chunks"] == 0)
         assert watcher.status()["pinned_chunks"] == 0
 
+    def test_the_chunks_of_a_lost_peer_are_missed_because_it_is_gone(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0)
+        writer, reader = joined(first), joined(fleet.start("b", peers(port_of(first))))
+        prompts = [a_prompt(SPACE, 100, seed) for seed in range(2)]
+        for prompt in prompts:
+            store(writer, prompt)
+        eventually_read(reader, prompts[0])
+        first.kill()
+        eventually(lambda: reason_of(reader, prompts[1]) == PEER_GONE)
+        assert reason_of(reader, a_prompt(SPACE, 100, seed=9)) == NEVER_STORED
+        assert reader.status()["counters"]["kvhold_missed_tokens{reason=peer_gone}"] >= 100
+        peer = peer_of(reader)
+        assert (peer["state"], peer["chunks"], peer["loads"]) == ("away", 14, 1)
+        assert peer["last_fault_ago_s"] < PATIENT_S
+
     def test_a_peer_that_stops_costs_one_deadline(self, fleet: Fleet) -> None:
         first = fleet.start("a", port=0)
         tier = peers(port_of(first), answer_timeout_s=0.3, pause_s=PATIENT_S)
@@ -280,10 +365,12 @@ class TestTrouble:
         eventually_read(reader, prompts[0])
         with first.stopped():
             with reader.lookup(prompts[1].query(), wait_s=PATIENT_S) as hit:
-                assert (hit.num_tokens, hit.reason) == (0, TIER_DOWN)
+                assert (hit.num_tokens, hit.reason) == (0, PEER_SLOW)
             # asked again, the peer would have cost another deadline
             with reader.lookup(prompts[2].query(), wait_s=PATIENT_S) as hit:
-                assert hit.num_tokens == 0
+                assert (hit.num_tokens, hit.reason) == (0, PEER_SLOW)
+            assert peer_of(reader)["state"] == "paused"
+            assert peer_of(reader)["cause"] == "slow"
             assert reader.status()["tier_counters"][TIMED_OUT] == 7  # the chunks of one get
         assert "no answer within 0.3 s" in tier_of(reader)["last_fault"]
 
@@ -311,6 +398,106 @@ def places_of(client: NodeClient, prompt: Any) -> list[int]:
         assert lease is not None
         with lease:
             return [int(offset) for offset in lease.chunks().offsets if offset != ABSENT]
+
+
+class TestBus:
+    def test_three_nodes_tell_their_changes_and_clears_over_it(
+        self, fleet: Fleet, nats: NatsServer
+    ) -> None:
+        ports = [free_port() for _ in "abc"]
+        tier = peers(*ports, bus=f"nats://127.0.0.1:{nats.port}")
+        clients = [
+            joined(fleet.start(name, tier, port=port))
+            for name, port in zip("abc", ports, strict=True)
+        ]
+
+        def by_bus(client: NodeClient) -> int:
+            return sum(peer["by_bus"] for peer in tier_of(client)["followed_peers"]["peers"])
+
+        eventually(lambda: [by_bus(client) for client in clients] == [2, 2, 2])
+        eventually(
+            lambda: not any(peer["follows"] for one in clients for peer in served(one)["peers"])
+        )
+        prompt = a_prompt(SPACE, 100)
+        store(clients[0], prompt)
+        eventually_read(clients[1], prompt)
+        eventually_read(clients[2], prompt)
+        told = run_kvhold("peers", "--socket", str(clients[1].path)).stdout
+        assert f"bus       NATS at 127.0.0.1:{nats.port}: 2 peers followed by it" in told
+        clients[1].clear(SPACE.digest)
+        eventually(lambda: all(client.status()["used_bytes"] == 0 for client in clients))
+        assert [found_tokens(client, prompt) for client in clients] == [0, 0, 0]
+        assert [by_bus(client) for client in clients] == [2, 2, 2]
+
+
+class TestMembership:
+    """Nodes that come, go and move, as DNS or etcd lists them."""
+
+    def test_the_addresses_of_a_name_are_peers(self, fleet: Fleet) -> None:
+        first = fleet.start("a", port=0)
+        writer = joined(first)
+        reader = joined(fleet.start("b", f"peers-dns://localhost:{port_of(first)}?{PATIENT_PAIRS}"))
+        store(writer, a_prompt(SPACE, 100))
+        eventually_read(reader, a_prompt(SPACE, 100))
+        peers = tier_of(reader)["followed_peers"]
+        assert peers["directory"] == "the DNS name localhost"
+        assert f"127.0.0.1:{port_of(first)}" in [peer["address"] for peer in peers["peers"]]
+        told = run_kvhold("peers", "--socket", str(reader.path)).stdout
+        assert re.search(r"^list      the DNS name localhost, read \d+ s ago$", told, re.MULTILINE)
+
+    def test_nodes_find_each_other_in_etcd_wherever_they_are(
+        self, fleet: Fleet, etcd: EtcdServer
+    ) -> None:
+        tier = f"peers-etcd://127.0.0.1:{etcd.port}?{PATIENT_PAIRS}&refresh_s=0.2&lease_s=3"
+        nodes = {name: fleet.start(name, tier, port=0) for name in "ab"}
+        clients = {name: joined(node) for name, node in nodes.items()}
+        prompts = [a_prompt(SPACE, 100, seed) for seed in range(4)]
+        store(clients["a"], prompts[0])
+        store(clients["b"], prompts[1])
+        eventually_read(clients["a"], prompts[1])
+        eventually_read(clients["b"], prompts[0])
+        # a third one comes, one is killed, and comes back at another port
+        clients["c"] = joined(fleet.start("c", tier, port=0))
+        eventually_read(clients["c"], prompts[0])
+        nodes["a"].kill()
+        store(clients["c"], prompts[2])
+        eventually_read(clients["b"], prompts[2])
+        etcd.kill()
+        again = fleet.start("a", tier, port=0)  # without etcd: alone for now
+        assert port_of(again) != port_of(nodes["a"])
+        clients["a"] = joined(again)
+        store(clients["a"], prompts[3])
+        assert found_tokens(clients["b"], prompts[3]) == 0
+        eventually(lambda: tier_of(clients["a"])["followed_peers"]["list_fault"])
+        etcd.start()
+        eventually_read(clients["b"], prompts[3])
+        eventually_read(clients["a"], prompts[1])
+        followed = tier_of(clients["a"])["followed_peers"]
+        assert followed["registered"] == again.ready.rpartition("peers on ")[2].strip()
+        # one that ends leaves at once
+        again.process.terminate()
+        again.process.wait()
+        gone = f"127.0.0.1:{port_of(again)}"
+        eventually(lambda: gone not in addresses_of(clients["b"]))
+        # and a clear holds for all
+        clients["b"].clear(SPACE.digest)
+        eventually(lambda: clients["c"].status()["used_bytes"] == 0)
+        assert found_tokens(clients["c"], prompts[0]) == 0
+
+    def test_an_address_for_all_hosts_needs_one_to_register(self, fleet: Fleet) -> None:
+        settings = fleet.folder / "a.toml"
+        settings.write_text('[peers]\nlisten = "0.0.0.0:0"\ntoken = "hush"\ninsecure = true\n')
+        ended = run_kvhold(
+            *("serve", "--socket", str(fleet.folder / "a.sock"), "--ram-bytes", "16MiB"),
+            *("--config", str(settings), "--tier", "peers-etcd://127.0.0.1:1"),
+        )
+        assert ended.returncode == 1
+        assert "set peers.advertise" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def addresses_of(client: NodeClient) -> list[str]:
+    return [peer["address"] for peer in tier_of(client)["followed_peers"]["peers"]]
 
 
 class TestDisks:

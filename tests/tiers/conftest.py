@@ -11,7 +11,16 @@ import pytest
 from kvhold.tiers.base import Tier
 from kvhold_lab.servers.base import NotInstalled
 
-_WITH_SERVERS = ("central", "redis", "memcached", "s3", "mooncake", "layerwise")
+_WITH_SERVERS = (
+    "central",
+    "redis",
+    "memcached",
+    "s3",
+    "mooncake",
+    "layerwise",
+    "peers_etcd",
+    "peers_bus",
+)
 
 Server = TypeVar("Server")
 AnyTier = TypeVar("AnyTier", bound=Tier)

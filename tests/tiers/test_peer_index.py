@@ -90,3 +90,15 @@ def test_a_chunk_that_cannot_be_is_ignored(digest: int, nbytes: int) -> None:
     for _ in range(100):
         index.add(digest, nbytes, peer=0)
     assert (len(index), index.count(0), index.nbytes) == (0, 0, before)
+
+
+def test_its_bytes_are_those_of_its_arrays() -> None:
+    index = PeerIndex()
+    for number in range(1, 50_000):
+        index.add(number * 0x9E3779B97F4A7C15 % (1 << 64), number, peer=0)
+    arrays = (
+        values
+        for table in index._tables
+        for values in (table.digests, table.sizes_low, table.sizes_high, table.peers)
+    )
+    assert index.nbytes == sum(values.itemsize * len(values) for values in arrays)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvhold.core.config import ServePeersConfig
+from kvhold import __version__
+from kvhold.cache import open_cache
+from kvhold.cli.doctor import _look_at_tiers
+from kvhold.core.config import ServePeersConfig, load_config
 from kvhold.core.errors import (
     ConfigError,
     TierCannotList,
@@ -17,119 +20,56 @@ from kvhold.core.errors import (
     TierError,
     TierUnavailable,
 )
+from kvhold.core.keys import HASH_BYTES, Namespace, place_suffix
+from kvhold.core.layout import Group, Layout
 from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import (
+    NEVER_STORED,
+    PEER_DENIED,
+    PEER_EVICTED,
+    PEER_GONE,
+    PEER_SLOW,
+    Reason,
+)
+from kvhold.core.status import FollowedPeerStatus
 from kvhold.net import login
 from kvhold.net import peers as p
 from kvhold.net.stream import Stream, accept_stream
 from kvhold.net.wire import Decoder, encode
+from kvhold.node.byte_budget import ByteBudget
 from kvhold.node.peer_feed import PeerFeed
-from kvhold.node.peer_server import ByteBudget, PeerServer
+from kvhold.node.peer_server import PeerServer
 from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.exchanges import Getting, read_body
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard, GuardConfig, Unknown
 from kvhold.tiers.journal import ClearsJournal
-from kvhold.tiers.peers import PeersTier, clear_numbers
+from kvhold.tiers.peers import PeersTier, clear_numbers, follower
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.directory import Own
+from kvhold.tiers.peers.faults import PeerGone, PeerSlow
 from kvhold.tiers.peers.index import digest_of, unpack
 from kvhold.tiers.registry import make_tier
-from kvhold_lab.servers.base import NotInstalled
+from kvhold_lab.bench.relay import Network
+from kvhold_lab.servers.base import NotInstalled, free_port
 from kvhold_lab.servers.certificates import make_certificates
+from tests.tiers.peer_places import (
+    PATIENT_S,
+    SPACE,
+    Place,
+    eventually,
+    eventually_found,
+    following,
+    served,
+)
 
 pytestmark = pytest.mark.asyncio
 
-PATIENT_S = 60.0
-SPACE = make_key(0)[:16]
-
-
-class Place:
-    """Values that a server lends, in the place of a node's chunks."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.values: dict[bytes, bytes] = {}
-        self.numbers = ClearNumbers()
-        self.feed = PeerFeed(lambda key, nbytes, num_tokens: nbytes)
-        self.feed.follow_clears(self.numbers)
-        self.settings = ServePeersConfig(listen="127.0.0.1:0", **settings)
-        self.server = PeerServer(self.settings, self, self.feed, Metrics())
-        self.lent_now = self.most_lent = 0
-        self.may_lend = asyncio.Event()
-        self.may_lend.set()
-
-    @asynccontextmanager
-    async def lent(
-        self, keys: Sequence[bytes], room: Sequence[int]
-    ) -> AsyncIterator[list[Parts | None]]:
-        found: list[Parts | None] = []
-        for key, most in zip(keys, room, strict=True):
-            value = self.values.get(key)
-            fits = value is not None and len(value) <= most
-            found.append([memoryview(value)] if value is not None and fits else None)
-        nbytes = sum(len(parts[0]) for parts in found if parts)
-        self.lent_now += nbytes
-        self.most_lent = max(self.most_lent, self.lent_now)
-        try:
-            await self.may_lend.wait()
-            yield found
-        finally:
-            self.lent_now -= nbytes
-
-    def put(self, key: bytes, value: bytes) -> None:
-        if key not in self.values:
-            self.values[key] = value
-            self.feed.note_on_disk(key, len(value))
-
-    def remove(self, key: bytes) -> bool:
-        self.feed.note_on_disk(key, 0)
-        return self.values.pop(key, None) is not None
-
-    def start(self) -> None:
-        self.server.listen()
-        self.server.start()
-
-    @property
-    def port(self) -> int:
-        return self.server.port
-
-
-@asynccontextmanager
-async def served(**settings: Any) -> AsyncIterator[Place]:
-    place = Place(**settings)
-    place.start()
-    try:
-        yield place
-    finally:
-        await place.server.stop()
-
-
-def a_tier(*ports: int, **options: object) -> PeersTier:
-    hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-    pairs = "&".join(f"{name}={value}" for name, value in options.items())
-    tier, _ = make_tier(f"peers://{hosts}{'?' if pairs else ''}{pairs}")
-    assert isinstance(tier, PeersTier)
-    return tier
-
-
-@asynccontextmanager
-async def following(*ports: int, **options: object) -> AsyncIterator[PeersTier]:
-    tier = a_tier(*ports, **{"answer_timeout_s": PATIENT_S} | options)
-    try:
-        yield tier
-    finally:
-        await tier.close()
-
-
-async def eventually(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(PATIENT_S):
-        while not condition():  # noqa: ASYNC110 - followers report to nobody
-            await asyncio.sleep(0.005)
-
-
-async def eventually_found(tier: PeersTier, key: bytes, nbytes: int | None) -> None:
-    async with asyncio.timeout(PATIENT_S):
-        while await tier.probe([key]) != [nbytes]:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+LAYOUT = Layout(
+    groups=(Group(layers=2, planes=2, heads=1, head_dim=64, dtype="float16"),),
+    tokens_per_chunk=16,
+)
 
 
 class _PutThere:
@@ -302,7 +242,7 @@ async def test_the_least_loaded_peer_is_asked() -> None:
         await eventually(lambda: all(_peers_of(tier, key) == 3 for key in keys))
         assert await fetch(tier, keys, [1000] * 8) == [b"x" * 1000] * 8
         sent = [
-            place.server.metrics.as_dict()["kvhold_peer_chunks{result=sent}"]
+            sum(peer["chunks"] for peer in place.server.peers.status(lambda peer: 0))
             for place in (one, other)
         ]
         assert sent == [4, 4]
@@ -311,6 +251,35 @@ async def test_the_least_loaded_peer_is_asked() -> None:
 def _peers_of(tier: PeersTier, key: bytes) -> int:
     found = tier._index.find(digest_of(key))
     return 0 if found is None else found.peers
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["asked before", "asked after"])
+async def test_connections_that_the_network_has_forgotten_cost_one_deadline_at_most(
+    noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """noticed: the follower has a new connection when the next get comes"""
+    monkeypatch.setattr(follower, "SILENT_S", 2.0 if noticed else PATIENT_S)
+    keys = [make_key(number) for number in range(4)]
+    async with served() as place:
+        with Network() as network:
+            link = network.link(("127.0.0.1", place.port))
+            async with following(link.port, answer_timeout_s=3.0, pause_s=0.001) as tier:
+                for key in keys:
+                    place.put(key, b"x" * 100)
+                await eventually_found(tier, keys[-1], 100)
+                place.may_lend.clear()
+                gets = [asyncio.ensure_future(fetch(tier, [key], [100])) for key in keys]
+                await eventually(lambda: place.lent_now == 400)  # over as many connections
+                place.may_lend.set()
+                assert await asyncio.gather(*gets) == [[b"x" * 100]] * 4
+                link.forget()
+                if noticed:
+                    await eventually(lambda: not tier.peers[0].is_followed)
+                else:
+                    [answer] = await tier.get(keys[:1], [[memoryview(bytearray(100))]])
+                    assert isinstance(answer, TierUnavailable)
+                await eventually_found(tier, keys[0], 100)
+                assert await fetch(tier, keys, [100] * 4) == [b"x" * 100] * 4
 
 
 async def test_a_peer_that_does_not_answer_costs_one_deadline_and_is_left_alone() -> None:
@@ -326,7 +295,8 @@ async def test_a_peer_that_does_not_answer_costs_one_deadline_and_is_left_alone(
         assert isinstance(answer, TierUnavailable)
         assert "no answer within 0.2 s" in str(answer)
         # left alone: its chunks are not found, and nobody waits for it again
-        assert await tier.probe([make_key(1)]) == [None]
+        [why] = await tier.probe([make_key(1)])
+        assert isinstance(why, PeerSlow) and why.miss == PEER_SLOW
         assert await tier.get([make_key(1)], [[memoryview(buffer)]]) == [None]
         place.may_lend.set()
 
@@ -382,10 +352,8 @@ async def test_a_restarted_peer_is_followed_again_from_a_snapshot() -> None:
         place.put(make_key(1), b"before")
         await eventually_found(tier, make_key(1), 6)
         await place.server.stop()
-        await eventually_found(tier, make_key(1), None)
-        again = Place()
-        again.settings = ServePeersConfig(listen=f"127.0.0.1:{place.port}")
-        again.server = PeerServer(again.settings, again, again.feed, Metrics())
+        await eventually(lambda: not tier.peers[0].is_followed)
+        again = Place(port=place.port)
         again.put(make_key(2), b"after!!")
         again.start()
         await eventually_found(tier, make_key(2), 7)
@@ -432,6 +400,167 @@ async def test_a_follower_that_missed_changes_gets_a_snapshot() -> None:
         place.put(make_key(2), b"yy")
         await eventually_found(tier, make_key(2), 2)
         assert await tier.probe([make_key(1)]) == [None]
+
+
+def rows(tier: PeersTier) -> list[FollowedPeerStatus]:
+    return tier.peers_status()["peers"]
+
+
+class TestSeen:
+    """What is told of a peer, and why its chunks are missed."""
+
+    async def test_loads_events_and_chunks_are_counted_by_peer(self) -> None:
+        async with served() as place, following(place.port) as tier:
+            await tier.check()
+            for number in range(5):
+                place.put(make_key(number), b"x" * 100)
+            await eventually(lambda: tier.num_chunks == 5)
+            del place.values[make_key(4)]
+            keys = [make_key(number) for number in range(3, 5)]
+            assert await fetch(tier, keys, [100, 100]) == [b"x" * 100, None]
+            [peer] = rows(tier)
+            name = f"127.0.0.1:{place.port}"
+            assert (peer["address"], peer["name"]) == (name, socket.gethostname())
+            assert (peer["state"], peer["cause"]) == ("following", "")
+            assert (peer["incarnation"], peer["version"]) == (place.feed.incarnation, __version__)
+            assert (peer["chunks"], peer["events"], peer["absent_chunks"]) == (4, 5, 1)
+            assert (peer["loads"], peer["loaded_chunks"], peer["loaded_bytes"]) == (1, 1, 100)
+            assert peer["events_per_s"] > 0 < peer["loaded_bytes_per_s"]
+            assert peer["last_load_s"] == peer["median_load_s"] is not None
+            assert (peer["last_fault"], peer["last_fault_ago_s"]) == ("", None)
+            counted = tier.metrics.as_dict()
+            assert counted.pop(f"kvhold_peer_load_seconds_sum{{peer={name}}}") > 0
+            assert counted == {
+                f"kvhold_peer_{counter}": value
+                for counter, value in {
+                    f"loads{{peer={name},result=done}}": 1,
+                    f"load_seconds_count{{peer={name}}}": 1,
+                    f"loaded_chunks{{peer={name}}}": 1,
+                    f"loaded_bytes{{peer={name}}}": 100,
+                    f"missed_chunks{{peer={name},reason=peer_evicted}}": 1,
+                    f"events{{peer={name}}}": 5,
+                    f"index_chunks{{peer={name}}}": 4,
+                }.items()
+            }
+
+    async def test_the_chunks_of_a_lost_peer_are_missed_because_it_is_gone(self) -> None:
+        async with following(free_port()) as tier:
+            async with served(port=tier.peers[0].address.port) as place:
+                place.put(make_key(1), b"x")
+                await eventually_found(tier, make_key(1), 1)
+            await eventually(lambda: rows(tier)[0]["state"] == "away")
+            gone, absent = await tier.probe([make_key(1), make_key(2)])
+            assert isinstance(gone, PeerGone) and gone.miss == PEER_GONE
+            assert absent is None
+            [peer] = rows(tier)
+            assert peer["cause"] in ("closed", "port")
+            assert str(peer["address"]) in peer["last_fault"]
+            tier.advance(SPACE)
+            assert await tier.probe([make_key(1)]) == [None], "it is cleared"
+
+    async def test_a_refusal_is_a_state_with_its_cause(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with served(token="hush") as place, following(place.port) as tier:
+            with pytest.raises(TierDenied) as caught:
+                await tier.check()
+            assert caught.value.miss == PEER_DENIED
+            [peer] = rows(tier)
+            assert (peer["state"], peer["cause"]) == ("refused", "token")
+            [refused] = place.server.peers.status_of_refused()
+            assert (refused["address"], refused["reason"]) == ("127.0.0.1", "a token is needed")
+            monkeypatch.setattr(p, "PEERS_VERSION", 99)
+            async with following(place.port, token="hush") as other:
+                with pytest.raises(TierUnavailable):
+                    await other.check()
+                [peer] = rows(other)
+                assert (peer["state"], peer["cause"]) == ("refused", "version")
+        async with following(free_port()) as tier:
+            assert rows(tier)[0]["state"] == "connecting"
+            with pytest.raises(TierUnavailable) as unavailable:
+                await tier.check()
+            assert unavailable.value.miss == PEER_GONE
+            assert (rows(tier)[0]["state"], rows(tier)[0]["cause"]) == ("away", "port")
+
+    async def test_this_node_itself_is_neither_followed_nor_away(self) -> None:
+        async with served() as place, following(place.port) as tier:
+            tier.serve_as(Own(incarnation=place.feed.incarnation))
+            await tier.check()
+            assert rows(tier)[0]["state"] == "itself"
+
+    async def test_a_hit_that_ends_at_an_evicted_chunk_of_a_peer_says_so(self) -> None:
+        space = Namespace(model="m", layout=LAYOUT)
+        prompt = space.prompt(list(range(16)))
+        query = prompt.query()
+        key = query.namespace + query.hashes[:HASH_BYTES] + place_suffix(0, 0)
+        async with served() as place:
+            place.feed.note_on_disk(key, 9_000)  # and it has no such chunk
+            tiers = [f"peers://127.0.0.1:{place.port}?answer_timeout_s={PATIENT_S}"]
+
+            def look_up() -> tuple[Reason | None, Reason | None]:
+                with open_cache(ram_bytes="16MiB", huge_pages="never", tiers=tiers) as cache:
+                    cache.register(space)
+                    reasons: list[Reason | None] = [NEVER_STORED]
+                    while reasons[-1] == NEVER_STORED:  # until the tier follows
+                        reasons.append(cache.lookup(query, wait_s=PATIENT_S).reason)
+                    return reasons[-1], cache.lookup(query, wait_s=PATIENT_S).reason
+
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(PATIENT_S):
+                found = await loop.run_in_executor(None, look_up)
+            assert found == (PEER_EVICTED, PEER_EVICTED), "the second time it is remembered"
+
+    async def test_a_tier_that_is_left_alone_is_missed_for_the_peers_reason(self) -> None:
+        async with served(token="hush") as place, following(place.port) as tier:
+            guard = Guard(tier, GuardConfig(), name="peers", metrics=Metrics())
+            await guard.check()
+            assert not guard.available
+            unknown = Unknown()
+            assert await guard.probe([make_key(1)], unknown=unknown) == [None]
+            assert unknown.why == PEER_DENIED
+            await guard.close()
+
+
+class TestDoctor:
+    """`kvhold doctor` of a tier of peers: one finding for the tier, and one for each peer."""
+
+    async def test_each_peer_is_tried_and_each_fault_has_its_advice(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            async with served() as place, served(token="hush") as closed:
+                ports = (place.port, closed.port, free_port(), silent.getsockname()[1])
+                hosts = ",".join(f"127.0.0.1:{one}" for one in ports)
+                url = f"peers://{hosts}?get_timeout_s=3"
+                config = load_config({"tiers": [url]}, environ={})
+                tier, good, *bad = await _look_at_tiers(config)
+                assert (tier.ok, good.ok) == (True, True)
+                assert good.name == f"peer 127.0.0.1:{place.port}"
+                assert good.says == [f"{socket.gethostname()}, kvhold {__version__}"]
+                assert [finding.ok for finding in bad] == [False] * 3
+                causes = [finding.says[1].partition(":")[0] for finding in bad]
+                assert causes == ["token", "port", "silent"]
+                assert "peers.token_file at the peer" in bad[0].says[1]
+                assert "no answer within 3 s" in bad[2].says[0]
+                monkeypatch.setattr(p, "PEERS_VERSION", 99)
+                tier, other = await _look_at_tiers(
+                    load_config({"tiers": [f"peers://127.0.0.1:{place.port}"]}, environ={})
+                )
+                assert tier.says[-1] == "no peer can be followed"
+                assert other.says[1].startswith("version: install the same version")
+
+    async def test_a_certificate_of_another_authority_is_named(self, tmp_path: Path) -> None:
+        try:
+            made = make_certificates(tmp_path)
+        except NotInstalled as error:
+            pytest.skip(str(error))
+        tls = {"tls_cert": str(made.server), "tls_key": str(made.server_key)}
+        async with served(**tls) as place, served() as clear:
+            url = f"peers://127.0.0.1:{place.port},127.0.0.1:{clear.port}?tls=true"
+            _, own, plain = await _look_at_tiers(load_config({"tiers": [url]}, environ={}))
+            assert "its certificate is not accepted" in own.says[0]
+            assert own.says[1].startswith("certificate: compare ca_file here")
+            assert plain.says[1].startswith(("tls: no TLS is spoken there", "closed"))
 
 
 class TestClears:
@@ -513,6 +642,24 @@ class TestClears:
         assert numbers.learn(SPACE, 5000)
         assert not numbers.learn(SPACE, 5000)
         assert numbers.advance(SPACE) == 5001
+
+    async def test_a_clear_is_as_old_as_its_request_and_not_as_the_end_of_its_transfers(
+        self,
+    ) -> None:
+        now_s = 9.0
+        async with served() as place, following(place.port) as tier:
+            guard = Guard(tier, GuardConfig(), name="peers", metrics=Metrics())
+            tier.clear_numbers = ClearNumbers(clock=lambda: now_s)
+            pending = [await guard.begin_clear(SPACE, asked_s) for asked_s in (1.0, 3.0)]
+            await guard.end_clear(pending[0])
+            assert tier.numbers == {SPACE: 1000}
+            # a chunk that was stored here at 2.0 is older than this clear
+            assert tier.clear_numbers.learn(SPACE, 2500)
+            await guard.end_clear(pending[1])
+            assert tier.numbers == {SPACE: 3000}
+            await guard.end_clear(await guard.begin_clear(SPACE))
+            assert tier.numbers == {SPACE: 9000}
+            await guard.close()
 
     async def test_the_clears_of_a_peer_have_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(clear_numbers, "MOST_NUMBERS", 10)
@@ -626,7 +773,7 @@ class TestServer:
 
     async def test_slow_peers_pin_no_more_than_the_budget(self) -> None:
         async with (
-            served(in_flight_bytes=20_000) as place,
+            served(in_flight_bytes=40_000) as place,
             following(place.port, connections=8) as tier,
         ):
             values = {make_key(number): make_value(number, 9_000) for number in range(12)}
@@ -660,7 +807,7 @@ class TestServer:
         gate = asyncio.Event()
 
         async def use(nbytes: int) -> None:
-            async with budget.taken(nbytes):
+            async with budget.taken(nbytes, "one"):
                 await gate.wait()
 
         first = asyncio.ensure_future(use(8))
@@ -675,8 +822,66 @@ class TestServer:
         gate.set()
         await asyncio.wait([first, *waiting])
         assert budget.used == 0
-        async with asyncio.timeout(PATIENT_S), budget.taken(10):
+        async with asyncio.timeout(PATIENT_S), budget.taken(10, "one"):
             pass
+
+    async def test_an_owner_that_gives_nothing_back_leaves_half_to_others(self) -> None:
+        budget = ByteBudget(100)
+        gate = asyncio.Event()
+
+        async def use(owner: str, nbytes: int) -> None:
+            async with budget.taken(nbytes, owner):
+                await gate.wait()
+
+        stalled = [asyncio.ensure_future(use("stalled", 20)) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert budget.used_by("stalled") == 40
+        async with asyncio.timeout(PATIENT_S), budget.taken(50, "other"):
+            second = [asyncio.ensure_future(use("second", 5)) for _ in range(5)]
+            await asyncio.sleep(0)
+            assert budget.used_by("second") == 5, "what is left is shared, too"
+        await asyncio.sleep(0)
+        assert budget.used_by("second") == 25
+        gate.set()
+        await asyncio.wait([*stalled, *second])
+        assert budget.used == budget.used_by("stalled") == 0
+
+    async def test_a_large_part_of_the_budget_is_not_overtaken_by_small_ones(self) -> None:
+        budget = ByteBudget(100)
+        got: list[str] = []
+
+        async def use(owner: str, nbytes: int) -> None:
+            async with budget.taken(nbytes, owner):
+                got.append(owner)
+
+        async with budget.taken(30, "first"):
+            waiting = [asyncio.ensure_future(use(*one)) for one in (("large", 90), ("small", 1))]
+            await asyncio.sleep(0)
+            assert got == []
+        await asyncio.wait(waiting)
+        assert got == ["large", "small"]
+
+    async def test_a_peer_that_does_not_read_delays_no_other(self) -> None:
+        async with served(in_flight_bytes=64 << 20) as place, following(place.port) as tier:
+            keys = [make_key(number) for number in range(8)]
+            for key in keys:
+                place.put(key, bytes(8 << 20))
+            await eventually_found(tier, keys[-1], 8 << 20)
+            await eventually_found(tier, keys[0], 8 << 20)
+            streams: list[Stream] = []
+            for key in keys:  # together as much as the budget
+                stream, _ = await tier.peers[0].open_to_follow()
+                get = encode(p.PeerGet(key, [8 << 20]))
+                await stream.send([encode(p.Introduce("stalled", 0)), get])
+                streams.append(stream)
+            await eventually(lambda: place.lent_now >= 32 << 20)
+            async with asyncio.timeout(PATIENT_S / 2):  # such a connection ends after 60 s
+                for key in keys:
+                    assert await fetch(tier, [key], [8 << 20]) == [bytes(8 << 20)]
+            stalled = place.server.peers.status(place.server.budget.used_by)
+            assert {one["name"]: one["in_flight_bytes"] for one in stalled}["stalled"] == 32 << 20
+            for stream in streams:
+                stream.close()
 
     @pytest.mark.parametrize(
         "request_of",
@@ -686,11 +891,12 @@ class TestServer:
             lambda: p.PeerGet(make_key(1), [1], [-1]),
             lambda: p.PeerGet(make_key(1)[:-1], [1]),
             lambda: p.PeerGet(make_key(1) * 5000, [1] * 5000),
+            lambda: p.Introduce("x", 70_000),
         ],
-        ids=["nothing", "two sizes", "negative start", "half a key", "too many"],
+        ids=["nothing", "two sizes", "negative start", "half a key", "too many", "a port"],
     )
     async def test_a_bad_get_ends_its_connection_only(
-        self, request_of: Callable[[], p.PeerGet]
+        self, request_of: Callable[[], p.PeerGet | p.Introduce]
     ) -> None:
         async with served() as place, following(place.port) as tier:
             await tier.check()
@@ -707,14 +913,14 @@ class TestHostilePeers:
     """A peer that breaks the protocol costs misses."""
 
     @asynccontextmanager
-    async def hostile(self, *news: bytes) -> AsyncIterator[PeersTier]:
+    async def hostile(self, *news: bytes, version: str = "x") -> AsyncIterator[PeersTier]:
         """A tier of one peer that says this to each follower."""
 
         async def converse(sock: Any) -> None:
             stream: Stream = await accept_stream(sock, None)
             try:
                 await read_body(stream)
-                welcome = p.PeerWelcome(p.PEERS_VERSION, "x", 7)
+                welcome = p.PeerWelcome(p.PEERS_VERSION, version, 7)
                 await stream.send([encode(welcome), *news])
                 await asyncio.sleep(PATIENT_S)
             finally:
@@ -755,6 +961,18 @@ class TestHostilePeers:
             with pytest.raises(TierError, match=r"127\.0\.0\.1"):
                 await tier.check()
             assert await tier.probe([make_key(1)]) == [None]
+
+    async def test_the_version_text_of_a_peer_is_printable_and_short(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        page = bytes(encode(p.Page(1, True, True, [], b"", b"")))
+        text = "1.0\n\x1b[2Jroot: " + "y" * 3000
+        with caplog.at_level("INFO"):
+            async with self.hostile(page, version=text) as tier:
+                await tier.check()
+                assert tier.peers[0].kvhold == "1.0??[2Jroot: " + "y" * 26
+        [told] = [one.getMessage() for one in caplog.records if "following" in one.getMessage()]
+        assert told.isprintable() and len(told) < 100
 
     async def test_the_index_has_a_limit(self) -> None:
         async with served() as place, following(place.port, most_chunks=100) as tier:

@@ -24,6 +24,7 @@ from kvhold.tiers.ram import RamTier
 
 _MOST_KEYS = 1024  # of an announcement; so it is made in one turn
 _MOST_ANNOUNCEMENTS = 1024  # of an owner
+_MOST_CHUNKS = 16_384  # in all announcements of an owner
 _LEAST_S = 0.05  # computing that takes less is not waited for
 _AS_FAST = 1.1  # a wait may take so much longer than computing: the engine serves others meanwhile
 _LATE = 1.5  # promises and estimates may be off by this factor
@@ -140,7 +141,8 @@ class Computing:
             return False
         held = self._by_owner.get(owner, {})
         suffixes = _suffixes(query, layout)
-        if len(held) >= _MOST_ANNOUNCEMENTS or not suffixes:
+        left = _MOST_CHUNKS - sum(len(one.chunks) for one in held.values())
+        if len(held) >= _MOST_ANNOUNCEMENTS or left <= 0 or not suffixes:
             return False
         size, now_s = layout.tokens_per_chunk, self._clock()
         start = max(hit_tokens, intent.cost.computed_tokens)
@@ -158,7 +160,7 @@ class Computing:
         lost: dict[Announcement, bool] = {}
         chunks = _names(query, hit_tokens // size)
         last = len(query.hashes) // HASH_BYTES * size
-        for at, name in islice(chunks, _MOST_KEYS // len(suffixes)):
+        for at, name in islice(chunks, min(left, _MOST_KEYS // len(suffixes))):
             other = self._by_name.get(name)
             if other is not None:
                 if other not in lost:

@@ -12,47 +12,35 @@ lookup may be released or cleared. No I/O.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
+from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, emptied_dicts, finish, is_short
-from kvhold.cache.computing import Computing, WaitEnd
+from kvhold.cache.computing import Computing, Wait, WaitEnd
 from kvhold.cache.counts import count_lookup
-from kvhold.cache.index.eviction_history import EvictionHistory
-from kvhold.cache.index.missing import ExpectedChunk, describe
+from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.pins import Pins
-from kvhold.cache.index.presence import Extent, FirstKeys, Gap, Prefix, Presence
+from kvhold.cache.index.presence import Extent, FirstKeys, Prefix, Presence
 from kvhold.cache.leases import ClaimAnswer, Leases, Owner
 from kvhold.cache.planner import Planner
-from kvhold.cache.reservations import MAX_SHARDS
-from kvhold.cache.transfer.searches import Search, Searches, sources_turns
+from kvhold.cache.query_limits import check_query
+from kvhold.cache.transfer.search import Search
+from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.use_queue import UseQueue
 from kvhold.cache.values import ChunkValues, Run
 from kvhold.core.api import Found, Uses
 from kvhold.core.errors import ProtocolError
-from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
+from kvhold.core.keys import Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import (
-    BEING_COMPUTED,
-    BEING_WRITTEN,
     CLEARED,
-    DEADLINE,
-    INCOMPLETE,
-    NEVER_STORED,
-    NOT_NEEDED,
     SLOWER,
-    TIER_DOWN,
-    WHOLE,
-    Reason,
 )
 from kvhold.tiers.ram import Entry, RamTier
 
-_MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
-_MOST_ROWS = 1 << 12  # groups times shards; some steps visit all of them
 _MOST_NOTED = 250  # missing chunks per step, for the policy
 _MOST_USED = 64  # present chunks per step, for the policy
-_MOST_SIBLINGS = 256  # keys of the missing chunk that are looked up for the reason
 _USED_UNITS = 7  # per present chunk, if all are leaves
 _LEARNING = 4  # a lookup takes this many times as long with a learning policy
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear
@@ -60,14 +48,49 @@ _MOST_FUTILE = 2  # waits of a lookup that brought nothing
 
 
 @dataclass(frozen=True)
-class _Looked:
-    number: int
+class _Asked:
+    """A lookup's arguments."""
+
     owner: Owner
     query: Query
     layout: Layout
+    num_keys: int
+    cost: ComputeCost | None
+    have_tokens: int
+    uses: Uses
+    intent: ComputeIntent | None
+
+    def search(self, wait: Wait | None = None) -> Search:
+        return Search(
+            self.owner,
+            self.query,
+            self.layout,
+            self.num_keys,
+            cost=self.cost,
+            have_tokens=self.have_tokens,
+            intent=self.intent,
+            wait=wait,
+        )
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What a lookup found in memory.
+
+    num_clears: of memory, before it looked
+    missing:    the first missing chunk, if it is expected back
+    """
+
+    number: int
+    asked: _Asked
+    num_clears: int
     presence: Presence[Entry]
-    extent: Extent
+    prefix: Prefix[Entry]
     missing: ExpectedChunk | None
+
+    @property
+    def extent(self) -> Extent:
+        return self.prefix.extent
 
 
 class Lookups:
@@ -81,7 +104,7 @@ class Lookups:
         searches: Searches,
         planner: Planner,
         computing: Computing,
-        evictions: EvictionHistory,
+        answers: Answers,
         values: ChunkValues,
         uses: UseQueue,
         numbers: Iterator[int],
@@ -98,7 +121,7 @@ class Lookups:
         self._searches = searches
         self._planner = planner
         self._computing = computing
-        self._evictions = evictions
+        self._answers = answers
         self._values = values
         self._uses = uses
         self._numbers = numbers
@@ -120,7 +143,8 @@ class Lookups:
         layout = self._find_layout(query.layout)
         notes_use = self._ram.policy.learns and uses != "none"
         num_keys = check_query(layout, query) * (_LEARNING if notes_use else 1)
-        turns = self._look_up(owner, query, layout, cost, have_tokens, uses, intent, num_keys)
+        asked = _Asked(owner, query, layout, num_keys, cost, have_tokens, uses, intent)
+        turns = self._look_up(asked)
         return finish(turns) if is_short(num_keys) else (yield from turns)
 
     def refresh_turns(self, ticket: int, *, settle: bool = False) -> Turns[Found]:
@@ -197,114 +221,102 @@ class Lookups:
             self._let_go(self._searches.take(number))
         self._has_news = True
 
-    def _look_up(
-        self,
-        owner: Owner,
-        query: Query,
-        layout: Layout,
-        cost: ComputeCost | None,
-        have_tokens: int,
-        uses: Uses,
-        intent: ComputeIntent | None,
-        num_keys: int,
-    ) -> Turns[Found]:
-        missing, is_first = None, True
+    def _look_up(self, asked: _Asked) -> Turns[Found]:
+        missing, notes_use = None, self._ram.policy.learns
         for _ in range(_LOOKUP_ATTEMPTS):
-            clears = self._ram.num_clears
+            num_clears = self._ram.num_clears
             held: list[Entry] = []
             try:
-                presence = Presence(query, layout, self._pins.finder(num_keys, held))
-                prefix = yield from presence.take_turns()
-                if is_first and self._ram.policy.learns:
-                    is_first = False
-                    if cost is not None:
-                        missing = self._expected_back(presence.gap(prefix.extent))
-                    yield from self._note_use_turns(query, layout, prefix, cost, uses)
-                extent, number, declined = prefix.extent, next(self._numbers), False
-                wait = self._computing.begin_wait(owner, query, layout, extent.num_tokens, intent)
-                if wait is not None:
-                    self._leases.promise(owner, number)
-                    yield from self._searches.begin_turns(
-                        number,
-                        owner,
-                        query,
-                        layout,
-                        prefix,
-                        cost,
-                        num_keys=num_keys,
-                        have_tokens=have_tokens,
-                        intent=intent,
-                        wait=wait,
-                    )
-                    if clears == self._ram.num_clears:
-                        if (search := self._searches.get(number)) is not None:
-                            self._note_wait(number, search)
-                        return (yield from self._refresh(number))
-                    self._forget_search(number, owner)
-                    continue
-                if self._is_worth_a_search(query, presence, extent):
-                    declined = cost is not None and not self._planner.pays(
-                        cost, query, layout, extent
-                    )
-                    if not declined:
-                        self._leases.promise(owner, number)
-                        yield from self._searches.begin_turns(
-                            number,
-                            owner,
-                            query,
-                            layout,
-                            prefix,
-                            cost,
-                            num_keys=num_keys,
-                            have_tokens=have_tokens,
-                            intent=intent,
-                        )
-                        if clears == self._ram.num_clears:
-                            if (search := self._searches.get(number)) is not None:
-                                search.missing = missing
-                            return (yield from self._refresh(number))
-                        self._forget_search(number, owner)  # its pins may have been cleared
-                        continue
-                # in the same turn as `begin_wait`, so that of two lookups the first announces
-                is_announced = self._computing.announce(
-                    owner, number, query, layout, extent.num_tokens, intent
+                presence = Presence(
+                    asked.query, asked.layout, self._pins.finder(asked.num_keys, held)
                 )
-                pinned = yield from prefix.in_order_turns()
-                yield from self._pins.pin_turns(pinned)
-                if clears == self._ram.num_clears:  # else the hit may have been cleared
-                    answer = self._answer_from_ram(
-                        _Looked(number, owner, query, layout, presence, extent, missing),
-                        cost,
-                        declined=declined,
-                    )
-                    answer = replace(answer, announcement=number if is_announced else 0)
-                    if answer.ticket:
-                        self._leases.issue(owner, answer, query, layout, prefix, pinned)
-                    else:
-                        self._pins.unpin(pinned)
-                    if declined and self._planner.is_to_try():
-                        yield from self._search_for_nobody(query, layout, num_keys, sample=True)
-                    return answer
-                self._computing.withdraw(owner, number)
-                self._pins.unpin(pinned)
+                prefix = yield from presence.take_turns()
+                if notes_use:
+                    notes_use = False
+                    if asked.cost is not None:
+                        missing = self._answers.expected_back(presence.gap(prefix.extent))
+                    yield from self._note_use_turns(asked, prefix)
+                number = next(self._numbers)
+                looked = _Looked(number, asked, num_clears, presence, prefix, missing)
+                found = yield from self._answer_or_search(looked)
+                if found is not None:
+                    return found
             finally:
                 self._pins.unpin(held)
         return Found(0, 0, reason=CLEARED)
 
-    def _note_use_turns(
-        self,
-        query: Query,
-        layout: Layout,
-        prefix: Prefix[Entry],
-        cost: ComputeCost | None,
-        uses: Uses,
-    ) -> Turns[None]:
+    def _answer_or_search(self, looked: _Looked) -> Turns[Found | None]:
+        """Return the lookup's answer, or None: memory was cleared meanwhile."""
+        asked, extent, declined = looked.asked, looked.extent, False
+        wait = self._computing.begin_wait(
+            asked.owner, asked.query, asked.layout, extent.num_tokens, asked.intent
+        )
+        if wait is not None:
+            return (yield from self._search(looked, wait))
+        if self._is_worth_a_search(asked.query, looked.presence, extent):
+            declined = asked.cost is not None and not self._planner.pays(
+                asked.cost, asked.query, asked.layout, extent
+            )
+            if not declined:
+                return (yield from self._search(looked))
+        # in the same turn as `begin_wait`, so that of two lookups the first announces
+        is_announced = self._computing.announce(
+            asked.owner,
+            looked.number,
+            asked.query,
+            asked.layout,
+            extent.num_tokens,
+            asked.intent,
+        )
+        found = yield from self._answer_from_ram(looked, declined, is_announced)
+        if found is None:
+            self._computing.withdraw(asked.owner, looked.number)
+        elif declined and self._planner.is_to_try():
+            yield from self._search_for_nobody(
+                asked.query, asked.layout, asked.num_keys, sample=True
+            )
+        return found
+
+    def _search(self, looked: _Looked, wait: Wait | None = None) -> Turns[Found | None]:
+        """Begin a search, which begins with the wait if there is one."""
+        number, asked = looked.number, looked.asked
+        self._leases.promise(asked.owner, number)
+        yield from self._searches.begin_turns(number, asked.search(wait), looked.prefix)
+        if looked.num_clears != self._ram.num_clears:  # its pins may have been cleared
+            self._forget_search(number, asked.owner)
+            return None
+        if (search := self._searches.get(number)) is not None:
+            search.missing = looked.missing
+            self._note_wait(number, search)
+        return (yield from self._refresh(number))
+
+    def _answer_from_ram(
+        self, looked: _Looked, declined: bool, is_announced: bool
+    ) -> Turns[Found | None]:
+        asked = looked.asked
+        pinned = yield from looked.prefix.in_order_turns()
+        yield from self._pins.pin_turns(pinned)
+        if looked.num_clears != self._ram.num_clears:  # the hit may have been cleared
+            self._pins.unpin(pinned)
+            return None
+        answer = self._judge(looked, declined=declined)
+        answer = replace(answer, announcement=looked.number if is_announced else 0)
+        if answer.ticket:
+            self._leases.issue(
+                asked.owner, answer, asked.query, asked.layout, looked.prefix, pinned
+            )
+        else:
+            self._pins.unpin(pinned)
+        return answer
+
+    def _note_use_turns(self, asked: _Asked, prefix: Prefix[Entry]) -> Turns[None]:
         """Tell the policies of memory and of tiers which prompt was looked up."""
+        query, layout, uses = asked.query, asked.layout, asked.uses
         if uses == "none":
             return
         policy, keys, extent = self._ram.policy, FirstKeys(query), prefix.extent
         prompt = policy.looked_up(keys, extent.whole)
-        runs = self._values.runs(query, layout, max(len(keys), extent.chunks), cost)
+        runs = self._values.runs(query, layout, max(len(keys), extent.chunks), asked.cost)
         for row in prefix.rows.values():
             yield 1
             for run in _steps(runs, 0, len(row), _MOST_USED):
@@ -317,14 +329,6 @@ class Lookups:
         if runs:
             self._uses.add(query, layout, prompt, runs[-1].value)
 
-    def _expected_back(self, gap: Gap | None) -> ExpectedChunk | None:
-        """Return the missing chunk with its expected return; None if the policy expects none."""
-        ago_s = None if gap is None else self._evictions.ago_s(gap.key)
-        if gap is None or ago_s is None:
-            return None
-        expected_s = self._ram.policy.expected_back_s(gap.key, ago_s)
-        return None if expected_s is None else ExpectedChunk(gap.key, expected_s)
-
     def _forget_search(self, number: int, owner: Owner) -> None:
         self._leases.withdraw(owner, number)
         if number in self._searches:
@@ -333,37 +337,28 @@ class Lookups:
                 self._end_wait(search, WaitEnd.CUT_SHORT)
             self._let_go(search)
 
-    def _answer_from_ram(
-        self, looked: _Looked, cost: ComputeCost | None, *, declined: bool
-    ) -> Found:
-        answer = self._answer(looked.number, looked.owner, looked.presence, looked.extent)
-        if cost is not None:
-            answer = self._if_worth_loading(
-                looked.number, answer, looked.query, looked.layout, cost, declined
-            )
+    def _judge(self, looked: _Looked, *, declined: bool) -> Found:
+        """Return the answer from memory, counted, with a reason."""
+        number, asked = looked.number, looked.asked
+        answer = self._answers.answer(number, asked.owner, looked.presence, looked.extent)
+        if asked.cost is not None:
+            answer = self._if_worth_loading(number, answer, asked, asked.cost, declined)
             gap = looked.presence.gap(looked.extent)
-            self._planner.missed(looked.number, self._describe(answer.reason, gap, looked.missing))
+            self._planner.missed(number, self._answers.describe(answer.reason, gap, looked.missing))
         count_lookup(self._metrics, answer, looked.presence.asked_tokens)
         return answer
 
     def _if_worth_loading(
-        self,
-        number: int,
-        answer: Found,
-        query: Query,
-        layout: Layout,
-        cost: ComputeCost,
-        declined: bool,
+        self, number: int, answer: Found, asked: _Asked, cost: ComputeCost, declined: bool
     ) -> Found:
-        worth = self._planner.is_worth_loading(cost, query, layout, answer.num_tokens)
+        query, layout, num_tokens = asked.query, asked.layout, answer.num_tokens
+        worth = self._planner.is_worth_loading(cost, query, layout, num_tokens)
         self._planner.decided_here(
-            number, cost, query, layout, answer.num_tokens, worth=worth, declined=declined
+            number, cost, query, layout, num_tokens, worth=worth, declined=declined
         )
-        if answer.num_tokens and not worth:
-            answer = Found(0, 0, reason=SLOWER)
-        elif declined:
-            answer = replace(answer, reason=SLOWER)
-        return answer
+        if num_tokens and not worth:
+            return Found(0, 0, reason=SLOWER)
+        return replace(answer, reason=SLOWER) if declined else answer
 
     def _prefetch(self, query: Query, layout: Layout, num_keys: int) -> Turns[None]:
         held: list[Entry] = []
@@ -399,9 +394,8 @@ class Lookups:
                 prefix = yield from Presence(
                     query, layout, self._pins.finder(num_keys, held)
                 ).take_turns()
-            yield from self._searches.begin_turns(
-                number, None, query, layout, prefix, num_keys=num_keys, sample=sample
-            )
+            search = Search(None, query, layout, num_keys, sample=sample)
+            yield from self._searches.begin_turns(number, search, prefix)
             has_begun = clears == self._ram.num_clears  # else pins may have been cleared
         finally:  # the caller may have closed this generator
             if number in self._searches and not has_begun:
@@ -510,7 +504,7 @@ class Lookups:
         search.settling = True
         try:
             prefix = yield from search.here.take_turns()
-            answer = yield from self._answer_turns(number, search, prefix)
+            answer = yield from self._answers.answer_turns(number, search, prefix)
             if search.cost is not None and not self._planner.is_worth_loading(
                 search.cost, search.query, search.layout, prefix.extent.num_tokens
             ):
@@ -522,9 +516,16 @@ class Lookups:
                 self._pins.unpin(pinned)
                 return Found(0, 0)
             if search.cost is not None or search.intent is not None:
-                self._planner.settled(number, answer.num_tokens, waited_s=self._waited_s(search))
-                gap = self._gap_anywhere(search.here, prefix.extent, search)
-                self._planner.missed(number, self._describe(answer.reason, gap, search.missing))
+                self._planner.settled(
+                    number,
+                    answer.num_tokens,
+                    waited_s=self._waited_s(search),
+                    loaded=search.origins.loaded(),
+                )
+                gap = self._answers.gap_anywhere(search.here, prefix.extent, search)
+                self._planner.missed(
+                    number, self._answers.describe(answer.reason, gap, search.missing)
+                )
             count_lookup(self._metrics, answer, search.here.asked_tokens)
             answer = replace(answer, announcement=number if search.is_announced else 0)
             self._searches.take(number)
@@ -550,7 +551,7 @@ class Lookups:
             ).take_turns()
             count_lookup(
                 self._metrics,
-                (yield from self._answer_turns(number, search, prefix)),
+                (yield from self._answers.answer_turns(number, search, prefix)),
                 search.here.asked_tokens,
             )
             yield from prefix.empty_turns()
@@ -566,73 +567,7 @@ class Lookups:
             yield len(part) // 3
         for sources in search.sources.emptied():
             yield len(sources) // 4
-        yield from emptied_dicts(search.places, search.faults)
-
-    def _answer(
-        self,
-        number: int,
-        owner: Owner,
-        presence: Presence[Entry],
-        extent: Extent,
-        search: Search | None = None,
-        sources: dict[str, int] | None = None,
-    ) -> Found:
-        reason = self._reason(owner, presence, extent, search)
-        if not extent.num_tokens:
-            return Found(0, 0, reason=reason)
-        return Found(
-            number, extent.num_tokens, sources=sources or {"ram": extent.num_tokens}, reason=reason
-        )
-
-    def _answer_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[Found]:
-        sources = (
-            (yield from sources_turns(prefix, search, self._planner.names))
-            if len(search.sources)
-            else None
-        )
-        return self._answer(number, search.owner, search.here, prefix.extent, search, sources)
-
-    def _reason(
-        self, owner: Owner, presence: Presence[Entry], extent: Extent, search: Search | None
-    ) -> Reason:
-        gap = presence.gap(extent)
-        if search is not None and gap is not None and search.declines(gap.key):
-            return SLOWER
-        if search is not None and gap is not None and search.idle and gap.key in search.places:
-            return NOT_NEEDED
-        if search is not None:  # the reason is a chunk that neither RAM nor a tier has
-            gap = self._gap_anywhere(presence, extent, search)
-        if gap is None:
-            return WHOLE
-        if search is not None and (fault := search.faults.get(gap.key)):
-            return fault
-        if search is not None and (search.probing or gap.key in search.awaited):
-            return DEADLINE
-        if self._ram.holds(gap.key):
-            return BEING_WRITTEN
-        if self._computing.is_computed(gap.key, owner):
-            return BEING_COMPUTED
-        if search is not None and search.silent:
-            return TIER_DOWN
-        if self._has_tiers and search is None:
-            # the tiers are being cleared, so they were not probed
-            return CLEARED
-        places = search.places if search is not None else ()
-        siblings = islice(gap.siblings(), _MOST_SIBLINGS)
-        partly = any(key in places or self._ram.find(key) is not None for key in siblings)
-        return self._evictions.why(gap.key) or (INCOMPLETE if partly else NEVER_STORED)
-
-    def _gap_anywhere(
-        self, presence: Presence[Entry], extent: Extent, search: Search
-    ) -> Gap | None:
-        return search.would_have(self._ram.find).gap(extent) or presence.gap(extent)
-
-    def _describe(
-        self, reason: Reason | None, gap: Gap | None, missing: ExpectedChunk | None
-    ) -> str:
-        if reason is None or gap is None:
-            return ""
-        return describe(reason, gap.key, self._evictions.ago_s(gap.key), missing)
+        yield from emptied_dicts(search.places, search.faults, search.unknown)
 
 
 def _steps(runs: Iterable[Run], first: int, last: int, most: int) -> Iterator[Run]:
@@ -641,42 +576,3 @@ def _steps(runs: Iterable[Run], first: int, last: int, most: int) -> Iterator[Ru
         end = min(run.last, last)
         for begin in range(max(run.first, first), end, most):
             yield Run(begin, min(begin + most, end), run.value)
-
-
-def check_query(layout: Layout, query: Query) -> int:
-    """Return the number of keys. Raises ProtocolError."""
-    if (
-        len(query.namespace) != NAMESPACE_BYTES
-        or len(query.hashes) % HASH_BYTES
-        or not 1 <= query.shards <= MAX_SHARDS
-    ):
-        raise ProtocolError(
-            f"a query with {len(query.namespace)} bytes of namespace, {len(query.hashes)} bytes of "
-            f"hashes and {query.shards} shards; needed are {NAMESPACE_BYTES} bytes, a multiple of "
-            f"{HASH_BYTES} bytes and 1 to {MAX_SHARDS} shards"
-        )
-    if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
-        raise ProtocolError(
-            f"a query with {len(query.tail_hashes)} bytes of tail_hashes and "
-            f"{len(query.tail_lengths)} tail_lengths; each tail needs one length and a hash of "
-            f"{HASH_BYTES} bytes"
-        )
-    if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
-        raise ProtocolError(
-            f"a query's tail_lengths must be 1 to {layout.tokens_per_chunk - 1} tokens: a chunk "
-            f"has {layout.tokens_per_chunk}"
-        )
-    num_rows = len(layout.groups) * query.shards
-    num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * num_rows
-    if num_rows > _MOST_ROWS:
-        raise ProtocolError(
-            f"a query of {num_keys} keys, of {len(layout.groups)} groups in {query.shards} "
-            f"shards; groups times shards must be {_MOST_ROWS} at most"
-        )
-    if num_keys > _MOST_KEYS:
-        raise ProtocolError(
-            f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "
-            f"{len(query.tail_lengths)} tails, {len(layout.groups)} "
-            f"groups, {query.shards} shards); the limit is {_MOST_KEYS}: look up a shorter prompt"
-        )
-    return num_keys

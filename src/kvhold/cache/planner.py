@@ -27,6 +27,7 @@ from kvhold.core.planning import (
     Alternative,
     ComputeCost,
     Decision,
+    LoadedChunks,
     LoadOptions,
     alternative,
     choose,
@@ -325,8 +326,15 @@ class Planner:
             f"first token takes {_shown(shown['chosen'].total_s)}, without them {alone}",
         )
 
-    def settled(self, number: int, num_tokens: int, *, waited_s: float) -> None:
-        self._change(number, waited_s=waited_s, hit_tokens=num_tokens)
+    def settled(
+        self,
+        number: int,
+        num_tokens: int,
+        *,
+        waited_s: float,
+        loaded: Sequence[LoadedChunks] = (),
+    ) -> None:
+        self._change(number, waited_s=waited_s, hit_tokens=num_tokens, loaded=list(loaded))
 
     def missed(self, number: int, why: str) -> None:
         self._change(number, missing=why)

@@ -14,14 +14,16 @@ from itertools import count
 from math import inf
 from secrets import randbits
 
+from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
 from kvhold.cache.computing import Computing
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
 from kvhold.cache.index.pins import Pins
 from kvhold.cache.leases import ClaimAnswer, Held, Leases, Owner
-from kvhold.cache.lookup import Lookups, check_query
+from kvhold.cache.lookup import Lookups
 from kvhold.cache.planner import Planner
+from kvhold.cache.query_limits import check_query
 from kvhold.cache.reservations import Grant, Reservations
 from kvhold.cache.transfer.commands import ClearCommand, Command
 from kvhold.cache.transfer.reencodings import ReencodeRequest, Reencodings
@@ -36,10 +38,11 @@ from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
 from kvhold.core.planning import ComputeCost, ComputeIntent
-from kvhold.core.reasons import TIER_DOWN, Reason
+from kvhold.core.reasons import PASSING, TIER_DOWN, Reason
 from kvhold.core.status import HeldStatus, StateStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.memory.arena import Arena
+from kvhold.tiers.base import Origin
 from kvhold.tiers.policies import Policy, make_policy
 from kvhold.tiers.ram import ADMITTED, Entry, RamTier
 from kvhold.tiers.stack import TierPlace
@@ -112,8 +115,8 @@ class CacheState:
         self._numbers = count(randbits(48) << 8 | 1)
         self._commands: list[Command] = []
         self._clears = 0
-        self.when_cleared: Callable[[bytes], None] | None = None
-        """Called when a clear has ended in memory and in the tiers."""
+        self.when_cleared: Callable[[bytes, float | None], None] | None = None
+        """Called when a clear has ended in memory and in the tiers, with `ClearCommand.asked_s`."""
         self._chores = Chores()
         self._evictions = EvictionHistory(clock=clock)
         self._changes = Changes(metrics, self._evictions, event_buffer)
@@ -155,7 +158,7 @@ class CacheState:
             self._searches,
             self.planner,
             self._computing,
-            self._evictions,
+            Answers(ram, self.planner, self._computing, self._evictions, has_tiers=self._has_tiers),
             ChunkValues(policy_for, self.planner.speeds),
             self.uses,
             self._numbers,
@@ -387,8 +390,16 @@ class CacheState:
 
     # events from the tier worker
 
-    def probed(self, number: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
-        self._searches.probed(number, places, silent=silent)
+    def probed(
+        self,
+        number: int,
+        places: dict[bytes, TierPlace],
+        *,
+        silent: Reason | None = None,
+        unknown: dict[bytes, Reason] | None = None,
+    ) -> None:
+        """End a probe. silent, unknown: see `Unknown`"""
+        self._searches.probed(number, places, silent=silent, unknown=unknown)
 
     def written(self, number: int) -> None:
         self._writes.done(number)
@@ -404,17 +415,24 @@ class CacheState:
         self.reencodings.progressed(number, progress)
 
     def fetched(
-        self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
+        self,
+        entry: Entry,
+        ok: bool,
+        expires_at: int = 0,
+        *,
+        why: Reason = TIER_DOWN,
+        origin: Origin | None = None,
     ) -> None:
         """End one read of a FetchCommand. It no longer writes to the entry's memory."""
-        if not ok and why != TIER_DOWN:
+        if not ok and why not in PASSING:
             self._evictions.add(entry.key, why)
-        self._searches.fetched(entry, ok, expires_at=expires_at, why=why)
+        self._searches.fetched(entry, ok, expires_at=expires_at, why=why, origin=origin)
 
-    def cleared(self, prefix: bytes) -> None:
+    def cleared(self, prefix: bytes, asked_s: float | None = None) -> None:
+        """asked_s: of the command"""
         self._clears -= 1
         self._searches.cleared(prefix)
-        self._has_cleared(prefix)
+        self._has_cleared(prefix, asked_s)
 
     def _clear(self, prefix: bytes, *, learned: bool) -> int:
         removed = self.ram.clear(prefix)
@@ -423,14 +441,14 @@ class CacheState:
         if self._has_tiers:
             self._searches.clear(prefix)
             self._clears += 1
-            self._give_command(ClearCommand(prefix, learned))
+            self._give_command(ClearCommand(prefix, learned, self.ram.now()))
         else:
-            self._has_cleared(prefix)
+            self._has_cleared(prefix, self.ram.now())
         return removed
 
-    def _has_cleared(self, prefix: bytes) -> None:
+    def _has_cleared(self, prefix: bytes, asked_s: float | None) -> None:
         if self.when_cleared is not None:
-            self.when_cleared(prefix)
+            self.when_cleared(prefix, asked_s)
 
     def _note_change(self, what: str, entry: Entry) -> None:
         self._changes.note(what, entry)

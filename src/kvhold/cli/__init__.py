@@ -20,6 +20,7 @@ _COMMANDS = {
     "compress": ("kvhold.cli.compress", "Re-encode a tier's chunks with a codec, online."),
     "decompress": ("kvhold.cli.decompress", "Re-encode a tier's chunks without loss, online."),
     "clients": ("kvhold.cli.clients", "List the node's clients and their holdings."),
+    "peers": ("kvhold.cli.peers", "List the node's peers: followed ones and served ones."),
     "kick": ("kvhold.cli.kick", "End a client of the node."),
     "stop": ("kvhold.cli.stop", "End this host's node."),
     "tiers": ("kvhold.cli.tiers", "List the kinds of tiers and their settings."),

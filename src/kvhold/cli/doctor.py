@@ -1,7 +1,7 @@
 """`kvhold doctor`: check the node and the tiers.
 
 In each tier, a test chunk is put, probed, read whole and in part, checked and deleted, within the
-tier's deadlines but without its breaker.
+tier's deadlines but without its breaker. Each peer is logged in to.
 """
 
 import asyncio
@@ -31,11 +31,14 @@ from kvhold.core.errors import (
 from kvhold.core.keys import HASH_BYTES, Namespace, make_key
 from kvhold.core.layout import Group, Layout
 from kvhold.core.status import check_status
+from kvhold.net.login import quoted
 from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 from kvhold.node.requirements import pack, requirements_of
 from kvhold.tiers.base import Tier
 from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.peers import PeersTier
+from kvhold.tiers.peers.peer import Peer
 from kvhold.tiers.registry import make_tier
 from kvhold.tiers.url import parse_url
 
@@ -119,10 +122,11 @@ async def _look_at_tiers(config: Config) -> list[Finding]:
         finding = Finding("tiers below RAM")
         finding.says.append("none: chunks are only in memory (setting `tiers`)")
         return [finding]
-    return [await _look_at_tier(text, config) for text in config.tiers]
+    found = [await _look_at_tier(text, config) for text in config.tiers]
+    return [finding for findings in found for finding in findings]
 
 
-async def _look_at_tier(text: str, config: Config) -> Finding:
+async def _look_at_tier(text: str, config: Config) -> list[Finding]:
     try:
         finding = Finding(parse_url(text).shown)
         tier, settings = make_tier(text, plugins=config.plugins)
@@ -131,7 +135,12 @@ async def _look_at_tier(text: str, config: Config) -> Finding:
     except ConfigError as error:
         finding = Finding(text.partition("?")[0].rpartition("@")[2])
         finding.wrong(str(error))
-        return finding
+        return [finding]
+    if isinstance(tier, PeersTier):
+        try:
+            return await _look_at_peers(tier, finding, settings.get_timeout_s)
+        finally:
+            await tier.close()
     try:
         await _Visit(tier, settings, finding).run()
     except TierError as error:
@@ -141,7 +150,46 @@ async def _look_at_tier(text: str, config: Config) -> Finding:
         finding.wrong(f"broke the contract of a tier: {type(error).__name__}: {error}")
     finally:
         await tier.close()
-    return finding
+    return [finding]
+
+
+async def _look_at_peers(tier: PeersTier, whole: Finding, timeout_s: float) -> list[Finding]:
+    """Look at all peers at once. The tier is wrong if no peer can be followed."""
+    listed = await tier.listed()
+    found = [Finding(f"peer {peer.address}") for peer in listed]
+    await asyncio.gather(
+        *(
+            _look_at_peer(peer, finding, timeout_s)
+            for peer, finding in zip(listed, found, strict=True)
+        )
+    )
+    whole.says.append("read_only: nothing was put")
+    if fault := tier.peers_status()["list_fault"]:
+        whole.wrong(fault)
+    if not any(finding.ok for finding in found):
+        whole.wrong("no peer can be followed")
+    return [whole, *found]
+
+
+async def _look_at_peer(peer: Peer, finding: Finding, timeout_s: float) -> None:
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(timeout_s):
+            stream, welcome = await peer.open_to_follow()
+        stream.close()
+        version, name = quoted(welcome.kvhold, 40), quoted(welcome.name, 64)
+        finding.says.append(f"{name or 'a host without a name'}, kvhold {version}")
+    except TimeoutError:
+        _blame(finding, peer, TimeoutError(f"no answer within {timeout_s:g} s"))
+    except (OSError, EOFError, KVHoldError, ValueError) as error:
+        _blame(finding, peer, error)
+    finding.ms["log in"] = _ms(began)
+
+
+def _blame(finding: Finding, peer: Peer, error: Exception) -> None:
+    fault = peer.fault_of("connect", error)
+    finding.wrong(str(fault))
+    finding.says.append(f"{fault.cause}: {fault.advice}")
 
 
 class _Visit:

@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from kvhold.cli.connect import connect
 from kvhold.cli.options import socket_option
-from kvhold.core.planning import MOST_NAME, Decision
+from kvhold.core.planning import MOST_NAME, Decision, LoadedChunks
 
 _NAMES = {
     "compute": "compute all",
@@ -66,6 +66,7 @@ def _describe(decision: Decision) -> str:
         ),
         f"decision  {decision.why}",
         *([f"missing   {decision.missing}"] if decision.missing else []),
+        *(f"loaded    {_loaded(one)}" for one in decision.loaded),
         "",
         f"{'':25}{'tokens':>8}{'wait s':>10}{'load s':>10}{'compute s':>11}{'in all s':>10}",
     ]
@@ -84,6 +85,15 @@ def _describe(decision: Decision) -> str:
             f"{label:25}{tokens:>8}{wait_s:10.4f}{_seconds(load_s):>10}{_seconds(compute_s):>11}{in_all:>10}"
         )
     return "\n".join(lines)
+
+
+def _loaded(loaded: LoadedChunks) -> str:
+    runs = [str(first) if first == last else f"{first}-{last}" for first, last in loaded.chunks]
+    one = len(runs) == 1 and "-" not in runs[0]
+    return (
+        f"{'chunk' if one else 'chunks'} {', '.join(runs)} from {loaded.place}, "
+        f"{1000 * loaded.seconds:.1f} ms"
+    )
 
 
 def _hit(decision: Decision) -> str:

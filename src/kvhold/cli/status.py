@@ -6,6 +6,7 @@ import click
 
 from kvhold.cli.connect import connect
 from kvhold.cli.options import json_option, socket_option
+from kvhold.cli.peers import summary
 from kvhold.core.sizes import format_size
 from kvhold.core.status import CacheTierStatus, NodeStatus, check_status
 
@@ -50,6 +51,7 @@ def _describe(status: NodeStatus) -> str:
             f"below     {behind['chunks']} chunks wait to be written "
             f"({format_size(behind['bytes'])}), {status['arriving_chunks']} arrive"
         )
+    lines += summary(status)
     lines += [
         f"client    {c['name']} (pid {c['pid']}), heard {c['silent_s']:.1f} s ago"
         for c in status["clients"]

@@ -190,6 +190,11 @@ class ServePeersConfig(LoginConfig):
         "the loopback interface, a token or client certificates are required; empty: it serves "
         "none",
     )
+    advertise: str = setting(
+        "",
+        "HOST:PORT by which other nodes reach this one, as the tier peers-etcd:// registers it; "
+        "empty: `peers.listen`",
+    )
     in_flight_bytes: int = size(
         256 << 20,
         "most bytes of chunks that are pinned, or read from disks, while they are sent to peers",

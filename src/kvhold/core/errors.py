@@ -26,6 +26,8 @@ from typing import Literal
 
 import msgspec
 
+from kvhold.core.reasons import TIER_DOWN, Reason
+
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for outside data: a wrong form, invalid UTF-8, too deep nesting."""
 
@@ -53,6 +55,8 @@ class TierError(KVHoldError):
 
     retryable = True
     reason = "error"
+    miss: Reason = TIER_DOWN
+    """Why its chunks are missed."""
 
     def __init__(self, tier: str, operation: str, detail: str) -> None:
         super().__init__(f"{tier}: {operation}: {detail}")

@@ -390,18 +390,82 @@ TABLE = {
             "Messages that broke the protocol.",
         ),
         Metric(
-            "kvhold_peer_chunks",
+            "kvhold_peer_loads",
             "counter",
-            "chunks",
-            ("result",),
-            "Chunks that other nodes asked of this one: sent, absent.",
+            "loads",
+            ("peer", "result"),
+            "Gets from a peer: done, failed.",
         ),
         Metric(
-            "kvhold_peer_bytes",
+            "kvhold_peer_load_seconds",
+            "histogram",
+            "seconds",
+            ("peer",),
+            "Duration of answered gets from a peer.",
+            _SECONDS,
+        ),
+        Metric(
+            "kvhold_peer_loaded_chunks",
+            "counter",
+            "chunks",
+            ("peer",),
+            "Chunks loaded from a peer.",
+        ),
+        Metric(
+            "kvhold_peer_loaded_bytes",
             "counter",
             "bytes",
-            (),
-            "Bytes of frames sent to other nodes.",
+            ("peer",),
+            "Bytes of frames loaded from a peer.",
+        ),
+        Metric(
+            "kvhold_peer_missed_chunks",
+            "counter",
+            "chunks",
+            ("peer", "reason"),
+            "Chunks that a peer was asked for and did not send, by reason.",
+        ),
+        Metric(
+            "kvhold_peer_faults",
+            "counter",
+            "faults",
+            ("peer", "cause"),
+            "Failed connections to a peer and failed gets from it, by cause.",
+        ),
+        Metric(
+            "kvhold_peer_events",
+            "counter",
+            "events",
+            ("peer",),
+            "Changes that a peer has told.",
+        ),
+        Metric(
+            "kvhold_peer_index_chunks",
+            "gauge",
+            "chunks",
+            ("peer",),
+            "Chunks of a peer in the index.",
+        ),
+        Metric(
+            "kvhold_peer_bus_ignored",
+            "counter",
+            "records",
+            ("reason",),
+            "Records on the peers' bus that were ignored: forged, unknown, size, protocol.",
+        ),
+        Metric(
+            "kvhold_peer_served_chunks",
+            "counter",
+            "chunks",
+            ("peer", "result"),
+            "Chunks that a peer asked of this node: sent, absent.",
+        ),
+        Metric(
+            "kvhold_peer_served_bytes",
+            "counter",
+            "bytes",
+            ("peer",),
+            "Bytes of frames sent to a peer.",
         ),
     )
 }
@@ -424,6 +488,14 @@ class Metrics:
 
     def set(self, name: str, value: float, **labels: str) -> None:
         self._values[name, _ordered(name, labels)] = value
+
+    def forget(self, label: str, value: str) -> None:
+        """Remove all that was counted with a label's value."""
+        for name, labels in list(self._values):
+            names = TABLE[name].labels
+            if label in names and labels[names.index(label)] == value:
+                del self._values[name, labels]
+                self._counts.pop((name, labels), None)
 
     def value(self, name: str, **labels: str) -> float:
         return self._values.get((name, _ordered(name, labels)), 0)

@@ -84,6 +84,20 @@ class Alternative(msgspec.Struct, frozen=True):
         return self.wait_s + self.load_s + self.compute_s
 
 
+class LoadedChunks(msgspec.Struct, frozen=True):
+    """Chunks of a prompt that came from one peer.
+
+    place:   its address
+    chunks:  runs of chunks, [first, last]; of a long prompt the last run may be complete only in
+             part
+    seconds: from the first request to the last answer
+    """
+
+    place: str
+    chunks: list[list[int]]
+    seconds: float
+
+
 class Decision(msgspec.Struct, frozen=True):
     """The decision for one request and its result.
 
@@ -92,6 +106,7 @@ class Decision(msgspec.Struct, frozen=True):
     hit_tokens:   None: it still waits
     missing:      why the hit ends, in words; empty: nothing is missing, or it still waits
     load_s, compute_s: measured; None: there was none, or it is unknown
+    loaded:     the chunks that came from peers
     """
 
     request: str
@@ -107,6 +122,7 @@ class Decision(msgspec.Struct, frozen=True):
     load_s: float | None = None
     compute_s: float | None = None
     missing: str = ""
+    loaded: list[LoadedChunks] = []
 
 
 def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:

@@ -18,6 +18,10 @@ class Reason(StrEnum):
     DECLINED = "declined"
     DEADLINE = "deadline"
     TIER_DOWN = "tier_down"
+    PEER_GONE = "peer_gone"
+    PEER_EVICTED = "peer_evicted"
+    PEER_SLOW = "peer_slow"
+    PEER_DENIED = "peer_denied"
     BAD_FRAME = "bad_frame"
     DAMAGED = "damaged"
     SLOWER = "slower"
@@ -36,6 +40,10 @@ NO_ROOM = Reason.NO_ROOM
 DECLINED = Reason.DECLINED
 DEADLINE = Reason.DEADLINE
 TIER_DOWN = Reason.TIER_DOWN
+PEER_GONE = Reason.PEER_GONE
+PEER_EVICTED = Reason.PEER_EVICTED
+PEER_SLOW = Reason.PEER_SLOW
+PEER_DENIED = Reason.PEER_DENIED
 BAD_FRAME = Reason.BAD_FRAME
 DAMAGED = Reason.DAMAGED
 SLOWER = Reason.SLOWER
@@ -64,9 +72,18 @@ REASONS = {
     ),
     DEADLINE: "the next chunk did not arrive, or was not found, before the deadline",
     TIER_DOWN: "a tier that may have the next chunk did not answer, or its read failed",
+    PEER_GONE: "a peer had the next chunk, and cannot be reached or was restarted",
+    PEER_EVICTED: "a peer had the next chunk, and has evicted it",
+    PEER_SLOW: "a peer has the next chunk, but does not answer in time, and is left alone for now",
+    PEER_DENIED: (
+        "a peer has the next chunk, but refuses this node, or this node refuses its certificate"
+    ),
     BAD_FRAME: "a tier had the next chunk, but its bytes failed a check",
     DAMAGED: "the next chunk was in memory, but its bytes had changed since, so it was removed",
     SLOWER: "loading or finding the next chunk would have taken longer than computing it",
     NOT_NEEDED: "a tier has the next chunk, but no tier has more than the engine already has",
 }
 """The reasons and their meanings. The next chunk is the first whose absence ends the hit."""
+
+PASSING = frozenset({TIER_DOWN, PEER_GONE, PEER_SLOW, PEER_DENIED})
+"""Reasons that say nothing about the chunk itself: later it may be found where it was."""

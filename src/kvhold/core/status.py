@@ -51,7 +51,90 @@ class ScrubStatus(TypedDict):
     pass_bytes: int
 
 
-class TierStatus(TypedDict):
+class FollowedPeerStatus(TypedDict):
+    """A peer that this node follows.
+
+    address:            its address, as in the tier's URL or in the directory
+    name:               name of its host; empty: not known
+    state:              following, paused, away, refused, connecting, itself or elsewhere
+    cause:              why it is paused, away or refused, in one word; else empty
+    by_bus:             its changes come over the bus now, not over a connection
+    state_s:            seconds in this state
+    incarnation:        random number of its start; 0: not known
+    version:            its version of kvhold; empty: not known
+    chunks:             its chunks in the index
+    events:             changes that it has told
+    events_per_s:       of the last minute
+    loads:              gets from it
+    loads_per_s:        of the last minute
+    loaded_chunks:      chunks loaded from it
+    loaded_bytes:       bytes of frames loaded from it
+    loaded_bytes_per_s: of the last minute
+    absent_chunks:      chunks that it had evicted when they were asked for
+    last_load_s:        duration of the last answered get, in seconds; null: none yet
+    median_load_s:      median of the last 64; null: none yet
+    last_fault:         latest fault; empty: none
+    last_fault_ago_s:   seconds since then; null: none
+    """
+
+    address: str
+    name: str
+    state: str
+    cause: str
+    by_bus: bool
+    state_s: float
+    incarnation: int
+    version: str
+    chunks: int
+    events: int
+    events_per_s: float
+    loads: int
+    loads_per_s: float
+    loaded_chunks: int
+    loaded_bytes: int
+    loaded_bytes_per_s: float
+    absent_chunks: int
+    last_load_s: float | None
+    median_load_s: float | None
+    last_fault: str
+    last_fault_ago_s: float | None
+
+
+class FollowedPeersStatus(TypedDict):
+    """The peers of a tier.
+
+    directory:  where the list of peers comes from; empty: the tier's URL
+    list_age_s: seconds since the list was read; null: it was not, or it is in the URL
+    list_fault: what was wrong when it was read last; empty: nothing
+    registered: the address under which this node is registered in the directory; empty: it is not
+    bus:        the bus by which changes come; empty: a connection to each peer
+    bus_fault:  why the bus cannot be read now; empty: it can
+    bus_ignored: records on the bus that were ignored: forged, damaged, or of unknown nodes
+    chunks:     chunks in the index of all peers
+    peers:      one object per peer, in the order of their numbers
+    """
+
+    directory: str
+    list_age_s: float | None
+    list_fault: str
+    registered: str
+    bus: str
+    bus_fault: str
+    bus_ignored: int
+    chunks: int
+    peers: list[FollowedPeerStatus]
+
+
+class TierPeersStatus(TypedDict, total=False):
+    """The peers of a tier. Absent in other tiers.
+
+    followed_peers: other nodes that the tier reads; absent in other tiers than peers
+    """
+
+    followed_peers: FollowedPeersStatus
+
+
+class TierStatus(TierPeersStatus):
     """One tier.
 
     name:           its name, unique in its cache
@@ -174,22 +257,70 @@ class ClientStatus(TypedDict):
     silent_s: float
 
 
+class ServedPeerStatus(TypedDict):
+    """A node that reads this node's chunks.
+
+    address:         its address, with its port if it serves peers, too; `others`: beyond 32 peers
+    name:            name of its host; empty: not known
+    connections:     its connections; 0: it has left
+    follows:         it receives the changes of this node
+    state_s:         seconds since it came, or left
+    chunks:          chunks sent to it
+    absent_chunks:   chunks that it asked for in vain
+    bytes:           bytes of frames sent to it
+    bytes_per_s:     of the last minute
+    in_flight_bytes: bytes that are pinned, or in buffers, while they are sent to it
+    """
+
+    address: str
+    name: str
+    connections: int
+    follows: bool
+    state_s: float
+    chunks: int
+    absent_chunks: int
+    bytes: int
+    bytes_per_s: float
+    in_flight_bytes: int
+
+
+class RefusedPeerStatus(TypedDict):
+    """A host whose connections were refused.
+
+    address: its address
+    reason:  why the latest one was
+    times:   their number
+    ago_s:   seconds since the latest one
+    """
+
+    address: str
+    reason: str
+    times: int
+    ago_s: float
+
+
 class ServedPeersStatus(TypedDict):
     """The service for other nodes.
 
     address:         where the node listens
+    incarnation:     random number of this start of the node
     connections:     connections of other nodes
     chunks:          chunks that other nodes can find here
     index_bytes:     bytes of the index of these chunks
     in_flight_bytes: bytes of chunks that are pinned, or in buffers, while they are sent
+    peers:           one object per node that reads here, or has read
+    refused:         one object per refused host, the latest first; at most 16
     counters:        metrics of the service
     """
 
     address: str
+    incarnation: int
     connections: int
     chunks: int
     index_bytes: int
     in_flight_bytes: int
+    peers: list[ServedPeerStatus]
+    refused: list[RefusedPeerStatus]
     counters: dict[str, float]
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 MAX_HELLO_BYTES = 4 << 10
 MAX_TOKEN_BYTES = 3 << 10
+_MOST_QUOTED = 200
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
@@ -19,7 +20,15 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="CentralRefused"):
-    """denied: the client lacks the rights"""
+    """denied:           the client lacks the rights
+    is_other_version: of the client
+    """
 
     reason: str
     denied: bool = False
+    is_other_version: bool = False
+
+
+def quoted(text: str, most: int = _MOST_QUOTED) -> str:
+    """Return a text of the other side for logs and terminals: printable, and not longer."""
+    return "".join(one if one.isprintable() else "?" for one in text[:most])

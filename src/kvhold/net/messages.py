@@ -20,7 +20,7 @@ from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"

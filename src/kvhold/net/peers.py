@@ -1,6 +1,7 @@
 """The records between a node and the nodes that read its chunks, its followers.
 
-After Hello and PeerWelcome (`login.py`), a connection carries gets, or is given to one Follow.
+After Hello and PeerWelcome (`login.py`), a follower may introduce itself. Then a connection carries
+gets, or is given to one Follow.
 
 A **get** is answered by one or more PeerValues, whose sizes belong to the keys in order. The bytes
 of the values follow their record.
@@ -28,12 +29,42 @@ class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base record."""
 
 
+class PeerBus(PeerMessage, frozen=True):
+    """How to know this node's records on a bus (`tiers/peers/bus.py`).
+
+    key:      seals them
+    clock_ms: the node's clock now
+    """
+
+    key: bytes
+    clock_ms: int
+
+    def __repr__(self) -> str:
+        return "PeerBus(***)"
+
+
 class PeerWelcome(PeerMessage, frozen=True):
-    """incarnation: random; another one after each start of the node"""
+    """incarnation: random; another one after each start of the node
+    name:        of the host
+    bus:         None: the node publishes its changes on no bus
+    """
 
     version: int
     kvhold: str
     incarnation: int
+    name: str = ""
+    bus: PeerBus | None = None
+
+
+class Introduce(PeerMessage, frozen=True):
+    """Say who follows. There is no answer.
+
+    name: of the host
+    port: where it serves peers; 0: it does not
+    """
+
+    name: str
+    port: int
 
 
 class PeerGet(PeerMessage, frozen=True):
@@ -108,5 +139,5 @@ class Happened(PeerMessage, frozen=True):
 
 
 Greeting = Union[PeerWelcome, Refused]  # noqa: UP007 - msgspec reads the union
-Request = Union[PeerGet, Follow]  # noqa: UP007
+Request = Union[PeerGet, Follow, Introduce]  # noqa: UP007
 News = Union[Page, Happened]  # noqa: UP007

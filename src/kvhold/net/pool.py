@@ -67,6 +67,12 @@ class Pool:
                 stream.reused = True
                 self._idle.append(stream)
 
+    def close_idle(self) -> None:
+        """Close the connections that nobody uses: the way to the server may have forgotten them."""
+        for stream in self._idle:
+            stream.close()
+        self._idle.clear()
+
     def close(self) -> None:
         """Close all connections, also those in use. Waiting tasks get an OSError."""
         self._closed = True

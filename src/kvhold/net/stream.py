@@ -35,9 +35,12 @@ def _wake(future: "asyncio.Future[None]") -> None:
 
 @dataclass(frozen=True)
 class Address:
+    """tls_name: the name in the server's certificate; empty: `host`"""
+
     host: str = ""
     port: int = 0
     socket: str = ""
+    tls_name: str = ""
 
     def __str__(self) -> str:
         if self.socket:
@@ -124,6 +127,15 @@ class Stream:
     async def expect_crlf(self) -> None:
         if await self.read(2) != b"\r\n":
             raise ProtocolError("a value does not end with CRLF")
+
+    @property
+    def host(self) -> str:
+        """The address of the other side; empty: it has none, or the connection is lost."""
+        try:
+            name = self._sock.getpeername()
+        except OSError:
+            return ""
+        return str(name[0]) if isinstance(name, tuple) else ""
 
     @property
     def quiet(self) -> bool:
@@ -312,7 +324,9 @@ async def open_stream(address: Address, tls: ssl.SSLContext | None) -> Stream:
     if tls is not None:
         with on_error(sock.close):
             sock = tls.wrap_socket(
-                sock, server_hostname=address.host or None, do_handshake_on_connect=False
+                sock,
+                server_hostname=address.tls_name or address.host or None,
+                do_handshake_on_connect=False,
             )
     stream = Stream(sock)
     with on_error(stream.close):

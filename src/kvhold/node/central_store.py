@@ -28,6 +28,7 @@ from kvhold.core.reasons import TIER_DOWN, Reason
 from kvhold.core.status import CentralStatus
 from kvhold.memory.arena import Arena, Toucher, default_arena_bytes
 from kvhold.node.scans import Scans
+from kvhold.tiers.base import Origin
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.policies import TIER_POLICIES, make_policy
 from kvhold.tiers.ram import NEVER, Entry, RamTier, Wanted
@@ -208,7 +209,13 @@ class CentralStore:
         self.arena.close()
 
     def fetched(
-        self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
+        self,
+        entry: Entry,
+        ok: bool,
+        expires_at: int = 0,
+        *,
+        why: Reason = TIER_DOWN,
+        origin: Origin | None = None,
     ) -> None:
         if ok:
             self.ram.commit(entry)

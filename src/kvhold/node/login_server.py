@@ -69,9 +69,12 @@ class ServedProtocol:
 class _Stranger(Exception):
     """A client fails to log in. The reason is a constant text, never the client's."""
 
-    def __init__(self, reason: str, *, denied: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, denied: bool = False, is_other_version: bool = False
+    ) -> None:
         super().__init__(reason)
         self.denied = denied
+        self.is_other_version = is_other_version
 
 
 class LoginServer(ABC):
@@ -108,6 +111,9 @@ class LoginServer(ABC):
     @abstractmethod
     async def _converse_with(self, stream: Stream) -> None:
         """Serve a client until it leaves. Errors end this conversation only."""
+
+    def _note_refused(self, host: str, reason: str) -> None:  # noqa: B027 - only some need it
+        """Called with each client that is refused."""
 
     async def _end(self, accepting: "asyncio.Task[None]") -> None:
         """Cancel the accept task and all conversations, and wait for them."""
@@ -196,11 +202,18 @@ class LoginServer(ABC):
             await self._serve(stream)
         except _Stranger as error:
             self._strangers.refused(host, str(error))
-            await self._refuse(stream, str(error), denied=error.denied)
+            self._note_refused(host, str(error))
+            await self._refuse(
+                stream,
+                str(error),
+                denied=error.denied,
+                is_other_version=error.is_other_version,
+            )
         except (OSError, EOFError, TimeoutError) as error:
             log.debug("a client left: %s", type(error).__name__)
         except (ProtocolError, ValueError) as error:
             log.warning("refused a client from %s: %s", host, error)
+            self._note_refused(host, str(error))
             await self._refuse(stream, str(error))
         # a task's edge: a bug ends one conversation, not the server
         except Exception:
@@ -220,7 +233,7 @@ class LoginServer(ABC):
         if hello.magic != self._protocol.magic:
             raise _Stranger(self._protocol.no_hello)
         if hello.version != self._protocol.version:
-            raise _Stranger(self._protocol.other_version)
+            raise _Stranger(self._protocol.other_version, is_other_version=True)
         if self._token and not hmac.compare_digest(_digest(hello.token), self._token_digest):
             raise _Stranger(_TOKEN_WRONG if hello.token else _TOKEN_NEEDED, denied=True)
 
@@ -229,6 +242,7 @@ class LoginServer(ABC):
         if self._num_served >= most:
             reason = f"{self._section}.max_connections = {most} are in use"
             log.warning("refused a client: %s", reason)
+            self._note_refused(stream.host, reason)
             await self._refuse(stream, f"{reason}; try again later")
             return
         self._num_served += 1
@@ -239,13 +253,20 @@ class LoginServer(ABC):
         finally:
             self._num_served -= 1
 
-    async def _refuse(self, stream: Stream | None, reason: str, *, denied: bool = False) -> None:
+    async def _refuse(
+        self,
+        stream: Stream | None,
+        reason: str,
+        *,
+        denied: bool = False,
+        is_other_version: bool = False,
+    ) -> None:
         self.metrics.add("kvhold_protocol_errors", reason="denied" if denied else "bad message")
         self.metrics.add("kvhold_connections", result="refused")
         if stream is not None and not stream.closed:
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_GREET_WITHIN_S):
-                    await stream.send([encode(login.Refused(reason, denied))])
+                    await stream.send([encode(login.Refused(reason, denied, is_other_version))])
 
     def _split(self, text: str) -> tuple[str, int]:
         host, colon, port = text.rpartition(":")

@@ -42,6 +42,8 @@ class PeerFeed:
     def __init__(self, frame_size: SizeOf) -> None:
         self.incarnation = randbits(60) | 1
         self.number = randbits(40)
+        self.bus_key = b""
+        """Seals the records on a bus; empty: they are published on none."""
         self._numbers = ClearNumbers()
         self._frame_size = frame_size
         self._memory, self._disks = PeerIndex(), PeerIndex()
@@ -56,12 +58,12 @@ class PeerFeed:
         self._num_kept = 0
 
     def follow_clears(self, numbers: ClearNumbers) -> None:
-        """Tell the followers of these clears. Call this before `start`."""
+        """Tell the followers of these clears. Call this before there are any."""
         self._numbers = numbers
         numbers.watch = self.note_cleared
 
     def start(self) -> None:
-        """Number the changes in the running loop from now on."""
+        """Number the changes in the running loop from now on. Before, notes only queue."""
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._number_notes)
 
@@ -96,6 +98,11 @@ class PeerFeed:
     def __len__(self) -> int:
         return self._num_chunks
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of notes that are not numbered yet."""
+        return len(self._notes)
+
     def size_of(self, key: bytes) -> int:
         """Return the size of a chunk's frame; 0: it is not here."""
         return self._size(digest_of(key))
@@ -104,8 +111,10 @@ class PeerFeed:
         """Wait for changes after `number`, for at most `BEAT_S`."""
         if number == self.number:
             self._changed.clear()
+            # `wait_for` of Python 3.11 swallows a cancellation that comes with the change
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), p.BEAT_S)
+                async with asyncio.timeout(p.BEAT_S):
+                    await self._changed.wait()
 
     def changes_after(self, number: int) -> tuple[bytes, int] | None:
         """Return a record of changes, and the number of its last one; None: they are forgotten."""

@@ -4,15 +4,14 @@
     await server.start(server.listen()) ... await server.stop()
 
 A follower cannot change anything here. Values go from the pinned chunk to the socket without a copy
-in Python. The bytes of all values that are pinned or buffered at once are limited; gets beyond that
-wait in order. One event loop, in a thread of its own (`peer_thread.py`).
+in Python. The bytes of all values that are pinned or buffered at once are limited, and so is each
+peer's share of them (`byte_budget.py`). One event loop, in a thread of its own (`peer_thread.py`).
 """
 
 import asyncio
 import socket
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from kvhold import __version__
@@ -23,9 +22,12 @@ from kvhold.net import peers as p
 from kvhold.net.central import split_keys
 from kvhold.net.stream import Stream
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length, encode
+from kvhold.node.byte_budget import ByteBudget
 from kvhold.node.login_server import LoginServer, ServedProtocol
 from kvhold.node.peer_feed import PeerFeed
+from kvhold.node.served_peers import ServedPeer, ServedPeers
 from kvhold.tiers.base import Parts, size_of
+from kvhold.tiers.peers.bus import clock_ms
 
 _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
 _GROUP_BYTES = 8 << 20  # pinned at once for one get
@@ -43,45 +45,6 @@ class ChunkSource(Protocol):
         """
 
 
-class ByteBudget:
-    """Bytes that may be in use at once. Waiting calls get theirs in order."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @asynccontextmanager
-    async def taken(self, nbytes: int) -> AsyncIterator[None]:
-        """nbytes: at most `limit`"""
-        if self._waiting or self.used + nbytes > self.limit:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((nbytes, turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.cancelled():
-                    self._waiting = deque(one for one in self._waiting if one[1] is not turn)
-                else:
-                    self.used -= nbytes
-                self._next()
-                raise
-        else:
-            self.used += nbytes
-        try:
-            yield
-        finally:
-            self.used -= nbytes
-            self._next()
-
-    def _next(self) -> None:
-        while self._waiting and self.used + self._waiting[0][0] <= self.limit:
-            nbytes, turn = self._waiting.popleft()
-            if not turn.done():
-                self.used += nbytes
-                turn.set_result(None)
-
-
 class PeerServer(LoginServer):
     address_setting = "listen"
 
@@ -97,6 +60,7 @@ class PeerServer(LoginServer):
         self._source = source
         self._feed = feed
         self.metrics = metrics
+        self.peers = ServedPeers(metrics)
         self.budget = ByteBudget(max(1, config.in_flight_bytes))
         self._accepting: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
@@ -108,11 +72,10 @@ class PeerServer(LoginServer):
     def start(self) -> None:
         """Serve in the running loop."""
         assert self._listener is not None
-        self._feed.start()
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
 
     async def stop(self) -> None:
-        """End all conversations. Nothing is pinned by them when this returns."""
+        """End all conversations, if it was started. Nothing is pinned by them when this returns."""
         if self._accepting is not None:
             await self._end(self._accepting)
         self.close()
@@ -126,17 +89,48 @@ class PeerServer(LoginServer):
         return self._num_served
 
     def _welcome(self) -> p.PeerWelcome:
-        return p.PeerWelcome(p.PEERS_VERSION, __version__, self._feed.incarnation)
+        key = self._feed.bus_key
+        return p.PeerWelcome(
+            p.PEERS_VERSION,
+            __version__,
+            self._feed.incarnation,
+            socket.gethostname(),
+            p.PeerBus(key, clock_ms()) if key else None,
+        )
+
+    def _note_refused(self, host: str, reason: str) -> None:
+        self.peers.refused(host, reason)
 
     async def _converse_with(self, stream: Stream) -> None:
-        while True:
-            prefix = await stream.read(LENGTH_BYTES)
-            async with asyncio.timeout(self._config.request_timeout_s):
-                request = _request.decode(await stream.read(body_length(prefix)))
-            if isinstance(request, p.Follow):
-                await self._be_followed(stream, request)
-            else:
-                await self._get(stream, request)
+        request = await self._next_request(stream)
+        introduction = request if isinstance(request, p.Introduce) else None
+        peer = self.peers.joined(stream.host, introduction)
+        try:
+            if introduction is not None:
+                request = await self._next_request(stream)
+            while True:
+                await self._answer(stream, request, peer)
+                request = await self._next_request(stream)
+        finally:
+            self.peers.left(peer)
+
+    async def _next_request(self, stream: Stream) -> p.Request:
+        prefix = await stream.read(LENGTH_BYTES)
+        async with asyncio.timeout(self._config.request_timeout_s):
+            return _request.decode(await stream.read(body_length(prefix)))
+
+    async def _answer(self, stream: Stream, request: p.Request, peer: ServedPeer) -> None:
+        match request:
+            case p.Follow():
+                peer.following += 1
+                try:
+                    await self._be_followed(stream, request)
+                finally:
+                    peer.following -= 1
+            case p.PeerGet():
+                await self._get(stream, request, peer)
+            case p.Introduce():
+                raise ProtocolError("a peer introduces itself twice, or too late")
 
     async def _be_followed(self, stream: Stream, request: p.Follow) -> None:
         number = request.after if request.incarnation == self._feed.incarnation else -1
@@ -151,7 +145,7 @@ class PeerServer(LoginServer):
                 await self._send(stream, [data])
             await self._feed.wait(number)
 
-    async def _get(self, stream: Stream, request: p.PeerGet) -> None:
+    async def _get(self, stream: Stream, request: p.PeerGet, peer: ServedPeer) -> None:
         keys, room, starts = split_keys(request.keys), request.room, request.starts
         if (
             not 0 < len(keys) <= p.MOST_KEYS
@@ -170,6 +164,7 @@ class PeerServer(LoginServer):
             end = _group_end(most, begin, min(_GROUP_BYTES, self.budget.limit))
             await self._get_group(
                 stream,
+                peer,
                 keys[begin:end],
                 room[begin:end],
                 None if starts is None else starts[begin:end],
@@ -180,6 +175,7 @@ class PeerServer(LoginServer):
     async def _get_group(
         self,
         stream: Stream,
+        peer: ServedPeer,
         keys: list[bytes],
         room: list[int],
         starts: list[int] | None,
@@ -187,7 +183,7 @@ class PeerServer(LoginServer):
     ) -> None:
         """most: of each frame"""
         nbytes = min(self.budget.limit, sum(max(0, one) for one in most))
-        async with self.budget.taken(nbytes), self._source.lent(keys, most) as frames:
+        async with self.budget.taken(nbytes, peer), self._source.lent(keys, most) as frames:
             sizes: list[int | None] = []
             pieces: list[memoryview] = []
             for at, frame in enumerate(frames):
@@ -196,9 +192,7 @@ class PeerServer(LoginServer):
                 sizes.append(None if frame is None else size_of(frame))
                 pieces += frame or ()
             found = [size for size in sizes if size is not None]
-            self.metrics.add("kvhold_peer_chunks", len(found), result="sent")
-            self.metrics.add("kvhold_peer_chunks", len(sizes) - len(found), result="absent")
-            self.metrics.add("kvhold_peer_bytes", sum(found))
+            peer.sent(len(found), sum(found), absent=len(sizes) - len(found))
             await self._send(stream, [encode(p.PeerValues(sizes)), *pieces])
 
     async def _send(self, stream: Stream, pieces: Sequence[bytes | bytearray | memoryview]) -> None:

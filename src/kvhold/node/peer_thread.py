@@ -3,8 +3,9 @@
     peers = PeerThread(config.peers, state, post); peers.use(tier_worker)
     peers.start() ... peers.close()
 
-So engines wait neither for a peer's network nor for its encryption. The node's loop is asked only
-to pin chunks, at most 128 in a turn.
+The thread runs from the beginning, and numbers the chunks that disks find when they are opened. So
+engines wait neither for a peer's network nor for its encryption. The node's loop is asked only to
+pin chunks, at most 128 in a turn.
 """
 
 import asyncio
@@ -18,8 +19,11 @@ from kvhold.core.config import ServePeersConfig
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import ServedPeersStatus
 from kvhold.node.peer_feed import PeerFeed
+from kvhold.node.peer_publisher import PeerPublisher
 from kvhold.node.peer_server import PeerServer
+from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.directory import Own, parse_address
 from kvhold.tiers.ram import ADMITTED, Entry
 
 
@@ -29,14 +33,29 @@ class PeerThread:
         config: ServePeersConfig,
         state: CacheState,
         post: Callable[[Callable[[], None]], None],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """post: runs a call in the node's loop. Raises ConfigError."""
+        """post: runs a call in the node's loop
+        loop: the loop to run in, without a thread; the caller awaits `end`, not `close`
+
+        Raises ConfigError.
+        """
         self._source = source = PeerSource(state, post)
         self.feed = PeerFeed(source.frame_size)
+        self._advertise = (
+            str(parse_address(config.advertise, where="peers.advertise"))
+            if config.advertise
+            else ""
+        )
+        self._tier: PeersTier | None = None
+        self._publisher: PeerPublisher | None = None
         self._metrics = Metrics()
         self._server = PeerServer(config, source, self.feed, self._metrics)
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
+        self._loop.call_soon(self.feed.start)
         self._thread = threading.Thread(target=self._run, name="kvhold-peers", daemon=True)
+        if loop is None:
+            self._thread.start()
         state.watch_chunks(self._note)
 
     @property
@@ -53,8 +72,12 @@ class PeerThread:
         if tier_worker is not None:
             self._source.read_disks = tier_worker.read_for_peer
         if tier is not None:
-            tier.own_incarnation = self.feed.incarnation
+            self._tier = tier
+            # the port too: the tier may introduce itself before `start`
+            tier.serve_as(Own(incarnation=self.feed.incarnation, port=self._server.port))
             self.feed.follow_clears(tier.clear_numbers)
+            if (bus := tier.make_bus()) is not None:
+                self._publisher = PeerPublisher(self.feed, bus)
             return None
         numbers = ClearNumbers()
         self.feed.follow_clears(numbers)
@@ -63,28 +86,37 @@ class PeerThread:
     def start(self) -> None:
         """Raises NodeError: cannot listen."""
         self._server.listen()
-        self._loop.call_soon(self._server.start)
-        self._thread.start()
+        if self._tier is not None:
+            address = self._advertise or self.address
+            self._tier.serve_as(Own(address, self.feed.incarnation, self._server.port))
+        self._loop.call_soon_threadsafe(self._server.start)
+        if self._publisher is not None:
+            self._loop.call_soon_threadsafe(self._publisher.start)
 
     def close(self) -> None:
         """End all conversations. The node's loop must run meanwhile. Idempotent."""
         if self._loop.is_closed():
             return
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        else:
-            self._server.close()
-            self._loop.close()
+        asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def end(self) -> None:
+        """Like `close`, but leave the loop running."""
+        if self._publisher is not None:
+            await self._publisher.stop()
+        await self._server.stop()
 
     def status(self) -> ServedPeersStatus:
         return {
             "address": self.address,
+            "incarnation": self.feed.incarnation,
             "connections": self._server.num_served,
             "chunks": len(self.feed),
             "index_bytes": self.feed.index_bytes,
             "in_flight_bytes": self._server.budget.used,
+            "peers": self._server.peers.status(self._server.budget.used_by),
+            "refused": self._server.peers.status_of_refused(),
             "counters": self._metrics.as_dict(),
         }
 

@@ -165,8 +165,8 @@ class Node:
         if numbers is None:
             return
 
-        def announce(prefix: bytes) -> None:
-            numbers.advance(prefix)
+        def announce(prefix: bytes, asked_s: float | None) -> None:
+            numbers.advance(prefix, asked_s)
             numbers.announce(prefix)
 
         self.state.when_cleared = announce

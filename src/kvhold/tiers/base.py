@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from kvhold.core.errors import TierError
+from kvhold.core.reasons import EVICTED, Reason
+from kvhold.core.status import FollowedPeersStatus
 from kvhold.tiers.policies.reuse_times import Worths
 
 Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
@@ -48,6 +50,7 @@ class TierTraits:
     expires:     removes values by itself when their `ttl_s` has passed
     replaces:    has `Replaces.replace`
     read_only:   takes no values; the cache writes none to it
+    lost:        why a value is missing that a probe has found
     batch_bytes: the best size of one call. Large batches need fewer thread switches. Small ones are
                  checked while the next one is read, and several at once meet their deadline over a
                  slow link
@@ -59,6 +62,7 @@ class TierTraits:
     expires: bool = False
     replaces: bool = False
     read_only: bool = False
+    lost: Reason = EVICTED
     batch_bytes: int = 8 << 20
 
 
@@ -158,6 +162,33 @@ class HasFolders(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from: one of the places of a tier, and when.
+
+    began_s, ended_s: by a monotonic clock
+    """
+
+    place: str
+    began_s: float
+    ended_s: float
+
+
+@runtime_checkable
+class TellsOrigins(Protocol):
+    """A tier of several places that tells from which one a value came."""
+
+    async def get_from(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Parts],
+        *,
+        starts: Sequence[int] | None,
+        origins: list[Origin | None],
+    ) -> list[int | TierError | None]:
+        """Do as `get`. origins: receives that of each value which has arrived"""
+
+
 class ValueChanges:
     """Tells one watcher of the values of a tier."""
 
@@ -198,11 +229,23 @@ class KeepsClears(Protocol):
         numbers: of the last run
         """
 
-    def advance(self, prefix: bytes) -> None:
-        """Begin a clear of this host. No older value is found from here on."""
+    def advance(self, prefix: bytes, asked_s: float | None = None) -> None:
+        """Begin a clear of this host. No older value is found from here on.
+
+        asked_s: Unix time at which memory was cleared: values since then may stay. None: now
+        """
 
     def announce(self, prefix: bytes) -> None:
         """Tell other hosts that this host has nothing left from before the clears it knows."""
+
+
+@runtime_checkable
+class FollowsPeers(Protocol):
+    """A tier that reads the chunks of other nodes."""
+
+    def peers_status(self) -> FollowedPeersStatus:
+        """Safe from any thread."""
+        ...
 
 
 @runtime_checkable

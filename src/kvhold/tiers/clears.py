@@ -51,9 +51,13 @@ class Clears:
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
         self._resumed = set[bytes]()  # clears of the last run
+        # prefix -> number of a pending clear -> see `KeepsClears.advance`
+        self._asked_s: dict[bytes, dict[int, float]] = {}
 
-    async def begin(self, prefix: bytes) -> PendingClear:
+    async def begin(self, prefix: bytes, asked_s: float | None = None) -> PendingClear:
         """Suppress all values with this prefix. Return the argument of `end`.
+
+        asked_s: see `KeepsClears.advance`
 
         If there is a journal, the clear is on the disk when this returns. A private tier with too
         many pending clears gets one clear of everything instead. It is due when the current writes
@@ -72,6 +76,8 @@ class Clears:
             pending_clear = PendingClear(b"", self.suppressed.add_everything_instead())
         else:
             pending_clear = PendingClear(prefix, self.suppressed.add(prefix))
+        if asked_s is not None and isinstance(self._guard.tier, KeepsClears):
+            self._asked_s.setdefault(prefix, {})[pending_clear.number] = asked_s
         await self._write_journal(pending_clear.prefix)
         return pending_clear
 
@@ -166,7 +172,11 @@ class Clears:
             self.suppressed.settle(prefix, pending_clear)
 
     async def _clear_by_number(self, tier: KeepsClears, prefix: bytes, pending_clear: int) -> int:
-        tier.advance(prefix)
+        asked_s = self._asked_s.pop(prefix, {})
+        later = {number: at_s for number, at_s in asked_s.items() if number > pending_clear}
+        if later:
+            self._asked_s[prefix] = later
+        tier.advance(prefix, max((asked_s[one] for one in asked_s.keys() - later), default=None))
         if prefix in self._resumed:
             # nothing older is found on this host: memory is new, and each tier resumes the clear
             self._resumed.remove(prefix)

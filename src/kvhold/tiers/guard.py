@@ -23,9 +23,21 @@ from kvhold.core.errors import (
     TierUnavailable,
 )
 from kvhold.core.metrics import Metrics
-from kvhold.core.status import TierStatus
+from kvhold.core.reasons import TIER_DOWN, Reason
+from kvhold.core.status import TierPeersStatus, TierStatus
 from kvhold.core.turns import next_turn
-from kvhold.tiers.base import HasFolders, KeepsClears, Learns, Parts, Tier, replace, size_of
+from kvhold.tiers.base import (
+    FollowsPeers,
+    HasFolders,
+    KeepsClears,
+    Learns,
+    Origin,
+    Parts,
+    TellsOrigins,
+    Tier,
+    replace,
+    size_of,
+)
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
 from kvhold.tiers.clears import Clears
@@ -85,11 +97,27 @@ class TierOutcome(Generic[Result]):
 
     pending: a task that still uses the caller's memory, which must stay reserved
     failed:  of a read: true for a fault, false for a plain miss
+    why:     of a read: the reason of an item that is missing
+    origins: of a read, if the tier tells them
     """
 
     items: list[Result]
     pending: "asyncio.Task[Any] | None" = None
     failed: list[bool] = field(default_factory=list)
+    why: list[Reason] = field(default_factory=list)
+    origins: list[Origin | None] = field(default_factory=list)
+
+
+@dataclass
+class Unknown:
+    """What a probe did not learn.
+
+    why:  the reason of all keys that no tier has; None: all tiers answered
+    keys: single keys about which a tier does not know, each with the reason
+    """
+
+    why: Reason | None = None
+    keys: dict[bytes, Reason] = field(default_factory=dict)
 
 
 class Guard:
@@ -128,6 +156,7 @@ class Guard:
         self._clearing: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._last_fault = ""
+        self._left_alone_for: Reason = TIER_DOWN
         metrics.set("kvhold_tier_available", 1, tier=name)
 
     @property
@@ -151,22 +180,34 @@ class Guard:
         return await self._attempt(call, self._tier.check)
 
     async def probe(
-        self, keys: Sequence[bytes], silent: set[str] | None = None
+        self,
+        keys: Sequence[bytes],
+        silent: set[str] | None = None,
+        unknown: Unknown | None = None,
     ) -> list[int | None]:
-        """Return the size of each value. Add the tier to `silent` if it failed for a key."""
+        """Return the size of each value. Add the tier to `silent` if it failed for a key.
+
+        unknown: receives the reasons of failures
+        """
         call = TierCall[Sequence[int | TierError | None]](
             "probe", len(keys), self.config.probe_timeout_s
         )
         if keys:
-            await self.run(call, lambda: self._tier.probe(keys))
+            failure = await self.run(call, lambda: self._tier.probe(keys))
             if call.result is None and silent is not None:
                 silent.add(self.name)
+            if failure is not None and unknown is not None:
+                unknown.why = unknown.why or failure.miss
         answers = [None] * len(keys) if call.result is None else call.result
         fault = next((answer for answer in answers if isinstance(answer, TierError)), None)
         if fault is not None:
             self._fault("probe", fault)
             if silent is not None:
                 silent.add(self.name)
+            if unknown is not None:
+                for key, answer in zip(keys, answers, strict=True):
+                    if isinstance(answer, TierError) and not self._suppressed.hides(key):
+                        unknown.keys[key] = answer.miss
         found = [
             size if isinstance(size, int) and not self._suppressed.hides(key) else None
             for key, size in zip(keys, answers, strict=True)
@@ -182,7 +223,13 @@ class Guard:
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
     ) -> TierOutcome[int | None]:
         call = TierCall[list[int | TierError | None]]("get", len(keys), self.config.get_timeout_s)
-        await self.run(call, lambda: self._tier.get(keys, into, starts=starts))
+        tier, origins = self._tier, list[Origin | None]([None]) * len(keys)
+        failure = await self.run(
+            call,
+            partial(tier.get_from, keys, into, starts=starts, origins=origins)
+            if isinstance(tier, TellsOrigins)
+            else partial(tier.get, keys, into, starts=starts),
+        )
         answers = call.result or [None] * len(keys)
         items = [
             self._without_fault("get", key, item) for key, item in zip(keys, answers, strict=True)
@@ -191,7 +238,15 @@ class Guard:
         self.count("get", hit=len(arrived), miss=len(keys) - len(arrived))
         self._metrics.add("kvhold_tier_bytes", sum(arrived), tier=self.name, operation="get")
         failed = [call.result is None or isinstance(item, TierError) for item in answers]
-        return TierOutcome(items, call.pending, failed)
+        why = [
+            failure.miss
+            if failure is not None
+            else item.miss
+            if isinstance(item, TierError)
+            else self.traits.lost
+            for item in answers
+        ]
+        return TierOutcome(items, call.pending, failed, why, origins)
 
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
@@ -297,8 +352,8 @@ class Guard:
     async def clear(self, prefix: bytes) -> int:
         return await self.end_clear(await self.begin_clear(prefix))
 
-    async def begin_clear(self, prefix: bytes) -> PendingClear:
-        return await self.clears.begin(prefix)
+    async def begin_clear(self, prefix: bytes, asked_s: float | None = None) -> PendingClear:
+        return await self.clears.begin(prefix, asked_s)
 
     async def end_clear(self, pending_clear: PendingClear) -> int:
         return await self.clears.end(pending_clear)
@@ -381,7 +436,11 @@ class Guard:
             await self.run(call, self._tier.refresh)
 
     def status(self) -> TierStatus:
+        peers: TierPeersStatus = {}
+        if isinstance(self._tier, FollowsPeers):
+            peers = {"followed_peers": self._tier.peers_status()}
         return {
+            **peers,
             "name": self.name,
             "kind": self.traits.name,
             "available": self.available,
@@ -420,6 +479,7 @@ class Guard:
             fault: TierError = TierUnavailable(
                 self.name, call.operation, f"left alone for now: {self._last_fault}"
             )
+            fault.miss = self._left_alone_for
             self._metrics.add(
                 "kvhold_tier_errors",
                 tier=self.name,
@@ -498,6 +558,7 @@ class Guard:
 
     def _failed(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
         self._fault(operation, fault, reason=reason)
+        self._left_alone_for = fault.miss
         if self._breaker.failed(now(), for_good=isinstance(fault, TierDenied)):
             self._metrics.set("kvhold_tier_available", 0, tier=self.name)
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)

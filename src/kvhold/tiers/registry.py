@@ -59,6 +59,8 @@ _TIERS = {
     "kvhold": _CENTRAL,
     "kvholds": _CENTRAL,
     "peers": _Home("kvhold.tiers.peers", "PeersTier"),
+    "peers-etcd": _Home("kvhold.tiers.peers.etcd", "EtcdPeersTier", "etcd"),
+    "peers-dns": _Home("kvhold.tiers.peers.dns", "DnsPeersTier"),
     "null": _Home("kvhold.tiers.null", "NullTier"),
 }
 _ELSEWHERE = {  # LMCache's schemes

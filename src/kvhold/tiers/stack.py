@@ -13,7 +13,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
 from kvhold.tiers.base import Learns
-from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard import Guard, Unknown
 from kvhold.tiers.registry import make_tier, place_of
 from kvhold.tiers.suppressed import PendingClear
 
@@ -35,18 +35,22 @@ class Stack:
         await asyncio.gather(*(guard.check() for guard in self.guards))
 
     async def probe(
-        self, keys: Sequence[bytes], silent: set[str] | None = None
+        self,
+        keys: Sequence[bytes],
+        silent: set[str] | None = None,
+        unknown: Unknown | None = None,
     ) -> dict[bytes, TierPlace]:
         """Return the places of the keys that a tier has. One call per tier.
 
-        silent: receives the names of tiers that did not answer
+        silent:  receives the names of tiers that did not answer
+        unknown: receives why not
         """
         places: dict[bytes, TierPlace] = {}
         missing = list(keys)
         for number, guard in enumerate(self.guards):
             if not missing:
                 break
-            sizes = await guard.probe(missing, silent)
+            sizes = await guard.probe(missing, silent, unknown)
             places |= {
                 key: TierPlace(number, size)
                 for key, size in zip(missing, sizes, strict=True)
@@ -63,14 +67,17 @@ class Stack:
         return await self.end_clear(await self.begin_clear(prefix, shared=shared))
 
     async def begin_clear(
-        self, prefix: bytes, *, shared: bool = True
+        self, prefix: bytes, *, shared: bool = True, asked_s: float | None = None
     ) -> list[tuple[Guard, PendingClear]]:
-        """Suppress the chunks of a clear, and journal it. Returns the argument of `end_clear`."""
+        """Suppress the chunks of a clear, and journal it. Returns the argument of `end_clear`.
+
+        asked_s: see `KeepsClears.advance`
+        """
         guards = [guard for guard in self.guards if shared or not guard.traits.shared]
         return list(
             zip(
                 guards,
-                await asyncio.gather(*(guard.begin_clear(prefix) for guard in guards)),
+                await asyncio.gather(*(guard.begin_clear(prefix, asked_s) for guard in guards)),
                 strict=True,
             )
         )

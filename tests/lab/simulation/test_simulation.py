@@ -35,6 +35,25 @@ def test_a_seed_of_several_hosts_is_one_history() -> None:
     assert first[0] != first[1] != first[2]
 
 
+def test_a_seed_of_peers_is_one_history() -> None:
+    first, again = [list(soak._lines(soak._source(), 3, 4, hosts=3)) for _ in range(2)]
+    assert first == again
+    assert first != list(soak._lines(soak._source(), 3, 4, hosts=2))
+
+
+def test_finds_nothing_in_the_first_seeds_of_more_peers() -> None:
+    result = soak.run(1, 1, hosts=8)
+    assert result.found == []
+    assert result.operations > 10
+
+
+@pytest.mark.parametrize("name", ["changes-after-a-gap-are-taken", "chunk-for-a-peer-stays-pinned"])
+def test_finds_a_mutation_of_the_peers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # nobody measures a copy
+    (row,) = soak.run_mutations(30, names=(name,), hosts=3).rows
+    assert row.found
+
+
 _COUNTS = """
 import sys
 from kvhold_lab.simulation.clears import HostClears

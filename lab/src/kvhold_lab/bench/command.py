@@ -17,7 +17,7 @@ from kvhold_lab.bench.history import command as history
 from kvhold_lab.bench.load.command import command as load
 from kvhold_lab.bench.planner.command import command as planner
 from kvhold_lab.bench.quality.command import command as quality
-from kvhold_lab.bench.rows import Row, needing, table, write_rows
+from kvhold_lab.bench.rows import Row, machine_and_load, needing, table, write_rows
 from kvhold_lab.bench.soak.command import command as soak
 from kvhold_lab.interruption import ending_in_order
 from kvhold_lab.options import (
@@ -252,6 +252,25 @@ def overload(clients: int, chunks: int, tokens: int, json_file: Path | None) -> 
             f"{'' if row.ok else 'NOT MET'}"
         )
     write_rows(json_file, measured)
+
+
+@command.command()
+@default_option("--rounds", 9, "Rounds of each measurement.", click.IntRange(1))
+@default_option("--chunks", 100_000, "Chunks of each of the 8 peers.", click.IntRange(1_000))
+@json_option()
+def peers(rounds: int, chunks: int, json_file: Path | None) -> None:
+    """Nodes that serve each other on this machine: reads, lookups, index, events."""
+    from kvhold_lab.bench.peers import PeersRow, PeersSizes, rows
+
+    click.echo(f"{machine_and_load()}, {os.cpu_count()} cores\n")
+    measured: list[PeersRow] = []
+    for row in rows(PeersSizes(rounds=rounds, chunks=chunks)):
+        measured.append(row)
+        click.echo(
+            f"{row.name}\n    {row.value:.3f} {row.unit}, limit {row.limit:.3f}, "
+            f"ratio {row.ratio:.3f} (goal: {row.goal})"
+        )
+        write_rows(json_file, measured)
 
 
 command.add_command(compare, "compare")

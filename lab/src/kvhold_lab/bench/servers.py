@@ -1,21 +1,27 @@
-"""kvhold's servers, each in its own process. Both calls raise NodeError if it does not start.
+"""kvhold's servers, each in its own process. Calls raise NodeError if one does not start.
 
     with running_node() as client: client.ping()
+    with running_peer() as first, running_peer(f"peers://{first.address}") as second: ...
     with running_central() as url: tier, _ = make_tier(url)
 
 `under` has arguments for the interpreter, such as a profiler.
 """
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from kvhold.core.config import ClientConfig
 from kvhold.core.errors import NodeError
 from kvhold.node import NodeClient
+
+_PATIENCE_S = 60.0
 
 
 def serve_command(*arguments: str, under: Sequence[str] = ()) -> list[str]:
@@ -33,6 +39,31 @@ def running_node(
             NodeClient(path, name="kvhold bench") as client,
         ):
             yield client
+
+
+@dataclass(frozen=True)
+class RunningPeer:
+    """address: where it serves peers, HOST:PORT"""
+
+    client: NodeClient
+    socket: Path
+    address: str
+
+
+@contextmanager
+def running_peer(*tiers: str, ram_bytes: int = 64 << 20) -> Iterator[RunningPeer]:
+    """Run a node that serves peers on loopback. tiers: their URLs"""
+    with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
+        path, settings = Path(folder) / "node.sock", Path(folder) / "kvhold.toml"
+        settings.write_text(f'tiers = {json.dumps(tiers)}\n[peers]\nlisten = "127.0.0.1:0"\n')
+        patient = ClientConfig(call_timeout_s=_PATIENCE_S, arrival_timeout_s=_PATIENCE_S)
+        with (
+            serving(
+                ["--config", str(settings), "--socket", str(path)], ram_bytes=ram_bytes
+            ) as ready,
+            NodeClient(path, patient, name="kvhold bench") as client,
+        ):
+            yield RunningPeer(client, path, ready.rpartition("peers on ")[2].strip())
 
 
 @contextmanager

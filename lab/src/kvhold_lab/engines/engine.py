@@ -8,7 +8,7 @@ Used from one thread; for concurrent calls see `openai_server`.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,9 @@ class Engine(Child):
         *,
         log_path: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        under: Sequence[str] = (),
     ) -> None:
+        """under: words before the command, such as `ip netns exec NAME`"""
         bound = (
             bound_environment(options.num_threads)
             if options.own_binding and options.driver == "vllm"
@@ -88,6 +90,7 @@ class Engine(Child):
             "the engine", log_path=log_path, environment={**bound, **(environment or {})}
         )
         self.options = options
+        self._under = under
         self.ready: Ready | None = None
 
     def generate(
@@ -128,7 +131,7 @@ class Engine(Child):
         return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
     def _spawn(self) -> LoggedProcess:
-        argv = [sys.executable, "-m", "kvhold_lab.engines.engine"]
+        argv = [*self._under, sys.executable, "-m", "kvhold_lab.engines.engine"]
         return LoggedProcess(
             self._name, argv, log_path=self._log_path, environment=self._environment, pipes=True
         )

@@ -19,6 +19,8 @@ PACKAGES = {  # program or library -> Debian package
     "redis-cli": "redis-tools",
     "memcached": "memcached",
     "openssl": "openssl",
+    "etcd": "etcd-server",
+    "nats-server": "nats-server",
     VERBS: "libibverbs1",
     "ceph-mon": "ceph-mon",
     "ceph-osd": "ceph-osd",

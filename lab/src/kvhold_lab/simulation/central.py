@@ -9,7 +9,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from random import Random
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,6 +40,7 @@ from kvhold_lab.simulation.clears import Markers
 from kvhold_lab.simulation.draw import draw_guard, draw_rules
 from kvhold_lab.simulation.node import SimArena
 from kvhold_lab.simulation.sockets import Network, SimListener, SimSocket
+from kvhold_lab.simulation.steps import Steps
 from kvhold_lab.simulation.store import SimTier, SimTierStore
 from kvhold_lab.simulation.world import SimLoop, World
 
@@ -54,7 +54,7 @@ _MOST_OF_STRANGER = LENGTH_BYTES + login.MAX_HELLO_BYTES
 _greeting: Decoder[Any] = Decoder(c.Greeting)
 
 
-_STEPS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
+STEPS = Steps(
     (stream_module, "AHEAD_BYTES", (64, 300, 16 << 10)),
     (stream_module, "_STEP_BYTES", (100, 1 << 20)),
     (stream_module, "_MERGE_BYTES", (1, 50, 4 << 10)),
@@ -62,19 +62,6 @@ _STEPS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
     (pool_module, "_MAX_IN_FLIGHT_BYTES", (500, 4 << 20)),
     (exchanges_module, "_BATCH_BYTES", (300, 8 << 20)),
 )
-"""Sizes in the real code that small values would never reach, and the values to draw."""
-_USUAL = tuple(getattr(module, name) for module, name, _ in _STEPS)
-
-
-def draw_steps(random: Random) -> None:
-    """Set drawn step sizes. `usual_steps` restores the usual ones."""
-    for module, name, sizes in _STEPS:
-        setattr(module, name, random.choice(sizes))
-
-
-def usual_steps() -> None:
-    for (module, name, _), size in zip(_STEPS, _USUAL, strict=True):
-        setattr(module, name, size)
 
 
 class _Arena(SimArena):
@@ -110,7 +97,7 @@ class _SimCentral(Central):
         return SimListener(self._network, _ADDRESS)
 
 
-class _Borrowed:
+class Borrowed:
     """The memory that was lent to the running calls of a tier."""
 
     def __init__(self, world: World, checker: Checker, who: str) -> None:
@@ -149,7 +136,7 @@ class _Borrowed:
 
 
 class _WatchedTier:
-    def __init__(self, tier: CentralTier, borrowed: _Borrowed) -> None:
+    def __init__(self, tier: CentralTier, borrowed: Borrowed) -> None:
         self.traits: TierTraits = replace(tier.traits, durable=True)
         self._tier = tier
         self._borrowed = borrowed
@@ -197,7 +184,7 @@ class SimCentral:
     name = "central"
 
     def __init__(self, world: World, markers: Markers) -> None:
-        draw_steps(world.random)
+        STEPS.draw(world.random)
         self.world = world
         self.markers = markers
         self.random = random = world.random
@@ -265,7 +252,7 @@ class SimCentral:
             world.later(self._reads_s, self._read, central_store)
 
     def tier(self, checker: Checker, loop: SimLoop, host: str) -> Any:
-        borrowed = _Borrowed(self.world, checker, f"{host}'s tier")
+        borrowed = Borrowed(self.world, checker, f"{host}'s tier")
 
         async def connect(address: Address, tls: ssl.SSLContext | None) -> Stream:
             sock: Any = await self._network.connect(str(address), loop, host, borrowed.touch)

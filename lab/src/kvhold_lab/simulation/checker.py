@@ -61,6 +61,7 @@ class Checker:
         self.garbled: set[int] = set()  # nodes that got garbage inside a message
         self.kicked: set[str] = set()
         self.scrubbing: Callable[[], list[Entry]] = list  # entries pinned by the scrubber
+        self.lent: Callable[[], list[Entry]] = list  # entries pinned for peers
 
     def watch(self, number: int, state: CacheState, data: bytearray) -> CheckedMemory:
         memory = CheckedMemory(number, data, np.frombuffer(data, np.uint8).ctypes.data)
@@ -219,7 +220,7 @@ class Checker:
                 )
 
     def check_pins(self) -> None:
-        """Check that each pin belongs to a ticket, lease, search, write or scrub."""
+        """Check that each pin belongs to a ticket, lease, search, write, scrub or peer."""
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}
@@ -228,7 +229,7 @@ class Checker:
             lease for held in state._leases._holdings.values() for lease in held.leases.values()
         ]
         holders += [search.pinned.values() for search in state._searches._searches.values()]
-        holders += [state._writes._held.values(), self.scrubbing()]
+        holders += [state._writes._held.values(), self.scrubbing(), self.lent()]
         for held in holders:
             for entry in held:
                 entries[id(entry)] = entry

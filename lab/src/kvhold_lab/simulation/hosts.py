@@ -332,7 +332,7 @@ class SimHost(Simulation):
             )
 
 
-def _draw_small(random: Random, *, seed: int) -> Draw:
+def draw_small(random: Random, *, seed: int) -> Draw:
     group = Group(layers=random.choice((1, 2)), planes=1, heads=1, head_dim=4, dtype="bfloat16")
     layout = Layout((group,), tokens_per_chunk=4, tail_tokens=random.choice((0, 1)))
     spaces = tuple(
@@ -358,7 +358,7 @@ class Hosts:
         self.shared = Shared(world, Markers(world))
         self.central: SimCentral | None = None
         self.over = False
-        base = _draw_small(random, seed=world.seed)
+        base = draw_small(random, seed=world.seed)
         self.trouble = base.trouble
         if random.random() < 0.5:
             self.central = SimCentral(world, self.shared.markers)

@@ -143,7 +143,7 @@ class SimNode(server.Node):
         state = CacheState(
             ram,
             metrics,
-            num_tiers=len(stores),
+            num_tiers=len(draw.guards),
             write_behind_bytes=draw.write_behind_bytes,
             event_buffer=draw.event_buffer,
             stalled_after_s=draw.stalled_after_s,
@@ -158,7 +158,7 @@ class SimNode(server.Node):
             FaultTier(self._make_tier(store), FaultConfig(seed=world.random.getrandbits(30)))
             for store in stores
         ]
-        self._tier_worker = self._make_tier_worker(draw, journal) if stores else None
+        self._tier_worker = self._make_tier_worker(draw, journal) if draw.guards else None
         self.loop.create_task(self._watch_clients())
         self._most_clients = 16
         self.listening = ListeningSocket(world)
@@ -179,11 +179,15 @@ class SimNode(server.Node):
     def _make_tier(self, store: SimTierStore) -> Any:
         return SimTier(self.world, store, self.checker)
 
+    def _all_tiers(self) -> list[Any]:
+        """Return the tiers of the stack, in order."""
+        return list(self.tiers)
+
     def _make_tier_worker(self, draw: NodeDraw, journal: list[str]) -> TierWorker:
         metrics = Metrics()
         guards = [
             Guard(tier, config, name=config.name, metrics=metrics)
-            for tier, config in zip(self.tiers, draw.guards, strict=True)
+            for tier, config in zip(self._all_tiers(), draw.guards, strict=True)
         ]
         stack = Stack(guards)
         self.stack = stack

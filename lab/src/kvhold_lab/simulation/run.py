@@ -18,7 +18,7 @@ from kvhold.cache import events as events_module
 from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.node import listener
-from kvhold_lab.simulation.central import usual_steps
+from kvhold_lab.simulation.central import STEPS
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import Share, SimClient
 from kvhold_lab.simulation.draw import (
@@ -36,6 +36,7 @@ from kvhold_lab.simulation.store import SimTierStore
 from kvhold_lab.simulation.world import World
 
 if TYPE_CHECKING:
+    from kvhold_lab.simulation.fleet import Fleet
     from kvhold_lab.simulation.hosts import Hosts
 
 _PINS_EVERY_S = 0.3
@@ -54,12 +55,16 @@ class SeedResult:
     digest: int
 
 
-def simulate(seed: int, *, trace: bool = False) -> SeedResult:
-    """Simulate one seed. trace: keep the history"""
+def simulate(seed: int, *, trace: bool = False, hosts: int = 0) -> SeedResult:
+    """Simulate one seed.
+
+    trace: keep the history
+    hosts: simulate this many hosts, which are each other's peers; 0: what the seed says
+    """
     world = World(seed, keep_notes=trace)
     with _real_code_simulated(world):
         try:
-            simulation = _simulation(world)
+            simulation = _simulation(world, hosts)
             simulation.run()
         except Exception as error:
             world.find(f"{type(error).__name__}: {error}")
@@ -81,10 +86,13 @@ def simulate(seed: int, *, trace: bool = False) -> SeedResult:
     )
 
 
-def _simulation(world: World) -> "Simulation | Hosts":
-    # imported here, because that module imports this one
+def _simulation(world: World, hosts: int) -> "Simulation | Hosts | Fleet":
+    # imported here, because these modules import this one
+    from kvhold_lab.simulation import fleet
     from kvhold_lab.simulation.hosts import EVERY, Hosts
 
+    if hosts or world.seed % fleet.EVERY == fleet.AT:
+        return fleet.Fleet(world, hosts)
     return Hosts(world) if world.seed % EVERY == 0 else Simulation(world)
 
 
@@ -119,12 +127,16 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     log.setLevel(logging.ERROR)
     log.propagate = False
     was_collecting, hook = gc.isenabled(), sys.unraisablehook
+    from kvhold_lab.simulation.fleet_node import PeersSimulated  # it imports this module
+
+    peers = PeersSimulated(world)
     gc.disable()  # garbage collection must not be part of a history
     sys.unraisablehook = lambda _: None  # for killed threads
     try:
         yield
     finally:
-        usual_steps()
+        STEPS.restore()
+        peers.restore()
         if was_collecting:
             gc.enable()
         sys.unraisablehook = hook

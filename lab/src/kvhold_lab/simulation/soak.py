@@ -61,19 +61,25 @@ class MutationsResult:
 
 
 def run(
-    seeds: int, first: int, *, tell: Callable[[str], None] = lambda _: None
+    seeds: int, first: int, *, hosts: int = 0, tell: Callable[[str], None] = lambda _: None
 ) -> SimulationResult:
-    """Run seeds. tell: called with each of the first findings. Raises SimulationError."""
+    """Run seeds.
+
+    hosts: simulate this many hosts, which are each other's peers; 0: what each seed says
+    tell:  called with each of the first findings
+
+    Raises SimulationError.
+    """
     began_s, result = time.monotonic(), SimulationResult()
     pieces = [(at, min(_PIECE, first + seeds - at)) for at in range(first, first + seeds, _PIECE)]
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-        for lines in pool.map(lambda piece: list(_lines(_source(), *piece)), pieces):
+        for lines in pool.map(lambda piece: list(_lines(_source(), *piece, hosts=hosts)), pieces):
             for line in lines:
                 if "finding" in line:
                     result.findings += 1
                     found = line["finding"] | {
                         "replay": f"kvhold bench soak simulation --first {line['finding']['seed']} "
-                        "--seeds 1 --trace"
+                        f"--seeds 1 --trace{f' --hosts {hosts}' if hosts else ''}"
                     }
                     if len(result.found) < _SHOWN:
                         result.found.append(found)
@@ -85,7 +91,7 @@ def run(
     return result
 
 
-def trace(seed: int) -> int:
+def trace(seed: int, *, hosts: int = 0) -> int:
     """Return the exit status of the seed's process."""
     command = [
         sys.executable,
@@ -96,6 +102,7 @@ def trace(seed: int) -> int:
         str(seed),
         "1",
         "--trace",
+        *_hosts(hosts),
     ]
     return subprocess.run(command, env=_environment(_source()), check=False).returncode
 
@@ -105,11 +112,13 @@ def run_mutations(
     first: int = 1,
     *,
     names: tuple[str, ...] = (),
+    hosts: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> MutationsResult:
     """Apply each mutation to a copy of the code, and simulate seeds until one finds it.
 
     names: only these, also rare ones; by default all but the rare ones
+    hosts: see `run`
 
     Raises PatchError, SimulationError.
     """
@@ -118,7 +127,7 @@ def run_mutations(
     )
 
     def find(patch: Path) -> MutationRow:
-        row = _find_mutation(patch, first, most_seeds)
+        row = _find_mutation(patch, first, most_seeds, hosts)
         tell(
             f"{row.mutation}: "
             f"{f'found by seed {row.seed}: {row.what}' if row.found else 'not found'}"
@@ -129,7 +138,7 @@ def run_mutations(
         return MutationsResult(list(pool.map(find, patches)))
 
 
-def _find_mutation(patch: Path, first: int, most_seeds: int) -> MutationRow:
+def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> MutationRow:
     with tempfile.TemporaryDirectory(prefix="kvhold-mutation-") as folder:
         shutil.copytree(
             _source() / "kvhold",
@@ -137,7 +146,7 @@ def _find_mutation(patch: Path, first: int, most_seeds: int) -> MutationRow:
             ignore=shutil.ignore_patterns("__pycache__"),
         )
         apply(patch, Path(folder))
-        for line in _lines(Path(folder), first, most_seeds, until_found=True):
+        for line in _lines(Path(folder), first, most_seeds, hosts=hosts, until_found=True):
             if "finding" in line:
                 return MutationRow(
                     patch.stem, True, line["finding"]["seed"], line["finding"]["what"][0][:200]
@@ -146,7 +155,7 @@ def _find_mutation(patch: Path, first: int, most_seeds: int) -> MutationRow:
 
 
 def _lines(
-    source: Path, first: int, count: int, *, until_found: bool = False
+    source: Path, first: int, count: int, *, hosts: int = 0, until_found: bool = False
 ) -> Iterator[dict[str, Any]]:
     command = [
         sys.executable,
@@ -156,6 +165,7 @@ def _lines(
         "kvhold_lab.simulation.worker",
         str(first),
         str(count),
+        *_hosts(hosts),
     ]
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -177,6 +187,10 @@ def _lines(
             raise SimulationError(
                 f"the process of the seeds from {first} on failed: {errors.read()[-2000:]}"
             )
+
+
+def _hosts(hosts: int) -> list[str]:
+    return ["--hosts", str(hosts)] if hosts else []
 
 
 def _source() -> Path:

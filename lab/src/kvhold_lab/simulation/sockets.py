@@ -40,7 +40,9 @@ class SimSocket:
         self.network = network
         self.peer: SimSocket
         self.closed = False
+        self.has_vanished = False
         self.is_of_server = False
+        self.host = self.far_host = ""
         self.num_received = 0
         self._loop = loop
         self._touch = touch
@@ -53,6 +55,9 @@ class SimSocket:
     def fileno(self) -> int:
         return -1 if self.closed else self._fd
 
+    def getpeername(self) -> tuple[str, int]:
+        return self.far_host, 0
+
     def setblocking(self, _: bool) -> None:
         """Do nothing."""
 
@@ -62,7 +67,7 @@ class SimSocket:
     def sendmsg(self, views: Sequence[memoryview]) -> int:
         """Raises BlockingIOError when nothing fits, OSError when the other end is closed."""
         self._check()
-        if self.peer.closed:
+        if self.peer.closed and not self.peer.has_vanished:
             raise BrokenPipeError(errno.EPIPE, "the other end is closed")
         room = self._most_unsent - len(self._out)
         if room <= 0:
@@ -112,9 +117,14 @@ class SimSocket:
         self.closed = True
         if self._in:
             self._out.clear()
-            self.network.world.later(self.network.world.delay(0.0003), self.peer.reset)
+            self.network.world.later(self.network.world.delay(0.0003), self._refuse)
         else:
             self._move()
+
+    def vanish(self) -> None:
+        """Close it as a host without power does: the other end is told when it sends."""
+        self.closed = self.has_vanished = True
+        self._out.clear()
 
     @property
     def readable(self) -> bool:
@@ -122,7 +132,8 @@ class SimSocket:
 
     @property
     def writable(self) -> bool:
-        return len(self._out) < self._most_unsent or self._reset or self.peer.closed
+        is_refused = self.peer.closed and not self.peer.has_vanished
+        return len(self._out) < self._most_unsent or self._reset or is_refused
 
     def reset(self) -> None:
         """Drop the connection, with bytes on their way."""
@@ -140,10 +151,15 @@ class SimSocket:
     def _move(self) -> None:
         if not self._moving:
             self._moving = True
-            world = self.network.world
-            world.later(world.delay(0.0003, slow=0.005, slow_s=0.8), self._arrive)
+            self.network.world.later(self.network.delay(self), self._arrive)
+
+    def _refuse(self) -> None:
+        if not self.network.holds(self, self._refuse):
+            self.peer.reset()
 
     def _arrive(self) -> None:
+        if self.network.holds(self, self._arrive):
+            return
         self._moving = False
         peer, random = self.peer, self.network.world.random
         if self._out:
@@ -178,15 +194,15 @@ class SimSocket:
 class SimListener:
     def __init__(self, network: "Network", address: str) -> None:
         self._network = network
-        self._address = address
+        self.address = address
         self.waiting: deque[tuple[SimSocket, str]] = deque()
         self.arrived = asyncio.Event()
         network.listeners[address] = self
 
     def close(self) -> None:
         """Also close connections not yet accepted. Idempotent."""
-        if self._network.listeners.get(self._address) is self:
-            del self._network.listeners[self._address]
+        if self._network.listeners.get(self.address) is self:
+            del self._network.listeners[self.address]
         for sock, _ in self.waiting:
             sock.close()
         self.waiting.clear()
@@ -197,6 +213,14 @@ class Network:
         self.world = world
         self.listeners: dict[str, SimListener] = {}
         self._sockets = world.sockets
+
+    def holds(self, sock: SimSocket, go_on: Callable[[], None]) -> bool:
+        """Whether nothing that this socket has sent arrives now. Then `go_on` is called later."""
+        return False
+
+    def delay(self, sock: SimSocket) -> float:
+        """Draw how long sent bytes take."""
+        return self.world.delay(0.0003, slow=0.005, slow_s=0.8)
 
     def descriptor(self, sock: SimSocket) -> int:
         number = _FIRST_DESCRIPTOR + len(self._sockets)
@@ -228,6 +252,8 @@ class Network:
     def _join(self, listener: SimListener, host: str, near: SimSocket) -> SimSocket:
         far = SimSocket(self, None)
         near.peer, far.peer = far, near
+        near.host = far.far_host = host
+        far.host = near.far_host = listener.address.rpartition(":")[0]
         far.is_of_server = True
         listener.waiting.append((far, host))
         listener.arrived.set()

@@ -58,10 +58,12 @@ class ClearCommand:
     """Remove all keys with this prefix. -> `cleared(prefix)`
 
     learned: another host has cleared the shared tiers
+    asked_s: Unix time at which memory was cleared; None: now
     """
 
     prefix: bytes
     learned: bool = False
+    asked_s: float | None = None
 
 
 @dataclass(frozen=True)

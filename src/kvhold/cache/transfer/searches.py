@@ -1,6 +1,6 @@
 """Loads a prompt's chunks from lower tiers, and pins them on arrival.
 
-    searches.begin_turns(number, ...)         # requests a probe
+    searches.begin_turns(number, search, ...) # requests a probe
     searches.probed(number, places)           # reserves memory; requests the reads
     searches.fetched(entry, ok)               # the last read ends the search
     search = searches.take(number)
@@ -9,20 +9,17 @@ One read serves all searches that need its chunk. The chunk enters RAM even if i
 released. Between two steps, a search may be taken or cleared. No I/O.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvhold.cache.chores import Turns
-from kvhold.cache.computing import Wait
-from kvhold.cache.index.missing import ExpectedChunk
 from kvhold.cache.index.presence import Need, Prefix, Presence
-from kvhold.cache.planner import IN_RAM, ChunkPlaces, Marks, Planner
+from kvhold.cache.planner import IN_RAM, ChunkPlaces, Planner
 from kvhold.cache.transfer.commands import Command, FetchCommand, PendingRead, ProbeCommand
+from kvhold.cache.transfer.search import Search
 from kvhold.cache.transfer.write_queue import WriteQueue
 from kvhold.core.keys import Query
-from kvhold.core.layout import Layout
 from kvhold.core.metrics import Metrics
-from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import (
     BEING_WRITTEN,
     CLEARED,
@@ -33,100 +30,13 @@ from kvhold.core.reasons import (
     Reason,
 )
 from kvhold.core.store_options import StoreOptions
+from kvhold.tiers.base import Origin
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import TierPlace
-from kvhold.tiers.table import KeyTable
 
 _MOST_PINS = 400  # per step
 _MOST_RESERVED = 16  # per step
 _MOST_PER_COMMAND = 250  # keys
-
-
-@dataclass(eq=False)
-class Search:
-    """One lookup or prefetch that needs the tiers. owner: None without a waiting request.
-
-    here:         the hit made of `pinned`
-    awaited:      keys of its reads in progress
-    probing:      the tiers have not answered
-    requesting:   its next reads are being chosen
-    settling:     its hit is being computed
-    places:       where the tiers have the missing chunks
-    silent:       some tier did not answer
-    sources:      the tier of each chunk that has arrived
-    faults:       why a chunk did not arrive
-    sample:       it loads one chunk, to measure the tier
-    hurried:      it ends early, because computing is faster
-    idle:         it loads nothing: the hit is not longer than `have_tokens`, even with the tiers
-    missing:      the first chunk that memory lacked, if it was expected back
-    intent:       what the caller does about missing chunks
-    wait:         a wait for chunks that another engine computes; the tiers are probed after it
-    futile:       number of waits that brought nothing
-    waited_s:     seconds of all waits
-    is_announced: the caller has announced to compute what is missing
-    """
-
-    owner: Hashable
-    query: Query
-    layout: Layout
-    num_keys: int
-    pinned: KeyTable[Entry] = field(default_factory=KeyTable)
-    awaited: set[bytes] = field(default_factory=set)
-    here: Presence[Entry] = field(init=False)
-    probing: bool = True
-    requesting: bool = False
-    settling: bool = False
-    places: dict[bytes, TierPlace] = field(default_factory=dict)
-    silent: bool = False
-    sources: KeyTable[int] = field(default_factory=KeyTable)
-    faults: dict[bytes, Reason] = field(default_factory=dict)
-    cost: ComputeCost | None = None
-    began_s: float = 0.0
-    marks: Marks = field(default_factory=Marks)
-    sample: bool = False
-    hurried: bool = False
-    have_tokens: int = 0
-    idle: bool = False
-    missing: ExpectedChunk | None = None
-    intent: ComputeIntent | None = None
-    wait: Wait | None = None
-    futile: int = 0
-    waited_s: float = 0.0
-    is_announced: bool = False
-
-    def __post_init__(self) -> None:
-        self.forget_what_is_here()
-
-    def forget_what_is_here(self) -> None:
-        self.here = Presence(self.query, self.layout, self.pinned.get)
-
-    @property
-    def more(self) -> bool:
-        return self.marks.plan is not None and bool(self.marks.plan.more_bytes)
-
-    def forgo_more(self) -> None:
-        if self.marks.plan is not None:
-            self.marks.plan = replace(self.marks.plan, more_bytes={})
-
-    @property
-    def over(self) -> bool:
-        return not (
-            self.wait is not None or self.probing or self.requesting or self.awaited or self.more
-        )
-
-    def declines(self, key: bytes) -> bool:
-        if self.cost is None or key in self.faults:
-            return False
-        return self.hurried if self.probing or key in self.awaited else key in self.places
-
-    def would_have(self, find: Callable[[bytes], Entry | None]) -> "Presence[Entry | TierPlace]":
-        """Return the presence in RAM and tiers. Failed and awaited chunks count as absent."""
-
-        def anywhere(key: bytes) -> Entry | TierPlace | None:
-            lost = key in self.faults or key in self.awaited
-            return self.pinned.get(key) or (None if lost else find(key) or self.places.get(key))
-
-        return Presence(self.query, self.layout, anywhere)
 
 
 @dataclass
@@ -210,39 +120,13 @@ class Searches:
         """Return whether the query's namespace is not being cleared in the tiers."""
         return not any(query.namespace.startswith(prefix) for prefix in self._clearing)
 
-    def begin_turns(
-        self,
-        number: int,
-        owner: Hashable,
-        query: Query,
-        layout: Layout,
-        prefix: Prefix[Entry],
-        cost: ComputeCost | None = None,
-        *,
-        num_keys: int,
-        have_tokens: int = 0,
-        sample: bool = False,
-        intent: ComputeIntent | None = None,
-        wait: Wait | None = None,
-    ) -> Turns[None]:
+    def begin_turns(self, number: int, search: Search, prefix: Prefix[Entry]) -> Turns[None]:
         """Pin the present chunks, and probe the tiers for the missing ones.
 
+        search: new; if it waits, the tiers are not probed before `resume_turns`
         prefix: the caller holds its entries until the last step; then the search pins them
-        wait:   do not probe before it is over; see `resume_turns`
         """
-        search = Search(
-            owner,
-            query,
-            layout,
-            num_keys,
-            cost=cost,
-            began_s=self._planner.clock(),
-            sample=sample,
-            have_tokens=have_tokens,
-            intent=intent,
-            wait=wait,
-            probing=wait is None,
-        )
+        search.began_s, search.probing = self._planner.clock(), search.wait is None
         self._searches[number] = search
         present = yield from prefix.in_order_turns()
         while present:
@@ -251,9 +135,10 @@ class Searches:
             self._pin(search, part)
             yield _MOST_PINS
         search.here.remember(prefix)
-        if wait is not None:
+        if search.wait is not None:
             return
-        keys = yield from Presence(query, layout, self._find_or_coming).missing_turns()
+        presence = Presence(search.query, search.layout, self._find_or_coming)
+        keys = yield from presence.missing_turns()
         if self._searches.get(number) is not search:
             return  # the search was released during these steps
         if keys:
@@ -310,12 +195,19 @@ class Searches:
     def _goes_on(self, number: int, search: Search) -> bool:
         return self._searches.get(number) is search and not search.settling
 
-    def probed(self, number: int, places: dict[bytes, TierPlace], *, silent: bool = False) -> None:
+    def probed(
+        self,
+        number: int,
+        places: dict[bytes, TierPlace],
+        *,
+        silent: Reason | None = None,
+        unknown: dict[bytes, Reason] | None = None,
+    ) -> None:
         search = self._searches.get(number)
         if search is None:
             return
         search.probing = False
-        search.places, search.silent = places, silent
+        search.places, search.silent, search.unknown = places, silent, unknown or {}
         self._planner.probed(self._planner.clock() - search.began_s)
         self._request(number, search)
 
@@ -488,7 +380,13 @@ class Searches:
         return find
 
     def fetched(
-        self, entry: Entry, ok: bool, *, expires_at: int = 0, why: Reason = TIER_DOWN
+        self,
+        entry: Entry,
+        ok: bool,
+        *,
+        expires_at: int = 0,
+        why: Reason = TIER_DOWN,
+        origin: Origin | None = None,
     ) -> None:
         """End a read. why: the reason of a failure"""
         coming = self._coming.pop(entry.key)
@@ -514,9 +412,8 @@ class Searches:
         else:
             self._metrics.add("kvhold_withdrawn_chunks", reason=why)
             self._ram.abandon(entry)
-        self._update_searches(
-            coming, entry, why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED
-        )
+        why_not = why if not ok else CLEARED if self._ram.is_doomed(entry) else EXPIRED
+        self._update_searches(coming, entry, why_not, origin)
 
     def given_up(self, entry: Entry) -> None:
         """End a failed read. It may still write to the entry's memory until `let_go`."""
@@ -541,7 +438,9 @@ class Searches:
     def cleared(self, prefix: bytes) -> None:
         self._clearing.remove(prefix)
 
-    def _update_searches(self, coming: _Coming, entry: Entry, why_not: Reason) -> None:
+    def _update_searches(
+        self, coming: _Coming, entry: Entry, why_not: Reason, origin: Origin | None = None
+    ) -> None:
         waiting = {
             number: search
             for number in coming.searches
@@ -554,6 +453,9 @@ class Searches:
                 self._ram.pin(entry)
                 search.pinned[entry.key] = entry
                 search.sources[entry.key] = coming.pending_read.place.tier
+                if origin is not None:
+                    tokens_per_chunk = search.layout.tokens_per_chunk
+                    search.origins.add(origin, entry.first_token // tokens_per_chunk)
             else:
                 search.faults[entry.key] = why_not
         for number, search in waiting.items():

@@ -9,9 +9,10 @@ from its tier.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Protocol
 
 from kvhold.cache.transfer.commands import FetchCommand, PendingRead
@@ -20,7 +21,8 @@ from kvhold.cache.transfer.tasks import Tasks
 from kvhold.codecs.sealing import Keyring
 from kvhold.core.errors import FrameError
 from kvhold.core.metrics import Metrics
-from kvhold.core.reasons import BAD_FRAME, EVICTED, EXPIRED, TIER_DOWN, Reason
+from kvhold.core.reasons import BAD_FRAME, EXPIRED, TIER_DOWN, Reason
+from kvhold.tiers.base import Origin
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.guard import Guard
 from kvhold.tiers.ram import Entry, RamTier
@@ -41,7 +43,13 @@ class ReadOwner(Protocol):
     def ram(self) -> RamTier: ...
 
     def fetched(
-        self, entry: Entry, ok: bool, expires_at: int = 0, *, why: Reason = TIER_DOWN
+        self,
+        entry: Entry,
+        ok: bool,
+        expires_at: int = 0,
+        *,
+        why: Reason = TIER_DOWN,
+        origin: Origin | None = None,
     ) -> None:
         """End a read. It no longer writes to the entry's memory. expires_at: 0: never"""
 
@@ -113,12 +121,19 @@ class TierReader:
                 return
             arrived = await self._checked(read_buffers, outcome.items)
             good = [one for one in arrived if self._is_good(one)]
+            origins = dict(
+                zip((one.entry for one in batch), outcome.origins or repeat(None), strict=False)
+            )
             self._tell_fetched(
-                [(left.pop(id(one.read_buffer.pending_read)).entry, one.expires_at) for one in good]
+                [
+                    (left.pop(id(one.read_buffer.pending_read)).entry, one.expires_at)
+                    for one in good
+                ],
+                origins,
             )
             why |= {
-                id(pending_read): TIER_DOWN if failed else EVICTED
-                for pending_read, failed in zip(batch, outcome.failed, strict=True)
+                id(pending_read): reason
+                for pending_read, reason in zip(batch, outcome.why, strict=True)
             }
             if not again:
                 missed = zip(batch, outcome.items, outcome.failed, strict=True)
@@ -231,7 +246,11 @@ class TierReader:
         if keys:
             await remove(guard, keys)
 
-    def _tell_fetched(self, ended: Sequence[tuple[Entry, int | Reason]]) -> None:
+    def _tell_fetched(
+        self,
+        ended: Sequence[tuple[Entry, int | Reason]],
+        origins: Mapping[Entry, Origin | None] = {},
+    ) -> None:
         """Report reads, each with its expiry (0: never) or its fault."""
 
         def tell() -> None:
@@ -239,7 +258,7 @@ class TierReader:
                 if isinstance(outcome, Reason):
                     self._owner.fetched(entry, False, why=outcome)
                 else:
-                    self._owner.fetched(entry, True, outcome)
+                    self._owner.fetched(entry, True, outcome, origin=origins.get(entry))
 
         if ended:
             self._post(tell)

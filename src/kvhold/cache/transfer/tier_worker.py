@@ -47,13 +47,14 @@ from kvhold.core.config import Config
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import TIER_DOWN
 from kvhold.core.status import CacheTierStatus, TiersStatus
 from kvhold.core.turns import next_turn
 from kvhold.memory.pages import page_aligned
 from kvhold.tiers.base import KeepsClears, Parts, TellsChanges, ValueChanges
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
-from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard import Guard, Unknown
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.policies import LearnedPolicy
@@ -158,7 +159,10 @@ class TierWorker:
             }
             for of_tier, coding in zip(self._stack.status(), self._codings, strict=True)
         ]
-        return {"tiers": tiers, "tier_counters": self._metrics.as_dict()}
+        counters = self._metrics.as_dict()
+        if (peers_tier := self.peers_tier) is not None:
+            counters |= peers_tier.metrics.as_dict()
+        return {"tiers": tiers, "tier_counters": counters}
 
     def _is_ready(self, codec: str) -> bool:
         return codec not in self._compiling or self._compiling[codec].done()
@@ -242,12 +246,16 @@ class TierWorker:
                         self._reencodings[number].cancel()
 
     async def _probe(self, command: ProbeCommand) -> None:
-        silent: set[str] = set()
-        nothing = partial(self._state.probed, command.search, {}, silent=True)
+        unknown = Unknown()
+        nothing = partial(self._state.probed, command.search, {}, silent=TIER_DOWN)
         with on_error(lambda: self._post(nothing)):
             await self._meet(command.keys)
-            places = await self._stack.probe(command.keys, silent)
-        self._post(lambda: self._state.probed(command.search, places, silent=bool(silent)))
+            places = await self._stack.probe(command.keys, unknown=unknown)
+        self._post(
+            lambda: self._state.probed(
+                command.search, places, silent=unknown.why, unknown=unknown.keys
+            )
+        )
 
     async def _meet(self, keys: Sequence[bytes]) -> None:
         """Apply other hosts' clears before a probe, because a disk may still have older chunks.
@@ -395,7 +403,9 @@ class TierWorker:
         self, command: ClearCommand, writing: list[tuple[Outbox, set[Write]]]
     ) -> tuple[list[tuple[Outbox, set[Write]]], list[tuple[Guard, PendingClear]]]:
         """Journal a clear. Return the writes in progress, and the tiers' pending clears."""
-        pending_clears = await self._stack.begin_clear(command.prefix, shared=not command.learned)
+        pending_clears = await self._stack.begin_clear(
+            command.prefix, shared=not command.learned, asked_s=command.asked_s
+        )
         for guard, pending_clear in pending_clears:
             if (
                 pending_clear.prefix != command.prefix
@@ -416,7 +426,7 @@ class TierWorker:
             await self._remember()
             self._announce(command.prefix)
         finally:
-            self._post(lambda: self._state.cleared(command.prefix))
+            self._post(lambda: self._state.cleared(command.prefix, command.asked_s))
 
 
 def make_tier_worker(
@@ -439,6 +449,10 @@ def make_tier_worker(
         _check_coding(guard, config)
     if sum(isinstance(guard.tier, PeersTier) for guard in stack.guards) > 1:
         raise ConfigError("tiers: name all peers in one tier: peers://host-a:7711,host-b:7711")
+    if config.peers.listen:
+        for guard in stack.guards:
+            if isinstance(guard.tier, PeersTier):
+                guard.tier.check_serving(config.peers)
     encrypted = any(guard.config.encrypt for guard in stack.guards)
     keyring = Keyring.read(config.encryption.keys) if encrypted else None
     _teach(stack, state, config.policy)

@@ -6,7 +6,9 @@
 
 A host takes chunks from a peer only if the peer has announced the same clears, or later ones. A
 number is larger than every number known for its prefix, and about the time in milliseconds, so that
-it is also larger than those that a host has forgotten. Any thread.
+it is also larger than those that a host has forgotten. It is the time at which memory was cleared,
+not that at which the tiers follow: a later clear of a peer must have a larger number, because it
+also holds for what was stored here in between. Any thread.
 """
 
 import threading
@@ -45,9 +47,11 @@ class ClearNumbers:
             self._numbers.update(numbers)
             self._announced.update(numbers)
 
-    def advance(self, prefix: bytes) -> int:
+    def advance(self, prefix: bytes, asked_s: float | None = None) -> int:
+        """asked_s: Unix time at which memory was cleared; None: now"""
         with self._lock:
-            number = max(self._numbers.get(prefix, 0) + 1, int(self._clock() * 1000))
+            asked_s = self._clock() if asked_s is None else asked_s
+            number = max(self._numbers.get(prefix, 0) + 1, int(asked_s * 1000))
             keep(self._numbers, prefix, number)
             return number
 

@@ -5,6 +5,10 @@
 A lost connection or a gap begins again: with the next change if the peer still has it, else with a
 snapshot. While a peer is not followed, its chunks are not found; after `forget_s` they leave the
 index.
+
+**With a bus** (`bus.py`). The connection is closed as soon as the bus continues where it is. If the
+bus has a gap or is silent, the peer is followed over a connection again. The peer stays followed
+meanwhile, if it answers.
 """
 
 import asyncio
@@ -14,20 +18,24 @@ from collections.abc import Callable, Sequence
 
 from kvhold.core.errors import ProtocolError, TierError
 from kvhold.core.turns import next_turn
+from kvhold.net import login
 from kvhold.net import peers as p
 from kvhold.net.stream import Stream
 from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import read_body
+from kvhold.tiers.peers.bus import SILENT_S, Inbox, Inboxes
 from kvhold.tiers.peers.clear_numbers import ClearNumbers, keep
+from kvhold.tiers.peers.faults import PeerFault
 from kvhold.tiers.peers.index import PeerIndex, unpack
 from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 5.0  # then the connection is taken for lost; a peer sends something every second
+_LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0  # over a connection, after the bus failed
 _CONNECT_S = 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_MOST_VERSION, _MOST_NAME = 40, 64
 _AT_ONCE = 500  # changes between two turns of the loop
 _news: Decoder[p.News] = Decoder(p.News)
 
@@ -42,12 +50,14 @@ class Follower:
         most_chunks: int,
         forget_s: float,
         own_incarnation: Callable[[], int],
+        is_followed_elsewhere: Callable[[int], bool],
         learned: Callable[[bytes], None],
-        tried: Callable[[], None],
+        inboxes: Inboxes | None = None,
     ) -> None:
         """most_chunks: in the index
+        is_followed_elsewhere: whether an incarnation is followed at another of its addresses
         learned: called with each namespace that a peer has cleared, b"" means all
-        tried:   called when it follows, and when it cannot
+        inboxes: of the bus; None: there is no bus
         """
         self._peer = peer
         self._index = index
@@ -55,63 +65,143 @@ class Follower:
         self._most_chunks = most_chunks
         self._forget_s = forget_s
         self._own_incarnation = own_incarnation
+        self._is_followed_elsewhere = is_followed_elsewhere
         self._learned = learned
-        self._tried = tried
+        self._inboxes = inboxes
+        self._inbox: Inbox | None = None
+        self._bus_pause_s = _LEAST_BUS_PAUSE_S
+        self._bus_from_s = 0.0  # the bus is not used before
         self._told = ""
 
     async def run(self) -> None:
+        try:
+            await self._run()
+        finally:
+            self._use_inbox(None)
+
+    async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
             fault = await self._follow_once()
             if self._peer.is_followed:
                 pause_s = _FIRST_PAUSE_S
                 self._peer.lost_s = now()
-            self._peer.is_followed = False
             if fault is not None:
-                self._peer.last_fault = fault
+                self._peer.changed_state(away_for=fault)
+                self._peer.record.failed(fault)
                 if str(fault) != self._told:
                     self._told = str(fault)
                     log.warning("%s", fault)
-            self._tried()
+            self._peer.tried.set()
             if self._peer.lost_s is not None and now() - self._peer.lost_s >= self._forget_s:
                 await self._forget()
             # a retry after a growing pause, cancelled by `close`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
-    async def _follow_once(self) -> TierError | None:
-        """Follow until something fails. Returns the fault; None: it is this node itself."""
+    async def _follow_once(self) -> PeerFault | None:
+        """Follow until something fails.
+
+        Returns the fault; None: it is this node itself, or one that is followed already.
+        """
         peer = self._peer
-        stream: Stream | None = None
         try:
-            async with asyncio.timeout(_CONNECT_S):
-                stream, welcome = await peer.open_to_follow()
-            peer.is_self = welcome.incarnation == self._own_incarnation()
-            if peer.is_self:
-                return None
-            if welcome.incarnation != peer.incarnation:
-                await self._forget()
-                peer.incarnation = welcome.incarnation
-            peer.kvhold = welcome.kvhold
-            await stream.send([encode(p.Follow(peer.incarnation, peer.after))])
-            while True:
-                async with asyncio.timeout(SILENT_S):
-                    news = _news.decode(await read_body(stream))
-                await self._take(news)
+            while (inbox := await self._follow_connection()) is not None:
+                await self._follow_bus(inbox)
+            return None
         except TimeoutError:
             return peer.fault_of("follow", TimeoutError(f"silent for {SILENT_S:g} s"))
         except (OSError, EOFError, ProtocolError, ValueError, TierError) as error:
             return peer.fault_of("follow", error)
         finally:
+            peer.is_open = peer.is_by_bus = False
+
+    async def _follow_connection(self) -> Inbox | None:
+        """Follow over a connection until the bus can go on, and return its inbox.
+
+        None: it is this node itself, or one that is followed already.
+        """
+        peer = self._peer
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                stream, welcome = await peer.open_to_follow()
+            if welcome.incarnation == self._own_incarnation():
+                peer.changed_state(is_self=True)
+                return None
+            if self._is_followed_elsewhere(welcome.incarnation):
+                peer.changed_state(is_elsewhere=True)
+                return None
+            peer.is_open = True
+            if welcome.incarnation != peer.incarnation:
+                peer.changed_state()  # if the bus was followed, the peer was followed until now
+                await self._forget(welcome.incarnation)
+            peer.kvhold = login.quoted(welcome.kvhold, _MOST_VERSION)
+            peer.name = login.quoted(welcome.name, _MOST_NAME)
+            self._use_inbox(welcome)
+            if self._bus_continues():
+                return self._inbox
+            follow = encode(p.Follow(peer.incarnation, peer.after))
+            await stream.send([peer.introduction(), follow])
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    news = _news.decode(await read_body(stream))
+                await self._take(news)
+                if self._inbox is None or not peer.is_followed:
+                    continue  # or a snapshot is not complete
+                self._inbox.drop(peer.after)
+                if self._bus_continues():
+                    return self._inbox
+        finally:
             if stream is not None:
                 stream.close()
+
+    def _use_inbox(self, welcome: p.PeerWelcome | None) -> None:
+        """Open the inbox of a peer that publishes, and close the one before."""
+        before, self._inbox = self._inbox, None
+        if self._inboxes is None:
+            return
+        if welcome is not None and welcome.bus is not None:
+            self._inbox = self._inboxes.open(welcome.incarnation, welcome.bus)
+        if before is not None and before is not self._inbox:
+            self._inboxes.close(before)
+
+    def _bus_continues(self) -> bool:
+        inbox, peer = self._inbox, self._peer
+        return (
+            inbox is not None
+            and peer.after > 0
+            and now() >= self._bus_from_s
+            and inbox.continues(peer.after)
+        )
+
+    async def _follow_bus(self, inbox: Inbox) -> None:
+        """Take changes from the bus. Returns when changes are missing, or it is not current."""
+        peer, began_s = self._peer, now()
+        peer.is_by_bus = True
+        self._is_followed()
+        inbox.drop(peer.after)
+        try:
+            while (record := await inbox.next(peer.after)) is not None:
+                if record.after >= peer.after:
+                    await self._take(record)
+        except (ProtocolError, ValueError) as error:
+            peer.after = 0  # a snapshot, too, because a part of the record may be in the index
+            log.warning("%s: its record on the bus cannot be used: %s", peer.address, error)
+        finally:
+            peer.is_by_bus = False
+        if now() - began_s > _LONGEST_BUS_PAUSE_S:
+            self._bus_pause_s = _LEAST_BUS_PAUSE_S
+        self._bus_from_s = now() + self._bus_pause_s
+        self._bus_pause_s = min(_LONGEST_BUS_PAUSE_S, 2 * self._bus_pause_s)
+        log.info("%s: the bus has a gap or is silent, asking the peer", peer.address)
 
     async def _take(self, news: p.News) -> None:
         """Raises ProtocolError or ValueError: changes are missing, or cannot be."""
         peer = self._peer
         if isinstance(news, p.Page):
             if news.is_first:
-                peer.is_followed = False
+                peer.is_followed, peer.after = False, 0  # its index is not complete
                 await self._forget_chunks()
                 peer.clears = {}
             await self._take_clears(news.clears)
@@ -123,15 +213,23 @@ class Follower:
             if news.after != peer.after:
                 known, peer.after = peer.after, 0
                 raise ProtocolError(f"changes after {news.after} came, not after {known}")
+            before = peer.after
             for run in news.runs:
                 peer.after += await self._change(run.digests, run.sizes)
             await self._take_clears(news.clears)
             peer.after += len(news.clears)
+            if peer.after != before:
+                peer.record.changed(peer.after - before)
+        self._is_followed()
+
+    def _is_followed(self) -> None:
+        peer = self._peer
         if not peer.is_followed:
-            peer.is_followed, peer.lost_s, self._told = True, None, ""
+            peer.changed_state(is_followed=True)
+            peer.lost_s, self._told = None, ""
             peer.mended()
             log.info("following %s (kvhold %s)", peer.address, peer.kvhold)
-            self._tried()
+            peer.tried.set()
 
     async def _change(self, digests: bytes, sizes: bytes) -> int:
         """Add chunks, or remove them if they have no sizes. Returns their number."""
@@ -146,6 +244,7 @@ class Follower:
                 for at in part:
                     index.add(numbers[at], nbytes[at], peer=peer)
             await next_turn()
+        self._peer.record.indexed(index.count(peer))
         return len(numbers)
 
     async def _take_clears(self, clears: Sequence[p.ClearNumber]) -> None:
@@ -158,8 +257,9 @@ class Follower:
             if at % _AT_ONCE == 0:
                 await next_turn()
 
-    async def _forget(self) -> None:
-        self._peer.incarnation = self._peer.after = 0
+    async def _forget(self, incarnation: int = 0) -> None:
+        """incarnation: whose chunks come instead"""
+        self._peer.incarnation, self._peer.after = incarnation, 0
         self._peer.clears = {}
         self._peer.lost_s = None
         await self._forget_chunks()
@@ -167,3 +267,4 @@ class Follower:
     async def _forget_chunks(self) -> None:
         for _ in self._index.forget(self._peer.number):
             await next_turn()
+        self._peer.record.indexed(self._index.count(self._peer.number))

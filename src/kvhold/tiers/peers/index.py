@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 MOST_PEERS = 32
 DIGEST_BYTES = 8
+_SLOT_BYTES = 17  # of the four arrays of a table
 _TABLES = 1024
 _SMALLEST = 8
 _MOST_FULL = 0.7
@@ -46,7 +47,8 @@ def digest_of(key: bytes) -> int:
 
 class PeerIndex:
     def __init__(self) -> None:
-        self._tables = [_Table() for _ in range(_TABLES)]
+        self._counts = [0] * MOST_PEERS
+        self._tables = [_Table(self._counts) for _ in range(_TABLES)]
 
     def __len__(self) -> int:
         return sum(table.num for table in self._tables)
@@ -83,7 +85,8 @@ class PeerIndex:
                 yield part
 
     def count(self, peer: int) -> int:
-        return sum(len(part.digests) // DIGEST_BYTES for part in self.parts(peer))
+        """Return the number of a peer's chunks. Any thread."""
+        return self._counts[peer]
 
 
 class _Table:
@@ -92,18 +95,19 @@ class _Table:
     digests: 0: free
     sizes:   low and high part of the size, 40 bits together
     peers:   a mask
+    counts:  chunks of each peer, in all tables
     """
 
-    __slots__ = ("digests", "num", "peers", "sizes_high", "sizes_low")
+    __slots__ = ("counts", "digests", "num", "peers", "sizes_high", "sizes_low")
 
-    def __init__(self) -> None:
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
         self.num = 0
         self._allocate(_SMALLEST)
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.digests, self.sizes_low, self.sizes_high, self.peers)
-        return sum(values.itemsize * len(values) for values in arrays)
+        return _SLOT_BYTES * len(self.digests)
 
     def find(self, digest: int) -> PeerChunk | None:
         at = self._slot(digest)
@@ -114,22 +118,27 @@ class _Table:
     def add(self, digest: int, nbytes: int, mask: int) -> None:
         at = self._slot(digest)
         if self.digests[at]:
+            before = self.peers[at]
             if self._size(at) == nbytes:
-                self.peers[at] |= mask
+                self.peers[at] = before | mask
             else:
                 self._put(at, digest, nbytes, mask)
+            self._count(before, self.peers[at])
             return
         if self.num + 1 > _MOST_FULL * len(self.digests):
             self._resize(int(len(self.digests) * _GROWTH) + 1)
             at = self._slot(digest)
         self._put(at, digest, nbytes, mask)
+        self._count(0, mask)
         self.num += 1
 
     def remove(self, digest: int, mask: int) -> None:
         at = self._slot(digest)
         if not self.digests[at]:
             return
-        self.peers[at] &= ~mask
+        before = self.peers[at]
+        self.peers[at] = before & ~mask
+        self._count(before, before & ~mask)
         if not self.peers[at]:
             self._free(at)
             self.num -= 1
@@ -137,8 +146,10 @@ class _Table:
 
     def forget(self, mask: int) -> None:
         peers = np.frombuffer(self.peers, np.uint32)
-        if not (peers & mask).any():
+        num_forgotten = int(np.count_nonzero(peers & mask))
+        if not num_forgotten:
             return
+        self.counts[mask.bit_length() - 1] -= num_forgotten
         peers &= np.uint32(~mask & 0xFFFFFFFF)
         del peers
         self._resize(len(self.digests))
@@ -160,6 +171,13 @@ class _Table:
             if at == size:
                 at = 0
         return at
+
+    def _count(self, before: int, after: int) -> None:
+        changed = before ^ after
+        while changed:
+            bit = changed & -changed
+            self.counts[bit.bit_length() - 1] += 1 if after & bit else -1
+            changed ^= bit
 
     def _size(self, at: int) -> int:
         return self.sizes_high[at] << 32 | self.sizes_low[at]

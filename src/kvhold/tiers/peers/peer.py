@@ -9,11 +9,14 @@ loop.
 
 import asyncio
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from kvhold.core.cleanup import on_error
-from kvhold.core.errors import ProtocolError, TierDenied, TierError, TierUnavailable
+from kvhold.core.errors import ProtocolError
+from kvhold.core.metrics import Metrics
+from kvhold.core.status import FollowedPeerStatus
 from kvhold.net import login
 from kvhold.net import peers as p
 from kvhold.net.pool import Exchange, Pool, run
@@ -22,9 +25,17 @@ from kvhold.net.wire import Decoder, encode
 from kvhold.tiers.breaker import Breaker
 from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import Getting, batched, read_body
+from kvhold.tiers.peers.faults import (
+    PeerDenied,
+    PeerFault,
+    PeerGone,
+    PeerRefuses,
+    PeerSlow,
+    fault_of,
+    refusal_of,
+)
+from kvhold.tiers.peers.record import PeerRecord
 
-TIER = "peers"
-_MOST_QUOTED = 200
 _MOST_KEYS = 128  # of one get: what the peer looks up in one turn
 _greeting: Decoder[p.Greeting] = Decoder(p.Greeting)
 _values: Decoder[p.PeerValues] = Decoder(p.PeerValues)
@@ -39,6 +50,13 @@ class Peer:
     clears:      what it has announced
     is_followed: the index is complete and current
     is_self:     this node itself, named in a list that all hosts share
+    is_elsewhere: the same node is followed at another of its addresses
+    away_for:    why it is not followed; None: it is, or was not tried yet
+    state_at_s:  when one of these four last changed
+    is_listed:   not removed from the list of a directory
+    is_open:     a connection or the bus follows this incarnation
+    is_by_bus:   followed over the bus
+    tried:       set when it is followed, or cannot be
     """
 
     def __init__(
@@ -51,48 +69,141 @@ class Peer:
         connections: int,
         pause_s: float,
         connect: Connect,
+        introduction: Callable[[], p.Introduce],
+        metrics: Metrics,
     ) -> None:
         self.number = number
         self.address = address
         self.incarnation = self.after = 0
         self.clears: dict[bytes, int] = {}
-        self.is_followed = self.is_self = False
-        self.last_fault: TierError | None = None
+        self.is_followed = self.is_self = self.is_elsewhere = self.is_open = False
+        self.is_listed = True
+        self.tried = asyncio.Event()
+        self.away_for: PeerFault | None = None
+        self.state_at_s = time.monotonic()
+        self.is_by_bus = False
+        self._paused_at_s = 0.0
+        self.record = PeerRecord(str(address), metrics)
         self.lost_s: float | None = None
         self.asked_bytes = 0
         self._token, self._tls, self._connect = token, tls, connect
         self._pool = Pool(self._open, connections)
         self._breaker = Breaker(failures=1, first_pause_s=pause_s)
-        self.kvhold = ""
+        self._introduction = introduction
+        self.kvhold = self.name = ""
 
     @property
     def mask(self) -> int:
         return 1 << self.number
 
-    def may_be_asked(self) -> bool:
-        if not self.is_followed:
-            return False
-        next_try_s = self._breaker.next_try_s
-        return next_try_s is None or now() >= next_try_s
+    @property
+    def last_fault(self) -> PeerFault | None:
+        return self.record.last_fault
 
-    async def fetch(self, items: Sequence[Getting], *, timeout_s: float) -> TierError | None:
+    @property
+    def is_paused(self) -> bool:
+        next_try_s = self._breaker.next_try_s
+        return next_try_s is not None and time.monotonic() < next_try_s
+
+    def may_be_asked(self) -> bool:
+        return self.is_followed and not self.is_paused
+
+    def why_not_asked(self) -> PeerFault | None:
+        """Return why its chunks are not found; None: they are."""
+        if self.is_followed:
+            return self.last_fault if self.is_paused else None
+        return self.away_for or PeerGone("probe", self.address, "closed", "not followed yet")
+
+    def changed_state(
+        self,
+        *,
+        is_followed: bool = False,
+        is_self: bool = False,
+        is_elsewhere: bool = False,
+        away_for: PeerFault | None = None,
+    ) -> None:
+        before = self.is_followed, self.is_self, self.is_elsewhere, type(self.away_for)
+        if before != (is_followed, is_self, is_elsewhere, type(away_for)):
+            self.state_at_s = time.monotonic()
+        self.is_followed, self.away_for = is_followed, away_for
+        self.is_self, self.is_elsewhere = is_self, is_elsewhere
+
+    def status(self, num_chunks: int) -> FollowedPeerStatus:
+        """num_chunks: in the index. Any thread."""
+        record, now_s = self.record, time.monotonic()
+        state, fault, since_s = self._state()
+        last = record.last_fault
+        return {
+            "address": str(self.address),
+            "name": self.name,
+            "state": state,
+            "cause": "" if fault is None else fault.cause,
+            "by_bus": self.is_by_bus,
+            "state_s": round(max(0.0, now_s - since_s), 3),
+            "incarnation": self.incarnation,
+            "version": self.kvhold,
+            "chunks": num_chunks,
+            "events": record.num_events,
+            "events_per_s": round(record.events.per_s, 1),
+            "loads": record.num_loads,
+            "loads_per_s": round(record.loads.per_s, 2),
+            "loaded_chunks": record.num_chunks,
+            "loaded_bytes": record.nbytes,
+            "loaded_bytes_per_s": round(record.loaded_bytes.per_s, 1),
+            "absent_chunks": record.num_absent,
+            "last_load_s": record.last_load_s,
+            "median_load_s": record.median_load_s,
+            "last_fault": "" if last is None else str(last),
+            "last_fault_ago_s": None
+            if last is None
+            else round(max(0.0, now_s - record.last_fault_at_s), 3),
+        }
+
+    def _state(self) -> tuple[str, PeerFault | None, float]:
+        """Return the state, its fault, and when it began."""
+        fault = self.away_for
+        if self.is_self:
+            return "itself", None, self.state_at_s
+        if self.is_elsewhere:
+            return "elsewhere", None, self.state_at_s
+        if self.is_followed and self.is_paused:
+            return "paused", self.last_fault, self._paused_at_s
+        if self.is_followed:
+            return "following", None, self.state_at_s
+        if fault is None:
+            return "connecting", None, self.state_at_s
+        is_refused = isinstance(fault, (PeerRefuses, PeerDenied))
+        return "refused" if is_refused else "away", fault, self.state_at_s
+
+    async def fetch(self, items: Sequence[Getting], *, timeout_s: float) -> PeerFault | None:
         """Read values. Sizes of missing ones stay None. Returns the fault of those not answered."""
         batches = [_GetBatch(batch) for batch in batched(items, _MOST_KEYS)]
         nbytes = sum(batch.value_bytes for batch in batches)
         self.asked_bytes += nbytes
+        began_s = now()
         try:
             async with asyncio.timeout(timeout_s):
                 await run(self._pool, batches, fault=lambda error: self.fault_of("get", error))
         except TimeoutError:
-            return self.failed(
-                TierUnavailable(TIER, "get", f"{self.address}: no answer within {timeout_s:g} s")
-            )
+            text = f"no answer within {timeout_s:g} s"
+            return self._failed(PeerSlow("get", self.address, "slow", text), items)
         finally:
             self.asked_bytes -= nbytes
         if (fault := next((batch.fault for batch in batches if batch.fault), None)) is not None:
-            return self.failed(fault)
+            return self._failed(self.fault_of("get", fault), items)
         self._breaker.succeeded()
+        sizes = [item.size for item in items if item.size is not None]
+        self.record.loaded(
+            now() - began_s,
+            num_chunks=len(sizes),
+            nbytes=sum(sizes),
+            num_absent=len(items) - len(sizes),
+        )
         return None
+
+    def introduction(self) -> bytearray:
+        """Return the record that follows the peer's welcome."""
+        return encode(self._introduction())
 
     async def open_to_follow(self) -> tuple[Stream, p.PeerWelcome]:
         """Raises TierError, OSError, EOFError, ProtocolError."""
@@ -102,39 +213,38 @@ class Peer:
             await stream.send([encode(hello)])
             greeting = _greeting.decode(await read_body(stream, login.MAX_HELLO_BYTES))
             if isinstance(greeting, login.Refused):
-                kind = TierDenied if greeting.denied else TierUnavailable
-                raise kind(TIER, "connect", f"{self.address}: {greeting.reason[:_MOST_QUOTED]}")
+                raise refusal_of(self.address, greeting)
         return stream, greeting
 
     def mended(self) -> None:
         """Ask the peer again: it has a new connection."""
+        self._pool.close_idle()
         self._breaker.succeeded()
 
-    def failed(self, fault: TierError) -> TierError:
-        """Leave the peer alone for a while."""
-        self.last_fault = fault
+    def _failed(self, fault: PeerFault, items: Sequence[Getting]) -> PeerFault:
+        """Leave the peer alone for a while, then ask it over new connections."""
+        self._pool.close_idle()
+        self.record.load_failed(fault, num_missed=sum(item.size is None for item in items))
+        if not self.is_paused:
+            self._paused_at_s = time.monotonic()
         self._breaker.failed(now())
         return fault
 
-    def fault_of(self, operation: str, error: Exception) -> TierError:
-        if isinstance(error, TierError):
-            return error
-        if isinstance(error, (ProtocolError, ValueError)):
-            return TierError(
-                TIER, operation, f"{self.address}: is not a node for peers of this version: {error}"
-            )
-        return TierUnavailable(
-            TIER, operation, f"{self.address}: {str(error) or type(error).__name__}"
-        )
+    def fault_of(self, operation: str, error: Exception) -> PeerFault:
+        return fault_of(operation, self.address, error)
 
     def close(self) -> None:
+        """It is not used any more. Its metrics go, too."""
         self._pool.close()
+        self.record.close()
 
     async def _open(self) -> Stream:
         stream, welcome = await self.open_to_follow()
         if welcome.incarnation != self.incarnation:
             stream.close()
-            raise TierUnavailable(TIER, "connect", f"{self.address}: the node was restarted")
+            raise PeerGone("connect", self.address, "restarted", "the node was restarted")
+        with on_error(stream.close):
+            await stream.send([self.introduction()])
         return stream
 
 

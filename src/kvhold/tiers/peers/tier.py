@@ -2,6 +2,8 @@
 
     # peers://host-a:7711,host-b:7711?token_file=/etc/kvhold/token&tls=true
 
+The list of peers is in the URL, or comes from a directory (`dns.py`, `etcd.py`).
+
 Each peer is followed, so a probe asks nobody. A get goes to the least loaded peer that has the
 chunk. A chunk that is no longer there is a miss, and leaves the index. Nothing is written.
 
@@ -12,24 +14,35 @@ host has cleared. This host learns the clears of its peers.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from functools import partial
+from importlib import import_module
+from socket import gethostname
+from typing import ClassVar, NamedTuple, Self
 
-from kvhold.core.config import setting
+from kvhold.core.config import ServePeersConfig, setting
 from kvhold.core.errors import ConfigError, TierCannotList, TierDenied, TierError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
+from kvhold.core.metrics import Metrics
+from kvhold.core.reasons import PEER_EVICTED, PEER_GONE
 from kvhold.core.secrets import read_secret
+from kvhold.core.status import FollowedPeersStatus
 from kvhold.core.turns import next_turn
 from kvhold.net import login
 from kvhold.net.addresses import is_loopback
-from kvhold.net.peers import DEFAULT_PORT
+from kvhold.net.peers import DEFAULT_PORT, Introduce
 from kvhold.net.stream import Address, open_stream
 from kvhold.net.tls import client_context
-from kvhold.tiers.base import Parts, TierTraits, check_lengths
+from kvhold.tiers.base import Origin, Parts, TierTraits, check_lengths
+from kvhold.tiers.calls import now
 from kvhold.tiers.exchanges import Getting, gettings
+from kvhold.tiers.peers.bus import Bus, BusConfig, Inboxes, end_task
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
+from kvhold.tiers.peers.directory import Directory, DirectoryConfig, Own
+from kvhold.tiers.peers.faults import TIER
 from kvhold.tiers.peers.follower import Follower
 from kvhold.tiers.peers.index import MOST_PEERS, PeerIndex, digest_of
-from kvhold.tiers.peers.peer import TIER, Connect, Peer
+from kvhold.tiers.peers.peer import Connect, Peer
+from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.url import TierUrl
 
 _KEYS_A_TURN = 300  # about a millisecond
@@ -37,7 +50,7 @@ _OTHERS_S = 1.0
 
 
 @dataclass(frozen=True)
-class PeersConfig:
+class PeersConfig(BusConfig):
     token: str = setting(
         "", "the peers' token; better in the URL's password, or in a file", secret=True
     )
@@ -72,23 +85,29 @@ class PeersConfig:
     )
 
 
+class _Share(NamedTuple):
+    peer: Peer
+    items: list[Getting]
+
+
 class PeersTier:
-    traits: ClassVar[TierTraits] = TierTraits(name=TIER, shared=True, read_only=True)
+    traits: ClassVar[TierTraits] = TierTraits(
+        name=TIER, shared=True, read_only=True, lost=PEER_EVICTED
+    )
 
     def __init__(
         self,
-        hosts: Sequence[tuple[str, int | None]],
+        addresses: Sequence[Address],
         config: PeersConfig,
         *,
+        directory: Directory | None = None,
+        timing: DirectoryConfig | None = None,
         connect: Connect = open_stream,
     ) -> None:
-        """Raises ConfigError for invalid settings."""
-        addresses = [Address(host, port or DEFAULT_PORT) for host, port in hosts]
-        if not 0 < len(addresses) <= MOST_PEERS or len(set(addresses)) < len(addresses):
-            raise ConfigError(
-                f"peers: {len(addresses)} peers are named; write 1 to {MOST_PEERS} different ones, "
-                f"such as peers://host-a:{DEFAULT_PORT},host-b:{DEFAULT_PORT}"
-            )
+        """addresses: of the peers; with a directory: to whose hosts a token may be sent
+
+        Raises ConfigError for invalid settings.
+        """
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
             raise ConfigError("peers: ca_file, cert_file and key_file are for TLS; add tls=true")
         token = (
@@ -110,13 +129,18 @@ class PeersTier:
             else None
         )
         self._config = config
+        self._is_closed = False
         self.clear_numbers = ClearNumbers()
-        self.own_incarnation = 0
-        """Of the node that this tier belongs to, if it serves peers: it does not follow itself."""
         self._learned: Callable[[bytes], None] = lambda prefix: None
         self._index = PeerIndex()
-        self.peers = [
-            Peer(
+        self.metrics = Metrics()
+        """By peer. The tiers' loop writes them."""
+        self._bus = self.make_bus()
+        self._inboxes = None if self._bus is None else Inboxes(self.metrics)
+        self._reading: asyncio.Task[None] | None = None
+        self._roster = Roster(
+            self._index,
+            make_peer=lambda number, address: Peer(
                 number,
                 address,
                 token=token,
@@ -124,12 +148,15 @@ class PeersTier:
                 connections=config.connections,
                 pause_s=config.pause_s,
                 connect=connect,
-            )
-            for number, address in enumerate(addresses)
-        ]
-        self._following: list[asyncio.Task[None]] = []
-        self._tried: dict[int, asyncio.Event] = {}
-        self._is_closed = False
+                introduction=self._introduction,
+                metrics=self.metrics,
+            ),
+            make_follower=self._follower,
+            forget_s=config.forget_s,
+            addresses=() if directory is not None else addresses,
+            directory=directory,
+            timing=timing,
+        )
 
     @classmethod
     def from_url(cls, url: TierUrl) -> Self:
@@ -137,12 +164,34 @@ class PeersTier:
             raise ConfigError(
                 f"tiers: {url.shown}: write peers://host-a:{DEFAULT_PORT},host-b:{DEFAULT_PORT}"
             )
+        addresses = [Address(host, port or DEFAULT_PORT) for host, port in url.hosts]
+        if not 0 < len(addresses) <= MOST_PEERS or len(set(addresses)) < len(addresses):
+            raise ConfigError(
+                f"peers: {len(addresses)} peers are named; write 1 to {MOST_PEERS} different ones, "
+                f"such as peers://host-a:{DEFAULT_PORT},host-b:{DEFAULT_PORT}; {TOO_MANY}"
+            )
+        return cls(addresses, url.apply(PeersConfig(token=cls.token_of(url))))
+
+    @staticmethod
+    def token_of(url: TierUrl) -> str:
+        """Return the token in a URL. Raises ConfigError if it has a user, too."""
         if url.username:
             raise ConfigError(
                 f"tiers: {url.shown}: there are no users, only a token; write "
-                "peers://:TOKEN@host, with a colon before the token"
+                f"{url.scheme}://:TOKEN@host, with a colon before the token"
             )
-        return cls(url.hosts, url.apply(PeersConfig(token=url.password)))
+        return url.password
+
+    @property
+    def peers(self) -> list[Peer]:
+        return self._roster.peers
+
+    async def listed(self) -> list[Peer]:
+        """Return the peers. A directory is read first, and then its peers are followed."""
+        if self._roster.has_directory:
+            self._start()
+            await self._roster.wait_for_list()
+        return self.peers
 
     @property
     def index_bytes(self) -> int:
@@ -151,6 +200,40 @@ class PeersTier:
     @property
     def num_chunks(self) -> int:
         return len(self._index)
+
+    def peers_status(self) -> FollowedPeersStatus:
+        """Any thread."""
+        status = self._roster.status()
+        if self._bus is not None and self._inboxes is not None:
+            status |= {
+                "bus": self._bus.source,
+                "bus_fault": self._bus.fault,
+                "bus_ignored": self._inboxes.num_ignored,
+            }
+        return status
+
+    def make_bus(self) -> Bus | None:
+        """Return the bus of the settings, for one event loop. Raises ConfigError."""
+        if not self._config.bus:
+            return None
+        try:
+            module = import_module("kvhold.tiers.peers.nats_bus")
+        except ImportError as error:
+            raise ConfigError(f"peers: bus: {error}: pip install 'kvhold[nats]'") from error
+        bus: Bus = module.NatsBus(self._config)
+        return bus
+
+    def check_serving(self, config: ServePeersConfig) -> None:
+        """Raises ConfigError if the node that this tier belongs to could not be registered."""
+
+    def serve_as(self, own: Own) -> None:
+        """Tell the tier of which node it is part, if that serves peers. Any thread.
+
+        It does not follow itself.
+        """
+        self._roster.serve_as(own)
+        if self._inboxes is not None:
+            self._inboxes.own_incarnation = own.incarnation
 
     # Clears, see `guard.KeepsClears`.
 
@@ -164,8 +247,8 @@ class PeersTier:
         self._learned = learned
         self.clear_numbers.resume(numbers or {})
 
-    def advance(self, prefix: bytes) -> None:
-        self.clear_numbers.advance(prefix)
+    def advance(self, prefix: bytes, asked_s: float | None = None) -> None:
+        self.clear_numbers.advance(prefix, asked_s)
 
     def announce(self, prefix: bytes) -> None:
         self.clear_numbers.announce(prefix)
@@ -175,7 +258,8 @@ class PeersTier:
     async def check(self) -> None:
         """Passes if one peer is followed. The others may take `_OTHERS_S` more."""
         self._start()
-        trying = {asyncio.ensure_future(tried.wait()) for tried in self._tried.values()}
+        await self._roster.wait_for_list()
+        trying = {asyncio.ensure_future(peer.tried.wait()) for peer in self.peers}
         try:
             while trying and not any(peer.is_followed for peer in self.peers):
                 _, trying = await asyncio.wait(trying, return_when=asyncio.FIRST_COMPLETED)
@@ -185,39 +269,63 @@ class PeersTier:
             for waiting in trying:
                 waiting.cancel()
         others = [peer for peer in self.peers if not peer.is_self]
+        if not self.peers and self._roster.list_fault:
+            raise TierUnavailable(TIER, "check", self._roster.list_fault)
         if others and not any(peer.is_followed for peer in others):
             faults = [peer.last_fault for peer in others if peer.last_fault is not None]
             why = "; ".join(str(fault) for fault in faults) or "no peer answers"
             all_denied = faults and all(isinstance(fault, TierDenied) for fault in faults)
-            raise (TierDenied if all_denied else TierUnavailable)(TIER, "check", why)
+            fault = (TierDenied if all_denied else TierUnavailable)(TIER, "check", why)
+            misses = {one.miss for one in faults}
+            fault.miss = misses.pop() if len(misses) == 1 else PEER_GONE
+            raise fault
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
         self._start()
-        allowed: dict[bytes, int] = {}
+        masks: dict[bytes, tuple[int, dict[int, TierError]]] = {}
         sizes: list[int | TierError | None] = []
         for number, key in enumerate(keys, 1):
             if number % _KEYS_A_TURN == 0:
                 await next_turn()
             space = key[:NAMESPACE_BYTES]
-            if space not in allowed:
-                allowed[space] = self._allowed(space)
-            found = self._index.find(digest_of(key)) if allowed[space] else None
-            sizes.append(
-                found.nbytes if found is not None and found.peers & allowed[space] else None
-            )
+            if space not in masks:
+                masks[space] = self._allowed(space), self._faults(space)
+            allowed, faults = masks[space]
+            found = self._index.find(digest_of(key)) if allowed or faults else None
+            if found is None:
+                sizes.append(None)
+            elif found.peers & allowed:
+                sizes.append(found.nbytes)
+            else:
+                sizes.append(
+                    next((fault for mask, fault in faults.items() if found.peers & mask), None)
+                )
         return sizes
 
     async def get(
         self, keys: Sequence[bytes], into: Sequence[Parts], *, starts: Sequence[int] | None = None
+    ) -> list[int | TierError | None]:
+        origins: list[Origin | None] = [None] * len(keys)
+        return await self.get_from(keys, into, starts=starts, origins=origins)
+
+    async def get_from(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Parts],
+        *,
+        starts: Sequence[int] | None,
+        origins: list[Origin | None],
     ) -> list[int | TierError | None]:
         check_lengths(keys, into, starts)
         self._start()
         items = gettings(keys, into, starts)
         shares = self._shares(items)
         faults: dict[int, TierError] = {}
+        arrived: dict[int, Origin] = {}
         async with asyncio.TaskGroup() as group:
-            for number, share in shares.items():
-                group.create_task(self._fetch(self.peers[number], share, faults))
+            for share in shares:
+                group.create_task(self._fetch(share.peer, share.items, faults, arrived))
+        origins[:] = [arrived.get(id(item)) for item in items]
         return [item.size if item.size is not None else faults.get(id(item)) for item in items]
 
     async def put(
@@ -228,8 +336,8 @@ class PeersTier:
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Forget chunks, such as damaged ones. They are found again when a peer adds them."""
         for key in keys:
-            for peer in self.peers:
-                self._index.remove(digest_of(key), peer=peer.number)
+            for number in self._roster.numbers:
+                self._index.remove(digest_of(key), peer=number)
         return [False] * len(keys)
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
@@ -240,30 +348,32 @@ class PeersTier:
 
     async def close(self) -> None:
         self._is_closed = True
-        for task in self._following:
-            task.cancel()
-        if self._following:
-            await asyncio.wait(self._following)
-        for peer in self.peers:
-            peer.close()
+        await self._roster.close()
+        if self._reading is not None:
+            await end_task(self._reading)
+
+    def _introduction(self) -> Introduce:
+        return Introduce(gethostname(), self._roster.own.port)
 
     def _start(self) -> None:
-        if self._following or self._is_closed:
+        self._roster.start()
+        if self._bus is None or self._inboxes is None:
             return
-        loop = asyncio.get_running_loop()
-        for peer in self.peers:
-            tried = self._tried[peer.number] = asyncio.Event()
-            follower = Follower(
-                peer,
-                self._index,
-                self.clear_numbers,
-                most_chunks=self._config.most_chunks,
-                forget_s=self._config.forget_s,
-                own_incarnation=lambda: self.own_incarnation,
-                learned=self._learned,
-                tried=tried.set,
-            )
-            self._following.append(loop.create_task(follower.run()))
+        if self._reading is None and not self._is_closed:
+            self._reading = asyncio.ensure_future(self._bus.read(self._inboxes))
+
+    def _follower(self, peer: Peer) -> Follower:
+        return Follower(
+            peer,
+            self._index,
+            self.clear_numbers,
+            most_chunks=self._config.most_chunks,
+            forget_s=self._config.forget_s,
+            own_incarnation=lambda: self._roster.own.incarnation,
+            is_followed_elsewhere=partial(self._roster.is_followed_elsewhere, peer),
+            learned=self._learned,
+            inboxes=self._inboxes,
+        )
 
     def _allowed(self, space: bytes) -> int:
         """Return the mask of the peers whose chunks of a namespace may be used now."""
@@ -273,11 +383,21 @@ class PeersTier:
             if peer.may_be_asked() and self.clear_numbers.allow(space, peer.clears)
         )
 
-    def _shares(self, items: Sequence[Getting]) -> dict[int, list[Getting]]:
+    def _faults(self, space: bytes) -> dict[int, TierError]:
+        """Return why the other peers' chunks of a namespace may not be used, by mask."""
+        return {
+            peer.mask: fault
+            for peer in self.peers
+            if self.clear_numbers.allow(space, peer.clears)
+            and (fault := peer.why_not_asked()) is not None
+        }
+
+    def _shares(self, items: Sequence[Getting]) -> list["_Share"]:
         """Give each item to the least loaded peer that has it."""
-        shares: dict[int, list[Getting]] = {}
+        shares: dict[int, _Share] = {}
         allowed: dict[bytes, int] = {}
-        load = {peer.number: peer.asked_bytes for peer in self.peers}
+        peers = {peer.number: peer for peer in self.peers}
+        load = {number: peer.asked_bytes for number, peer in peers.items()}
         for item in items:
             space = item.key[:NAMESPACE_BYTES]
             if space not in allowed:
@@ -286,18 +406,29 @@ class PeersTier:
             mask = 0 if found is None else found.peers & allowed[space]
             if mask:
                 number = min(
-                    (peer.number for peer in self.peers if peer.mask & mask), key=load.__getitem__
+                    (number for number, peer in peers.items() if peer.mask & mask),
+                    key=load.__getitem__,
                 )
                 load[number] += item.nbytes
-                shares.setdefault(number, []).append(item)
-        return shares
+                shares.setdefault(number, _Share(peers[number], [])).items.append(item)
+        return list(shares.values())
 
-    async def _fetch(self, peer: Peer, items: list[Getting], faults: dict[int, TierError]) -> None:
+    async def _fetch(
+        self,
+        peer: Peer,
+        items: list[Getting],
+        faults: dict[int, TierError],
+        arrived: dict[int, Origin],
+    ) -> None:
+        began_s = now()
         fault = await peer.fetch(items, timeout_s=self._config.answer_timeout_s)
+        origin = Origin(str(peer.address), began_s, now())
         for item in items:
             if item.size is not None:
+                arrived[id(item)] = origin
                 continue
             if fault is not None:
                 faults[id(item)] = fault
-            elif item.start is None:
+            elif item.start is None and self._roster.by_number(peer.number) is peer:
                 self._index.remove(digest_of(item.key), peer=peer.number)
+        peer.record.indexed(self._index.count(peer.number))

@@ -100,6 +100,19 @@ def redis(minutes: float, every_s: float, seed: int, json_file: Path | None) -> 
 
 
 @command.command()
+@click.option("--seconds", default=600.0, show_default=True, help="Length of the run.")
+@click.option("--nodes", default=8, show_default=True, type=click.IntRange(2, 32))
+@_seed
+@_json
+def peers(seconds: float, nodes: int, seed: int, json_file: Path | None) -> None:
+    """Nodes that serve each other are killed and cut off: wrong bytes, late calls, bytes left?"""
+    with needing("'kvhold[lab]'"):
+        from kvhold_lab.bench.soak import peers as run
+
+    _report(lambda: run.run(seconds, seed, nodes=nodes), json_file)
+
+
+@command.command()
 @click.option("--requests", default=10_000, show_default=True, help="Number of requests.")
 @_seed
 @_json
@@ -131,10 +144,17 @@ def requests(requests: int, seed: int, json_file: Path | None) -> None:
     multiple=True,
     help="With --mutations: only this patch, also a rare one; may be repeated.",
 )
+@click.option(
+    "--hosts",
+    type=click.IntRange(2, 100),
+    default=None,
+    help="Simulate this many hosts, which are each other's peers.",
+)
 @_json
 def simulation(
     seeds: int,
     first: int,
+    hosts: int | None,
     trace: bool,
     mutations: bool,
     names: tuple[str, ...],
@@ -147,11 +167,14 @@ def simulation(
         click.echo(text, err=True)
 
     if trace:
-        raise SystemExit(soak.trace(first))
+        raise SystemExit(soak.trace(first, hosts=hosts or 0))
     if mutations:
-        _report(lambda: soak.run_mutations(seeds, first, names=names, tell=tell), json_file)
+        _report(
+            lambda: soak.run_mutations(seeds, first, names=names, hosts=hosts or 0, tell=tell),
+            json_file,
+        )
     else:
-        _report(lambda: soak.run(seeds, first, tell=tell), json_file)
+        _report(lambda: soak.run(seeds, first, hosts=hosts or 0, tell=tell), json_file)
 
 
 def _report(run: Callable[[], Any], json_file: Path | None) -> None:

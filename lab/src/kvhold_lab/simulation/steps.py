@@ -1,0 +1,22 @@
+"""Sizes in the real code that the simulation's small values would never reach.
+
+steps = Steps((module, "_PAGE_CHUNKS", (1, 3, 4000)), ...); steps.draw(random) ... steps.restore()
+"""
+
+from random import Random
+from typing import Any
+
+
+class Steps:
+    def __init__(self, *rows: tuple[Any, str, tuple[int, ...]]) -> None:
+        """rows: module, name, and the values to draw"""
+        self._rows = rows
+        self._usual = [getattr(module, name) for module, name, _ in rows]
+
+    def draw(self, random: Random) -> None:
+        for module, name, sizes in self._rows:
+            setattr(module, name, random.choice(sizes))
+
+    def restore(self) -> None:
+        for (module, name, _), size in zip(self._rows, self._usual, strict=True):
+            setattr(module, name, size)

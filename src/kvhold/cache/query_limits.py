@@ -1,0 +1,48 @@
+"""Which queries are accepted."""
+
+from kvhold.cache.reservations import MAX_SHARDS
+from kvhold.core.errors import ProtocolError
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
+from kvhold.core.layout import Layout
+
+_MOST_KEYS = 1 << 20  # for one query: 100 MB of keys
+_MOST_ROWS = 1 << 12  # groups times shards; some steps visit all of them
+
+
+def check_query(layout: Layout, query: Query) -> int:
+    """Return the number of keys. Raises ProtocolError."""
+    if (
+        len(query.namespace) != NAMESPACE_BYTES
+        or len(query.hashes) % HASH_BYTES
+        or not 1 <= query.shards <= MAX_SHARDS
+    ):
+        raise ProtocolError(
+            f"a query with {len(query.namespace)} bytes of namespace, {len(query.hashes)} bytes of "
+            f"hashes and {query.shards} shards; needed are {NAMESPACE_BYTES} bytes, a multiple of "
+            f"{HASH_BYTES} bytes and 1 to {MAX_SHARDS} shards"
+        )
+    if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
+        raise ProtocolError(
+            f"a query with {len(query.tail_hashes)} bytes of tail_hashes and "
+            f"{len(query.tail_lengths)} tail_lengths; each tail needs one length and a hash of "
+            f"{HASH_BYTES} bytes"
+        )
+    if not all(0 < length < layout.tokens_per_chunk for length in query.tail_lengths):
+        raise ProtocolError(
+            f"a query's tail_lengths must be 1 to {layout.tokens_per_chunk - 1} tokens: a chunk "
+            f"has {layout.tokens_per_chunk}"
+        )
+    num_rows = len(layout.groups) * query.shards
+    num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * num_rows
+    if num_rows > _MOST_ROWS:
+        raise ProtocolError(
+            f"a query of {num_keys} keys, of {len(layout.groups)} groups in {query.shards} "
+            f"shards; groups times shards must be {_MOST_ROWS} at most"
+        )
+    if num_keys > _MOST_KEYS:
+        raise ProtocolError(
+            f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "
+            f"{len(query.tail_lengths)} tails, {len(layout.groups)} "
+            f"groups, {query.shards} shards); the limit is {_MOST_KEYS}: look up a shorter prompt"
+        )
+    return num_keys

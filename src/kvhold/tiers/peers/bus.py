@@ -1,0 +1,271 @@
+"""Changes of peers that come over a bus, instead of a connection to each peer.
+
+    inboxes = Inboxes(metrics); inbox = inboxes.open(incarnation, key, clock_ms)
+    inboxes.put(incarnation, data)               # any bytes from the bus
+    if inbox.continues(number): ...              # the bus can go on after this change
+    record = await inbox.next(number)            # None: it cannot
+
+What is on the bus is not trusted. A node tells its followers a key when they log in
+(`PeerWelcome`), and seals its records with it: forged records, and those of another incarnation,
+are ignored and counted. The clock in the seal shows records that were held back or sent again.
+They are taken, but do not show that the bus is current.
+
+    seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
+          as they are sent over a connection
+
+One event loop. The bus itself is `nats_bus.py`.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import Protocol
+
+from kvhold.core.config import setting
+from kvhold.core.errors import ProtocolError
+from kvhold.core.metrics import Metrics
+from kvhold.net import peers as p
+from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
+
+KEY_BYTES = 32
+MOST_SEALED_BYTES = 256 << 10
+BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
+SILENT_S = 5.0  # a node publishes something every second
+_CANCEL_AGAIN_S = 2.0
+_MAC_BYTES, _CLOCK_BYTES = 16, 8
+_HEAD_BYTES = _MAC_BYTES + _CLOCK_BYTES
+_MOST_WAITING_BYTES = 4 << 20  # of one peer
+_record: Decoder[p.Happened] = Decoder(p.Happened)
+
+
+@dataclass(frozen=True)
+class BusConfig:
+    bus: str = setting(
+        "",
+        "the servers of a NATS JetStream by which peers tell their changes, such as "
+        "nats://bus-a:4222,bus-b:4222; empty: a connection to each peer",
+    )
+    bus_stream: str = setting("kvhold-peers", "the name of the stream, and of its subjects")
+    bus_keep_s: float = setting(
+        600.0, "how long the stream keeps changes, if this node makes it", minimum=10
+    )
+    bus_keep_bytes: int = setting(
+        64 << 20, "most bytes in the stream, if this node makes it", minimum=1 << 20
+    )
+    bus_user: str = setting("", "the user at the bus")
+    bus_password: str = setting(
+        "", "that user's password; better by ${file:...} or ${env:...}", secret=True
+    )
+    bus_password_file: str = setting("", "a file with the password")
+    bus_token: str = setting("", "the bus's token; better by ${file:...}", secret=True)
+    bus_token_file: str = setting("", "a file with the bus's token")
+    bus_tls: bool = setting(False, "use TLS to the bus; beyond loopback, it is required")
+    bus_insecure: bool = setting(False, "use a bus on other hosts without TLS")
+    bus_ca_file: str = setting(
+        "", "PEM file of the authorities to trust for the bus; empty: the system's"
+    )
+    bus_cert_file: str = setting("", "PEM file of the certificate for the bus, if it requires one")
+    bus_key_file: str = setting(
+        "", "PEM file of that certificate's key; empty: it is in bus_cert_file"
+    )
+
+
+class Session(Protocol):
+    async def publish(self, incarnation: int, data: bytes) -> None:
+        """Publish a sealed record of a node. Its errors are for `Bus.connected`."""
+        ...
+
+
+class Bus(Protocol):
+    """source: the bus in messages, without secrets
+    fault:  why it cannot be used now; empty: it can. Any thread
+    """
+
+    source: str
+    fault: str
+
+    async def read(self, inboxes: "Inboxes") -> None:
+        """Put the records of all nodes into their inboxes, until cancelled."""
+        ...
+
+    def connected(self) -> AbstractAsyncContextManager[Session]:
+        """Raises TierUnavailable: no connection, or it has failed."""
+        ...
+
+
+def clock_ms() -> int:
+    """Return the time since some moment that stays the same while this host runs."""
+    return time.monotonic_ns() // 1_000_000
+
+
+async def end_task(task: "asyncio.Task[None]") -> None:
+    """Cancel a task of the bus until it ends.
+
+    `asyncio.wait_for` of Python 3.11, which nats-py uses, may lose a cancellation.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)
+
+
+def seal(records: bytes, *, key: bytes, incarnation: int, at_ms: int) -> bytes:
+    """records: joined, each with its length"""
+    clock = at_ms.to_bytes(_CLOCK_BYTES, "little")
+    return _mac(key, incarnation, clock + records) + clock + records
+
+
+def _mac(key: bytes, incarnation: int, data: bytes) -> bytes:
+    whole = incarnation.to_bytes(8, "little") + data
+    return blake2b(whole, digest_size=_MAC_BYTES, key=key, person=b"kvhold-bus").digest()
+
+
+class Inbox:
+    """The records of one incarnation that wait to be taken, with no gap between them."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        key: bytes,
+        peer_clock_ms: int,
+        clock: Callable[[], int] = clock_ms,
+    ) -> None:
+        self.incarnation, self.key = incarnation, key
+        self._clock = clock
+        self._records: deque[tuple[p.Happened, int]] = deque()  # with the number of the last change
+        self._waiting_bytes = 0
+        self._begins: int | None = None
+        self._ends = 0
+        self._fresh_at_ms = clock() - int(1000 * SILENT_S)
+        self._arrived = asyncio.Event()
+        self.welcomed(peer_clock_ms)
+
+    def welcomed(self, peer_clock_ms: int) -> None:
+        """Compare the clocks: the peer has just told the time."""
+        self._ahead_ms = self._clock() - peer_clock_ms
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a record came that the peer sealed in the last `SILENT_S`, not long ago."""
+        return self._left_s > 0
+
+    @property
+    def _left_s(self) -> float:
+        return SILENT_S - (self._clock() - self._fresh_at_ms) / 1000
+
+    def put(self, data: bytes) -> str:
+        """Take what came from the bus. Returns why it is ignored; empty: it is not."""
+        body = data[_MAC_BYTES:]
+        if not compare_digest(_mac(self.key, self.incarnation, body), data[:_MAC_BYTES]):
+            return "forged"
+        try:
+            records = list(_records_of(memoryview(body)[_CLOCK_BYTES:]))
+        except ProtocolError:
+            return "protocol"
+        now_ms = self._clock()
+        sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little") + self._ahead_ms
+        if now_ms - sealed_ms <= 1000 * SILENT_S:
+            self._fresh_at_ms = now_ms
+        for record, nbytes in records:
+            self._add(record, nbytes)
+        self._arrived.set()
+        return ""
+
+    def _add(self, record: p.Happened, nbytes: int) -> None:
+        end = record.after + _num_changes(record)
+        if self._begins is not None and end <= self._ends:
+            return  # it came twice
+        if self._begins is None or record.after != self._ends:
+            self._records.clear()
+            self._waiting_bytes, self._begins, self._ends = 0, record.after, record.after
+        if end == record.after:
+            return
+        if self._waiting_bytes + nbytes > _MOST_WAITING_BYTES:
+            self._records.clear()
+            self._waiting_bytes, self._begins = 0, None
+            return
+        self._records.append((record, nbytes))
+        self._waiting_bytes += nbytes
+        self._ends = end
+
+    def continues(self, number: int) -> bool:
+        """Whether the bus is current, and no change after `number` is missing."""
+        return self._begins is not None and self._begins <= number and self.is_fresh
+
+    def drop(self, number: int) -> None:
+        """Forget the changes up to `number`."""
+        while self._records and self._records[0][0].after < number:
+            self._pop()
+
+    async def next(self, number: int) -> p.Happened | None:
+        """Wait for changes after `number`. None: `continues` is false."""
+        while self.continues(number):
+            if self._records:
+                return self._pop()
+            self._arrived.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.001, self._left_s)):
+                    await self._arrived.wait()
+        return None
+
+    def _pop(self) -> p.Happened:
+        record, nbytes = self._records.popleft()
+        self._waiting_bytes -= nbytes
+        return record
+
+
+class Inboxes:
+    """The inboxes of all peers that are followed now."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._inboxes: dict[int, Inbox] = {}
+        self.own_incarnation = 0
+        self.num_ignored = 0
+
+    def open(self, incarnation: int, told: p.PeerBus) -> Inbox:
+        """Return the inbox of an incarnation, as its welcome tells of it. Raises ValueError."""
+        if len(told.key) != KEY_BYTES or not 0 < incarnation < 1 << 64:
+            raise ValueError(f"a bus with a key of {len(told.key)} bytes")
+        inbox = self._inboxes.get(incarnation)
+        if inbox is None or inbox.key != told.key:
+            inbox = self._inboxes[incarnation] = Inbox(incarnation, told.key, told.clock_ms)
+        inbox.welcomed(told.clock_ms)
+        return inbox
+
+    def close(self, inbox: Inbox) -> None:
+        if self._inboxes.get(inbox.incarnation) is inbox:
+            del self._inboxes[inbox.incarnation]
+
+    def put(self, incarnation: int | None, data: bytes) -> None:
+        """incarnation: by the record's subject; None: it names none"""
+        if incarnation is not None and incarnation == self.own_incarnation:
+            return
+        inbox = None if incarnation is None else self._inboxes.get(incarnation)
+        if inbox is None:
+            reason = "unknown"
+        elif not _HEAD_BYTES < len(data) <= MOST_SEALED_BYTES:
+            reason = "size"
+        else:
+            reason = inbox.put(data)
+        if reason:
+            self.num_ignored += 1
+            self._metrics.add("kvhold_peer_bus_ignored", reason=reason)
+
+
+def _records_of(data: memoryview) -> Iterator[tuple[p.Happened, int]]:
+    """Yield the records and their sizes. Raises ProtocolError."""
+    while data:
+        end = LENGTH_BYTES + body_length(data[:LENGTH_BYTES])
+        if end > len(data):
+            raise ProtocolError("a record on the bus is cut off")
+        yield _record.decode(data[LENGTH_BYTES:end]), end
+        data = data[end:]
+
+
+def _num_changes(record: p.Happened) -> int:
+    return sum(len(run.digests) for run in record.runs) // 8 + len(record.clears)

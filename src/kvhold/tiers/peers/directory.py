@@ -1,0 +1,100 @@
+"""Where a list of peers comes from, if it is not in the tier's URL.
+
+    listing = await directory.read()      # -> the addresses of all peers; raises TierError
+
+The tier reads the list again and again (`roster.py`). So a directory neither waits for changes nor
+keeps what it has read.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvhold.core.config import setting
+from kvhold.core.errors import ConfigError
+from kvhold.net.peers import DEFAULT_PORT
+from kvhold.net.stream import Address
+
+MOST_NAME = 253
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """addresses: of other nodes, and of this one if the directory does not know which it is
+    fault:     what is wrong, though the list could be read; empty: nothing
+    is_alone:  this node is listed, and no other: an empty list is no fault
+    """
+
+    addresses: Sequence[Address]
+    fault: str = ""
+    is_alone: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        return bool(self.addresses) or self.is_alone
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this node tells a directory about itself.
+
+    address:     where other nodes reach it, `HOST:PORT`; empty: it serves no peers
+    incarnation: 0: it serves no peers
+    port:        where it listens for peers; 0: it does not
+    """
+
+    address: str = ""
+    incarnation: int = 0
+    port: int = 0
+
+
+class Directory(Protocol):
+    """source: the directory in messages, without secrets"""
+
+    source: str
+
+    async def read(self, own: Own) -> Listing:
+        """Return the list of peers. The caller cancels it at a deadline.
+
+        own: registered here, if the directory keeps registrations
+
+        Raises TierError.
+        """
+        ...
+
+    def registered_as(self) -> str:
+        """Return the address under which this node is registered; empty: it is not."""
+        ...
+
+    async def close(self) -> None:
+        """End a registration. The caller cancels it at a deadline. Raises TierError."""
+        ...
+
+
+@dataclass(frozen=True)
+class DirectoryConfig:
+    refresh_s: float = setting(5.0, "how often the list of peers is read", minimum=0.05)
+    keep_list_s: float = setting(
+        600.0,
+        "while the list cannot be read or is empty, lost peers stay in it for this time",
+        minimum=0,
+    )
+
+
+def is_host_name(text: str) -> bool:
+    """Return whether a text may be the name of a host. That of an IP address may, too."""
+    return len(text) <= MOST_NAME and _NAME.fullmatch(text) is not None
+
+
+def parse_address(text: str, *, where: str, default_port: int = DEFAULT_PORT) -> Address:
+    """Parse `HOST:PORT`, or `HOST`. Raises ConfigError, which names `where`."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]{2,45})\]|([^:\[\]]+))(?::(\d{1,5}))?", text)
+    port = int(match[3]) if match and match[3] else default_port
+    if match is None or not 0 < port < 65536 or not (match[1] or is_host_name(match[2])):
+        raise ConfigError(
+            f"{where}: {text[:MOST_NAME]!r} is not HOST:PORT, such as 10.0.0.5:{DEFAULT_PORT}"
+        )
+    return Address(match[1] or match[2], port)
