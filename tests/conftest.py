@@ -6,9 +6,11 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ from kvhold_lab.servers.programs import PACKAGES
 
 # Files whose tests are long and share nothing.
 SPREAD_FILES = ("tests/memory/test_device_mutations.py",)
+
+# User CPU time of a test in which its lines are measured. Measuring doubles the time, and by then
+# a long test has run most of its lines.
+MEASURED_S = 0.25
 
 # Inherited by every server a test starts: nothing asks a hub, nothing reports home.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,6 +80,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no vLLM in this environment"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Where lines are measured: those of the first `MEASURED_S` of a test. Its child processes are
+    measured to their end.
+    """
+    measured = _measured()
+    if measured is None:
+        return (yield)
+    lines = measured._collector  # no public call pauses without leaving another handler behind
+    is_paused = False
+
+    def pause(*_: object) -> None:
+        nonlocal is_paused
+        is_paused = True
+        lines.stop()
+
+    signal.signal(signal.SIGVTALRM, pause)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MEASURED_S)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if is_paused:
+            lines.start()
+
+
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """As `--dist loadfile`, but the tests of `SPREAD_FILES` go to any worker."""
@@ -101,9 +133,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _save_coverage() -> None:
     """Where lines are measured: xdist kills a worker that does not end within ten seconds."""
-    coverage = sys.modules.get("coverage")
-    if coverage is not None and (measured := coverage.Coverage.current()) is not None:
+    measured = _measured()
+    if measured is not None:
         measured.save()
+
+
+def _measured() -> Any:
+    """This process's measurement of lines, or None."""
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None else None
 
 
 def _require_programs(session: pytest.Session) -> None:
