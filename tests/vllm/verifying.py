@@ -56,10 +56,14 @@ def verify(folder: Path, *arguments: str, environment: Mapping[str, str] | None 
 
 
 def verify_beside(
-    folder: Path, lots: Sequence[Sequence[str]], *, environment: Mapping[str, str] | None = None
+    folder: Path,
+    lots: Sequence[Sequence[str]],
+    *,
+    at_once: int = 2,
+    environment: Mapping[str, str] | None = None,
 ) -> Verified:
-    """The command with each of the arguments, all at the same time."""
-    with ThreadPoolExecutor(len(lots)) as pool:
+    """The command with each of the arguments, `at_once` at the same time."""
+    with ThreadPoolExecutor(at_once) as pool:
         ran = list(
             pool.map(
                 lambda number: _run(folder / f"{number}.json", lots[number], environment or {}),
