@@ -115,14 +115,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    _save_coverage()
+    _save_coverage(session.config)
     _require_programs(session)
 
 
-def _save_coverage() -> None:
+def _save_coverage(config: pytest.Config) -> None:
     """Where lines are measured: xdist kills a worker that does not end within ten seconds."""
-    measurement = measured()
-    if measurement is not None:
+    measurement, measuring = measured(), config.stash[MEASURING]
+    if measurement is not None and measuring is not None:
+        measuring.close()
         measurement.save()
 
 

@@ -4,7 +4,7 @@ by then it has run most of its lines. Its child processes are measured to their 
 
 import sys
 import threading
-import time
+from time import process_time, sleep  # not those that a test has patched
 from typing import Any
 
 MEASURED_S = 0.25  # CPU time of the process
@@ -24,25 +24,37 @@ class Measuring:
         # no public call pauses without leaving another handler behind
         self._lines = measurement._collector
         self._lock = threading.Lock()
-        self._is_paused = False
+        self._is_paused = self._is_closed = False
         self._until_s = float("inf")
         threading.Thread(target=self._watch, daemon=True, name="measuring").start()
 
     def begin(self) -> None:
+        """Measure, for `MEASURED_S`."""
         with self._lock:
-            self._until_s = time.process_time() + MEASURED_S
-            if self._is_paused:
-                self._lines.start()
-            self._is_paused = False
+            self._until_s = process_time() + MEASURED_S
+            self._resume()
 
     def end(self) -> None:
+        """Measure, or not, as at the end of the test."""
         with self._lock:
             self._until_s = float("inf")
 
+    def close(self) -> None:
+        """Measure until the process ends: `coverage` stops what must have been started."""
+        with self._lock:
+            self._is_closed = True
+            self._resume()
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._lines.start()
+        self._is_paused = False
+
     def _watch(self) -> None:
-        while True:
-            time.sleep(_LOOK_S)
+        while not self._is_closed:
+            sleep(_LOOK_S)
             with self._lock:
-                if not self._is_paused and time.process_time() > self._until_s:
+                is_late = process_time() > self._until_s
+                if is_late and not self._is_paused and not self._is_closed:
                     self._is_paused = True
                     self._lines.stop()
