@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-# what an engine imports at its start, too
+# the imports of an engine's start
 _MODULES = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.engine.core",
@@ -40,7 +40,7 @@ READY = b"ready"
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """A program's start. Sent with it: stdin, stdout, stderr, and where its exit code goes."""
+    """A program's start. Sent with stdin, stdout, stderr, and a pipe for the exit code."""
 
     module: str
     environment: dict[str, str]
@@ -109,12 +109,12 @@ class _Server:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 end = self._ends.pop(child)
-                with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+                with contextlib.suppress(BrokenPipeError):  # the client has left
                     os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(end)
 
     def _forget(self) -> None:
-        """Undo in a child what is the server's alone."""
+        """Release the server's own descriptors and signal handlers, in a child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._selector, self._control, self._woken, self._wakes):
@@ -138,7 +138,7 @@ def _run(fork: Fork, streams: list[int]) -> int:
         runpy.run_module(fork.module, run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    # as the interpreter does, since nobody is above
+    # there is no caller, so this is the end of the program, as in the interpreter
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         code = 1

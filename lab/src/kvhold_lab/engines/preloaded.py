@@ -2,8 +2,8 @@
 
     process = spawn("kvhold_lab.engines.engine", environment, stderr=log)  # None: not from here
 
-With PRELOAD_VLLM=1, for many engines one after the other. There is a server for each environment
-that vLLM may read while it is imported; with too many of them a start is an ordinary one.
+PRELOAD_VLLM=1 turns this on. Each environment that vLLM may read during its import has a server of
+its own. Beyond `_MOST_SERVERS` environments, a start is an ordinary one.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from kvhold_lab.engines.fork_server import MOST_REQUEST_BYTES, READY, Fork
 
 VARIABLE = "PRELOAD_VLLM"
 _MOST_SERVERS = 3  # each keeps half a gigabyte
-# nobody reads them while vLLM is imported
+# not read while vLLM is imported
 _LATE = ("KVHOLD_", "XDG_", "PYTEST_", "COVERAGE_", "TMPDIR", "_=")
 _START_S = 120.0
 
@@ -52,7 +52,7 @@ class ForkedProcess:
         if self.returncode is None:
             if not select.select([self._end], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            # without a word: the server is gone, and nobody knows
+            # the server has died without the exit code
             self.returncode = int(os.read(self._end, 16) or -signal.SIGKILL)
             os.close(self._end)
         return self.returncode
@@ -65,7 +65,7 @@ class ForkedProcess:
 def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess | None:
     """Run the module in a process group of its own, with pipes for stdin and stdout.
 
-    environment: all of it, not in addition to this process's
+    environment: the whole environment of the program
     """
     if os.environ.get(VARIABLE) != "1":
         return None
@@ -75,7 +75,7 @@ def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> For
             return None
         try:
             return server.fork(module, environment, stderr)
-        except OSError:  # this start and all that follow are ordinary ones
+        except OSError:  # from now on, starts are ordinary ones
             server.close()
             _servers[_early(environment)] = None
             return None
