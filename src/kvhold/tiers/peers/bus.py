@@ -97,6 +97,10 @@ class Bus(Protocol):
         """Raises TierUnavailable: no connection, or it has failed."""
         ...
 
+    async def check(self) -> list[str]:
+        """Log in at each server and subscribe. Return the faults."""
+        ...
+
 
 def clock_ms() -> int:
     """Return the time since some moment that stays the same while this host runs."""
