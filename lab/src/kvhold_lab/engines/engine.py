@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from kvhold_lab.engines.messages import (
+    CheckMemory,
     EngineOptions,
     Generate,
     Generated,
     GeneratedMany,
     GenerateMany,
+    MemoryChecked,
     Ready,
 )
 from kvhold_lab.engines.models import ModelInfo
@@ -126,6 +128,13 @@ class Engine(Child):
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
         """Clear the engine's own KV, or return False. Raises EngineFailed."""
         return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
+
+    def check_memory(self, enabled: bool, timeout_s: float = 60.0) -> int:
+        """Set `client.check_memory` for later requests; return the number of connections.
+
+        Raises EngineFailed.
+        """
+        return self._request(CheckMemory(enabled=enabled), MemoryChecked, timeout_s).clients
 
     def _spawn(self) -> LoggedProcess:
         return LoggedProcess(
