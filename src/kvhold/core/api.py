@@ -38,7 +38,7 @@ from kvhold.core.status import CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 # Which chunks of a prompt its lookup uses, for a policy that learns from uses:
-#   all:   all of them, in the cache or not
+#   all:   in the cache or not
 #   known: not those that were in no lookup before, because the caller will not store them
 #   none:  none, because another lookup of the same request has used them
 Uses: TypeAlias = Literal["all", "known", "none"]
@@ -98,9 +98,9 @@ class Found:
     sources:  tokens by the place of their KV: memory (`ram`) or the name of a lower tier. If parts
               of a chunk came from several places, the slowest counts. Empty while arriving
     reason:   why the hit ends where it ends, None while arriving
-    waits:    it is arriving because another engine computes what is missing
-    announcement: number of the caller's announcement that it computes what is missing; 0: none. It
-              is the ticket's number, if there is a ticket
+    waits:    it is arriving because another engine computes the missing chunks
+    announcement: number of the caller's announcement that it computes the missing chunks; 0:
+              none. It is the ticket's number, if there is a ticket
     """
 
     ticket: int
@@ -173,11 +173,11 @@ class Hit(Holding):
 
     @property
     def waits(self) -> bool:
-        """Whether the hit is arriving because another engine computes what is missing."""
+        """Whether the hit is arriving because another engine computes the missing chunks."""
         return self._found.waits
 
     def take_announcement(self) -> Holding | None:
-        """Return the announcement that the caller computes what is missing; None: there is none.
+        """Return the announcement that the caller computes the missing chunks, or None.
 
         Close it when the computing has ended. Chunks that are being written stay announced until
         they are stored. An announcement that was not taken ends with the hit.

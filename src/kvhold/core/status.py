@@ -65,10 +65,10 @@ class FollowedPeerStatus(TypedDict):
     chunks:             its chunks in the index
     events:             changes that it has told
     events_per_s:       of the last minute
-    loads:              gets from it
+    loads:              gets that the peer was asked for
     loads_per_s:        of the last minute
-    loaded_chunks:      chunks loaded from it
-    loaded_bytes:       bytes of frames loaded from it
+    loaded_chunks:      chunks that the peer sent
+    loaded_bytes:       bytes of frames that the peer sent
     loaded_bytes_per_s: of the last minute
     absent_chunks:      chunks that it had evicted when they were asked for
     last_load_s:        duration of the last answered get, in seconds; null: none yet
@@ -265,11 +265,11 @@ class ServedPeerStatus(TypedDict):
     connections:     its connections; 0: it has left
     follows:         it receives the changes of this node
     state_s:         seconds since it came, or left
-    chunks:          chunks sent to it
+    chunks:          chunks sent to the peer
     absent_chunks:   chunks that it asked for in vain
-    bytes:           bytes of frames sent to it
+    bytes:           bytes of frames sent to the peer
     bytes_per_s:     of the last minute
-    in_flight_bytes: bytes that are pinned, or in buffers, while they are sent to it
+    in_flight_bytes: bytes that are pinned, or in buffers, while they are sent
     """
 
     address: str
