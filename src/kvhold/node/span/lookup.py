@@ -114,6 +114,8 @@ class _Lookup:
 
     def look_again(self, *, settle: bool) -> Found:
         """Ask the hosts whose hits are arriving."""
+        if not self.answers:
+            return self.found()
         self._ask(
             [
                 partial(host.look_again, answer.ticket, settle=settle, deadline_s=self.deadline_s)
@@ -132,16 +134,20 @@ class _Lookup:
                 host.let_go(answer.ticket)
 
     def _go_on(self) -> None:
-        """Make the hits equal, unless some are arriving."""
-        while self.answers and not any(answer.arriving for answer in self.answers):
+        """Make the hits equal, unless some are arriving that may still count."""
+        while self.answers:
+            empty = [one for one in self.answers if not one.arriving and not one.num_tokens]
+            is_arriving = any(answer.arriving for answer in self.answers)
+            if is_arriving and not empty:
+                return
             if self._differ_in_clears():
                 return
-            shortest = min(self.answers, key=lambda answer: answer.num_tokens)
-            if self.reason is None:
-                self.reason = Reason(shortest.reason) if shortest.reason else None
-            if not shortest.num_tokens:
-                self._miss(self.reason)
+            if empty:
+                self._miss(Reason(empty[0].reason) if empty[0].reason else None)
                 return
+            shortest = min(self.answers, key=lambda answer: answer.num_tokens)
+            if self.reason is None and shortest.reason:
+                self.reason = Reason(shortest.reason)
             longer = [answer.num_tokens > shortest.num_tokens for answer in self.answers]
             if not any(longer):
                 return
@@ -191,6 +197,9 @@ class _Lookup:
                 failure = failure or error
                 answers.append(s.LookedUp(lost=str(error)))
         self.answers = answers
+        for host, answer, held in zip(self.hosts, answers, before, strict=True):
+            if answer.lost and held.ticket:
+                host.let_go(held.ticket)
         if failure is not None:
             self.let_go()
             raise failure

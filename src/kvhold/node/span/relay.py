@@ -80,6 +80,10 @@ class Relay(LoginServer):
         self._thread.start()
 
     @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def token(self) -> str:
         """What the scheduler must send."""
         return self._token
