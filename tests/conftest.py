@@ -6,8 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
@@ -18,14 +16,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvhold_lab.servers.programs import PACKAGES
+from tests.measuring import Measuring, measured
 
 # Files whose tests are long and share nothing.
 SPREAD_FILES = ("tests/memory/test_device_mutations.py",)
 
-# User CPU time of a test in which its lines are measured. Measuring doubles the time, and by then
-# a long test has run most of its lines.
-MEASURED_S = 0.25
+MEASURING = pytest.StashKey[Measuring | None]()
 
+# Engines are forked from a process that has imported vLLM: most of a start is that import.
+os.environ.setdefault("PRELOAD_VLLM", "1")
 # Inherited by every server a test starts: nothing asks a hub, nothing reports home.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -43,8 +42,10 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Give nodes a state folder of the tests' own."""
+    measurement = measured()
+    config.stash[MEASURING] = Measuring(measurement) if measurement is not None else None
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="kvhold-tests-state-")
 
 
@@ -81,29 +82,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Where lines are measured: those of the first `MEASURED_S` of a test. Its child processes are
-    measured to their end.
-    """
-    measured = _measured()
-    if measured is None:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where lines are measured, those of a test's first part."""
+    measuring = item.config.stash[MEASURING]
+    if measuring is None:
         return (yield)
-    lines = measured._collector  # no public call pauses without leaving another handler behind
-    is_paused = False
-
-    def pause(*_: object) -> None:
-        nonlocal is_paused
-        is_paused = True
-        lines.stop()
-
-    signal.signal(signal.SIGVTALRM, pause)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MEASURED_S)
+    measuring.begin()
     try:
         return (yield)
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        if is_paused:
-            lines.start()
+        measuring.end()
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
@@ -127,21 +115,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    _save_coverage()
+    _save_coverage(session.config)
     _require_programs(session)
 
 
-def _save_coverage() -> None:
+def _save_coverage(config: pytest.Config) -> None:
     """Where lines are measured: xdist kills a worker that does not end within ten seconds."""
-    measured = _measured()
-    if measured is not None:
-        measured.save()
-
-
-def _measured() -> Any:
-    """This process's measurement of lines, or None."""
-    coverage = sys.modules.get("coverage")
-    return coverage.Coverage.current() if coverage is not None else None
+    measurement, measuring = measured(), config.stash[MEASURING]
+    if measurement is not None and measuring is not None:
+        measuring.close()
+        measurement.save()
 
 
 def _require_programs(session: pytest.Session) -> None:

@@ -124,6 +124,9 @@ def test_who_turns_the_check_off_gets_what_is_there(node: RunningNode) -> None:
     with OpenArena(node.pid) as arena:
         arena.flip(places_of(checking, 4)[0])
     read_unchecked(trusting, 4)
+    checking.checks_memory, before = False, checking.checks_memory
+    read_unchecked(checking, 4)
+    checking.checks_memory = before
     with pytest.raises(DamagedChunks):
         read_unchecked(checking, 4)
     assert read(trusting, a_prompt(SPACE, 64, 4)) == 0

@@ -3,6 +3,7 @@ disks misbehave.
 """
 
 import asyncio
+import gc
 import logging
 import mmap
 import os
@@ -76,6 +77,16 @@ class TestThreeDisks(TierContract):
     async def tier(self, tmp_path: Path) -> AsyncIterator[DiskTier]:
         async with disk(tmp_path / "a", tmp_path / "b", tmp_path / "c", max_bytes=96 * MIB) as tier:
             yield tier
+
+
+async def test_a_scan_that_is_cancelled_at_once_leaves_nothing_unawaited(tmp_path: Path) -> None:
+    async with disk(tmp_path / "a", tmp_path / "b") as tier:
+        scanning = asyncio.ensure_future(anext(tier.scan(b"")))
+        await asyncio.sleep(0)  # its calls to the disks are scheduled, and have not begun
+        scanning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scanning
+        gc.collect()
 
 
 @asynccontextmanager

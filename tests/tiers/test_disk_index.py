@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import mmap
 import os
 import random
 import subprocess
@@ -127,6 +128,33 @@ def test_rows_grow_beyond_their_reserved_addresses(monkeypatch: pytest.MonkeyPat
     assert [rows.find(make_key(number)) for number in range(SMALL)] == list(range(SMALL))
     assert [rows.nbytes(row) for row in rows.oldest()] == list(range(SMALL))
     assert rows.index_bytes < 200 * SMALL
+
+
+def test_rows_that_cannot_grow_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Limited(mmap.mmap):
+        refuses = True
+
+        def resize(self, newsize: int) -> None:
+            if self.refuses and newsize == 32 * 8:  # the keys have grown already
+                raise OSError(errno.ENOMEM, "no memory")
+            super().resize(newsize)
+
+    def reserve(nbytes: int) -> mmap.mmap:
+        return Limited(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    monkeypatch.setattr(columns, "_RESERVED", 8)
+    monkeypatch.setattr(columns, "_reserve", reserve)
+    rows = Rows()
+    for number in range(16):
+        add(rows, number)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no memory"):
+            add(rows, 16)
+    assert [rows.find(make_key(number)) for number in range(17)] == [*range(16), NONE]
+    assert [rows.nbytes(row) for row in rows.oldest()] == list(range(16))
+    Limited.refuses = False
+    add(rows, 16)
+    assert [rows.nbytes(row) for row in rows.oldest()] == list(range(17))
 
 
 def test_an_index_works_where_a_process_may_have_few_addresses() -> None:

@@ -28,6 +28,7 @@ from kvhold.tiers.peers.nats_bus import NatsBus, NatsSession
 from kvhold.tiers.registry import make_tier
 from kvhold_lab.servers.base import free_port
 from kvhold_lab.servers.nats import NatsServer
+from tests.node.nodes import run_kvhold
 from tests.tiers.conftest import start_or_skip
 from tests.tiers.peer_places import (
     PATIENT_S,
@@ -65,7 +66,7 @@ async def published(
 ) -> AsyncIterator[Place]:
     """A place that publishes its changes, and serves them."""
     async with served(port=port) as place:
-        config = BusConfig(bus=f"nats://127.0.0.1:{server.port}", bus_stream=stream, **options)
+        config = BusConfig(**over(server, stream, **options))
         publisher = PeerPublisher(place.feed, NatsBus(config))
         publisher.start()
         try:
@@ -74,7 +75,7 @@ async def published(
             await publisher.stop()
 
 
-def over(server: NatsServer, stream: str, **options: object) -> dict[str, object]:
+def over(server: NatsServer, stream: str, **options: Any) -> dict[str, Any]:
     return {"bus": f"nats://127.0.0.1:{server.port}", "bus_stream": stream} | options
 
 
@@ -438,6 +439,9 @@ class _LosesACancel:
     async def connected(self) -> AsyncIterator["_LosesACancel"]:
         yield self
 
+    async def check(self) -> list[str]:
+        return []
+
     async def publish(self, incarnation: int, data: bytes) -> None:
         self.is_waiting.set()
         try:
@@ -535,6 +539,32 @@ class TestInbox:
             self.put(inbox, a_record(10 + number, key=make_key(number)), at_ms=0)
         assert inbox._waiting_bytes <= 100
         assert not inbox.continues(10)
+
+
+async def test_a_server_that_is_away_is_left_for_the_next_one(
+    server: NatsServer, stream: str
+) -> None:
+    servers = f"nats://127.0.0.1:{free_port()},127.0.0.1:{server.port}"
+    async with (
+        published(server, stream, bus=servers) as place,
+        following(place.port, **over(server, stream, bus=servers)) as tier,
+    ):
+        place.put(make_key(1), b"x")
+        await eventually_found(tier, make_key(1), 1)
+        await by_bus(tier)
+
+
+async def test_doctor_tries_each_server_of_the_bus(server: NatsServer, stream: str) -> None:
+    gone = free_port()
+    async with served() as place:
+        servers = f"nats://127.0.0.1:{server.port},127.0.0.1:{gone}"
+        for bus_servers, is_right in ((servers.partition(",")[0], True), (servers, False)):
+            tier = f"peers://127.0.0.1:{place.port}?bus={bus_servers}&bus_stream={stream}"
+            told = await asyncio.to_thread(run_kvhold, "doctor", "--tier", tier)
+            line = next(line for line in told.stdout.splitlines() if "bus NATS at" in line)
+            assert line.lstrip().startswith("ok" if is_right else "WRONG"), told.stdout
+            assert ("changes come over a connection to each peer" in told.stdout) != is_right
+            assert (f"127.0.0.1:{gone}: " in told.stdout) != is_right
 
 
 class TestSettings:

@@ -35,12 +35,20 @@ ROWS = [(name, path) for name, paths in PATHS.items() for path in paths]
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Verified:
     """Two classes at a time, each on a core, but for the one that runs alone."""
     folder = tmp_path_factory.mktemp("verify")
-    lots = {name: ["--classes", name, "--paths", ",".join(PATHS[name])] for name in PASSING}
-    alone = verify(folder, *lots.pop(IN_BFLOAT16))
-    beside = verify_beside(folder, list(lots.values()))
+    alone = verify(folder, *arguments([IN_BFLOAT16]))
+    of_paths = [
+        [name for name in PASSING if PATHS[name] == paths and name != IN_BFLOAT16]
+        for paths in dict.fromkeys(PATHS.values())
+    ]
+    beside = verify_beside(folder, [arguments(names) for names in of_paths if names])
     return Verified(
         beside.exit_codes + alone.exit_codes, beside.output + alone.output, beside.rows | alone.rows
     )
+
+
+def arguments(names: list[str]) -> list[str]:
+    """names: classes with the same paths"""
+    return ["--classes", ",".join(names), "--paths", ",".join(PATHS[names[0]])]
 
 
 @pytest.mark.parametrize(("name", "path"), ROWS)
@@ -54,7 +62,7 @@ def test_a_class_that_this_vllm_runs_passes(classes: Verified, name: str, path: 
 
 
 def test_the_command_ends_well_and_shows_every_row(classes: Verified) -> None:
-    assert classes.exit_codes == [0] * len(PASSING), classes.output
+    assert set(classes.exit_codes) == {0}, classes.output
     assert classes.rows.keys() == set(ROWS)
     assert all(f"\n{name}" in classes.output for name in PASSING)
 

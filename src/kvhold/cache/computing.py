@@ -26,7 +26,9 @@ _MOST_KEYS = 1024  # of an announcement; so it is made in one turn
 _MOST_ANNOUNCEMENTS = 1024  # of an owner
 _MOST_CHUNKS = 16_384  # in all announcements of an owner
 _LEAST_S = 0.05  # computing that takes less is not waited for
-_AS_FAST = 1.1  # a wait may take so much longer than computing: the engine serves others meanwhile
+_AS_FAST = (
+    1.1  # a wait may take so much longer than computing, because the engine serves others during it
+)
 _LATE = 1.5  # promises and estimates may be off by this factor
 
 
@@ -133,9 +135,9 @@ class Computing:
         hit_tokens: int,
         intent: ComputeIntent | None,
     ) -> bool:
-        """Announce the chunks after a hit that nobody computes yet. False: there are none.
+        """Announce the chunks after a hit that no engine computes yet. False: there are none.
 
-        Chunks count as computed by nobody if their announcement is late, or much slower.
+        A chunk whose announcement is late, or much slower, counts as one that no engine computes.
         """
         if intent is None or not intent.announces:
             return False

@@ -168,7 +168,21 @@ async def _look_at_peers(tier: PeersTier, whole: Finding, timeout_s: float) -> l
         whole.wrong(fault)
     if not any(finding.ok for finding in found):
         whole.wrong("no peer can be followed")
-    return [whole, *found]
+    return [whole, *found, *await _look_at_bus(tier)]
+
+
+async def _look_at_bus(tier: PeersTier) -> list[Finding]:
+    bus = tier.make_bus()
+    if bus is None:
+        return []
+    finding = Finding(f"bus {bus.source}")
+    began = time.perf_counter()
+    for fault in await bus.check():
+        finding.wrong(fault)
+    finding.ms["log in and subscribe"] = _ms(began)
+    if not finding.ok:
+        finding.says.append("without the bus, changes come over a connection to each peer")
+    return [finding]
 
 
 async def _look_at_peer(peer: Peer, finding: Finding, timeout_s: float) -> None:

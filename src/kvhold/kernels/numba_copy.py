@@ -145,16 +145,29 @@ def _memcpy(_: Any, to: Any, source: Any, nbytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), emit
 
 
+def stream(builder: Any, line: Any, to: Any) -> None:
+    """Emit a store past the caches. to: a multiple of LINE"""
+    store = builder.store(line, builder.inttoptr(to, _LINE.as_pointer()), align=LINE)
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Emit a prefetch for reading. It never faults."""
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE, number, number, number])
+    function = builder.module.declare_intrinsic("llvm.prefetch", (_BYTE,), kind)
+    read, keep, data = (ir.Constant(number, n) for n in (0, 3, 1))
+    builder.call(function, [builder.inttoptr(address, _BYTE), read, keep, data])
+
+
 @intrinsic
 def _stream_line(_: Any, to: Any, source: Any) -> Any:
     """The target must be a multiple of LINE."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, origin = (builder.inttoptr(address, _LINE.as_pointer()) for address in args)
-        store = builder.store(builder.load(origin, align=1), target, align=LINE)
-        store.set_metadata(
-            "nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        )
+        target, origin = args
+        line = builder.load(builder.inttoptr(origin, _LINE.as_pointer()), align=1)
+        stream(builder, line, target)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit
@@ -163,11 +176,7 @@ def _stream_line(_: Any, to: Any, source: Any) -> Any:
 @intrinsic
 def _prefetch(_: Any, address: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [_BYTE, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (_BYTE,), kind)
-        read, keep, data = (ir.Constant(number, n) for n in (0, 3, 1))
-        builder.call(prefetch, [builder.inttoptr(args[0], _BYTE), read, keep, data])
+        prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

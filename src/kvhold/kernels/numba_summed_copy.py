@@ -1,7 +1,7 @@
 """The copy in host memory with each layer's checksum: bytes cross memory once.
 
-Each piece is hashed in the core's cache. A scatter hashes the arena's bytes after the copy, so
-earlier damage is always found. A gather hashes the arena's bytes, or the engine's if it streams.
+Streamed bytes are hashed in the registers that they are copied through. Other pieces are hashed in
+the core's cache, after the copy: the arena's bytes, so earlier damage is always found.
 """
 
 from typing import Any
@@ -11,8 +11,15 @@ import numpy.typing as npt
 from numba import njit, types
 
 from kvhold.kernels import numba_copy
-from kvhold.kernels.numba_copy import _fence, _int64s, _memcpy, _on_lines, _stream, _take
-from kvhold.kernels.numba_xxh3 import SHORT_BYTES, START, STRIPE_BYTES, finish, fold
+from kvhold.kernels.numba_copy import _fence, _int64s, _memcpy, _on_lines, _stream_line, _take
+from kvhold.kernels.numba_xxh3 import (
+    SHORT_BYTES,
+    START,
+    STRIPE_BYTES,
+    finish,
+    fold,
+    fold_and_stream,
+)
 from kvhold.kernels.plan import Plan
 
 PIECE_BYTES = 32 << 10
@@ -99,7 +106,6 @@ def _copy_tasks_source(
     row_bytes = heads * head_bytes
     source_row, target_row = (row_stride, row_bytes) if to_arena else (row_bytes, row_stride)
     source_head, target_head = (head_stride, head_bytes) if to_arena else (head_bytes, head_stride)
-    hashes_source = to_arena and stream
     state = np.empty(8, np.uint64)
     at = state.ctypes.data
     while True:
@@ -124,6 +130,17 @@ def _copy_tasks_source(
                         (in_view, start + offset) if to_arena else (start + offset, in_view)
                     )
                     length = rows[run] * row_bytes
+                    if stream:
+                        number = offset // STRIPE_BYTES
+                        fold(at, start + folded * STRIPE_BYTES, folded, number - folded)
+                        count = min(length // STRIPE_BYTES, stripes - number)
+                        fold_and_stream(at, source, number, count, target)
+                        for rest in range(count * STRIPE_BYTES, length, STRIPE_BYTES):
+                            _stream_line(target + rest, source + rest)  # the last is folded later
+                        folded = number + count
+                        if to_arena:  # what was streamed is not in the caches
+                            end = source + length
+                        continue
                     if not runs_are_whole:
                         for row in range(rows[run]):
                             for head in range(heads):
@@ -138,19 +155,11 @@ def _copy_tasks_source(
                         continue
                     for piece in range(0, length, PIECE_BYTES):
                         size = min(PIECE_BYTES, length - piece)
-                        if stream:
-                            _stream(target + piece, source + piece, size, source + piece + size)
-                        else:
-                            _memcpy(target + piece, source + piece, size)
+                        _memcpy(target + piece, source + piece, size)
                         upto = min((offset + piece + size) // STRIPE_BYTES, stripes)
-                        if hashes_source:
-                            fold(at, source + piece, folded, upto - folded)
-                            end = source + piece + size
-                        else:
-                            fold(at, start + folded * STRIPE_BYTES, folded, upto - folded)
+                        fold(at, start + folded * STRIPE_BYTES, folded, upto - folded)
                         folded = upto
-            if not hashes_source:
-                fold(at, start + folded * STRIPE_BYTES, folded, stripes - folded)
+            fold(at, start + folded * STRIPE_BYTES, folded, stripes - folded)
             sums[chunk, layer] = finish(at, end - STRIPE_BYTES, nbytes)
     if stream:
         _fence()

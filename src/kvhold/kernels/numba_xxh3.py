@@ -17,6 +17,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvhold.kernels.numba_copy import LEAD_BYTES, prefetch, stream
+
 SHORT_BYTES = 240
 STRIPE_BYTES = 64
 _STRIPES_PER_BLOCK = 16
@@ -82,38 +84,61 @@ def _scramble(builder: Any, acc: Any) -> Any:
     return builder.mul(mixed, _lanes((_PRIME32_1,) * 8))
 
 
+def _fold(
+    builder: Any, at: Any, origin: Any, number: Any, stripes: Any, target: Any = None
+) -> None:
+    """target: where the stripes are written past the caches, too"""
+    kind = ir.ArrayType(ir.IntType(8), len(_SECRET))
+    table = cgutils.global_constant(
+        builder, "kvhold_xxh3_secret", ir.Constant(kind, bytearray(_SECRET))
+    )
+    secret = builder.ptrtoint(table, _WORD)
+    place = builder.inttoptr(at, _LANES.as_pointer())
+    acc = cgutils.alloca_once_value(builder, builder.load(place, align=8))
+    with cgutils.for_range(builder, stripes) as loop:
+        nth = builder.and_(
+            builder.add(number, loop.index), ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1)
+        )
+        offset = builder.mul(loop.index, ir.Constant(_WORD, STRIPE_BYTES))
+        here = builder.add(origin, offset)
+        data = _load(builder, here)
+        if target is not None:
+            prefetch(builder, builder.add(here, ir.Constant(_WORD, LEAD_BYTES)))
+            stream(builder, data, builder.add(target, offset))
+        key = _load(builder, builder.add(secret, builder.mul(nth, ir.Constant(_WORD, 8))))
+        builder.store(_accumulate(builder, builder.load(acc), data, key), acc)
+        with builder.if_then(
+            builder.icmp_unsigned("==", nth, ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1)),
+            likely=False,
+        ):
+            builder.store(_scramble(builder, builder.load(acc)), acc)
+    builder.store(builder.load(acc), place, align=8)
+
+
 @intrinsic
 def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
     """Fold `count` stripes from address `data` on. The first is number `first`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at, origin, number, stripes = args
-        kind = ir.ArrayType(ir.IntType(8), len(_SECRET))
-        table = cgutils.global_constant(
-            builder, "kvhold_xxh3_secret", ir.Constant(kind, bytearray(_SECRET))
-        )
-        secret = builder.ptrtoint(table, _WORD)
-        place = builder.inttoptr(at, _LANES.as_pointer())
-        acc = cgutils.alloca_once_value(builder, builder.load(place, align=8))
-        with cgutils.for_range(builder, stripes) as loop:
-            nth = builder.and_(
-                builder.add(number, loop.index), ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1)
-            )
-            data = _load(
-                builder,
-                builder.add(origin, builder.mul(loop.index, ir.Constant(_WORD, STRIPE_BYTES))),
-            )
-            key = _load(builder, builder.add(secret, builder.mul(nth, ir.Constant(_WORD, 8))))
-            builder.store(_accumulate(builder, builder.load(acc), data, key), acc)
-            with builder.if_then(
-                builder.icmp_unsigned("==", nth, ir.Constant(_WORD, _STRIPES_PER_BLOCK - 1)),
-                likely=False,
-            ):
-                builder.store(_scramble(builder, builder.load(acc)), acc)
-        builder.store(builder.load(acc), place, align=8)
+        _fold(builder, *args)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), emit
+    return types.void(*(types.int64,) * 4), emit
+
+
+@intrinsic
+def fold_and_stream(_: Any, state: Any, data: Any, first: Any, count: Any, to: Any) -> Any:
+    """`fold`, and copy the stripes to the address `to`, a multiple of LINE.
+
+    The bytes that are folded are those that are copied: each is loaded once. The processor waits
+    for memory while it hashes, and hashes while it waits.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _fold(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 5), emit
 
 
 @intrinsic

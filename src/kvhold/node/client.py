@@ -77,6 +77,8 @@ class NodeClient(WholePrompts):
         """
         self.path = path
         self._config = config or ClientConfig()
+        # a benchmark changes it between requests
+        self.checks_memory = self._config.check_memory
         self._name = name
         self._requires = requires
         self._revive = revive
@@ -239,7 +241,7 @@ class NodeClient(WholePrompts):
                 first_chunk,
                 buffer,
                 lambda: self._give_back(link, m.Release(lease), held=True),
-                checksums=leased.checksums if self._config.check_memory else None,
+                checksums=leased.checksums if self.checks_memory else None,
                 report=lambda offsets: self._report_damage(link, lease, offsets),
             )
         except ProtocolError as error:
@@ -587,6 +589,10 @@ _clients: "WeakSet[NodeClient]" = WeakSet()
 _departures: dict[Path, Departures] = {}
 
 
+def clients_of_process() -> list[NodeClient]:
+    return list(_clients)
+
+
 def _departures_from(path: Path) -> Departures:
     return _departures.setdefault(path.absolute(), Departures())
 
@@ -594,7 +600,7 @@ def _departures_from(path: Path) -> Departures:
 def _renew_locks() -> None:
     for departures in _departures.values():
         departures.forget_in_child()
-    for client in list(_clients):
+    for client in clients_of_process():
         client.renew_locks_in_child()
 
 

@@ -1,10 +1,10 @@
-"""Publishes what a node has, as its followers read it over TCP, to the bus of its tier of peers.
+"""Publishes a node's changes, as followers read them over TCP, to the bus of its tier of peers.
 
     publisher = PeerPublisher(feed, bus); publisher.start() ... await publisher.stop()
 
 The records, their numbers and the beats are those of `PeerServer`. If the bus is away, changes wait
-in the feed; what the feed has forgotten meanwhile is a gap, and followers ask this node. Runs in
-the loop of the peers' thread.
+in the feed. Changes that the feed has forgotten are a gap, and followers ask this node. Runs in the
+loop of the peers' thread.
 """
 
 import asyncio

@@ -4,8 +4,9 @@
     await server.start(server.listen()) ... await server.stop()
 
 A follower cannot change anything here. Values go from the pinned chunk to the socket without a copy
-in Python. The bytes of all values that are pinned or buffered at once are limited, and so is each
-peer's share of them (`byte_budget.py`). One event loop, in a thread of its own (`peer_thread.py`).
+in Python. The bytes of all values that are pinned or buffered at once are limited, and each peer's
+share of these bytes is, too (`byte_budget.py`). One event loop, in a thread of its own
+(`peer_thread.py`).
 """
 
 import asyncio

@@ -50,14 +50,19 @@ class Served:
 
 @dataclass(frozen=True)
 class System:
-    """rules: kvhold's rules for its requests"""
+    """rules: kvhold's rules for its requests
+    checks_memory: `client.check_memory` for its requests; None: as the engine was started
+    """
 
     engine: Engine
     pids: tuple[int, ...]
     rules: Mapping[str, Any] = field(default_factory=dict)
+    checks_memory: bool | None = None
 
     def serve(self, prompts: list[list[int]], *, max_tokens: int) -> Served:
         """Raises EngineFailed."""
+        if self.checks_memory is not None:
+            assert self.engine.check_memory(self.checks_memory), "the engine has no node"
         before_s = self.cpu_s()
         if len(prompts) == 1:
             one = self.engine.generate(prompts[0], max_tokens=max_tokens, rules=self.rules)

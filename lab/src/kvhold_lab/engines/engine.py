@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from kvhold_lab.engines.messages import (
+    CheckMemory,
     EngineOptions,
     Generate,
     Generated,
     GeneratedMany,
     GenerateMany,
+    MemoryChecked,
     Ready,
 )
 from kvhold_lab.engines.models import ModelInfo
@@ -33,7 +35,7 @@ from kvhold_lab.engines.protocol import (
     Stopped,
     ask,
 )
-from kvhold_lab.engines.stepped import bound_environment
+from kvhold_lab.engines.stepped import bound_environment, environment_for
 
 
 def is_vllm_available() -> bool:
@@ -81,13 +83,10 @@ class Engine(Child):
         under: Sequence[str] = (),
     ) -> None:
         """under: words before the command, such as `ip netns exec NAME`"""
-        bound = (
-            bound_environment(options.num_threads)
-            if options.own_binding and options.driver == "vllm"
-            else {}
-        )
+        of_vllm = bound_environment if options.own_binding else environment_for
+        given = of_vllm(options.num_threads) if options.driver == "vllm" else {}
         super().__init__(
-            "the engine", log_path=log_path, environment={**bound, **(environment or {})}
+            "the engine", log_path=log_path, environment={**given, **(environment or {})}
         )
         self.options = options
         self._under = under
@@ -130,10 +129,21 @@ class Engine(Child):
         """Clear the engine's own KV, or return False. Raises EngineFailed."""
         return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
+    def check_memory(self, enabled: bool, timeout_s: float = 60.0) -> int:
+        """Set `client.check_memory` for later requests; return the number of connections.
+
+        Raises EngineFailed.
+        """
+        return self._request(CheckMemory(enabled=enabled), MemoryChecked, timeout_s).clients
+
     def _spawn(self) -> LoggedProcess:
-        argv = [*self._under, sys.executable, "-m", "kvhold_lab.engines.engine"]
         return LoggedProcess(
-            self._name, argv, log_path=self._log_path, environment=self._environment, pipes=True
+            self._name,
+            [*self._under, sys.executable, "-m", "kvhold_lab.engines.engine"],
+            log_path=self._log_path,
+            environment=self._environment,
+            pipes=True,
+            preloads=self.options.driver == "vllm" and not self._under,
         )
 
     def _wait_until_ready(self, process: LoggedProcess, timeout_s: float) -> None:

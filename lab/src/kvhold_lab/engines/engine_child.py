@@ -2,12 +2,15 @@
 
 from typing import Protocol
 
+from kvhold.node.client import clients_of_process
 from kvhold_lab.engines.messages import (
+    CheckMemory,
     EngineOptions,
     Generate,
     Generated,
     GeneratedMany,
     GenerateMany,
+    MemoryChecked,
     Operation,
     Ready,
 )
@@ -63,6 +66,11 @@ class _Child:
                 return self.driver.generate(operation)
             case GenerateMany():
                 return self.driver.generate_many(operation)
+            case CheckMemory(enabled=enabled):
+                clients = clients_of_process()
+                for client in clients:
+                    client.checks_memory = enabled
+                return MemoryChecked(clients=len(clients))
             case ResetPrefixCache():
                 return PrefixCacheReset(done=self.driver.reset_prefix_cache())
             case StopEngine():

@@ -49,6 +49,18 @@ class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many
     rules: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class CheckMemory(ChildOperation, frozen=True, kw_only=True, tag="check_memory"):
+    """Set `client.check_memory` for later requests. -> MemoryChecked"""
+
+    enabled: bool
+
+
+class MemoryChecked(ChildReply, frozen=True, kw_only=True, tag="memory_checked"):
+    """clients: connections to nodes that were set."""
+
+    clients: int
+
+
 class Ready(ChildReply, frozen=True, kw_only=True, tag="ready"):
     """The engine is warmed up."""
 
@@ -73,4 +85,6 @@ class GeneratedMany(ChildReply, frozen=True, kw_only=True, tag="generated_many")
     num_cached_tokens: list[int]
 
 
-Operation: TypeAlias = EngineOptions | Generate | GenerateMany | ResetPrefixCache | StopEngine
+Operation: TypeAlias = (
+    EngineOptions | Generate | GenerateMany | CheckMemory | ResetPrefixCache | StopEngine
+)

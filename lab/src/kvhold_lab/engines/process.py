@@ -4,6 +4,7 @@ A child that is silent for too long is killed. First its threads' stacks are wri
 (faulthandler on SIGUSR1).
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import IO, BinaryIO, Self
 
 from kvhold.core.errors import KVHoldError
+from kvhold_lab.engines.preloaded import ForkedProcess, spawn
 
 _LOG_TAIL_BYTES = 3_000
 _STACKS_TAIL_BYTES = 12_000
@@ -33,6 +35,7 @@ class LoggedProcess:
     log_path:    by default a temporary file
     environment: variables in addition to this process's
     pipes:       connect stdin and stdout to the caller, instead of nothing and the log
+    preloads:    `argv` is that of a module that imports vLLM, which may be imported already
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class LoggedProcess:
         log_path: Path | None,
         environment: Mapping[str, str],
         pipes: bool = False,
+        preloads: bool = False,
     ) -> None:
         self._name = name
         self._log_path = log_path
@@ -50,12 +54,14 @@ class LoggedProcess:
         self._log: BinaryIO = (
             log_path.open("wb+") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115
         )
-        self._process = subprocess.Popen(
+        environment = {**os.environ, **environment}
+        forked = spawn(argv[-1], environment, self._log) if preloads else None
+        self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
             argv,
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipes else self._log,
             stderr=self._log,
-            env={**os.environ, **environment},
+            env=environment,
             bufsize=0,
             process_group=0,
         )
@@ -102,8 +108,9 @@ class LoggedProcess:
         Processes in another session live on.
         """
         if self._process.returncode is None:
-            # not reaped, so the group is still this child's
-            os.killpg(self._process.pid, signal.SIGKILL)
+            # not reaped, so the group is still this child's; a forked one may have ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

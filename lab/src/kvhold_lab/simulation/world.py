@@ -11,9 +11,11 @@ stall. All randomness comes from `world.random`, so a seed determines the whole 
 import asyncio
 import contextvars
 from asyncio import events
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Coroutine
 from heapq import heappop, heappush
+from operator import attrgetter
 from random import Random
 from typing import Any
 
@@ -23,6 +25,7 @@ from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
 _STALL = 0.0008  # chance of a stall before each step of a loop
 _MOST_NOTES = 200_000
 _STEPS_A_LOOK = 20
+_by_number = attrgetter("number")
 
 
 class Handle:
@@ -76,6 +79,9 @@ class World:
         self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
         self._keep_notes = keep_notes
         self._loops: list[SimLoop] = []
+        # those with handles, in the order in which they were made: idle loops cost a step nothing
+        self._ready: list[SimLoop] = []
+        self._stalled_until = 0.0  # no loop stands still longer
         self._dead: list[
             SimLoop
         ] = []  # kept: their tasks' `finally` clauses must not run during the history
@@ -85,7 +91,7 @@ class World:
         self.sockets: dict[int, SimSocket] = {}
         self.may_stall = True
         self._running: SimLoop | None = None
-        self._outside = SimLoop(self, "outside")  # type: ignore[abstract]
+        self._outside = SimLoop(self, "outside", 0)  # type: ignore[abstract]
 
     def wall(self) -> float:
         """Return Unix time, which may jump."""
@@ -105,16 +111,30 @@ class World:
         return self._last
 
     def new_loop(self, name: str) -> "SimLoop":
-        loop = SimLoop(self, name)  # type: ignore[abstract]  # of asyncio, what the real code uses
+        number = len(self._loops) + len(self._dead) + 1
+        loop = SimLoop(self, name, number)  # type: ignore[abstract]  # what the real code uses
         self._loops.append(loop)
         return loop
 
     def kill(self, loop: "SimLoop") -> None:
         """End a loop's thread without its cleanup."""
         loop.dead = True
-        loop.ready.clear()
+        if loop.ready:
+            loop.ready.clear()
+            self.is_idle(loop)
         self._loops.remove(loop)
         self._dead.append(loop)
+
+    def is_ready(self, loop: "SimLoop") -> None:
+        """Note that an idle loop has a handle."""
+        insort(self._ready, loop, key=_by_number)
+
+    def is_idle(self, loop: "SimLoop") -> None:
+        """Note that a loop has no handles any more."""
+        del self._ready[bisect_left(self._ready, loop.number, key=_by_number)]
+
+    def has_stalled(self, until: float) -> None:
+        self._stalled_until = max(self._stalled_until, until)
 
     def stall_one(self, seconds: float) -> None:
         if self._loops:
@@ -173,8 +193,10 @@ class World:
                 self.enter(None)
                 handle.run()
             elif not loop.dead:
-                loop.ready.append(handle)
-        runnable = [loop for loop in self._loops if loop.ready and loop.stalled_until <= now]
+                loop.add(handle)
+        runnable = self._ready
+        if now < self._stalled_until:
+            runnable = [loop for loop in runnable if loop.stalled_until <= now]
         if runnable:
             random = self.random
             loop = (
@@ -188,7 +210,7 @@ class World:
             self.steps += 1
             loop.run_one()
             return True
-        stalled = [loop.stalled_until for loop in self._loops if loop.ready]
+        stalled = [loop.stalled_until for loop in self._ready]
         if heap and (not stalled or heap[0][0] <= min(stalled)):
             self.now = heap[0][0]
         elif stalled:
@@ -217,23 +239,33 @@ class SimTask(asyncio.Task[Any]):
 class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     world: World
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, number: int) -> None:
+        """number: larger than those of the loops made before; 0: it never runs"""
         super().__init__()
         self.world = world
         self.name = name
+        self.number = number
         self.ready: deque[Handle] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.stalled_until = 0.0
         self.dead = False
 
+    def add(self, handle: Handle) -> None:
+        if not self.ready and self.number:
+            self.world.is_ready(self)
+        self.ready.append(handle)
+
     def run_one(self) -> None:
         handle = self.ready.popleft()
+        if not self.ready:
+            self.world.is_idle(self)
         if not handle.is_cancelled:
             self.world.enter(self)
             handle.run()
 
     def stall(self, seconds: float) -> None:
         self.stalled_until = max(self.stalled_until, self.world.now + seconds)
+        self.world.has_stalled(self.stalled_until)
         self.world.note("%s stands still for %.3f s", self.name, seconds)
 
     def time(self) -> float:
@@ -245,7 +277,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         """Do nothing on a dead loop."""
         handle = Handle(callback, args, self, context or contextvars.copy_context())
         if not self.dead:
-            self.ready.append(handle)
+            self.add(handle)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]

@@ -37,7 +37,12 @@ class Engines:
         if self._process is None:
             argv = [sys.executable, "-m", "kvhold_lab.verify.engine_child"]
             self._process = LoggedProcess(
-                "the engine", argv, log_path=None, environment=self._environment, pipes=True
+                "the engine",
+                argv,
+                log_path=None,
+                environment=self._environment,
+                pipes=True,
+                preloads=True,
             )
         return self._request(options, Started)
 

@@ -39,17 +39,25 @@ class Columns:
         """The bytes of all items."""
         return self.num_items * sum(self._item_bytes)
 
-    def append(self) -> bool:
-        """Add an item of zeros to each column. Return whether this has ended the views."""
+    @property
+    def is_full(self) -> bool:
+        return self.num_items == self._capacity
+
+    def append(self) -> int:
+        """Add an item of zeros to each column, which may not be full. Return its number."""
         self.num_items += 1
-        if self.num_items <= self._capacity:
-            return False
-        self._capacity *= 2
+        return self.num_items - 1
+
+    def grow(self) -> None:
+        """Make room for as many items again. The views have ended.
+
+        Raises OSError: there is no memory. The items stay, and the views have ended, too.
+        """
         for view in self._views:
             view.release()
         for memory, nbytes in zip(self._maps, self._item_bytes, strict=True):
-            memory.resize(self._capacity * nbytes)
-        return True
+            memory.resize(2 * self._capacity * nbytes)
+        self._capacity *= 2
 
     def views(self) -> "list[memoryview[int]]":
         """Return each column. Only the first `num_items` of its items are in use."""

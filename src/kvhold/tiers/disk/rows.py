@@ -76,6 +76,8 @@ class Rows:
         """Add a new key as the most recently used one of its list.
 
         behind: insert the row just before this row of its list instead
+
+        Raises OSError: there is no memory for more rows. All rows stay.
         """
         number = _hash(key)
         table = self._tables[number % _TABLES]
@@ -203,9 +205,12 @@ class Rows:
         return self._columns.nbytes + sum(each.__sizeof__() for each in arrays)
 
     def _append(self) -> int:
-        if self._columns.append():
-            self._take_views()
-        return self._columns.num_items - 1
+        if self._columns.is_full:
+            try:
+                self._columns.grow()
+            finally:
+                self._take_views()
+        return self._columns.append()
 
     def _take_views(self) -> None:
         (

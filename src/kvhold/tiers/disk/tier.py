@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from os.path import normpath
 from typing import Self, TypeVar
 
@@ -148,7 +149,7 @@ class DiskTier:
 
     async def check(self) -> None:
         """Raise TierError if no disk works."""
-        faults = await _all(self._fault_of(store.check()) for store in self._stores)
+        faults = await _all(_fault_of(store.check) for store in self._stores)
         for fault in faults:
             if fault is not None and all(faults):
                 raise fault
@@ -207,7 +208,7 @@ class DiskTier:
 
     async def scan(self, prefix: bytes) -> AsyncGenerator[bytes, None]:
         """If a disk fails, raise TierIncomplete after the keys of the other disks."""
-        opened = await _all(self._fault_of(store.probe([])) for store in self._stores)
+        opened = await _all(_fault_of(partial(store.probe, [])) for store in self._stores)
         faults = [fault for fault in opened if fault is not None]
         if len(faults) == len(self._stores):
             raise faults[0]
@@ -266,16 +267,18 @@ class DiskTier:
             return self._stores[0]
         return max(self._stores, key=lambda store: store.weight(key))
 
-    async def _fault_of(self, work: Awaitable[object]) -> TierError | None:
-        try:
-            await work
-        except TierError as fault:
-            return fault
-        return None
-
 
 def _incomplete(operation: str, fault: TierError) -> TierIncomplete:
     return TierIncomplete("disk", operation, f"one disk of several failed: {fault}")
+
+
+async def _fault_of(work: Callable[[], Awaitable[object]]) -> TierError | None:
+    """Not of a coroutine: cancelled before it begins, this would leave it without a task."""
+    try:
+        await work()
+    except TierError as fault:
+        return fault
+    return None
 
 
 async def _all(work: Iterable[Awaitable[Answer]]) -> list[Answer]:

@@ -5,7 +5,7 @@
     if inbox.continues(number): ...              # the bus can go on after this change
     record = await inbox.next(number)            # None: it cannot
 
-What is on the bus is not trusted. A node tells its followers a key when they log in
+Records on the bus are not trusted. A node tells its followers a key when they log in
 (`PeerWelcome`), and seals its records with it: forged records, and those of another incarnation,
 are ignored and counted. The clock in the seal shows records that were held back or sent again.
 They are taken, but do not show that the bus is current.
@@ -97,6 +97,10 @@ class Bus(Protocol):
         """Raises TierUnavailable: no connection, or it has failed."""
         ...
 
+    async def check(self) -> list[str]:
+        """Log in at each server and subscribe. Return the faults."""
+        ...
+
 
 def clock_ms() -> int:
     """Return the time since some moment that stays the same while this host runs."""
@@ -158,7 +162,7 @@ class Inbox:
         return SILENT_S - (self._clock() - self._fresh_at_ms) / 1000
 
     def put(self, data: bytes) -> str:
-        """Take what came from the bus. Returns why it is ignored; empty: it is not."""
+        """Take a record from the bus. Returns why it is ignored; empty: it is not."""
         body = data[_MAC_BYTES:]
         if not compare_digest(_mac(self.key, self.incarnation, body), data[:_MAC_BYTES]):
             return "forged"

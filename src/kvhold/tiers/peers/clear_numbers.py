@@ -8,7 +8,7 @@ A host takes chunks from a peer only if the peer has announced the same clears, 
 number is larger than every number known for its prefix, and about the time in milliseconds, so that
 it is also larger than those that a host has forgotten. It is the time at which memory was cleared,
 not that at which the tiers follow: a later clear of a peer must have a larger number, because it
-also holds for what was stored here in between. Any thread.
+also holds for chunks that were stored here in between. Any thread.
 """
 
 import threading
@@ -42,7 +42,7 @@ class ClearNumbers:
             return dict(self._announced)
 
     def resume(self, numbers: Mapping[bytes, int]) -> None:
-        """Take the numbers of the last run. What is left from before them is suppressed."""
+        """Take the numbers of the last run. Older chunks that are left are suppressed."""
         with self._lock:
             self._numbers.update(numbers)
             self._announced.update(numbers)

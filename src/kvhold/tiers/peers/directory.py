@@ -3,7 +3,7 @@
     listing = await directory.read()      # -> the addresses of all peers; raises TierError
 
 The tier reads the list again and again (`roster.py`). So a directory neither waits for changes nor
-keeps what it has read.
+keeps the list.
 """
 
 import re
@@ -39,7 +39,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Own:
-    """What this node tells a directory about itself.
+    """This node, as it registers itself in a directory.
 
     address:     where other nodes reach it, `HOST:PORT`; empty: it serves no peers
     incarnation: 0: it serves no peers

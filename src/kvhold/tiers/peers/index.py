@@ -28,7 +28,9 @@ _TOO_LARGE = 1 << 40
 
 
 class PeerChunk(NamedTuple):
-    """peers: bit n: peer n has the chunk"""
+    """nbytes: the largest size at its peers, or more
+    peers:  bit n: peer n has the chunk
+    """
 
     nbytes: int
     peers: int
@@ -61,7 +63,10 @@ class PeerIndex:
         return self._tables[digest % _TABLES].find(digest)
 
     def add(self, digest: int, nbytes: int, *, peer: int) -> None:
-        """Note that `peer` has a chunk. One size is kept: that of the peer added last.
+        """Note that `peer` has a chunk.
+
+        One size is kept, the largest: codecs of hosts may differ, and a smaller frame fits, too. It
+        may be too large after the peer with it has left.
 
         Ignores what no peer of this version says: the digest of a free slot, or such a size.
         """
@@ -119,11 +124,10 @@ class _Table:
         at = self._slot(digest)
         if self.digests[at]:
             before = self.peers[at]
-            if self._size(at) == nbytes:
-                self.peers[at] = before | mask
-            else:
-                self._put(at, digest, nbytes, mask)
-            self._count(before, self.peers[at])
+            if before != mask:
+                nbytes = max(nbytes, self._size(at))
+            self._put(at, digest, nbytes, before | mask)
+            self._count(before, before | mask)
             return
         if self.num + 1 > _MOST_FULL * len(self.digests):
             self._resize(int(len(self.digests) * _GROWTH) + 1)

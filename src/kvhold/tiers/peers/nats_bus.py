@@ -37,6 +37,7 @@ from nats.js.api import (
 )
 
 from kvhold.core.errors import ConfigError, KVHoldError, TierUnavailable
+from kvhold.core.metrics import Metrics
 from kvhold.core.secrets import read_secret
 from kvhold.net.addresses import is_loopback
 from kvhold.net.login import quoted
@@ -121,6 +122,9 @@ class NatsBus:
                     servers=[f"{_SCHEME}{server}"],
                     name="kvhold",
                     allow_reconnect=False,
+                    # else nats-py tries a server that is away for two minutes
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0,
                     connect_timeout=_CONNECT_S,
                     ping_interval=_PING_S,
                     max_outstanding_pings=2,
@@ -129,7 +133,7 @@ class NatsBus:
                     token=self._token or None,
                     tls=self._tls,
                     tls_hostname=server.host if self._tls else None,
-                    error_cb=_note,
+                    error_cb=session.note,
                     closed_cb=session.closed,
                 )
                 await session.find_stream()
@@ -140,9 +144,21 @@ class NatsBus:
             finally:
                 await client.end()
         except _FAULTS as error:
+            if isinstance(error, nats.errors.NoServersError):
+                error = session.last_error or error
             why = quoted(str(error) or type(error).__name__, _MOST_QUOTED)
             self._failed(server, why)
             raise TierUnavailable(TIER, "bus", self.fault) from None
+
+    async def check(self) -> list[str]:
+        faults = []
+        for _ in list(self._servers):  # `connected` takes the next one
+            try:
+                async with self.connected() as session:
+                    await session.subscribe(Inboxes(Metrics()), after=0)
+            except TierUnavailable:
+                faults.append(self.fault)
+        return faults
 
     def _mended(self, server: Address) -> None:
         if self.fault:
@@ -162,9 +178,16 @@ class NatsSession:
         self._jetstream: JetStreamContext = client.jetstream(timeout=_CALL_S)
         self._ended = asyncio.Event()
         self._last_number = 0
+        self.last_error: Exception | None = None
 
     async def closed(self) -> None:
         self._ended.set()
+
+    async def note(self, error: Exception) -> None:
+        """Log what nats-py reports, and the errors of a subscription's callback."""
+        self.last_error = error
+        level = logging.DEBUG if isinstance(error, nats.errors.Error | OSError) else logging.ERROR
+        log.log(level, "peers: NATS: %s", type(error).__name__)
 
     @property
     def has_ended(self) -> bool:
@@ -270,12 +293,6 @@ class _Client(Client):  # type: ignore[misc]  # it may not be installed
             raise ConnectionError("the server does not use TLS; correct it, or bus_tls")
         command: bytes = super()._connect_command()
         return command
-
-
-async def _note(error: Exception) -> None:
-    """Log what nats-py reports, and the errors of `take`."""
-    level = logging.DEBUG if isinstance(error, nats.errors.Error | OSError) else logging.ERROR
-    log.log(level, "peers: NATS: %s", type(error).__name__)
 
 
 def _servers_of(text: str) -> list[Address]:

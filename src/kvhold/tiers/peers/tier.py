@@ -4,11 +4,11 @@
 
 The list of peers is in the URL, or comes from a directory (`dns.py`, `etcd.py`).
 
-Each peer is followed, so a probe asks nobody. A get goes to the least loaded peer that has the
+Each peer is followed, so a probe sends nothing. A get goes to the least loaded peer that has the
 chunk. A chunk that is no longer there is a miss, and leaves the index. Nothing is written.
 
-**Clears** (`clear_numbers.py`). A peer's chunks are found only if the peer has cleared what this
-host has cleared. This host learns the clears of its peers.
+**Clears** (`clear_numbers.py`). A peer's chunks are found only if the peer has made this host's
+clears, too. This host learns the clears of its peers.
 """
 
 import asyncio

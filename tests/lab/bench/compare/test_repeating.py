@@ -19,6 +19,7 @@ from kvhold_lab.bench.compare.goals import repeating_goals
 from kvhold_lab.bench.compare.names import (
     AGAIN,
     BESIDE,
+    CHECKED_AGAIN,
     KVHOLD,
     LAYERWISE,
     LIMIT,
@@ -207,7 +208,9 @@ def test_layer_by_layer_is_compared_with_what_differs_in_nothing_else(
 
 
 def test_the_check_of_memory_is_judged_on_full_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = fake_rounds(everyone() | {UNCHECKED: FakeEngine()}, 1, monkeypatch)
+    measured = fake_rounds(
+        everyone() | {name: FakeEngine() for name in (UNCHECKED, CHECKED_AGAIN)}, 1, monkeypatch
+    )
     assert {row.reuse for row in rows_of(measured) if row.system == UNCHECKED} == {100}
     assert [
         goal.most for goal in goals_of(measured) if "without comparing checksums" in goal.what

@@ -11,6 +11,7 @@ import pytest
 
 from kvhold_lab.bench.compare.names import (
     AGAIN,
+    CHECKED_AGAIN,
     KVHOLD,
     LEFT_AGAIN,
     LEFT_ALONE,
@@ -18,6 +19,7 @@ from kvhold_lab.bench.compare.names import (
     OFFLOADING,
     PLAIN,
     RECOMPUTE,
+    UNCHECKED,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
@@ -34,6 +36,7 @@ def test_systems_agree_and_rows_have_what_others_read(tmp_path: Path) -> None:
         str(TOKENS),
         "--rounds",
         "1",
+        "--unchecked",
         "--json",
         str(figures),
         "--plot",
@@ -44,7 +47,8 @@ def test_systems_agree_and_rows_have_what_others_read(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr  # 1 where answers differ
     rows = {(row["reuse"], row["system"]): row for row in json.loads(figures.read_text())}
     everyone = {RECOMPUTE, OFFLOADING, KVHOLD, LIMIT}
-    few = {(0, PLAIN), (0, AGAIN), (0, LEFT_ALONE), (0, LEFT_AGAIN), (100, PLAIN)}
+    few = {(0, name) for name in (PLAIN, AGAIN, LEFT_ALONE, LEFT_AGAIN)}
+    few |= {(100, name) for name in (PLAIN, UNCHECKED, CHECKED_AGAIN)}
     assert (
         rows.keys() == {(reuse, name) for reuse in (0, 25, 50, 75, 100) for name in everyone} | few
     )
@@ -54,9 +58,14 @@ def test_systems_agree_and_rows_have_what_others_read(tmp_path: Path) -> None:
         # of which PLAIN shows that the working set exceeds the engine's memory
         if name in (RECOMPUTE, PLAIN) or not reuse:
             assert row["cached_tokens"] == 0, (reuse, name)
-        elif name == KVHOLD:  # of a text that goes on otherwise, its whole chunks
+        elif name in (
+            KVHOLD,
+            UNCHECKED,
+            CHECKED_AGAIN,
+        ):  # of a text that goes on otherwise, its whole chunks
             assert row["cached_tokens"] == {25: 256, 50: 512, 75: 768, 100: 1_024}[reuse]
         else:
             assert row["cached_tokens"] == TOKENS * reuse // 100 // 128 * 128, (reuse, name)
     assert "at most 1.02" in done.stdout
+    assert "at most 1.03" in done.stdout
     assert curve.read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,8 @@
 - "kvhold, left alone" and "left alone again" are the kvhold engine with store and load off.
 - "kvhold, layer by layer" and "kvhold, beside the passes" have no prefix cache and differ only in
   `layerwise`.
-- "kvhold, unchecked" has `client.check_memory` off.
+- "kvhold, unchecked" and "checked again" are the kvhold engine, too, with `client.check_memory` off
+  and on.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ LEFT_AGAIN = "kvhold, left alone again"
 LAYERWISE = "kvhold, layer by layer"
 BESIDE = "kvhold, beside the passes"
 UNCHECKED = "kvhold, unchecked"
+CHECKED_AGAIN = "kvhold, checked again"
 SYSTEMS = (
     RECOMPUTE,
     PLAIN,
@@ -37,9 +39,11 @@ SYSTEMS = (
     LAYERWISE,
     BESIDE,
     UNCHECKED,
+    CHECKED_AGAIN,
     LIMIT,
 )
-COPIES = (LEFT_ALONE, LEFT_AGAIN)  # of the kvhold engine: only other rules for requests
+# of the kvhold engine: only other rules or settings for requests
+COPIES = (LEFT_ALONE, LEFT_AGAIN, UNCHECKED, CHECKED_AGAIN)
 WITH_TIERS = (LMCACHE, KVHOLD, ALONE)
 TIERS = ("ram", "disk", "redis")
 

@@ -12,13 +12,13 @@ from kvhold_lab.bench.compare import names
 from kvhold_lab.bench.compare.visits import BURST, WITHIN, ComparePlan, Visit, VisitStage
 
 SHARES = (0, 25, 50, 75, 100)
-HELD_PROMPTS = 48  # a round makes 32, and 40 with `unchecked`
+HELD_PROMPTS = 48  # a round makes 32, and 44 with `unchecked`
 
 _WORKLOAD = "working set of a round"
 _KVHOLD = names.key(names.KVHOLD, "ram")
 _EVERYONE = (names.RECOMPUTE, names.LIMIT, names.OFFLOADING, _KVHOLD)
 _FEW = (names.PLAIN, names.AGAIN, _KVHOLD)
-_UNCHECKED_CELLS = 8
+_UNCHECKED_CELLS = 12
 _ANSWER_TOKENS = 8
 
 # systems, and whether it is a burst
@@ -49,7 +49,7 @@ def repeating(
                         tuple(range(documents, documents + size)),
                         counts=number > 0,
                         asked=asked,
-                        forgets=asked == WITHIN or 0 not in shares,
+                        forgets=0 not in shares or not set(names.COPIES).isdisjoint(asked),
                     )
                 )
                 documents += size
@@ -59,7 +59,7 @@ def repeating(
         *((names.OFFLOADING,) if offloading else ()),
         *(names.KVHOLD, names.LEFT_ALONE, names.LEFT_AGAIN),
         *((names.LAYERWISE, names.BESIDE) if layerwise else ()),
-        *((names.UNCHECKED,) if unchecked else ()),
+        *((names.UNCHECKED, names.CHECKED_AGAIN) if unchecked else ()),
     )
     return ComparePlan(
         "vllm",
@@ -91,5 +91,5 @@ def _cells(reuse: int, *, layerwise: bool, unchecked: bool) -> list[_Cell]:
     if layerwise:
         cells += [((names.BESIDE, names.LAYERWISE), False)] * 2
     if unchecked and reuse == 100:
-        cells += [((_KVHOLD, names.UNCHECKED), False)] * _UNCHECKED_CELLS
+        cells += [((_KVHOLD, names.UNCHECKED, names.CHECKED_AGAIN), False)] * _UNCHECKED_CELLS
     return cells

@@ -12,7 +12,6 @@ from kvhold_lab.bench.compare.names import (
     KVHOLD,
     LIMIT,
     SYSTEMS,
-    UNCHECKED,
     is_ours,
     key,
 )
@@ -20,7 +19,7 @@ from kvhold_lab.bench.compare.run import CompareMeasurement
 from kvhold_lab.bench.ratios import Cell, Ratio, rates_of, ratio, seconds_of, shared
 
 # not peers of any system: copies of others, and systems that no user runs
-_CONTROLS = (AGAIN, LIMIT, UNCHECKED, *COPIES)
+_CONTROLS = (AGAIN, LIMIT, *COPIES)
 
 
 @dataclass(frozen=True)

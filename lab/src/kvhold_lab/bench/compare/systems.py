@@ -45,7 +45,6 @@ _KVHOLD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     names.ALONE: (_NO_PREFIX_CACHE, {}),
     names.LAYERWISE: (_NO_PREFIX_CACHE, {"layerwise": True}),
     names.BESIDE: (_NO_PREFIX_CACHE, {}),
-    names.UNCHECKED: ({}, {"client": {"check_memory": False}}),
 }
 
 
@@ -160,9 +159,17 @@ def started(
                     start.lmcache(tier, lmcache)
         if of_kvhold := start.running.systems.get(names.key(names.KVHOLD, "ram")):
             rules = {"store": False, "load": False}
-            start.running.systems |= {
-                name: replace(of_kvhold, rules=rules) for name in names.COPIES
+            copies = {
+                names.LEFT_ALONE: replace(of_kvhold, rules=rules),
+                names.LEFT_AGAIN: replace(of_kvhold, rules=rules),
             }
+            if names.UNCHECKED in plan.systems:
+                copies |= {
+                    names.key(names.KVHOLD, "ram"): replace(of_kvhold, checks_memory=True),
+                    names.CHECKED_AGAIN: replace(of_kvhold, checks_memory=True),
+                    names.UNCHECKED: replace(of_kvhold, checks_memory=False),
+                }
+            start.running.systems |= copies
         yield start.running
 
 
