@@ -56,7 +56,8 @@ requests = st.one_of(
     ),
     st.builds(m.Commit, number, st.lists(number)),
     st.builds(m.Abandon, number),
-    st.builds(m.Clear, st.none() | st.binary()),
+    st.builds(m.Clear, st.none() | st.binary(), st.integers(0, 1 << 62)),
+    st.builds(m.LastClear, st.binary()),
     st.sampled_from([m.Status(), m.Stop(), m.Ping()]),
 )
 answers = st.one_of(

@@ -82,7 +82,7 @@ class Options:
     """How an engine is set up.
 
     `budget`: tokens in one pass; `chunk`: tokens a chunk; `events`: KV events, which nobody
-    publishes.
+    publishes; `rank`: of the worker; `num_hosts`: one worker on each.
     """
 
     folder: Path
@@ -95,6 +95,8 @@ class Options:
     caching: bool = True
     events: bool = False
     role: str = "kv_both"
+    rank: int = 0
+    num_hosts: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,7 +129,7 @@ def make_config(options: Options, socket: Path) -> VllmConfig:
         block_size=options.block, enable_prefix_caching=options.caching, cache_dtype="auto"
     )
     cache.num_gpu_blocks = options.num_blocks
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         cache_config=cache,
         scheduler_config=SchedulerConfig(
@@ -148,6 +150,10 @@ def make_config(options: Options, socket: Path) -> VllmConfig:
         if options.events
         else None,
     )
+    parallel = config.parallel_config
+    parallel.rank, parallel.nnodes = options.rank, options.num_hosts
+    parallel.tensor_parallel_size = options.num_hosts
+    return config
 
 
 def make_kv_config(options: Options, **changes: Any) -> KVCacheConfig:

@@ -26,11 +26,12 @@ from vllm.v1.kv_cache_interface import (
 from kvhold.core.config import Config, RulesConfig
 from kvhold.core.errors import KVHoldError, LayoutError
 from kvhold.core.holdings import ABSENT, ChunkBytes
+from kvhold.core.keys import Namespace
 from kvhold.core.layout import packing_name
 from kvhold.integrations.vllm import geometry
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part, geometry_of, preferred_layout
-from kvhold.integrations.vllm.hosts import check_places, place_of
+from kvhold.integrations.vllm.hosts import hosts_of, named_by_hosts, place_of
 from kvhold.integrations.vllm.namespace import namespace_of
 from kvhold.integrations.vllm.naming.walk import _add_draft_model, _rules
 from kvhold.integrations.vllm.worker import _check_covered
@@ -176,17 +177,61 @@ class TestHosts:
         assert of_width(config, 2, groups(full(num_kv_heads=2))).shards == 2
 
     def test_workers_that_find_another_node_than_the_scheduler_are_refused(
-        self, tmp_path: Path
+        self, config: VllmConfig, tmp_path: Path
     ) -> None:
+        geometry = of_width(config, 2, groups(full(num_kv_heads=2)))
         (tmp_path / "other").mkdir()
         here, other = place_of(tmp_path / "node.sock"), place_of(tmp_path / "other" / "node.sock")
-        check_places(here, {(0, 0): here, (1, 0): here})
+        (host,) = hosts_of(here, {(0, 0): here, (1, 0): here}, geometry)
+        assert host.is_own and host.ranks == (0, 2)
         with pytest.raises(
-            LayoutError, match=r"worker 1 of stage 0 finds its node in another folder .*other"
+            LayoutError,
+            match=r"worker 1 of stage 0 finds its node in another folder .*other.* span\.listen",
         ):
-            check_places(here, {(0, 0): here, (0, 1): other})
+            hosts_of(here, {(0, 0): here, (0, 1): other}, geometry)
         with pytest.raises(LayoutError, match="worker 0 of stage 1 is on another host"):
-            check_places(here, {(1, 0): replace(here, boot="of another host")})
+            hosts_of(here, {(1, 0): replace(here, boot="of another host")}, geometry)
+        relaying = replace(other, relay="10.0.0.5:1", layout=geometry.layout.fingerprint)
+        first, second = hosts_of(here, {(0, 0): here, (0, 1): relaying}, geometry)
+        assert (first.is_own, first.ranks) == (True, (0,))
+        assert (second.is_own, second.ranks, second.shards(geometry)) == (False, (1,), (1,))
+        with pytest.raises(LayoutError, match="arranges its KV in another way"):
+            hosts_of(here, {(0, 0): here, (0, 1): replace(relaying, layout=b"x")}, geometry)
+        with pytest.raises(LayoutError, match="1 of the engine's 2 shards"):
+            hosts_of(here, {(0, 1): relaying}, geometry)
+
+    def test_of_workers_with_equal_kv_the_first_on_each_host_stores(
+        self, config: VllmConfig, tmp_path: Path
+    ) -> None:
+        geometry = of_width(config, 4, groups(full(num_kv_heads=1), copies=4))
+        here = place_of(tmp_path / "node.sock")
+        there = replace(here, boot="another", relay="10.0.0.5:1")
+        places = {(0, rank): here if rank < 2 else there for rank in range(4)}
+        hosts = hosts_of(here, places, geometry)
+        assert [host.ranks for host in hosts] == [(0, 1), (2, 3)]
+        assert [host.shards(geometry) for host in hosts] == [(0,), (0,)]
+        assert [list(host.storers(geometry)) for host in hosts] == [[0], [2]]
+
+    def test_what_differs_between_the_hosts_is_part_of_the_name(
+        self, config: VllmConfig, tmp_path: Path
+    ) -> None:
+        geometry = of_width(config, 2, groups(full(num_kv_heads=2)))
+        space = Namespace(model="model", layout=geometry.layout, shards=2)
+        here = replace(place_of(tmp_path / "node.sock"), facts=(("weights", "a"), ("cpu", "x")))
+
+        def named(**changes: Any) -> Namespace:
+            there = replace(here, **({"boot": "another", "relay": "b:1"} | changes))
+            hosts = hosts_of(here, {(0, 0): here, (0, 1): there}, geometry)
+            return named_by_hosts(space, hosts, geometry)
+
+        assert named() == space
+        other = named(facts=(("weights", "b"), ("cpu", "x")))
+        assert dict(other.facts.items) == {"hosts.1.weights": "b"}
+        assert other.digest != space.digest
+        there = replace(here, boot="another", relay="b:1")
+        (only,) = hosts_of(here, {(0, 0): there, (0, 1): there}, geometry)
+        names = dict(named_by_hosts(space, [only], geometry).facts.items)
+        assert names == {"hosts.0,1.weights": "a", "hosts.0,1.cpu": "x"}
 
 
 class TestParts:

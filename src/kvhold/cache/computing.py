@@ -408,7 +408,7 @@ def _suffixes(query: Query, layout: Layout) -> list[bytes]:
         place_suffix(number, shard)
         for number, group in enumerate(layout.groups)
         if group.attention == "full"
-        for shard in range(query.shards)
+        for shard in query.shard_numbers
     ]
 
 
@@ -419,7 +419,7 @@ def _token_bytes(query: Query, layout: Layout) -> float:
         for number, group in enumerate(layout.groups)
         if group.attention == "full"
     )
-    return query.shards * nbytes / size
+    return query.num_shards * nbytes / size
 
 
 def _tails(query: Query) -> Iterator[tuple[int, bytes]]:

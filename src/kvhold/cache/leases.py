@@ -126,7 +126,7 @@ class Leases:
         """Create the ticket of a hit. The ticket takes over the pins."""
         shards = {
             shard: [prefix.rows[group, shard] for group in range(len(layout.groups))]
-            for shard in range(query.shards)
+            for shard in query.shard_numbers
         }
         extent = prefix.extent
         counts = [layout.tokens_per_chunk] * extent.whole + (

@@ -165,7 +165,7 @@ class Lookups:
                 yield TURN
             elif not arriving:
                 yield from self.refresh_turns(ticket, settle=True)
-            elif not 0 <= shard < search.query.shards:
+            elif shard not in search.query.shard_numbers:
                 break
             else:
                 extent = yield from search.here.extent_turns()

@@ -113,7 +113,7 @@ class Planner:
     ) -> bool:
         """Whether a copy from memory is faster than computing."""
         tokens = np.array([0, num_tokens])
-        nbytes = np.array([0, _load_bytes(layout, query.shards, cost, num_tokens)])
+        nbytes = np.array([0, _load_bytes(layout, query.num_shards, cost, num_tokens)])
         return choose(cost, LoadOptions(tokens, nbytes, np.zeros(2))) == 1
 
     def pays(self, cost: ComputeCost, query: Query, layout: Layout, here: Extent) -> bool:
@@ -130,7 +130,7 @@ class Planner:
                 for g, group in enumerate(layout.groups)
                 if group.attention == "full"
             )
-            * query.shards
+            * query.num_shards
         )
         first = cost.computed_tokens // size
         more = [
@@ -237,7 +237,7 @@ class Planner:
             left_s = max(left_s, waited_s - 2 * marks.plan.wait_s)
         then = LoadOptions(
             np.array([goal]),
-            np.array([_load_bytes(layout, query.shards, cost, goal)]),
+            np.array([_load_bytes(layout, query.num_shards, cost, goal)]),
             np.array([left_s]),
         )
         now = self._options_here(cost, query, layout, here)
@@ -308,7 +308,7 @@ class Planner:
         is_plan:    the lookup is planned
         """
         here = self._options_here(cost, query, layout, hit_tokens)
-        nbytes = _load_bytes(layout, query.shards, cost, end_tokens)
+        nbytes = _load_bytes(layout, query.num_shards, cost, end_tokens)
         options = _joined(
             here, LoadOptions(np.array([end_tokens]), np.array([nbytes]), np.array([wait_s]))
         )
@@ -391,7 +391,7 @@ class Planner:
         self, cost: ComputeCost, query: Query, layout: Layout, num_tokens: int
     ) -> LoadOptions:
         ends = [0, num_tokens] if num_tokens else [0]
-        nbytes = [_load_bytes(layout, query.shards, cost, end) for end in ends]
+        nbytes = [_load_bytes(layout, query.num_shards, cost, end) for end in ends]
         return LoadOptions(np.array(ends), np.array(nbytes), np.zeros(len(ends)))
 
     def _options_below(

@@ -1,5 +1,7 @@
 """Which queries are accepted."""
 
+from itertools import pairwise
+
 from kvhold.cache.reservations import MAX_SHARDS
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, Query
@@ -21,6 +23,14 @@ def check_query(layout: Layout, query: Query) -> int:
             f"hashes and {query.shards} shards; needed are {NAMESPACE_BYTES} bytes, a multiple of "
             f"{HASH_BYTES} bytes and 1 to {MAX_SHARDS} shards"
         )
+    if query.only and not (
+        all(first < second for first, second in pairwise(query.only))
+        and 0 <= query.only[0]
+        and query.only[-1] < query.shards
+    ):
+        raise ProtocolError(
+            f"a query whose `only` does not name some of {query.shards} shards in order, each once"
+        )
     if len(query.tail_hashes) != len(query.tail_lengths) * HASH_BYTES:
         raise ProtocolError(
             f"a query with {len(query.tail_hashes)} bytes of tail_hashes and "
@@ -32,17 +42,18 @@ def check_query(layout: Layout, query: Query) -> int:
             f"a query's tail_lengths must be 1 to {layout.tokens_per_chunk - 1} tokens: a chunk "
             f"has {layout.tokens_per_chunk}"
         )
-    num_rows = len(layout.groups) * query.shards
+    num_rows = len(layout.groups) * query.num_shards
     num_keys = (len(query.hashes) // HASH_BYTES + len(query.tail_lengths)) * num_rows
     if num_rows > _MOST_ROWS:
         raise ProtocolError(
-            f"a query of {num_keys} keys, of {len(layout.groups)} groups in {query.shards} "
+            f"a query of {num_keys} keys, of {len(layout.groups)} groups in {query.num_shards} "
             f"shards; groups times shards must be {_MOST_ROWS} at most"
         )
     if num_keys > _MOST_KEYS:
         raise ProtocolError(
             f"a query of {num_keys} keys ({len(query.hashes) // HASH_BYTES} chunks, "
             f"{len(query.tail_lengths)} tails, {len(layout.groups)} "
-            f"groups, {query.shards} shards); the limit is {_MOST_KEYS}: look up a shorter prompt"
+            f"groups, {query.num_shards} shards); the limit is {_MOST_KEYS}: look up a shorter "
+            "prompt"
         )
     return num_keys

@@ -16,6 +16,7 @@ from secrets import randbits
 
 from kvhold.cache.answers import Answers
 from kvhold.cache.chores import TURN, Chores, Turns, in_one_turn
+from kvhold.cache.clear_times import ClearTimes
 from kvhold.cache.computing import Computing
 from kvhold.cache.index.changes import Changes
 from kvhold.cache.index.eviction_history import EvictionHistory
@@ -115,6 +116,7 @@ class CacheState:
         self._numbers = count(randbits(48) << 8 | 1)
         self._commands: list[Command] = []
         self._clears = 0
+        self._clear_times = ClearTimes()
         self.when_cleared: Callable[[bytes, float | None], None] | None = None
         """Called when a clear has ended in memory and in the tiers, with `ClearCommand.asked_s`."""
         self._chores = Chores()
@@ -296,13 +298,27 @@ class CacheState:
         self._computing.withdraw_all(owner)
         self._leases.give_up(owner)
 
-    def clear(self, namespace: bytes | None) -> int:
-        """Forget all chunks, or one namespace. Return the number in RAM."""
+    def clear(self, namespace: bytes | None, *, at_ns: int = 0) -> int:
+        """Forget all chunks, or one namespace. Return the number in RAM.
+
+        at_ns: repeat a clear of another host, from this time, unless there was one since; 0: this
+               host's own clear
+        """
         if namespace is not None and len(namespace) != NAMESPACE_BYTES:
             raise ProtocolError(
                 f"the namespace to clear has {len(namespace)} bytes; it needs {NAMESPACE_BYTES}"
             )
+        if at_ns and (namespace is None or at_ns <= self.cleared_ns(namespace)):
+            return 0
+        self._clear_times.note(namespace or b"", int(self.ram.now() * 1e9), at_ns)
         return self._clear(namespace or b"", learned=False)
+
+    def cleared_ns(self, namespace: bytes) -> int:
+        """Return the time of the last clear of a namespace or of everything; 0: none.
+
+        Clears that were learned from a shared tier do not count.
+        """
+        return self._clear_times.of(namespace)
 
     def cleared_elsewhere(self, prefix: bytes) -> None:
         """Clear what another host has cleared in the shared tiers."""

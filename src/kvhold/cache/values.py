@@ -47,7 +47,7 @@ class ChunkValues:
         self, query: Query, layout: Layout, num_chunks: int, cost: ComputeCost | None = None
     ) -> list[Run]:
         """Return the values of a prompt's first chunks, in order."""
-        nbytes = query.shards * sum(
+        nbytes = query.num_shards * sum(
             layout.chunk_bytes(group, layout.tokens_per_chunk)
             for group in range(len(layout.groups))
         )

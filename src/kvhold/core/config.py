@@ -202,6 +202,31 @@ class ServePeersConfig(LoginConfig):
 
 
 @dataclass(frozen=True)
+class SpanConfig(LoginConfig):
+    """An engine whose workers are on several hosts."""
+
+    listen: str = setting(
+        "",
+        "HOST:PORT on which the workers of an engine on several hosts relay its lookups to their "
+        "host's node; auto: this host's address as vLLM knows it, and any free port; empty: such "
+        "an engine is refused. Beyond the loopback interface, TLS is required, unless "
+        "span.insecure is set (vLLM)",
+    )
+    token: str = setting(
+        "",
+        "the secret that the scheduler must send; the workers tell it over vLLM's own "
+        "connections; empty: a random one",
+        secret=True,
+    )
+    max_connections: int = setting(8, "connections at once", minimum=1)
+    ca_file: str = setting(
+        "", "PEM file of the authorities of the relays' certificates; empty: the system's"
+    )
+    cert_file: str = setting("", "PEM file of the scheduler's certificate, if relays require one")
+    key_file: str = setting("", "PEM file of its key; empty: the key is in cert_file")
+
+
+@dataclass(frozen=True)
 class RulesConfig:
     """The rules for all requests. A request may ask for less."""
 
@@ -366,6 +391,7 @@ class Config:
     rules: RulesConfig = field(default_factory=RulesConfig)
     listen: ListenConfig = field(default_factory=ListenConfig)
     peers: ServePeersConfig = field(default_factory=ServePeersConfig)
+    span: SpanConfig = field(default_factory=SpanConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 

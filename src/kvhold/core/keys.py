@@ -80,6 +80,8 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_hashes:  shortest tail first
     tail_lengths: in tokens
     tenant:       owner of the KV, for encrypted tiers
+    only:         the numbers of the shards that the hit needs, in order; empty: all. An engine on
+                  several hosts asks each node for the shards of that host
     """
 
     namespace: bytes
@@ -89,6 +91,15 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_hashes: bytes = b""
     tail_lengths: tuple[int, ...] = ()
     tenant: str = ""
+    only: tuple[int, ...] = ()
+
+    @property
+    def shard_numbers(self) -> Sequence[int]:
+        return self.only or range(self.shards)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.only) or self.shards
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class Reason(StrEnum):
     DAMAGED = "damaged"
     SLOWER = "slower"
     NOT_NEEDED = "not_needed"
+    HOST_AWAY = "host_away"
 
 
 WHOLE = Reason.WHOLE
@@ -48,6 +49,7 @@ BAD_FRAME = Reason.BAD_FRAME
 DAMAGED = Reason.DAMAGED
 SLOWER = Reason.SLOWER
 NOT_NEEDED = Reason.NOT_NEEDED
+HOST_AWAY = Reason.HOST_AWAY
 
 REASONS = {
     WHOLE: "nothing is missing",
@@ -82,6 +84,10 @@ REASONS = {
     DAMAGED: "the next chunk was in memory, but its bytes had changed since, so it was removed",
     SLOWER: "loading or finding the next chunk would have taken longer than computing it",
     NOT_NEEDED: "a tier has the next chunk, but no tier has more than the engine already has",
+    HOST_AWAY: (
+        "the engine's workers are on several hosts, and one of them could not be asked: its node, "
+        "or the way to it, was away"
+    ),
 }
 """The reasons and their meanings. The next chunk is the first whose absence ends the hit."""
 

@@ -20,7 +20,7 @@ from kvhold.core.planning import MOST_NAME, ComputeCost, ComputeIntent, Decision
 from kvhold.core.reasons import Reason
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MAX_MESSAGE_BYTES = 8 << 20  # hashes of 100 million tokens
 MAX_HELLO_BYTES = 4 << 10
 MAGIC = "kvhold"
@@ -243,9 +243,19 @@ class Abandon(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Clear one namespace, or everything. -> Done, count: removed chunks"""
+    """Clear one namespace, or everything. -> Done, count: removed chunks
+
+    at_ns: repeat another host's clear of the namespace, unless there was one since; 0: an own clear
+    """
 
     namespace: bytes | None
+    at_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+
+
+class LastClear(Message, frozen=True):
+    """Ask when a namespace was last cleared. -> Done, count: nanoseconds; 0: never"""
+
+    namespace: bytes
 
 
 class Flushed(Message, frozen=True):
@@ -404,6 +414,7 @@ Request = Union[  # noqa: UP007 - msgspec reads the union
     Commit,
     Abandon,
     Clear,
+    LastClear,
     Flushed,
     Reencode,
     Progress,

@@ -287,6 +287,16 @@ class NodeClient(WholePrompts):
         self.flush(0, deadline_s=deadline_s)
         return removed
 
+    def repeat_clear(
+        self, namespace: bytes, at_ns: int, *, deadline_s: float | None = None
+    ) -> None:
+        """Repeat another host's clear, unless the namespace was cleared here since `at_ns`."""
+        self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
+
+    def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
+        """Return when the node last cleared a namespace; 0: never."""
+        return self._call(m.LastClear(namespace), m.Done, deadline_s).count
+
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
         until_s = time.monotonic() + (
             self._config.arrival_timeout_s if deadline_s is None else deadline_s

@@ -21,6 +21,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from kvhold.core.cleanup import on_error
 from kvhold.core.config import LoginConfig
 from kvhold.core.errors import ConfigError, KVHoldError, NodeError, ProtocolError
 from kvhold.core.metrics import Metrics
@@ -146,9 +147,10 @@ class LoginServer(ABC):
                 self.host, self.port, type=socket.SOCK_STREAM
             )[0]
             listener = socket.socket(family, kind, protocol)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
-            listener.listen(1024)
+            with on_error(listener.close):
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(where)
+                listener.listen(1024)
         except OSError as error:
             raise NodeError(
                 f"{self._section}.{self.address_setting}: cannot listen on "

@@ -109,6 +109,7 @@ class Session:
             m.Commit: self._commit,
             m.Abandon: self._abandon,
             m.Clear: self._clear,
+            m.LastClear: self._last_clear,
             m.Flushed: self._flushed,
             m.Reencode: self._reencode,
             m.Progress: self._progress,
@@ -273,11 +274,14 @@ class Session:
         )
 
     def _clear(self, request: m.Clear) -> m.Answer | Running[m.Answer]:
-        return self._in_turns(self._clear_turns(request.namespace), m.Done)
+        return self._in_turns(self._clear_turns(request), m.Done)
 
-    def _clear_turns(self, namespace: bytes | None) -> Turns[int]:
+    def _last_clear(self, request: m.LastClear) -> m.Answer:
+        return m.Done(self._state.cleared_ns(request.namespace))
+
+    def _clear_turns(self, request: m.Clear) -> Turns[int]:
         """Hide the chunks at once, and free some before the answer."""
-        removed = self._state.clear(namespace)
+        removed = self._state.clear(request.namespace, at_ns=request.at_ns)
         for _ in range(_CLEAR_STEPS):
             if not self._state.step():
                 break

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec.structs import replace
 
 from kvhold.core.api import Cache
 from kvhold.core.errors import KVHoldError
@@ -275,6 +276,8 @@ class CacheContract(CacheLookups, CacheStores):
             "tail-alone",
             "claim",
             "query-tail",
+            "only-unknown",
+            "only-twice",
             "clear",
             "mask-shape",
             "mask-kind",
@@ -303,6 +306,8 @@ class CacheContract(CacheLookups, CacheStores):
                     (PLAIN.tokens_per_chunk,),
                 )
             ),
+            "only-unknown": lambda: client.lookup(replace(query, shards=3, only=(1, 3))),
+            "only-twice": lambda: client.lookup(replace(query, shards=3, only=(1, 1))),
             "clear": lambda: client.clear(space.digest[:3]),
             "mask-shape": lambda: client.reserve(PLAIN, names, groups=np.ones((3, 1), dtype=bool)),
             "mask-kind": lambda: client.reserve(PLAIN, names, groups=np.ones((1, 3))),

@@ -3,6 +3,7 @@
 from secrets import token_hex
 
 import pytest
+from msgspec.structs import replace
 
 from kvhold.core.api import Cache
 from kvhold.core.errors import KVHoldError
@@ -135,6 +136,21 @@ class CacheLookups(CacheFixtures):
                 assert lease is not None
                 with lease:
                     check(lease, prompt, 90, shard)
+
+    def test_a_hit_of_some_shards_needs_only_those_and_lends_only_those(self, cache: Cache) -> None:
+        space = registered(cache, Namespace(model="model", layout=HYBRID, shards=4))
+        prompt = a_prompt(space, 90)
+        store(cache, prompt, 1)
+        store(cache, a_prompt(space, 32), 3)
+        for only, num_tokens in {(1,): 90, (3,): 32, (1, 3): 32, (0, 1): 0, (): 0}.items():
+            with cache.lookup(replace(prompt.query(), only=only)) as hit:
+                assert hit.num_tokens == num_tokens
+                for shard in range(4):
+                    lease = cache.claim(hit.ticket, shard)
+                    assert (lease is not None) == (num_tokens > 0 and shard in only)
+                    if lease is not None:
+                        with lease:
+                            check(lease, prompt, num_tokens, shard)
 
     def test_a_claim_may_begin_later_in_the_prompt(self, cache: Cache, hybrid: Namespace) -> None:
         prompt = a_prompt(hybrid, 90)

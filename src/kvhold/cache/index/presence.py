@@ -122,7 +122,8 @@ class Presence(Generic[Found]):
             query.tail_lengths, default=0
         )
         self._suffixes = [
-            [place_suffix(g, s) for s in range(query.shards)] for g in range(len(layout.groups))
+            {shard: place_suffix(group, shard) for shard in query.shard_numbers}
+            for group in range(len(layout.groups))
         ]
         self._runs: dict[tuple[int, int], list[Found]] = {}
         # chunks outside the runs; they stay here even if they expire
@@ -138,7 +139,7 @@ class Presence(Generic[Found]):
             query.tail_lengths,
             self._has_chunk,
             self._has_tail,
-            units=query.shards,
+            units=query.num_shards,
         )
         tail_tokens = 0 if tail is None else query.tail_lengths[tail]
         return Extent(whole, tail, tail_tokens, whole * layout.tokens_per_chunk + tail_tokens)
@@ -149,7 +150,7 @@ class Presence(Generic[Found]):
         rows: dict[tuple[int, int], list[Found | None]] = {}
         for group in range(len(self._layout.groups)):
             first = needed_chunks(self._layout, group, extent.num_tokens).start
-            for shard in range(self._query.shards):
+            for shard in self._query.shard_numbers:
                 rows[group, shard] = self._take_row(group, shard, first, extent)
                 yield 1 + len(rows[group, shard]) // 32
         return Prefix(extent, rows)
@@ -213,7 +214,7 @@ class Presence(Generic[Found]):
 
     def _keys(self, groups: Iterable[int], chunk: int, tail: int | None) -> Iterator[bytes]:
         for group in groups:
-            for shard in range(self._query.shards):
+            for shard in self._query.shard_numbers:
                 yield self._key(group, shard, chunk, tail)
 
     def missing(self) -> list[bytes]:
@@ -221,7 +222,7 @@ class Presence(Generic[Found]):
 
     def missing_turns(self) -> Turns[list[bytes]]:
         find, query, absent = self._find_key, self._query, list[bytes]()
-        suffixes = [suffix for of_group in self._suffixes for suffix in of_group]
+        suffixes = [suffix for of_group in self._suffixes for suffix in of_group.values()]
         tails = list(split_hashes(query.tail_hashes))
         looked = 0
         for chain_hash in chain(split_hashes(query.hashes), reversed(tails)):
@@ -238,7 +239,7 @@ class Presence(Generic[Found]):
         reach = self._num_whole
         for group, geometry in enumerate(self._layout.groups):
             if geometry.attention == "full":
-                for shard in range(self._query.shards):
+                for shard in self._query.shard_numbers:
                     run = self._runs.setdefault((group, shard), [])
                     while len(run) < reach and self._extend(
                         run, group, shard, min(reach, len(run) + _MOST_LOOKED)
@@ -292,12 +293,12 @@ class Presence(Generic[Found]):
 
     def _has_chunk(self, group: int, chunk: int) -> bool:
         return all(
-            self._chunk(group, shard, chunk) is not None for shard in range(self._query.shards)
+            self._chunk(group, shard, chunk) is not None for shard in self._query.shard_numbers
         )
 
     def _has_tail(self, group: int, tail: int) -> bool:
         return all(
-            self._tail(group, shard, tail) is not None for shard in range(self._query.shards)
+            self._tail(group, shard, tail) is not None for shard in self._query.shard_numbers
         )
 
     def _key(self, group: int, shard: int, chunk: int, tail: int | None) -> bytes:

@@ -108,7 +108,7 @@ class UsedCommand:
     @property
     def num_keys(self) -> int:
         num_chunks = (len(self.query.hashes) + len(self.query.tail_hashes)) // HASH_BYTES
-        return num_chunks * self.num_groups * self.query.shards
+        return num_chunks * self.num_groups * self.query.num_shards
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def keys_of(command: UsedCommand) -> Iterator[tuple[list[bytes], bool]]:
     suffixes = [
         place_suffix(group, shard)
         for group in range(command.num_groups)
-        for shard in range(query.shards)
+        for shard in query.shard_numbers
     ]
     for hashes, are_whole in ((query.tail_hashes, False), (query.hashes, True)):
         keys = (query.namespace + each + s for each in _reversed(hashes) for s in suffixes)

@@ -6,6 +6,7 @@ No call may raise into the engine's step: a lost node means misses or failed blo
 import logging
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -29,10 +30,10 @@ from kvhold.integrations.vllm.geometry import (
     preferred_layout,
     unproven_platform,
 )
-from kvhold.integrations.vllm.hosts import NodePlace, check_places, place_of
+from kvhold.integrations.vllm.hosts import NodePlace, place_of
 from kvhold.integrations.vllm.layerwise import refusal
 from kvhold.integrations.vllm.media import Media
-from kvhold.integrations.vllm.namespace import layout_only, namespace_of
+from kvhold.integrations.vllm.namespace import host_facts, layout_only, namespace_of
 from kvhold.integrations.vllm.naming.loads import observed_loads
 from kvhold.integrations.vllm.scheduler import SchedulerSide
 from kvhold.integrations.vllm.stats import PromMetrics, Stats
@@ -96,8 +97,10 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
                 step_tokens=_step_tokens(vllm_config),
                 media=_media_of(vllm_config),
                 draft_limit=draft_limit(vllm_config),
+                num_hosts=vllm_config.parallel_config.nnodes_within_dp,
             )
         else:
+            self._settings, self._layout = settings, geometry.layout.fingerprint
             self._zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
             self._worker = WorkerSide(
@@ -173,10 +176,9 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Raise LayoutError unless all workers use the scheduler's node."""
-        check_places(
-            place_of(self.scheduler.socket),
-            {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)},
+        """Raise LayoutError if the workers are on several hosts, and one cannot be served."""
+        self.scheduler.use_hosts(
+            {rank: place for rank, place in metadata.items() if isinstance(place, NodePlace)}
         )
 
     def reset_cache(self) -> bool | None:
@@ -193,7 +195,17 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return place_of(self.worker.socket)
+        place, relay = place_of(self.worker.socket), self.worker.relay()
+        if relay is None:
+            return place
+        return replace(
+            place,
+            layout=self._layout,
+            facts=host_facts(self._vllm_config, self._settings),
+            relay=relay.address,
+            token=relay.token,
+            uses_tls=relay.uses_tls,
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -329,7 +329,9 @@ def _refuse_unproven(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: 
             stages > 1 and layers % stages
         ),
         f"its workers are on {parallel.nnodes_within_dp} hosts (nnodes), and each host has "
-        "its own node": parallel.nnodes_within_dp > 1,
+        "its own node (span.listen serves it)": (
+            parallel.nnodes_within_dp > 1 and not settings.span.listen
+        ),
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
         "it keeps states between blocks' ends, since its prefixes are matched in units that are "

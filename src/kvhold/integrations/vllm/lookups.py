@@ -34,6 +34,7 @@ from kvhold.integrations.vllm.request_state import RequestState
 from kvhold.integrations.vllm.stats import BELOW_MINIMUM, NO_ANSWER, NOT_AWAITED, NOT_NAMED, Tally
 from kvhold.integrations.vllm.tracker import RequestTracker
 from kvhold.node import NodeClient
+from kvhold.node.span import Span
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -69,8 +70,11 @@ class RequestLookups:
         media: Media,
         announcer: Announcer | None,
         tally: Tally,
+        awaits_hosts: bool = False,
     ) -> None:
-        """loads: whether hits may be loaded"""
+        """loads: whether hits may be loaded
+        awaits_hosts: nothing is found until `use_span`
+        """
         self.namespace = namespace
         self.costs = costs
         self.patience_s = _PATIENCE_S
@@ -84,6 +88,13 @@ class RequestLookups:
         self._announcer = announcer
         self._tally = tally
         self._not_named: set[str] = set()
+        self.span: Span | None = None
+        """The hosts of the workers, if they are on several."""
+        self._awaits_hosts = awaits_hosts
+
+    def use_span(self, span: Span) -> None:
+        """Ask the nodes of several hosts."""
+        self.span, self._awaits_hosts = span, False
 
     def begin_pass(self) -> None:
         """Let the next pass wait for its lookups."""
@@ -143,11 +154,13 @@ class RequestLookups:
         request_state.asked_s = request_state.since_s = time.monotonic()
         request_state.first_asked_s = request_state.since_s
         request_state.ask_again_s = 0.0
-        plans = request_state.rules.plan and self._loads_for(request_state)
+        # a node knows only the costs and the engines of its own host
+        is_alone = self.span is None
+        plans = is_alone and request_state.rules.plan and self._loads_for(request_state)
         asking = (request.request_id[:MOST_NAME], request.num_tokens, computed_tokens)
         would_load = self.would_load(request_state, computed_tokens)
         have_tokens = computed_tokens if would_load else request.num_tokens
-        shares = request_state.rules.wait_for_computing and (stores or would_load)
+        shares = is_alone and request_state.rules.wait_for_computing and (stores or would_load)
         if (plans or shares) and not would_load:
             self.costs.follow(request.request_id, request.num_tokens)
         request_state.patience_s = self._config.client.arrival_timeout_s
@@ -225,7 +238,7 @@ class RequestLookups:
         announces: bool,
     ) -> Hit | None:
         """asking: the request's id, its tokens and its computed tokens"""
-        prompt = None if naming.cancelled() else naming.result()
+        prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()
         request_state.is_lost = False
         try:
             patience_s = request_state.patience_s = self._patience(
@@ -237,6 +250,13 @@ class RequestLookups:
                 if cost is not None and (waits or announces)
                 else None
             )
+            if prompt is not None and self.span is not None:
+                return self.span.lookup(
+                    self._trim_prompt(prompt),
+                    have_tokens=have_tokens,
+                    uses=uses,
+                    deadline_s=patience_s,
+                )
             if prompt is not None:
                 return self._cache.lookup(
                     self._trim_prompt(prompt).query(),

@@ -12,7 +12,7 @@ from kvhold.core.naming import Facts
 from kvhold.core.rules import RequestRules, request_rules
 from kvhold.integrations.vllm.geometry import Geometry
 from kvhold.integrations.vllm.media import Media, MediaError
-from kvhold.integrations.vllm.naming import engine_facts
+from kvhold.integrations.vllm.naming import engine_facts, machine_facts
 from kvhold.integrations.vllm.naming.adapters import Adapters
 from kvhold.integrations.vllm.naming.places import check_weights, other_models
 from kvhold.integrations.weights import code_identity, model_identity
@@ -45,15 +45,7 @@ def namespace_of(
     cache_dir = config.load_config.download_dir
     if not settings.model_id:
         check_weights(config.load_config, model.model)
-    facts = dict(engine_facts(config, kv_cache, settings).items)
-    if not settings.model_id:
-        for name, other in other_models(model.hf_config):
-            facts[f"weights.{name}"] = model_identity(other, None, cache_dir=cache_dir)
-    if not settings.model_id and model.trust_remote_code:
-        for code in code_identity(
-            model.model, getattr(model.hf_config, "auto_map", None), model.code_revision
-        ):
-            facts[f"code.{code}"] = "'used'"
+    facts = dict(engine_facts(config, kv_cache, settings).items) | _model_facts(config, settings)
     return Namespace(
         model=settings.model_id or model_identity(model.model, model.revision, cache_dir=cache_dir),
         layout=geometry.layout,
@@ -63,6 +55,35 @@ def namespace_of(
         facts=Facts.of(facts),
         title=str(model.model),
     )
+
+
+def host_facts(config: "VllmConfig", settings: Config) -> tuple[tuple[str, str], ...]:
+    """Return what the KV of this host's workers depends on, besides the engine's configuration.
+
+    The scheduler names the engine by its own host. Raises LayoutError as `namespace_of` does.
+    """
+    model, facts = config.model_config, _model_facts(config, settings)
+    if not settings.model_id:
+        facts["weights"] = model_identity(
+            model.model, model.revision, cache_dir=config.load_config.download_dir
+        )
+    return (*machine_facts(config, settings).items, *Facts.of(facts).items)
+
+
+def _model_facts(config: "VllmConfig", settings: Config) -> dict[str, str]:
+    """Return the facts of the model's other files."""
+    facts: dict[str, str] = {}
+    if settings.model_id:
+        return facts
+    model, cache_dir = config.model_config, config.load_config.download_dir
+    for name, other in other_models(model.hf_config):
+        facts[f"weights.{name}"] = model_identity(other, None, cache_dir=cache_dir)
+    if model.trust_remote_code:
+        for code in code_identity(
+            model.model, getattr(model.hf_config, "auto_map", None), model.code_revision
+        ):
+            facts[f"code.{code}"] = "'used'"
+    return facts
 
 
 def layout_only(geometry: Geometry) -> Namespace:

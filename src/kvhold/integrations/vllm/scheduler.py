@@ -4,7 +4,7 @@ All methods run on the scheduler's thread. Only `reset` waits for the node.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from secrets import token_hex
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from kvhold.core.api import Uses
+from kvhold.core.api import Hit, Uses
 from kvhold.core.config import Config
-from kvhold.core.errors import ConfigError, KVHoldError
+from kvhold.core.errors import ConfigError, KVHoldError, LayoutError
 from kvhold.core.keys import ChunkNames, Namespace
 from kvhold.integrations.vllm.costs import Costs
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from kvhold.integrations.vllm.events import Announcer, Describer
 from kvhold.integrations.vllm.geometry import Geometry, Part
+from kvhold.integrations.vllm.hosts import NodePlace, hosts_of, named_by_hosts, place_of
 from kvhold.integrations.vllm.lookups import RequestLookups, has_content
 from kvhold.integrations.vllm.media import Media
 from kvhold.integrations.vllm.namespace import join, rules_of
@@ -30,6 +31,7 @@ from kvhold.integrations.vllm.request_state import RequestState, Scheduled
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.memory.placement import place_own_threads, place_this_thread
+from kvhold.node.span import OtherHosts, OwnHost, Span, SpanHit
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -57,8 +59,11 @@ class SchedulerSide:
         step_tokens: int = 1 << 40,
         media: Media | None = None,
         draft_limit: DraftLimit | None = None,
+        num_hosts: int = 1,
     ) -> None:
         """Join the node and start the lookup thread.
+
+        num_hosts: of the workers, as far as the settings tell; several need `use_hosts`
 
         loads: whether hits may be loaded; vLLM protects freed blocks from running passes only for
             loads that it knows
@@ -73,6 +78,9 @@ class SchedulerSide:
         )
         self._geometry = geometry
         self._configured = namespace
+        self._others: OtherHosts | None = None
+        self._host_of_rank: tuple[int, ...] = ()
+        self._storers: tuple[int, ...] | None = None
         self._cache = join(config, namespace, name="vllm-scheduler")
         self._lookup_thread = ThreadPoolExecutor(
             1,
@@ -105,6 +113,7 @@ class SchedulerSide:
             media=media or Media(),
             announcer=self._announcer,
             tally=self.tally,
+            awaits_hosts=num_hosts > 1,
         )
         log.info(
             "kvhold: %d tokens a chunk (%s), %d shards, node on %s",
@@ -128,6 +137,58 @@ class SchedulerSide:
     @property
     def socket(self) -> Path:
         return self._cache.path
+
+    def use_hosts(self, places: Mapping[tuple[int, int], NodePlace]) -> None:
+        """Learn which nodes the workers use, and connect to those of other hosts.
+
+        places: by (stage, rank)
+
+        Raises LayoutError if one of them cannot be used, ConfigError.
+        """
+        hosts = hosts_of(place_of(self.socket), places, self._geometry)
+        if all(host.is_own for host in hosts):
+            return
+        self._refuse_several_hosts()
+        namespace = named_by_hosts(self._configured, hosts, self._geometry)
+        self._configured = self.lookups.namespace = namespace
+        self._cache.register(namespace)
+        asked = sorted(hosts, key=lambda host: host.is_own)  # the others first
+        self._others = OtherHosts(
+            [host.relay_place(self._geometry) for host in asked if not host.is_own],
+            self._config.span,
+            cores=self._config.client.cores,
+        )
+        if faults := self._others.wait_until_tried(self._config.client.connect_timeout_s):
+            self._others.close()
+            raise LayoutError(
+                "kvhold does not serve this engine, because its scheduler cannot ask the nodes of "
+                f"all hosts of its workers: {'; '.join(faults)}. Correct span.listen, or the "
+                "firewalls between the hosts"
+            )
+        own = [OwnHost(self._cache, host.shards(self._geometry)) for host in asked if host.is_own]
+        numbers = {rank: number for number, host in enumerate(asked) for rank in host.ranks}
+        self._host_of_rank = tuple(numbers[rank] for rank in range(len(numbers)))
+        self._storers = tuple(
+            sorted(rank for host in hosts for rank in host.storers(self._geometry))
+        )
+        self.lookups.use_span(Span([*self._others.hosts, *own]))
+        log.info(
+            "kvhold: the workers are on %d hosts; a hit is what the nodes of all hosts have",
+            len(hosts),
+        )
+
+    def _refuse_several_hosts(self) -> None:
+        rules = self._config.rules
+        reasons = {
+            "it publishes KV cache events (kv_events_config)": self._announcer is not None,
+            "rules.plan is set": rules.plan,
+            "rules.wait_for_computing is set": rules.wait_for_computing,
+        }
+        if found := [reason for reason, applies in reasons.items() if applies]:
+            raise LayoutError(
+                "kvhold does not serve this engine whose workers are on several hosts: "
+                f"{'; '.join(found)}"
+            )
 
     def arrived(self, request: "Request") -> None:
         try:
@@ -225,6 +286,7 @@ class SchedulerSide:
                 inside=self._layerwise,
                 patience_s=request_state.patience_s,
                 adapter=self._adapter_of(request_state),
+                tickets=self._tickets_of(request_state.hit),
             )
         )
         if not self._layerwise:
@@ -246,7 +308,7 @@ class SchedulerSide:
         loads, self._loads = self._loads, []
         self._inside = [load.request_id for load in loads if load.inside]
         self.lookups.begin_pass()
-        return Steps(loads, stores, output.total_num_scheduled_tokens > 0)
+        return Steps(loads, stores, output.total_num_scheduled_tokens > 0, self._storers)
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -310,6 +372,12 @@ class SchedulerSide:
             self._announcer.reset()
         try:
             self._cache.clear(before.digest)
+            if self.lookups.span is not None:
+                self.lookups.span.repeat_clear(
+                    before.digest,
+                    self._cache.cleared_ns(before.digest),
+                    deadline_s=self._config.client.call_timeout_s,
+                )
         except KVHoldError as error:
             log.warning(
                 "kvhold: KV from before the reset is not used any more, but still takes memory: %s",
@@ -322,6 +390,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._lookup_thread.shutdown(wait=True, cancel_futures=True)
+        if self._others is not None:
+            self._others.close()
         self._cache.close()
 
     @property
@@ -402,6 +472,12 @@ class SchedulerSide:
             last,
             self._adapter_of(request_state),
         )
+
+    def _tickets_of(self, hit: Hit) -> tuple[int, ...]:
+        """Return the tickets by rank; empty: all workers use the hit's own."""
+        if not isinstance(hit, SpanHit):
+            return ()
+        return tuple(hit.tickets[host] for host in self._host_of_rank)
 
     def _load_bytes(self, block_ids: list[list[int]]) -> int:
         groups = [part.group for part in self._geometry.parts]

@@ -14,6 +14,7 @@ class Load:
     """Load a hit into blocks, during other passes or inside this step's pass.
 
     ticket: each worker claims the hit with it
+    tickets: by the worker's rank, if the workers are on several hosts; empty: all use `ticket`
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
     inside: the step's pass computes the rest, and waits for each layer
     patience_s: the longest wait for the claim; None: the usual deadline of a call
@@ -27,6 +28,10 @@ class Load:
     inside: bool = False
     patience_s: float | None = None
     adapter: AdapterUse | None = None
+    tickets: tuple[int, ...] = ()
+
+    def ticket_of(self, rank: int) -> int:
+        return self.tickets[rank] if self.tickets else self.ticket
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,12 @@ class Store:
 
 @dataclass
 class Steps(KVConnectorMetadata):
-    """One step. The engine can wait for loads if it computes nothing."""
+    """One step. The engine can wait for loads if it computes nothing.
+
+    storers: ranks of the workers that store; None: see `Geometry.stored_by`
+    """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     computes: bool = True
+    storers: tuple[int, ...] | None = None

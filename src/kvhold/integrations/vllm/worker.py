@@ -22,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvhold.core.config import Config
-from kvhold.core.errors import DeviceError, KVHoldError, LayoutError
+from kvhold.core.errors import DeviceError, KVHoldError, LayoutError, NodeError
 from kvhold.core.holdings import ABSENT, ChunkBytes, Lease, Reservation
 from kvhold.core.keys import Namespace
 from kvhold.integrations.vllm.copy_selftest import head_splits, prove, prove_coding
 from kvhold.integrations.vllm.geometry import Geometry, Part
+from kvhold.integrations.vllm.hosts import relay_address
 from kvhold.integrations.vllm.layerwise import Layerwise, blocks_of, blocks_of_chunks, log_damage
 from kvhold.integrations.vllm.namespace import join
 from kvhold.integrations.vllm.naming.adapters import AdapterUse
@@ -41,6 +42,7 @@ from kvhold.memory.device import COPY_THREADS, copier_for
 from kvhold.memory.host import available_bytes
 from kvhold.memory.placement import place_own_threads, place_this_thread
 from kvhold.memory.views import View, opaque_blocks
+from kvhold.node.span import Relay
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +115,9 @@ class WorkerSide:
         self._config = config
         self._namespace = namespace
         self._geometry = geometry
+        self._rank = rank
         self._held, self._stored = geometry.held_by(rank), geometry.stored_by(rank)
+        self._relay: Relay | None = None
         self._num_blocks = num_blocks
         self._adapters = adapters or AdapterLoads()
         self._copier: Copier = copier or HostCopier(config.copy_threads or COPY_THREADS)
@@ -148,6 +152,24 @@ class WorkerSide:
     @property
     def socket(self) -> Path:
         return self._cache.path
+
+    def relay(self) -> Relay | None:
+        """Relay lookups to this host's node. None if `span.listen` is not set, or is taken.
+
+        Raises ConfigError, LayoutError.
+        """
+        if not self._config.span.listen or self._relay is not None:
+            return self._relay
+        try:
+            self._relay = Relay(
+                self._config.span,
+                relay_address(self._config.span.listen),
+                self._cache,
+                cores=self._config.client.cores,
+            )
+        except NodeError as error:  # with a fixed port, another worker of this host has it
+            log.warning("kvhold: this worker does not relay lookups: %s", error)
+        return self._relay
 
     def register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Learn where the engine's blocks are, and prove that copies are exact.
@@ -217,10 +239,13 @@ class WorkerSide:
 
     def begin(self, steps: Steps) -> None:
         self.end_reading()
+        stored = self._stored
+        if steps.storers is not None:
+            stored = self._held if self._rank in steps.storers else range(0)
         self._reserved = [
             _Reserving(store, shard, self._storer.submit(self._reserve, store, shard))
             for store in steps.stores
-            for shard in self._stored
+            for shard in stored
         ]
         self._stored_last.update(store.request_id for store in steps.stores if store.last)
 
@@ -378,6 +403,8 @@ class WorkerSide:
         if self._layerwise is not None:
             self._layer_saver.shutdown(wait=True)
         self._copier.close()
+        if self._relay is not None:
+            self._relay.close()
         self._cache.close()
 
     def _reserve(self, store: Store, shard: int) -> Reservation | None:
@@ -431,7 +458,10 @@ class WorkerSide:
         pieces: list[Piece] = []
         for shard in self._held:
             lease = self._cache.claim(
-                load.ticket, shard, first_chunk=load.first_chunk, deadline_s=load.patience_s
+                load.ticket_of(self._rank),
+                shard,
+                first_chunk=load.first_chunk,
+                deadline_s=load.patience_s,
             )
             if lease is None:
                 raise KVHoldError("the hit was lost before it was claimed")
@@ -453,7 +483,7 @@ class WorkerSide:
             self._check_adapter(load)
             for shard in self._held:
                 lease = self._cache.claim(
-                    load.ticket,
+                    load.ticket_of(self._rank),
                     shard,
                     first_chunk=load.first_chunk,
                     deadline_s=load.patience_s,

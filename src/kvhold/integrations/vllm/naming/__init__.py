@@ -1,5 +1,5 @@
 """Name a vLLM engine's KV by the facts of `walk.py`."""
 
-from kvhold.integrations.vllm.naming.walk import engine_facts
+from kvhold.integrations.vllm.naming.walk import engine_facts, machine_facts
 
-__all__ = ["engine_facts"]
+__all__ = ["engine_facts", "machine_facts"]

@@ -77,6 +77,16 @@ def engine_facts(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Conf
     return facts
 
 
+def machine_facts(config: "VllmConfig", settings: Config) -> Facts:
+    """Return the facts of this host: its builds, environment, and drafter's weights."""
+    left_out = shared_names(settings)
+    found = build_facts() | environment_facts()
+    if drafts(config):
+        rules = _rules(left_out, per_shard=settings.head_shards > 0)
+        _add_draft_model(config.speculative_config, config.load_config, rules, found)
+    return Facts.of(found).without(lambda name: _is_shared(name, left_out))
+
+
 def shared_names(settings: Config) -> tuple[str, ...]:
     names = [name for word in settings.share for name in SHARES.get(word, (word,))]
     if settings.head_shards:

@@ -1,0 +1,98 @@
+"""The records between an engine's scheduler and a relay: a worker of it on another host.
+
+After Hello and RelayWelcome (`login.py`), each request has one answer, and the next request follows
+the answer. A relay ends a conversation that is silent for `SILENT_S`, and releases what it held.
+"""
+
+from typing import Annotated, Union
+
+import msgspec
+
+from kvhold.core.api import Uses
+from kvhold.core.keys import Query
+from kvhold.net.login import Refused
+
+SPAN_VERSION = 1
+SPAN_MAGIC = "kvhold-span"
+DEFAULT_PORT = 7713
+BEAT_S = 1.0
+SILENT_S = 5.0
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=60)]
+_Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class SpanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base record."""
+
+
+class RelayWelcome(SpanMessage, frozen=True):
+    version: int
+    kvhold: str
+
+
+class LookUp(SpanMessage, frozen=True):
+    """Look up a prompt in this host's node. -> LookedUp
+
+    query:      of the shards of this host's workers
+    deadline_s: of each call to the node
+    """
+
+    query: Query
+    have_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    uses: Uses
+    deadline_s: _Seconds
+
+
+class LookAgain(SpanMessage, frozen=True):
+    """Ask for an arriving hit's length. -> LookedUp
+
+    settle: make the hit final now
+    """
+
+    ticket: int
+    settle: bool
+
+
+class LookedUp(SpanMessage, frozen=True):
+    """A pinned hit.
+
+    cleared_ns: when the namespace was last cleared, asked after the hit was pinned; 0: never
+    lost:       why the node gave no answer; empty: it did
+    """
+
+    ticket: int = 0
+    num_tokens: int = 0
+    arriving: bool = False
+    sources: dict[str, int] = {}
+    reason: str = ""
+    cleared_ns: _Nanoseconds = 0
+    lost: str = ""
+
+
+class LetGo(SpanMessage, frozen=True):
+    """Release a hit. -> Alive"""
+
+    ticket: int
+
+
+class RepeatClear(SpanMessage, frozen=True):
+    """Repeat the clear of another host. -> Alive"""
+
+    namespace: bytes
+    at_ns: _Nanoseconds
+
+
+class Beat(SpanMessage, frozen=True):
+    """Show that the scheduler is alive. -> Alive"""
+
+
+class Alive(SpanMessage, frozen=True):
+    """lost: why the node could not be asked; empty: it could"""
+
+    lost: str = ""
+
+
+Greeting = Union[RelayWelcome, Refused]  # noqa: UP007 - msgspec reads the union
+Request = Union[LookUp, LookAgain, LetGo, RepeatClear, Beat]  # noqa: UP007
+Answer = Union[LookedUp, Alive]  # noqa: UP007
