@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -42,7 +42,7 @@ class Host:
         eventually(lambda: self.client.connected)
 
     def held(self) -> dict[str, int]:
-        return dict(self.client.status()["held"])
+        return {name: cast(int, number) for name, number in self.client.status()["held"].items()}
 
     def close(self) -> None:
         self.client.close()
@@ -67,7 +67,7 @@ class TwoHosts:
         self.span = Span([OwnHost(self.here.client, (0,)), *self.others.hosts])
 
     def connect(self, **changes: Any) -> OtherHosts:
-        place = {
+        place: dict[str, Any] = {
             "name": "the other host",
             "address": f"127.0.0.1:{self.relay.port}",
             "token": self.relay.token,

@@ -1,7 +1,7 @@
 """What a lookup of several hosts makes of their answers, said by the test."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -9,6 +9,7 @@ from kvhold.core.errors import NodeLost
 from kvhold.core.keys import HASH_BYTES, Namespace, Query
 from kvhold.net import span as s
 from kvhold.node.span import Span
+from kvhold.node.span.hosts import Host
 from kvhold.testing.cache import HYBRID, a_prompt
 
 SPACE = Namespace(model="model", layout=HYBRID, shards=2)
@@ -60,7 +61,7 @@ LOST = s.LookedUp(lost="away")
 
 
 def looked_up(*hosts: Said) -> Any:
-    return Span(hosts).lookup(a_prompt(SPACE, 96), deadline_s=1.0)
+    return Span(cast(tuple[Host, ...], hosts)).lookup(a_prompt(SPACE, 96), deadline_s=1.0)
 
 
 def test_the_longer_hit_is_asked_again_and_let_go_after_the_answer() -> None:

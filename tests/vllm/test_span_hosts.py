@@ -106,7 +106,7 @@ def test_an_engine_on_two_hosts_stores_hits_and_survives_the_loss_of_a_node(
             (tmp_path / host.name).mkdir()
             path = tmp_path / host.name / "node.sock"
             nodes.append(RunningNode(path, *arguments, under=host.enter))
-            started.callback(lambda node=nodes[-1]: node.close())
+            started.callback(nodes[-1].close)
         with engine_on(pair, nodes) as engine:
             cold = engine.answer(prompt)
             assert cold["cached"] == 0

@@ -5,7 +5,7 @@ the model is pretended.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class SpanEngine(Engine):
     def places(self) -> dict[tuple[int, int], NodePlace]:
         """What the workers tell the scheduler."""
         return {
-            (0, rank): worker.connector.get_handshake_metadata()  # type: ignore[misc]
+            (0, rank): worker.connector.get_handshake_metadata()
             for rank, worker in enumerate(self.worker.workers)  # type: ignore[attr-defined]
         }
 
@@ -111,7 +111,7 @@ class SpanEngine(Engine):
         assert self.scheduler.reset_prefix_cache()
         return self.tokens_computed[request_id] - 3
 
-    def _count(self, num_tokens: int, *, sources: dict[str, int], reason: str) -> None:
+    def _count(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
         self.missed[reason] += num_tokens - sum(sources.values())
 
     def _compute(self, output: SchedulerOutput) -> dict[str, list[int]]:
