@@ -6,7 +6,7 @@ import pytest
 
 from kvhold.cache.state import new_state
 from kvhold.cache.transfer.speeds import TierSpeed
-from kvhold.cache.values import ChunkValues, Run
+from kvhold.cache.values import ChunkValues, ValueRun
 from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import HASH_BYTES, Namespace, Query, split_hashes
@@ -45,15 +45,15 @@ def a_tier(*, byte_s: float) -> TierSpeed:
 @pytest.mark.parametrize("policy_for", ["tokens", "bytes"])
 def test_a_place_in_the_prompt_changes_neither_tokens_nor_bytes(policy_for: str) -> None:
     values = ChunkValues(policy_for)
-    assert values.runs(a_query(WIDE), WIDE, 100, SQUARE) == [Run(0, 100, NEUTRAL)]
+    assert values.runs(a_query(WIDE), WIDE, 100, SQUARE) == [ValueRun(0, 100, NEUTRAL)]
 
 
 def test_tokens_of_fewer_bytes_are_worth_more() -> None:
     values = ChunkValues("tokens")
-    assert values.runs(a_query(WIDE), WIDE, 9) == [Run(0, 9, NEUTRAL)]
-    assert values.runs(a_query(NARROW), NARROW, 9) == [Run(0, 9, NEUTRAL + 4)]  # 4 times
+    assert values.runs(a_query(WIDE), WIDE, 9) == [ValueRun(0, 9, NEUTRAL)]
+    assert values.runs(a_query(NARROW), NARROW, 9) == [ValueRun(0, 9, NEUTRAL + 4)]  # 4 times
     two = a_query(WIDE, shards=2)
-    assert values.runs(two, WIDE, 9) == [Run(0, 9, NEUTRAL - 2)]
+    assert values.runs(two, WIDE, 9) == [ValueRun(0, 9, NEUTRAL - 2)]
 
 
 def test_bytes_are_worth_the_same_in_each_layout() -> None:
@@ -69,7 +69,7 @@ def test_ttft_grows_with_the_place_as_attention_does() -> None:
     assert [run.value for run in runs] == sorted({run.value for run in runs})
     # the last chunk takes 1 + 12.7 ms a token, the first one 1.06
     assert (runs[0].value, runs[-1].value) == (NEUTRAL, NEUTRAL + 7)
-    assert ChunkValues("ttft").runs(a_query(WIDE), WIDE, 100, LINEAR) == [Run(0, 100, NEUTRAL)]
+    assert ChunkValues("ttft").runs(a_query(WIDE), WIDE, 100, LINEAR) == [ValueRun(0, 100, NEUTRAL)]
 
 
 def test_ttft_is_no_more_than_a_tier_below_takes() -> None:
@@ -79,14 +79,14 @@ def test_ttft_is_no_more_than_a_tier_below_takes() -> None:
     runs = below.runs(a_query(WIDE), WIDE, 100, SQUARE)
     assert (runs[0].value, runs[-1].value) == (NEUTRAL, NEUTRAL + 4)
     fast = ChunkValues("ttft", [a_tier(byte_s=as_computed / 100)])
-    assert fast.runs(a_query(WIDE), WIDE, 100, SQUARE) == [Run(0, 100, NEUTRAL)]
+    assert fast.runs(a_query(WIDE), WIDE, 100, SQUARE) == [ValueRun(0, 100, NEUTRAL)]
 
 
 def test_a_first_chunk_that_saves_nothing_does_not_set_the_scale() -> None:
     values = ChunkValues("ttft")
     loaded = ComputeCost("b", 100 * SIZE, token_s=1e-3, load_byte_s=1.0)
-    assert values.runs(a_query(WIDE), WIDE, 100, loaded) == [Run(0, 100, 0)]
-    assert values.runs(a_query(WIDE), WIDE, 100, LINEAR) == [Run(0, 100, NEUTRAL)]
+    assert values.runs(a_query(WIDE), WIDE, 100, loaded) == [ValueRun(0, 100, 0)]
+    assert values.runs(a_query(WIDE), WIDE, 100, LINEAR) == [ValueRun(0, 100, NEUTRAL)]
 
 
 def test_a_tier_whose_cost_of_a_byte_is_not_known_yet_lowers_nothing() -> None:
@@ -101,21 +101,21 @@ def test_a_tier_whose_cost_of_a_byte_is_not_known_yet_lowers_nothing() -> None:
 
 def test_ttft_without_costs_is_as_their_last_known_values() -> None:
     values, unknown = ChunkValues("ttft"), ComputeCost("a", 100 * SIZE)
-    assert values.runs(a_query(WIDE), WIDE, 100, None) == [Run(0, 100, NEUTRAL)]
-    assert values.runs(a_query(WIDE), WIDE, 100, unknown) == [Run(0, 100, NEUTRAL)]
+    assert values.runs(a_query(WIDE), WIDE, 100, None) == [ValueRun(0, 100, NEUTRAL)]
+    assert values.runs(a_query(WIDE), WIDE, 100, unknown) == [ValueRun(0, 100, NEUTRAL)]
     known = values.runs(a_query(WIDE), WIDE, 100, SQUARE)
     assert values.runs(a_query(WIDE), WIDE, 100, None) == known
     other = a_query(WIDE, name="b")
-    assert values.runs(other, WIDE, 100, None) == [Run(0, 100, NEUTRAL)]
+    assert values.runs(other, WIDE, 100, None) == [ValueRun(0, 100, NEUTRAL)]
 
 
 def test_values_have_limits() -> None:
     values = ChunkValues("ttft")
     values.runs(a_query(WIDE), WIDE, 1, LINEAR)
     slow = ComputeCost("b", SIZE, token_s=1e6)
-    assert values.runs(a_query(WIDE), WIDE, 1, slow) == [Run(0, 1, NUM_VALUES - 1)]
+    assert values.runs(a_query(WIDE), WIDE, 1, slow) == [ValueRun(0, 1, NUM_VALUES - 1)]
     loaded = ComputeCost("b", SIZE, token_s=1e-3, load_byte_s=1.0)
-    assert values.runs(a_query(WIDE), WIDE, 1, loaded) == [Run(0, 1, 0)]
+    assert values.runs(a_query(WIDE), WIDE, 1, loaded) == [ValueRun(0, 1, 0)]
 
 
 @pytest.mark.parametrize("first", [5e-324, 1e-300, 1e9])

@@ -32,7 +32,7 @@ try:
 except ImportError:  # 5f474b0
     from kvhold.testing.servers.central import CentralServer  # type: ignore[import-not-found, no-redef]
 try:
-    from kvhold.net.login import Hello
+    from kvhold.net.login import LoginHello as Hello
 except ImportError:  # 5f474b0
     from kvhold.net.central import Hello  # type: ignore[attr-defined, no-redef]
 

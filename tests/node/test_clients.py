@@ -22,7 +22,7 @@ import pytest
 from kvhold.core.errors import NodeError, NodeRefused
 from kvhold.net import messages as m
 from kvhold.node import NodeClient
-from kvhold.node.peers import Peer
+from kvhold.node.peers import SocketPeer
 from kvhold.testing.cache import PLAIN, a_prompt, read, store
 from tests.node.nodes import (
     NOTHING,
@@ -189,12 +189,12 @@ async def test_where_a_process_cannot_be_watched_no_device_is_served(
             raise OSError(errno.ENOPROTOOPT, "Protocol not available")
 
     old = cast("socket.socket", OldKernel())
-    Peer(here.pid, os.getuid(), start).watch(old).close()
-    for peer in (Peer(0, os.getuid(), 5), Peer(here.pid, os.getuid(), None)):
+    SocketPeer(here.pid, os.getuid(), start).watch(old).close()
+    for peer in (SocketPeer(0, os.getuid(), 5), SocketPeer(here.pid, os.getuid(), None)):
         with pytest.raises(NodeError, match="different PID namespaces"):
             peer.watch(old)
     with pytest.raises(NodeError, match="has ended"):
-        Peer(here.pid, os.getuid(), start + 1).watch(old)
+        SocketPeer(here.pid, os.getuid(), start + 1).watch(old)
 
 
 def test_a_client_that_lives_keeps_what_it_holds(shared_node: RunningNode) -> None:
@@ -213,9 +213,11 @@ def test_a_client_that_lives_keeps_what_it_holds(shared_node: RunningNode) -> No
 
 def test_a_process_is_not_taken_for_a_later_one_with_its_number() -> None:
     here = psutil.Process()
-    assert not Peer(here.pid, os.getuid(), None).has_ended(), "it cannot be told"
-    assert Peer(here.pid, os.getuid(), 1).has_ended(), "another process, started at another time"
-    assert not Peer(0, os.getuid(), 5).has_ended(), "in another PID namespace"
+    assert not SocketPeer(here.pid, os.getuid(), None).has_ended(), "it cannot be told"
+    assert SocketPeer(here.pid, os.getuid(), 1).has_ended(), (
+        "another process, started at another time"
+    )
+    assert not SocketPeer(0, os.getuid(), 5).has_ended(), "in another PID namespace"
 
 
 def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +226,13 @@ def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch: pytest.Mo
 
     here = psutil.Process()
     monkeypatch.setattr(Path, "read_text", no_descriptor_left)
-    assert not Peer(here.pid, os.getuid(), 1).has_ended()
+    assert not SocketPeer(here.pid, os.getuid(), 1).has_ended()
 
 
 def test_a_zombie_has_ended() -> None:
     pid = os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
     start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    peer = Peer(pid, os.getuid(), start)
+    peer = SocketPeer(pid, os.getuid(), start)
     assert not peer.has_ended()
     os.kill(pid, signal.SIGKILL)
     eventually(peer.has_ended)
@@ -243,10 +245,10 @@ def test_a_process_is_not_looked_for_in_another_namespaces_proc(
 ) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        start = Peer.of(ours).start
+        start = SocketPeer.of(ours).start
         assert start is not None and start > 0
         monkeypatch.setattr(Path, "readlink", lambda path: Path("4711"))
-        assert Peer.of(ours).start is None
+        assert SocketPeer.of(ours).start is None
 
 
 # Stalled

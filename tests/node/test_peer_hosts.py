@@ -10,7 +10,7 @@ import pytest
 
 from kvhold.core.reasons import PEER_SLOW
 from kvhold.testing.cache import a_prompt, store
-from kvhold_lab.bench.relay import Network
+from kvhold_lab.bench.relay import RelayedNetwork
 from tests.namespaces import two_hosts
 from tests.node.hosts import Hosts
 from tests.node.nodes import PATIENT_S, SPACE, eventually
@@ -78,7 +78,7 @@ def test_a_partition_in_the_middle_of_a_read_costs_one_deadline_and_heals(hosts:
 
 def test_connections_that_a_relay_has_forgotten_cost_misses_and_are_replaced(fleet: Fleet) -> None:
     first = fleet.start("a", port=0)
-    with Network() as network:
+    with RelayedNetwork() as network:
         link = network.link(("127.0.0.1", port_of(first)))
         tier = peers(link.port, answer_timeout_s=3.0, pause_s=0.001)
         writer, reader = joined(first), joined(fleet.start("b", tier))

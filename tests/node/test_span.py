@@ -238,7 +238,7 @@ def test_a_scheduler_that_leaves_holds_nothing(hosts: TwoHosts) -> None:
 def test_a_scheduler_that_falls_silent_holds_nothing(hosts: TwoHosts) -> None:
     prompt = hosts.store(64, 0, 1, 2)
     with socket.create_connection(("127.0.0.1", hosts.relay.port), PATIENT_S) as connection:
-        hello = login.Hello(s.SPAN_MAGIC, s.SPAN_VERSION, hosts.relay.token)
+        hello = login.LoginHello(s.SPAN_MAGIC, s.SPAN_VERSION, hosts.relay.token)
         connection.sendall(encode(hello))
         _read(connection)
         query = replace(prompt.query(), only=(1, 2))

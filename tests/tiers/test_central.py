@@ -307,15 +307,15 @@ class TestHostileClients:
                 pass
             return answer
 
-    HELLO = bytes(encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "")))
+    HELLO = bytes(encode(login.LoginHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "")))
 
     @pytest.mark.parametrize(
         ("says", "told"),
         [
             ((b"GET / HTTP/1.1\r\n\r\n",), b"must be its Hello, of at most 4096 bytes"),
-            ((bytes(encode(login.Hello("x", 1, ""))),), b"must be its Hello"),
+            ((bytes(encode(login.LoginHello("x", 1, ""))),), b"must be its Hello"),
             (
-                (bytes(encode(login.Hello(c.CENTRAL_MAGIC, 99, ""))),),
+                (bytes(encode(login.LoginHello(c.CENTRAL_MAGIC, 99, ""))),),
                 b"protocol %d" % c.CENTRAL_VERSION,
             ),
             ((HELLO, b"\xff\xff\xff\xff"), b"announced"),
@@ -358,12 +358,12 @@ class TestHostileClients:
         self, server: CentralServer
     ) -> None:
         answer = self.ask(
-            server, bytes(encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, "")))
+            server, bytes(encode(login.LoginHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION + 1, "")))
         )
         greeting = Decoder[c.Greeting](c.Greeting).decode(
             answer[LENGTH_BYTES : LENGTH_BYTES + body_length(answer)]
         )
-        assert isinstance(greeting, login.Refused)
+        assert isinstance(greeting, login.LoginRefused)
         assert not greeting.denied
 
 
@@ -389,11 +389,11 @@ class TestStrangers:
     @pytest.mark.parametrize(
         "hello",
         [
-            login.Hello("HUSHHUSH" * ((1 << 20) - 100), c.CENTRAL_VERSION, ""),
-            login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * (1 << 19)),
-            login.Hello("HUSHHUSH" * 500, c.CENTRAL_VERSION, ""),
-            login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * 500),
-            login.Hello(c.CENTRAL_MAGIC, 99, "HUSHHUSH"),
+            login.LoginHello("HUSHHUSH" * ((1 << 20) - 100), c.CENTRAL_VERSION, ""),
+            login.LoginHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * (1 << 19)),
+            login.LoginHello("HUSHHUSH" * 500, c.CENTRAL_VERSION, ""),
+            login.LoginHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, "HUSHHUSH" * 500),
+            login.LoginHello(c.CENTRAL_MAGIC, 99, "HUSHHUSH"),
             c.Probe(b"HUSHHUSH" * 100),
         ],
         ids=["magic of 8 MiB", "token of 4 MiB", "magic", "token", "version", "no Hello"],

@@ -9,7 +9,7 @@ import pytest
 
 from kvhold.core.errors import ProtocolError
 from kvhold.core.reasons import PEER_DENIED, PEER_GONE, TIER_DOWN
-from kvhold.net.login import Refused
+from kvhold.net.login import LoginRefused
 from kvhold.net.stream import Address
 from kvhold.tiers.peers.faults import ADVICE, fault_of, refusal_of
 
@@ -19,7 +19,7 @@ ALERT = ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert")
 
 
 def test_the_page_has_a_row_for_each_cause_with_its_advice() -> None:
-    section = PAGE.split("\n## What goes wrong\n")[1].split("\n## ")[0]
+    section = PAGE.split("\n## Faults\n")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.+) \|$", section, re.MULTILINE))
     assert rows == ADVICE
 
@@ -50,17 +50,17 @@ def test_each_error_has_its_cause(error: Exception, cause: str, miss: str) -> No
 @pytest.mark.parametrize(
     ("refused", "cause"),
     [
-        (Refused("a token is needed", denied=True), "token"),
-        (Refused("another version", is_other_version=True), "version"),
-        (Refused("peers.max_connections = 1 are in use"), "busy"),
+        (LoginRefused("a token is needed", denied=True), "token"),
+        (LoginRefused("another version", is_other_version=True), "version"),
+        (LoginRefused("peers.max_connections = 1 are in use"), "busy"),
     ],
 )
-def test_each_refusal_has_its_cause(refused: Refused, cause: str) -> None:
+def test_each_refusal_has_its_cause(refused: LoginRefused, cause: str) -> None:
     fault = refusal_of(ADDRESS, refused)
     assert (fault.cause, fault.miss) == (cause, PEER_DENIED)
 
 
 def test_what_a_peer_says_is_printable_and_short() -> None:
-    text = str(refusal_of(ADDRESS, Refused("\x1b[2Jroot\n" + "x" * 5000)))
+    text = str(refusal_of(ADDRESS, LoginRefused("\x1b[2Jroot\n" + "x" * 5000)))
     assert text.isprintable()
     assert len(text) < 400

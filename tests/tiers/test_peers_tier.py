@@ -51,7 +51,7 @@ from kvhold.tiers.peers.directory import Own
 from kvhold.tiers.peers.faults import PeerGone, PeerSlow
 from kvhold.tiers.peers.index import digest_of, unpack
 from kvhold.tiers.registry import make_tier
-from kvhold_lab.bench.relay import Network
+from kvhold_lab.bench.relay import RelayedNetwork
 from kvhold_lab.servers.base import NotInstalled, free_port
 from kvhold_lab.servers.certificates import make_certificates
 from tests.tiers.peer_places import (
@@ -261,7 +261,7 @@ async def test_connections_that_the_network_has_forgotten_cost_one_deadline_at_m
     monkeypatch.setattr(follower, "SILENT_S", 2.0 if noticed else PATIENT_S)
     keys = [make_key(number) for number in range(4)]
     async with served() as place:
-        with Network() as network:
+        with RelayedNetwork() as network:
             link = network.link(("127.0.0.1", place.port))
             async with following(link.port, answer_timeout_s=3.0, pause_s=0.001) as tier:
                 for key in keys:
@@ -902,8 +902,8 @@ class TestServer:
             await tier.check()
             stream, _ = await tier.peers[0].open_to_follow()
             await stream.send([encode(request_of())])
-            answer = Decoder[Any](login.Refused).decode(await read_body(stream))
-            assert isinstance(answer, login.Refused)
+            answer = Decoder[Any](login.LoginRefused).decode(await read_body(stream))
+            assert isinstance(answer, login.LoginRefused)
             stream.close()
             place.put(make_key(1), b"x")
             await eventually_found(tier, make_key(1), 1)

@@ -26,7 +26,7 @@ from kvhold.cache.query_limits import check_query
 from kvhold.cache.transfer.search import Search
 from kvhold.cache.transfer.searches import Searches
 from kvhold.cache.transfer.use_queue import UseQueue
-from kvhold.cache.values import ChunkValues, Run
+from kvhold.cache.values import ChunkValues, ValueRun
 from kvhold.core.api import Found, Uses
 from kvhold.core.errors import ProtocolError
 from kvhold.core.keys import Query
@@ -570,9 +570,9 @@ class Lookups:
         yield from emptied_dicts(search.places, search.faults, search.unknown)
 
 
-def _steps(runs: Iterable[Run], first: int, last: int, most: int) -> Iterator[Run]:
+def _steps(runs: Iterable[ValueRun], first: int, last: int, most: int) -> Iterator[ValueRun]:
     """Divide the runs of the chunks `first` to `last - 1` into runs of at most `most` chunks."""
     for run in runs:
         end = min(run.last, last)
         for begin in range(max(run.first, first), end, most):
-            yield Run(begin, min(begin + most, end), run.value)
+            yield ValueRun(begin, min(begin + most, end), run.value)

@@ -28,7 +28,7 @@ from kvhold.tiers.policies.base import NEUTRAL, NUM_VALUES
 _MOST_COSTS = 256
 
 
-class Run(NamedTuple):
+class ValueRun(NamedTuple):
     """The chunks `first` to `last - 1`, which share one value."""
 
     first: int
@@ -45,20 +45,20 @@ class ChunkValues:
 
     def runs(
         self, query: Query, layout: Layout, num_chunks: int, cost: ComputeCost | None = None
-    ) -> list[Run]:
+    ) -> list[ValueRun]:
         """Return the values of a prompt's first chunks, in order."""
         nbytes = query.num_shards * sum(
             layout.chunk_bytes(group, layout.tokens_per_chunk)
             for group in range(len(layout.groups))
         )
         if self._policy_for == "tokens":
-            return [Run(0, num_chunks, self._class_of(layout.tokens_per_chunk / nbytes))]
+            return [ValueRun(0, num_chunks, self._class_of(layout.tokens_per_chunk / nbytes))]
         if self._policy_for == "ttft":
             known = self._known_cost(query.namespace, cost)
             if known is not None:
                 saved_s = self._saved_s(layout.tokens_per_chunk, nbytes, known)
                 return _runs(num_chunks, lambda chunk: self._class_of(saved_s(chunk) / nbytes))
-        return [Run(0, num_chunks, NEUTRAL)]
+        return [ValueRun(0, num_chunks, NEUTRAL)]
 
     def _known_cost(self, namespace: bytes, cost: ComputeCost | None) -> ComputeCost | None:
         if cost is None or not cost.is_known:
@@ -91,13 +91,13 @@ class ChunkValues:
         return min(max(NEUTRAL + round(2 * octaves), 0), NUM_VALUES - 1)
 
 
-def _runs(num_chunks: int, class_of: Callable[[int], int]) -> list[Run]:
+def _runs(num_chunks: int, class_of: Callable[[int], int]) -> list[ValueRun]:
     """class_of: a chunk's number -> its class; it never decreases"""
-    runs: list[Run] = []
+    runs: list[ValueRun] = []
     first = 0
     while first < num_chunks:
         value = class_of(first)
         last = bisect_right(range(num_chunks), value, lo=first, key=class_of)
-        runs.append(Run(first, last, value))
+        runs.append(ValueRun(first, last, value))
         first = last
     return runs

@@ -1,8 +1,8 @@
 """The records between a central cache and its hosts.
 
-A client sends Hello. The answer is Welcome, or Refused and a closed connection. Then requests are
-answered in order. Bytes of values follow their Put in the order of its keys, or the answer to a
-Get.
+A client sends LoginHello. The answer is Welcome, or LoginRefused and a closed connection. Then
+requests are answered in order. Bytes of values follow their Put in the order of its keys, or the
+answer to a Get.
 """
 
 from typing import Union
@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 from kvhold.core.keys import KEY_BYTES
-from kvhold.net.login import Refused
+from kvhold.net.login import LoginRefused
 
 CENTRAL_VERSION = 3
 CENTRAL_MAGIC = "kvhold-central"
@@ -114,9 +114,9 @@ class CentralDone(CentralMessage, frozen=True):
     """Answer to Check."""
 
 
-Greeting = Union[CentralWelcome, Refused]  # noqa: UP007 - msgspec reads the union
+Greeting = Union[CentralWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union
 Request = Union[Check, Probe, Get, Put, Delete, Scan]  # noqa: UP007
-Answer = Union[ValueSizes, Stored, Removed, CentralKeys, CentralDone, Refused]  # noqa: UP007
+Answer = Union[ValueSizes, Stored, Removed, CentralKeys, CentralDone, LoginRefused]  # noqa: UP007
 
 
 def split_keys(joined: bytes) -> list[bytes]:

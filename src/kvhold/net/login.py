@@ -1,4 +1,4 @@
-"""The greeting on TCP: a client's Hello, then Refused and a closed connection, or a welcome.
+"""The greeting on TCP: LoginHello, then LoginRefused and a closed connection, or a welcome.
 
 These records have the same places and tags in every version of every protocol, so that a server can
 refuse any client with a reason.
@@ -11,7 +11,7 @@ MAX_TOKEN_BYTES = 3 << 10
 _MOST_QUOTED = 200
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
+class LoginHello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
     """magic: the protocol's name"""
 
     magic: str
@@ -19,7 +19,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
     token: str
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="CentralRefused"):
+class LoginRefused(msgspec.Struct, frozen=True, array_like=True, tag="CentralRefused"):
     """denied:           the client lacks the rights
     is_other_version: of the client
     """

@@ -1,7 +1,7 @@
 """The records between a node and the nodes that read its chunks, its followers.
 
-After Hello and PeerWelcome (`login.py`), a follower may introduce itself. Then a connection carries
-gets, or is given to one Follow.
+After LoginHello and PeerWelcome (`login.py`), a follower may introduce itself. Then a connection
+carries gets, or is given to one Follow.
 
 A **get** is answered by one or more PeerValues, whose sizes belong to the keys in order. The bytes
 of the values follow their record.
@@ -16,7 +16,7 @@ from typing import Union
 
 import msgspec
 
-from kvhold.net.login import Refused
+from kvhold.net.login import LoginRefused
 
 PEERS_VERSION = 1
 PEERS_MAGIC = "kvhold-peer"
@@ -138,6 +138,6 @@ class Happened(PeerMessage, frozen=True):
     clears: list[ClearNumber]
 
 
-Greeting = Union[PeerWelcome, Refused]  # noqa: UP007 - msgspec reads the union
+Greeting = Union[PeerWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union
 Request = Union[PeerGet, Follow, Introduce]  # noqa: UP007
 News = Union[Page, Happened]  # noqa: UP007

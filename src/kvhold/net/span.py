@@ -1,7 +1,7 @@
 """The records between an engine's scheduler and a relay: a worker of it on another host.
 
-After Hello and RelayWelcome (`login.py`), each request has one answer, and the next request follows
-the answer. A relay ends a conversation that is silent for `SILENT_S`, and releases what it held.
+After LoginHello and RelayWelcome (`login.py`), each request has one answer, and the next request
+follows the answer. A relay ends a conversation after `SILENT_S` of silence, and releases its hits.
 """
 
 from typing import Annotated, Union
@@ -10,7 +10,7 @@ import msgspec
 
 from kvhold.core.api import Uses
 from kvhold.core.keys import Query
-from kvhold.net.login import Refused
+from kvhold.net.login import LoginRefused
 
 SPAN_VERSION = 1
 SPAN_MAGIC = "kvhold-span"
@@ -93,6 +93,6 @@ class Alive(SpanMessage, frozen=True):
     lost: str = ""
 
 
-Greeting = Union[RelayWelcome, Refused]  # noqa: UP007 - msgspec reads the union
+Greeting = Union[RelayWelcome, LoginRefused]  # noqa: UP007 - msgspec reads the union
 Request = Union[LookUp, LookAgain, LetGo, RepeatClear, Beat]  # noqa: UP007
 Answer = Union[LookedUp, Alive]  # noqa: UP007

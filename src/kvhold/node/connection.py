@@ -15,7 +15,7 @@ from kvhold.core.errors import NodeError, ProtocolError
 from kvhold.net import messages as m
 from kvhold.net.wire import Decoder, Splitter, encode, split_number
 from kvhold.node.listener import EXHAUSTED, no_descriptor
-from kvhold.node.peers import Peer, ProcessEnd
+from kvhold.node.peers import ProcessEnd, SocketPeer
 from kvhold.node.requirements import check, unpack
 from kvhold.node.session import Session
 
@@ -43,7 +43,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def __init__(self, node: "Node") -> None:
         self._node = node
         self.number = next(node.numbers)
-        self._peer: Peer | None = None
+        self._peer: SocketPeer | None = None
         self._process_end: ProcessEnd | None = None
         self._is_closed = False
         self._has_departed = False
@@ -59,9 +59,9 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._join(transport, Peer.of(transport.get_extra_info("socket")))
+        self._join(transport, SocketPeer.of(transport.get_extra_info("socket")))
 
-    def _join(self, transport: asyncio.Transport, peer: Peer) -> None:
+    def _join(self, transport: asyncio.Transport, peer: SocketPeer) -> None:
         self._transport, self._peer = transport, peer
         self._node.joined(self)
         if self._node.is_ending:  # accepted just before the listener closed

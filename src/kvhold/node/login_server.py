@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _GREET_WITHIN_S = 5.0
 _ACCEPT_PAUSE_S = 0.05
 _TOKEN_NEEDED, _TOKEN_WRONG = "a token is needed", "the token is wrong"
-_hello: Decoder[login.Hello] = Decoder(login.Hello)
+_hello: Decoder[login.LoginHello] = Decoder(login.LoginHello)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,9 @@ class LoginServer(ABC):
         if stream is not None and not stream.closed:
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_GREET_WITHIN_S):
-                    await stream.send([encode(login.Refused(reason, denied, is_other_version))])
+                    await stream.send(
+                        [encode(login.LoginRefused(reason, denied, is_other_version))]
+                    )
 
     def _split(self, text: str) -> tuple[str, int]:
         host, colon, port = text.rpartition(":")

@@ -13,7 +13,7 @@ from secrets import token_bytes
 
 from kvhold.core.errors import TierUnavailable
 from kvhold.node.peer_feed import PeerFeed
-from kvhold.tiers.peers.bus import BATCH_BYTES, KEY_BYTES, Bus, Session, clock_ms, end_task, seal
+from kvhold.tiers.peers.bus import BATCH_BYTES, KEY_BYTES, Bus, BusSession, clock_ms, end_task, seal
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
@@ -47,7 +47,7 @@ class PeerPublisher:
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
-    async def _publish(self, session: Session) -> None:
+    async def _publish(self, session: BusSession) -> None:
         """Publish without end. Records whose answer is lost are published again."""
         feed = self._feed
         while True:

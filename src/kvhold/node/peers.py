@@ -28,7 +28,7 @@ _STATE, _START_TIME = 0, 19  # of /proc/PID/stat, after the command
 
 
 @dataclass(frozen=True)
-class Peer:
+class SocketPeer:
     """A process.
 
     pid:   0: in another PID namespace
@@ -40,7 +40,7 @@ class Peer:
     start: int | None
 
     @classmethod
-    def of(cls, connection: socket.socket) -> "Peer":
+    def of(cls, connection: socket.socket) -> "SocketPeer":
         pid, uid, _ = _CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )

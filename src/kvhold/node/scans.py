@@ -16,7 +16,7 @@ from kvhold.tiers.table import KeySet
 _MOST_SCANS = 64
 
 
-class Page(NamedTuple):
+class ScanPage(NamedTuple):
     """whole: every tier has answered so far"""
 
     keys: list[bytes]
@@ -33,7 +33,7 @@ class Scans:
     def __len__(self) -> int:
         return len(self._scans)
 
-    async def page(self, prefix: bytes, after: bytes, most: int) -> Page:
+    async def page(self, prefix: bytes, after: bytes, most: int) -> ScanPage:
         scan = self._scans.pop((prefix, after), None)
         if scan is None:
             silent = set[str]()
@@ -63,7 +63,7 @@ class _Scan:
         self._seen = KeySet()
         self._left: list[bytes] = []
 
-    async def take(self, most: int) -> Page:
+    async def take(self, most: int) -> ScanPage:
         while len(self._left) <= most:
             part = await anext(self._parts, None)
             if part is None:
@@ -72,7 +72,7 @@ class _Scan:
             await next_turn()
         page = self._left[:most]
         del self._left[:most]
-        return Page(page, more=bool(self._left), whole=not self._silent)
+        return ScanPage(page, more=bool(self._left), whole=not self._silent)
 
     async def end(self) -> None:
         self._left.clear()

@@ -183,10 +183,10 @@ class CentralTier:
         stream = await self._connect(self._address, self._tls)
         with on_error(stream.close):
             await stream.send(
-                [encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))]
+                [encode(login.LoginHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, self._token))]
             )
             greeting = _greeting.decode(await read_body(stream, login.MAX_HELLO_BYTES))
-        if isinstance(greeting, login.Refused):
+        if isinstance(greeting, login.LoginRefused):
             stream.close()
             kind = TierDenied if greeting.denied else TierUnavailable
             raise kind("kvhold", "connect", f"{self._address}: {greeting.reason[:_MOST_QUOTED]}")

@@ -1,6 +1,6 @@
 """TCP relays on loopback, as a network that fails: all in one thread.
 
-with Network() as network:
+with RelayedNetwork() as network:
     link = network.link(("127.0.0.1", 7711))
     connect(link.port); link.cut(); link.mend(); link.forget()
 """
@@ -15,10 +15,10 @@ _PIECE_BYTES = 256 << 10
 Result = TypeVar("Result")
 
 
-class Link:
+class RelayedLink:
     """The way to one address. Its calls may come from any thread."""
 
-    def __init__(self, network: "Network", target: tuple[str, int]) -> None:
+    def __init__(self, network: "RelayedNetwork", target: tuple[str, int]) -> None:
         self._network = network
         self._target = target
         self._whole = asyncio.Event()
@@ -97,14 +97,14 @@ class Link:
                 await target.drain()
 
 
-class Network:
+class RelayedNetwork:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relays", daemon=True)
-        self._links: list[Link] = []
+        self._links: list[RelayedLink] = []
 
-    def link(self, target: tuple[str, int]) -> Link:
-        link = Link(self, target)
+    def link(self, target: tuple[str, int]) -> RelayedLink:
+        link = RelayedLink(self, target)
         self.run(link.open())
         self._links.append(link)
         return link

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvhold.cache.values import Run
+from kvhold.cache.values import ValueRun
 from kvhold.core.errors import ConfigError
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
 from kvhold.tiers.policies import POLICIES, LearnedPolicy, LruPolicy, Policy
@@ -72,7 +72,7 @@ def replay_class(
     lower_capacity: int = 0,
     num_victims: int = 0,
     times_s: Times | None = None,
-    values: Sequence[Run] | None = None,
+    values: Sequence[ValueRun] | None = None,
 ) -> Replayed:
     """Serve the requests in order.
 
@@ -107,7 +107,7 @@ def replay_class(
         here = memory.num_found(prompt)
         if memory.policy.learns:
             number = memory.policy.looked_up(prompt, here)
-            for run in values or (Run(0, len(prompt), NEUTRAL),):
+            for run in values or (ValueRun(0, len(prompt), NEUTRAL),):
                 first, last = run.first, min(run.last, len(prompt))
                 memory.policy.used(prompt[first : min(last, here)], number, run.value)
                 memory.policy.missed(prompt[max(first, here) : last], number, run.value)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvhold.cache.values import ChunkValues, Run
+from kvhold.cache.values import ChunkValues, ValueRun
 from kvhold.core.keys import NAMESPACE_BYTES, Query
 from kvhold.core.layout import Group, Layout
 from kvhold_lab.simulate.numba_eviction import POLICIES as MODELS
@@ -95,7 +95,7 @@ def replay_policy(
     *,
     capacity: int,
     lower_capacity: int = 0,
-    values: Sequence[Run] | None = None,
+    values: Sequence[ValueRun] | None = None,
 ) -> Replayed:
     """Replay with the policy's compiled model, or with its class. values: for `learned`"""
     trace = cut.chunks, cut.starts, cut.parents
@@ -111,7 +111,7 @@ def replay_policy(
     )
 
 
-def values_of(cut: Cut, setup: Setup) -> Sequence[Run] | None:
+def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
     """Return the values of a prompt's chunks for `learned`; None: all are equal.
 
     Chunks have one size, so `tokens` and `bytes` give the same. With `ttft`, a tier below is taken

@@ -411,7 +411,7 @@ class SimCentral:
 
     def _draw_words(self) -> tuple[bytes, bool]:
         random = self.random
-        hello = bytes(encode(login.Hello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, _TOKEN)))
+        hello = bytes(encode(login.LoginHello(c.CENTRAL_MAGIC, c.CENTRAL_VERSION, _TOKEN)))
         outside = (
             b"",
             random.randbytes(random.choice((1, 100, 20_000))),
@@ -420,15 +420,15 @@ class SimCentral:
             hello[: random.randrange(1, len(hello))],
             bytes(
                 encode(
-                    login.Hello(
+                    login.LoginHello(
                         c.CENTRAL_MAGIC,
                         c.CENTRAL_VERSION,
                         random.choice(("", "another", "x" * 3_000)),
                     )
                 )
             ),
-            bytes(encode(login.Hello("another", c.CENTRAL_VERSION, _TOKEN))),
-            bytes(encode(login.Hello(c.CENTRAL_MAGIC, 99, _TOKEN))) + b"x" * 9_000,
+            bytes(encode(login.LoginHello("another", c.CENTRAL_VERSION, _TOKEN))),
+            bytes(encode(login.LoginHello(c.CENTRAL_MAGIC, 99, _TOKEN))) + b"x" * 9_000,
         )
         value = random.randbytes(500)
         inside = (
@@ -481,7 +481,7 @@ class SimCentral:
         data = bytes(sock._in)
         body = data[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]
         whole = body and len(data) >= LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
-        if whole and not isinstance(_greeting.decode(body), login.Refused):
+        if whole and not isinstance(_greeting.decode(body), login.LoginRefused):
             self.world.find("a stranger was welcomed")
 
     def check_end(self) -> None:

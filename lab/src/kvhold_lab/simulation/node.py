@@ -20,7 +20,7 @@ from kvhold.net.wire import encode, split_number
 from kvhold.node import connection as client_connection
 from kvhold.node import server
 from kvhold.node.listener import Listener
-from kvhold.node.peers import Peer, ProcessEnd
+from kvhold.node.peers import ProcessEnd, SocketPeer
 from kvhold.tiers.faults import FaultConfig, FaultTier
 from kvhold.tiers.guard import Guard, GuardConfig
 from kvhold.tiers.journal import ClearsJournal
@@ -100,7 +100,7 @@ class _SimProcessEnd(ProcessEnd):
 
 
 @dataclass(frozen=True)
-class _SimPeer(Peer):
+class _SimPeer(SocketPeer):
     process: ClientProcess
     node: "SimNode"
 

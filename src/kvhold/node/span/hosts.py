@@ -253,13 +253,13 @@ class OtherHost:
     async def _connect(self) -> Stream:
         stream = await open_stream(self._address, self._tls)
         try:
-            hello = login.Hello(s.SPAN_MAGIC, s.SPAN_VERSION, self._place.token)
+            hello = login.LoginHello(s.SPAN_MAGIC, s.SPAN_VERSION, self._place.token)
             await stream.send([encode(hello)])
             prefix = await stream.read(LENGTH_BYTES)
             greeting = _greeting.decode(
                 await stream.read(body_length(prefix, login.MAX_HELLO_BYTES))
             )
-            if isinstance(greeting, login.Refused):
+            if isinstance(greeting, login.LoginRefused):
                 raise NodeError(f"its relay refuses this engine: {quoted(greeting.reason)}")
             if greeting.version != s.SPAN_VERSION:
                 raise NodeError("its relay has another version of kvhold")

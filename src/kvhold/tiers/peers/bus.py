@@ -75,7 +75,7 @@ class BusConfig:
     )
 
 
-class Session(Protocol):
+class BusSession(Protocol):
     async def publish(self, incarnation: int, data: bytes) -> None:
         """Publish a sealed record of a node. Its errors are for `Bus.connected`."""
         ...
@@ -93,7 +93,7 @@ class Bus(Protocol):
         """Put the records of all nodes into their inboxes, until cancelled."""
         ...
 
-    def connected(self) -> AbstractAsyncContextManager[Session]:
+    def connected(self) -> AbstractAsyncContextManager[BusSession]:
         """Raises TierUnavailable: no connection, or it has failed."""
         ...
 

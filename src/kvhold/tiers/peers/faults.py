@@ -21,7 +21,7 @@ from typing import Literal
 
 from kvhold.core.errors import ProtocolError, TierDenied, TierError, TierUnavailable
 from kvhold.core.reasons import PEER_DENIED, PEER_GONE, PEER_SLOW
-from kvhold.net.login import Refused, quoted
+from kvhold.net.login import LoginRefused, quoted
 from kvhold.net.stream import Address
 
 TIER = "peers"
@@ -103,7 +103,7 @@ class PeerDenied(PeerFault, TierDenied):
     miss = PEER_DENIED
 
 
-def refusal_of(address: Address, refused: Refused) -> PeerFault:
+def refusal_of(address: Address, refused: LoginRefused) -> PeerFault:
     if refused.denied:
         return PeerDenied("connect", address, "token", refused.reason)
     cause: Cause = "version" if refused.is_other_version else "busy"

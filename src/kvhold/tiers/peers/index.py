@@ -36,7 +36,7 @@ class PeerChunk(NamedTuple):
     peers: int
 
 
-class Part(NamedTuple):
+class IndexPart(NamedTuple):
     """Some chunks. digests, sizes: joined, DIGEST_BYTES each, little-endian"""
 
     digests: bytes
@@ -82,7 +82,7 @@ class PeerIndex:
             table.forget(1 << peer)
             yield
 
-    def parts(self, peer: int) -> Iterator[Part]:
+    def parts(self, peer: int) -> Iterator[IndexPart]:
         """Yield the chunks of one peer, a table at a time. They may change in between."""
         for table in self._tables:
             part = table.part(1 << peer)
@@ -159,12 +159,12 @@ class _Table:
         self._resize(len(self.digests))
         self._shrink()
 
-    def part(self, mask: int) -> Part:
+    def part(self, mask: int) -> IndexPart:
         chosen = np.nonzero(np.frombuffer(self.peers, np.uint32) & mask)[0]
         digests = np.frombuffer(self.digests, np.uint64)[chosen]
         sizes = np.frombuffer(self.sizes_low, np.uint32)[chosen].astype("<u8")
         sizes |= np.frombuffer(self.sizes_high, np.uint8)[chosen].astype("<u8") << np.uint64(32)
-        return Part(digests.astype("<u8").tobytes(), sizes.tobytes())
+        return IndexPart(digests.astype("<u8").tobytes(), sizes.tobytes())
 
     def _slot(self, digest: int) -> int:
         """Return the chunk's slot, or the free one where it belongs."""
@@ -226,14 +226,14 @@ class _Table:
         self.peers = array("I", bytes(4 * size))
 
 
-def pack(chunks: Sequence[tuple[int, int]]) -> Part:
+def pack(chunks: Sequence[tuple[int, int]]) -> IndexPart:
     """Join `(digest, size)` pairs."""
     numbers = np.array(chunks, "<u8").reshape(-1, 2)
-    return Part(numbers[:, 0].tobytes(), numbers[:, 1].tobytes())
+    return IndexPart(numbers[:, 0].tobytes(), numbers[:, 1].tobytes())
 
 
 def unpack(digests: bytes, sizes: bytes) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the numbers of a Part. Raises ValueError: their lengths do not fit."""
+    """Return the numbers of an IndexPart. Raises ValueError: their lengths do not fit."""
     if len(digests) % DIGEST_BYTES or len(sizes) not in (0, len(digests)):
         raise ValueError(f"{len(digests)} bytes of digests and {len(sizes)} of sizes")
     return (

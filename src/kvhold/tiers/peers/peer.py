@@ -209,10 +209,10 @@ class Peer:
         """Raises TierError, OSError, EOFError, ProtocolError."""
         stream = await self._connect(self.address, self._tls)
         with on_error(stream.close):
-            hello = login.Hello(p.PEERS_MAGIC, p.PEERS_VERSION, self._token)
+            hello = login.LoginHello(p.PEERS_MAGIC, p.PEERS_VERSION, self._token)
             await stream.send([encode(hello)])
             greeting = _greeting.decode(await read_body(stream, login.MAX_HELLO_BYTES))
-            if isinstance(greeting, login.Refused):
+            if isinstance(greeting, login.LoginRefused):
                 raise refusal_of(self.address, greeting)
         return stream, greeting
 

@@ -26,7 +26,7 @@ from kvhold.core.keys import Namespace, Prompt
 from kvhold.core.layout import Group, Layout
 from kvhold.node import NodeClient
 from kvhold.testing.cache import a_prompt, check, store
-from kvhold_lab.bench.relay import Link, Network
+from kvhold_lab.bench.relay import RelayedLink, RelayedNetwork
 from kvhold_lab.bench.servers import serve_command
 from kvhold_lab.servers.base import free_port
 
@@ -94,7 +94,7 @@ def run(seconds: float, seed: int, *, nodes: int = 8) -> PeersSoak:
     chance, tally = random.Random(seed), _Tally()
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-peers-soak-") as folder,
-        Network() as network,
+        RelayedNetwork() as network,
         ExitStack() as stack,
     ):
         ports = [free_port() for _ in range(nodes)]
@@ -156,7 +156,7 @@ def run(seconds: float, seed: int, *, nodes: int = 8) -> PeersSoak:
 
 def _break(
     fleet: list["_Node"],
-    links: dict[tuple[int, int], Link],
+    links: dict[tuple[int, int], RelayedLink],
     chance: random.Random,
     tally: _Tally,
     until_s: float,
