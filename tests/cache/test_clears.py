@@ -29,7 +29,8 @@ from kvhold.testing.tier import make_key
 from kvhold.tiers.base import FolderMet
 from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.generations import ALL, GenerationTier, _leading, is_marker, marker_key
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.memcached import _expiry
 from kvhold.tiers.memory import MemoryConfig, MemoryTier

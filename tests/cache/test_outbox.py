@@ -7,16 +7,19 @@ import pytest
 
 from kvhold.core.keys import KEY_BYTES
 from kvhold.core.metrics import Metrics
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard
 from kvhold.tiers.stack import Stack
 from tests.tiers.memory import MemoryTier, a_place
 
 try:
     from kvhold.cache.transfer.commands import WriteCommand
     from kvhold.cache.transfer.tier_worker import TierWorker
+    from kvhold.tiers.guard_config import GuardConfig
 except ImportError:  # 5f474b0
     from kvhold.cache.mover import Mover as TierWorker  # type: ignore[import-not-found,no-redef]
     from kvhold.cache.orders import WriteOrder as WriteCommand  # type: ignore[import-not-found,no-redef]
+
+    from kvhold.tiers.guard import GuardConfig  # type: ignore[attr-defined,no-redef]
 
 
 class CountedEntry:

@@ -88,7 +88,7 @@ async def test_memory_of_a_read_that_was_given_up_goes_to_nobody_until_the_read_
     tier = guard._tier
     assert isinstance(tier, HungTier)
     if given_up_by == "its deadline":
-        guard.config = guard_module.GuardConfig(get_timeout_s=0.05)
+        guard.config = type(guard.config)(get_timeout_s=0.05)
         await central_store.bring([make_key(1)])
     else:
         caller = asyncio.create_task(central_store.bring([make_key(1)]))
@@ -109,7 +109,7 @@ async def test_memory_of_a_read_that_was_given_up_is_free_when_the_read_has_ende
     central_store: CentralStore,
 ) -> None:
     (guard,) = central_store._stack.guards
-    guard.config = guard_module.GuardConfig(get_timeout_s=0.05)
+    guard.config = type(guard.config)(get_timeout_s=0.05)
     await central_store.bring([make_key(1)])
     assert central_store.ram.used_bytes > 0
     assert isinstance(guard._tier, HungTier)

@@ -41,7 +41,8 @@ from kvhold.tiers.disk import DiskConfig, DiskTier
 from kvhold.tiers.disk.folder import Folder, FoundValue
 from kvhold.tiers.faults import FaultTier
 from kvhold.tiers.files.tree import FileTree
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.policies import POLICIES
 from kvhold.tiers.table import KEYS_A_PART
 from kvhold.tiers.url import parse_url

@@ -18,7 +18,8 @@ from kvhold.core.errors import (
 from kvhold.core.metrics import Metrics
 from kvhold.testing.tier import make_key
 from kvhold.tiers.base import Parts
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard_config import GuardConfig
 from tests.tiers.memory import MemoryTier, Place, a_place
 
 SOON_S = 0.02  # a deadline that is to pass

@@ -19,7 +19,8 @@ from kvhold.core.errors import ConfigError, TierUnavailable
 from kvhold.core.metrics import Metrics
 from kvhold.node.peer_server import PeerServer
 from kvhold.testing.tier import fetch, make_key
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.peers.directory import Own, is_host_name, parse_address
 from kvhold.tiers.peers.dns import DnsPeersTier

@@ -43,8 +43,10 @@ from kvhold.testing import TierContract
 from kvhold.testing.tier import fetch, make_key, make_value, store
 from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.exchanges import Getting, read_body
-from kvhold.tiers.guard import Guard, GuardConfig, Unknown
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.outcomes import Unknown
 from kvhold.tiers.peers import PeersTier, clear_numbers, follower
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import Own

@@ -15,7 +15,7 @@ from kvhold.tiers import registry
 from kvhold.tiers.audit import AuditTier
 from kvhold.tiers.disk import DiskTier
 from kvhold.tiers.faults import FaultTier
-from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.null import NullTier
 from kvhold.tiers.registry import make_tier, tier_schemes
 from tests.tiers.memory import PLUGIN, MemoryTier, a_place

@@ -8,7 +8,8 @@ import pytest
 
 from kvhold.core.errors import ConfigError, TierUnavailable
 from kvhold.core.metrics import Metrics
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.stack import Stack, make_stack
 from kvhold.tiers.stack import TierPlace as Where
 from tests.tiers.memory import MemoryTier, Place, a_place

@@ -36,7 +36,7 @@ from kvhold.node import NodeClient
 from kvhold.node.paths import socket_path
 from kvhold.node.requirements import pack, requirements_of
 from kvhold.tiers.base import Tier
-from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.peers.peer import Peer
 from kvhold.tiers.registry import make_tier

@@ -7,7 +7,7 @@ import msgspec
 from kvhold.core.config import Config
 from kvhold.core.errors import NodeError, ProtocolError
 from kvhold.core.requirements import Missing, Requirements, TierTerms, compare, digest_of
-from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.registry import guard_settings
 from kvhold.tiers.url import TierUrl, parse_url
 

@@ -9,12 +9,10 @@ closes the breaker. A call past its deadline is cancelled, but not awaited. One 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, Generic
+from typing import Any
 
-from kvhold.core.config import setting, size
 from kvhold.core.errors import (
     TierCannotList,
     TierDenied,
@@ -43,7 +41,9 @@ from kvhold.tiers.calls import SCAN_TIMEOUT_S, Result, TierCall, now
 from kvhold.tiers.clears import Clears
 from kvhold.tiers.gate import Gate
 from kvhold.tiers.generations import GenerationTier
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.outcomes import TierOutcome, Unknown
 from kvhold.tiers.scans import closing_scan
 from kvhold.tiers.suppressed import PendingClear
 from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
@@ -53,71 +53,6 @@ log = logging.getLogger(__name__)
 _REFRESH_TIMEOUT_S = 30.0
 _LEAVE_S = 5.0  # how long a cancelled caller waits for its memory
 _WRITES = ("put", "replace")
-
-
-@dataclass(frozen=True)
-class GuardConfig:
-    name: str = setting("", "the tier's name in metrics and logs; empty: its scheme")
-    read_only: bool = setting(False, "never write to the tier")
-    codec: str = setting(
-        "raw",
-        "codec of written chunks: raw, lossless, or one with a loss (`kvhold bench codecs`)",
-    )
-    encrypt: bool = setting(
-        False,
-        "write encrypted frames, and read no others; the keys are in `encryption.keys`",
-    )
-    probe_timeout_s: float = setting(
-        0.5, "deadline of a probe, which a lookup waits for", minimum=0.001
-    )
-    get_timeout_s: float = setting(5.0, "deadline of one batch of reads", minimum=0.001)
-    put_timeout_s: float = setting(
-        10.0, "deadline of one batch of writes, or of deletes", minimum=0.001
-    )
-    batch_bytes: int = size(
-        0,
-        "bytes of chunks in one call; a batch is checked while the next one is read; 0: the "
-        "tier's own default",
-    )
-    concurrent_calls: int = setting(4, "calls at once", minimum=1)
-    breaker_failures: int = setting(
-        3, "failures in a row after which the tier is left alone", minimum=1
-    )
-    clears_check_s: float = setting(
-        5.0, "how often to ask a shared tier for the clears of other hosts", minimum=0.001
-    )
-    breaker_pause_s: float = setting(
-        1.0, "pause before it is tried again; grows with each failure, up to 30 s", minimum=0.001
-    )
-
-
-@dataclass(frozen=True)
-class TierOutcome(Generic[Result]):
-    """One answer per key.
-
-    pending: a task that still uses the caller's memory, which must stay reserved
-    failed:  of a read: true for a fault, false for a plain miss
-    why:     of a read: the reason of an item that is missing
-    origins: of a read, if the tier tells them
-    """
-
-    items: list[Result]
-    pending: "asyncio.Task[Any] | None" = None
-    failed: list[bool] = field(default_factory=list)
-    why: list[Reason] = field(default_factory=list)
-    origins: list[Origin | None] = field(default_factory=list)
-
-
-@dataclass
-class Unknown:
-    """What a probe did not learn.
-
-    why:  the reason of all keys that no tier has; None: all tiers answered
-    keys: single keys about which a tier does not know, each with the reason
-    """
-
-    why: Reason | None = None
-    keys: dict[bytes, Reason] = field(default_factory=dict)
 
 
 class Guard:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from kvhold.core.errors import ConfigError, KVHoldError
 from kvhold.tiers.base import Tier
-from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.url import TierUrl, parse_url
 
 ENTRY_POINTS = "kvhold.tiers"

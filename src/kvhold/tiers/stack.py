@@ -13,7 +13,8 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.metrics import Metrics
 from kvhold.core.status import TierStatus
 from kvhold.tiers.base import Learns
-from kvhold.tiers.guard import Guard, Unknown
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.outcomes import Unknown
 from kvhold.tiers.registry import make_tier, place_of
 from kvhold.tiers.suppressed import PendingClear
 

@@ -10,7 +10,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 from kvhold.tiers.faults import Rule
-from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold_lab.simulation.node import NodeDraw
 
 _CHUNK_BYTES = 4096

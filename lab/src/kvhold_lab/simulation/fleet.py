@@ -15,7 +15,7 @@ from kvhold.core.keys import Prompt
 from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.net import messages as m
 from kvhold.net.stream import Address
-from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.peers import PeersConfig
 from kvhold.tiers.peers.index import DIGEST_BYTES, PeerIndex, unpack
 from kvhold_lab.simulation.central import STEPS

@@ -16,7 +16,7 @@ from kvhold.core.layout import Group, Layout
 from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.net import messages as m
 from kvhold.tiers.generations import is_marker
-from kvhold.tiers.guard import GuardConfig
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold_lab.simulation.central import SimCentral
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.clears import HostClears, Markers, Origin, Shared, number_of

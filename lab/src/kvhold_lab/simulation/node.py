@@ -22,7 +22,8 @@ from kvhold.node import server
 from kvhold.node.listener import Listener
 from kvhold.node.peers import ProcessEnd, SocketPeer
 from kvhold.tiers.faults import FaultConfig, FaultTier
-from kvhold.tiers.guard import Guard, GuardConfig
+from kvhold.tiers.guard import Guard
+from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.journal import ClearsJournal
 from kvhold.tiers.policies import LearnedPolicy, Policy, make_policy
 from kvhold.tiers.ram import Entry, RamTier

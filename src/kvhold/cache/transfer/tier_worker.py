@@ -54,8 +54,9 @@ from kvhold.memory.pages import page_aligned
 from kvhold.tiers.base import KeepsClears, Parts, TellsChanges, ValueChanges
 from kvhold.tiers.gate import Urgency
 from kvhold.tiers.generations import ALL
-from kvhold.tiers.guard import Guard, Unknown
+from kvhold.tiers.guard import Guard
 from kvhold.tiers.journal import ClearsJournal
+from kvhold.tiers.outcomes import Unknown
 from kvhold.tiers.peers import PeersTier
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.ram import Entry
