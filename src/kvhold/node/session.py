@@ -283,9 +283,10 @@ class Session:
         """Hide the chunks at once, and free some before the answer."""
         removed = self._state.clear(request.namespace, at_ns=request.at_ns)
         for _ in range(_CLEAR_STEPS):
-            if not self._state.step():
+            if not self._state.has_chores:
                 break
-            yield TURN
+            yield TURN  # `clear` was the first step
+            self._state.step()
         return removed
 
     def _flushed(self, request: m.Flushed) -> m.Answer:
