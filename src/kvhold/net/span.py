@@ -1,4 +1,4 @@
-"""The records between an engine's scheduler and a relay: a worker of it on another host.
+"""The records between an engine's scheduler and a relay, one of its workers on another host.
 
 After LoginHello and RelayWelcome (`login.py`), each request has one answer, and the next request
 follows the answer. A relay ends a conversation after `SILENT_S` of silence, and releases its hits.

@@ -28,7 +28,7 @@ class TierOutcome(Generic[Result]):
 
 @dataclass
 class Unknown:
-    """What a probe did not learn.
+    """The keys whose place a probe did not learn.
 
     why:  the reason of all keys that no tier has; None: all tiers answered
     keys: single keys about which a tier does not know, each with the reason

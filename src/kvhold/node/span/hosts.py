@@ -313,7 +313,7 @@ class OtherHost:
 
 
 class OtherHosts:
-    """The other hosts of an engine, and the thread that talks to them."""
+    """The other hosts of an engine, and the thread of their connections."""
 
     def __init__(
         self, places: Sequence[RelayPlace], config: SpanConfig, *, cores: str = "inherit"
@@ -349,7 +349,7 @@ class OtherHosts:
         return [f"{host.name}: {host.lost}" for host in self.hosts if host.lost is not None]
 
     def close(self) -> None:
-        """End the connections; the relays then release what they hold. Idempotent."""
+        """End the connections. The relays then release their hits. Idempotent."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_WITHIN_S)

@@ -4,8 +4,8 @@ A hit is what all hosts have, pinned on all of them. Hosts with a longer hit are
 prompt of the shortest length, until all answers are equal: a shorter prompt may need other chunks
 of windows, states and tails.
 
-A lost host is a miss. So is a host that was cleared: the others repeat the clear first. Then no hit
-mixes chunks from before and after a clear.
+A lost host is a miss. A host that was cleared is a miss, too, and the others repeat the clear. No
+hit mixes chunks from before and after a clear.
 """
 
 import logging

@@ -85,7 +85,7 @@ class Relay(LoginServer):
 
     @property
     def token(self) -> str:
-        """What the scheduler must send."""
+        """The scheduler must send it."""
         return self._token
 
     @property
