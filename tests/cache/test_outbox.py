@@ -19,7 +19,7 @@ except ImportError:  # 5f474b0
     from kvhold.cache.mover import Mover as TierWorker  # type: ignore[import-not-found,no-redef]
     from kvhold.cache.orders import WriteOrder as WriteCommand  # type: ignore[import-not-found,no-redef]
 
-    from kvhold.tiers.guard import GuardConfig  # type: ignore[attr-defined,no-redef]
+    from kvhold.tiers.guard import GuardConfig  # type: ignore[attr-defined]
 
 
 class CountedEntry:
