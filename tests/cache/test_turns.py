@@ -1,5 +1,6 @@
 """Long commands are done in steps: what each step leaves is right, and no step is long."""
 
+import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -624,6 +625,22 @@ def test_chores_are_done_in_order_some_units_at_a_time() -> None:
     assert log == [("a", 0), ("a", 1)]
     assert not chores.step(1000)
     assert [name for name, _ in log] == ["a"] * 3 + ["b"] * 3
+
+
+def test_a_step_ends_when_its_time_is_over() -> None:
+    def work() -> Iterator[int]:
+        for _ in range(3):
+            time.sleep(0.002)
+            yield 1
+
+    chores = Chores()
+    chores.add(work())
+    running = Running((answer for answer in work()), most_s=0.001)
+    for _ in range(3):
+        assert chores.step(1000, most_s=0.001)
+        assert not running.step(1000)
+    assert not chores.step(1000)
+    assert running.step(1000)
 
 
 def test_names_of_more_chunks_than_one_step_takes_are_reserved_once_each() -> None:

@@ -1,18 +1,22 @@
 """Divides a loop's long work into short steps, with other work between them.
 
 A unit of work is about one microsecond. Units are counted, not measured, so equal calls make equal
-steps.
+steps. In a node, a step also ends after a time: with cold memory or on a slow machine, a unit takes
+longer. Calls yield at least every 60 units or so.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import wraps
+from math import inf
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
-TURN = 250  # units per step: under 2 ms on a slow machine
+TURN = 250  # units per step
+TURN_S = 0.0007  # per step of a node
 _ONE_TURN_KEYS = 250  # a call with at most this many keys is one step
-_MOST_DROPPED = 4000  # list items per step
-_MOST_POPPED = 200  # dictionary items per step
+_MOST_DROPPED = 1000  # list items per step
+_MOST_POPPED = 60  # dictionary items per step
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -37,14 +41,17 @@ class Chores:
         else:
             self.add(turns)
 
-    def step(self, units: int = TURN) -> bool:
+    def step(self, units: int = TURN, most_s: float = inf) -> bool:
         """Do about `units` of work. Return whether there is more."""
+        end_s = time.perf_counter() + most_s
         while self._work and units > 0:
             done = next(self._work[0], None)
             if done is None:
                 self._work.popleft()
             else:
                 units -= done
+            if time.perf_counter() > end_s:
+                break
         return bool(self._work)
 
 
@@ -90,13 +97,16 @@ def is_short(num_keys: int) -> bool:
 class Running(Generic[Result]):
     result: Result
 
-    def __init__(self, turns: Turns[Result]) -> None:
+    def __init__(self, turns: Turns[Result], most_s: float = inf) -> None:
+        """most_s: per step"""
         self._turns = turns
+        self._most_s = most_s
         self.is_done = False
 
     def step(self, units: int = TURN) -> bool:
         """Do about `units` of work. Return whether the call is done. Raises the call's errors."""
-        while units > 0:
+        end_s = time.perf_counter() + self._most_s
+        while units > 0 and time.perf_counter() < end_s:
             try:
                 units -= next(self._turns)
             except StopIteration as end:

@@ -28,7 +28,7 @@ from kvhold.tiers.ram import Entry, RamTier
 log = logging.getLogger(__name__)
 
 Owner = Hashable
-_MOST_LEASED = 500  # entries per step
+_MOST_LEASED = 125  # entries per step
 _MOST_AT_ONCE = 2000  # more entries than this are freed in the background
 _MOST_ABANDONED = 300  # entries abandoned per step
 

@@ -39,8 +39,8 @@ from kvhold.core.reasons import (
 )
 from kvhold.tiers.ram import Entry, RamTier
 
-_MOST_NOTED = 250  # missing chunks per step, for the policy
-_MOST_USED = 64  # present chunks per step, for the policy
+_MOST_NOTED = 64  # missing chunks per step, for the policy
+_MOST_USED = 16  # present chunks per step, for the policy
 _USED_UNITS = 7  # per present chunk, if all are leaves
 _LEARNING = 4  # a lookup takes this many times as long with a learning policy
 _LOOKUP_ATTEMPTS = 3  # a lookup starts again after a clear

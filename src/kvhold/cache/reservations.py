@@ -32,8 +32,8 @@ from kvhold.core.store_options import StoreOptions
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 
 MAX_SHARDS = 0xFFFF
-_MOST_COMMITTED = 16  # chunks per step
-_MOST_CHECKSUMS = 500  # entries per step
+_MOST_COMMITTED = 16  # entries per step
+_MOST_CHECKSUMS = 125  # entries per step
 _RESERVE_UNITS, _COMMIT_UNITS, _ABANDON_UNITS = 8, 5, 3  # per entry
 
 
@@ -198,10 +198,11 @@ class Reservations:
         committed: list[list[Entry]] = []
         held: list[Entry] = []  # visible, but not in the write queue yet
         try:
-            for begin in range(0, len(numbers), _MOST_COMMITTED):
+            size = max(1, _MOST_COMMITTED // len(reservation.layout.groups))
+            for begin in range(0, len(numbers), size):
                 part = [
                     reservation.take(number)
-                    for number in numbers[begin : begin + _MOST_COMMITTED]
+                    for number in numbers[begin : begin + size]
                     if number in reservation.chunks  # another call may have taken it
                 ]
                 committed += part

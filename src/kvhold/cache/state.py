@@ -109,7 +109,7 @@ class CacheState:
         self.ram = ram
         self.metrics = metrics
         self.tier_names = [f"tier-{number}" for number in range(1, num_tiers + 1)]
-        self.turn_units = TURN  # per step
+        self.turn_units, self.turn_s = TURN, inf  # per step
         self._has_tiers = num_tiers > 0
         self._layouts: dict[bytes, Layout] = {}
         # a random start: no ticket of an earlier run is valid
@@ -334,7 +334,7 @@ class CacheState:
 
     def step(self, units: int | None = None) -> bool:
         """Do background work (`chores.py`). Return whether there is more."""
-        return self._chores.step(self.turn_units if units is None else units)
+        return self._chores.step(self.turn_units if units is None else units, self.turn_s)
 
     @property
     def has_chores(self) -> bool:

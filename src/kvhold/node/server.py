@@ -22,6 +22,7 @@ from itertools import count
 from secrets import randbits
 
 from kvhold import __version__
+from kvhold.cache.chores import TURN_S
 from kvhold.cache.scrub import Scrubber
 from kvhold.cache.state import CacheState, new_state
 from kvhold.cache.transfer.tier_worker import TierWorker, make_tier_worker
@@ -77,6 +78,7 @@ class Node:
             )
         zones = memory_nodes() if config.node.numa == "near" else []
         self._prepare(config, arena, new_state(config, arena, numa_nodes=zones))
+        self.state.turn_s = TURN_S
         with on_error(self.arena.close, self._lock.close):
             _place_arena(self.arena, config.node.numa)
             if config.peers.listen:

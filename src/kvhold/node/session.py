@@ -175,7 +175,7 @@ class Session:
                 return m.Refused(str(error), fatal=False)
             return answer(result)
 
-        running = Running(run())
+        running = Running(run(), self._state.turn_s)
         return running.result if running.step() else running
 
     def _register(self, request: m.Register) -> m.Answer:

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 SPREAD = NAMESPACE_BYTES  # index of the key's byte that selects its dictionary
 _MOST = 512
-_PART = 256  # values; a page of a snapshot is one part, and takes a millisecond
+_PART = 128  # values; a page of a snapshot is one part, and takes half a millisecond
 KEYS_A_PART = 256
 
 

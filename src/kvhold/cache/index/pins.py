@@ -13,7 +13,7 @@ from kvhold.cache.chores import Chores, Turns, is_short
 from kvhold.cache.index.presence import Prefix
 from kvhold.tiers.ram import Entry, RamTier
 
-_MOST_PINS = 250  # per step
+_MOST_PINS = 64  # per step
 _MOST_AT_ONCE = 1000  # entries unpinned per step
 
 

@@ -18,8 +18,8 @@ from kvhold.core.layout import Layout
 
 Found = TypeVar("Found")
 
-_MOST_LOOKED = 250  # keys per step
-_MOST_ORDERED = 2000
+_MOST_LOOKED = 64  # keys per step
+_MOST_ORDERED = 500
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from kvhold.tiers.base import Origin
 from kvhold.tiers.ram import Entry, RamTier, Wanted
 from kvhold.tiers.stack import TierPlace
 
-_MOST_PINS = 400  # per step
+_MOST_PINS = 64  # per step
 _MOST_RESERVED = 16  # per step
 _MOST_PER_COMMAND = 250  # keys
 
