@@ -70,7 +70,7 @@ def draw(random: Random, *, seed: int) -> Draw:
         ),
         num_clients=random.choice((1, 2, 2, 3, 4)),
         tasks_a_client=random.choice((1, 1, 2, 3)),
-        operations=random.choice((10, 25, 50)),
+        operations=random.choice((8, 20, 40)),
         store_bytes=tuple(random.choice((30_000, 1 << 20, 1 << 20)) for _ in range(num_tiers)),
         spaces=spaces,
         prompts=_prompts(random, spaces),

@@ -390,7 +390,7 @@ class Hosts:
             ),
             num_clients=random.choice((1, 1, 2)),
             tasks_a_client=random.choice((1, 2)),
-            operations=random.choice((10, 15, 30)),
+            operations=random.choice((8, 12, 24)),
             store_bytes=(),
         )
         return SimHost(self, number, drawn, self.shared, stores)

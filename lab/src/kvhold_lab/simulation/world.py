@@ -11,11 +11,9 @@ stall. All randomness comes from `world.random`, so a seed determines the whole 
 import asyncio
 import contextvars
 from asyncio import events
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Coroutine
 from heapq import heappop, heappush
-from operator import attrgetter
 from random import Random
 from typing import Any
 
@@ -25,7 +23,6 @@ from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
 _STALL = 0.0008  # chance of a stall before each step of a loop
 _MOST_NOTES = 200_000
 _STEPS_A_LOOK = 20
-_by_number = attrgetter("number")
 
 
 class Handle:
@@ -79,8 +76,7 @@ class World:
         self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
         self._keep_notes = keep_notes
         self._loops: list[SimLoop] = []
-        # those with handles, in the order in which they were made: idle loops cost a step nothing
-        self._ready: list[SimLoop] = []
+        self._ready: list[SimLoop] = []  # those with handles: idle loops cost a step nothing
         self._stalled_until = 0.0  # no loop stands still longer
         self._dead: list[
             SimLoop
@@ -127,11 +123,15 @@ class World:
 
     def is_ready(self, loop: "SimLoop") -> None:
         """Note that an idle loop has a handle."""
-        insort(self._ready, loop, key=_by_number)
+        loop.place = len(self._ready)
+        self._ready.append(loop)
 
     def is_idle(self, loop: "SimLoop") -> None:
         """Note that a loop has no handles any more."""
-        del self._ready[bisect_left(self._ready, loop.number, key=_by_number)]
+        last = self._ready.pop()
+        if last is not loop:
+            self._ready[loop.place] = last
+            last.place = loop.place
 
     def has_stalled(self, until: float) -> None:
         self._stalled_until = max(self._stalled_until, until)
@@ -245,6 +245,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         self.world = world
         self.name = name
         self.number = number
+        self.place = 0  # among those with handles
         self.ready: deque[Handle] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.stalled_until = 0.0
