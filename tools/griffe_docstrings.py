@@ -51,7 +51,7 @@ def as_markdown(text: str) -> str:
 
 
 def _help(value: Any) -> str:
-    """Return the second argument of a field that `kvhold.core.config.setting` makes."""
+    """Return the second argument of a field that `kvhold.core.setting.setting` makes."""
     if not isinstance(value, griffe.ExprCall) or str(value.function) not in _SETTINGS:
         return ""
     call = ast.parse(str(value), mode="eval").body

@@ -15,9 +15,10 @@ import pytest
 
 import kvhold.tiers
 from kvhold.core import config as config_module
-from kvhold.core.config import Config, apply, describe, load_config
+from kvhold.core.config import Config, describe, load_config
 from kvhold.core.errors import ConfigError
 from kvhold.core.secrets import is_secret_name
+from kvhold.core.setting import apply
 
 
 def write(folder: Path, text: str, name: str = "kvhold.toml") -> Path:

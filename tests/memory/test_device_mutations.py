@@ -213,7 +213,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rooms are committed at once",
-        OF_VLLM,
+        "integrations/vllm/storing.py",
         "        wait_for(reading.transfers)",
         "        pass",
         tests=ENGINE_ORDERS,

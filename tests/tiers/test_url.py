@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError
+from kvhold.core.setting import setting, size
 from kvhold.tiers.url import parse_url
 
 

@@ -25,7 +25,8 @@ from kvhold.core.keys import HASH_BYTES
 from kvhold.integrations.vllm import connector as real
 from kvhold.integrations.vllm.scheduler import SchedulerSide
 from kvhold.integrations.vllm.steps import Load, Store
-from kvhold.integrations.vllm.worker import WorkerSide, _Reading, _Reserving
+from kvhold.integrations.vllm.storing import Reading, Reserving
+from kvhold.integrations.vllm.worker import WorkerSide
 from kvhold.memory.copier import Mark, wait_for
 
 _chunk_hashes: dict[
@@ -51,7 +52,7 @@ class Witness(WorkerSide):
             for part in self._geometry.parts
         ]
 
-    def _read(self, one: _Reserving, mark: Mark | None) -> _Reading:
+    def _read(self, one: Reserving, mark: Mark | None) -> Reading:
         reading = super()._read(one, mark)
         if reading.is_whole:
             wait_for(reading.transfers)

@@ -27,7 +27,8 @@ from kvhold.core.keys import Namespace
 from kvhold.core.layout import Group, Layout
 from kvhold.integrations.vllm.geometry import Geometry, Part
 from kvhold.integrations.vllm.steps import Load, Steps, Store
-from kvhold.integrations.vllm.worker import WorkerSide, _Reserving, _settle
+from kvhold.integrations.vllm.storing import Reserving, settle
+from kvhold.integrations.vllm.worker import WorkerSide
 from kvhold.memory.coding import ERROR_BOUND, coded_group
 from kvhold.memory.copy import PlannedCopy
 from kvhold.testing.damage import OpenArena
@@ -443,24 +444,24 @@ class SettledReservation:
         self.ends.append("kept")
 
 
-def reserving(reservation: SettledReservation, *layers: "Future[Any]") -> _Reserving:
+def reserving(reservation: SettledReservation, *layers: "Future[Any]") -> Reserving:
     granted: Future[Any] = Future()
     granted.set_result(reservation)
     store: Any = SimpleNamespace(request_id="r")
-    return _Reserving(store, 0, granted, [], list(layers))
+    return Reserving(store, 0, granted, [], list(layers))
 
 
 def test_memory_is_kept_when_the_device_failed_in_a_layer_s_copy() -> None:
     reservation, layer = SettledReservation(), Future[Any]()
     layer.set_exception(DeviceError("a part of it was submitted"))
-    _settle(reserving(reservation, layer), None)
+    settle(reserving(reservation, layer), None)
     assert reservation.ends == ["kept"]
 
 
 def test_memory_goes_back_when_a_copy_is_cancelled_while_its_end_is_waited_for() -> None:
     reservation, read = SettledReservation(), Future[Any]()
     with ThreadPoolExecutor(1) as settler:
-        settling = settler.submit(_settle, reserving(reservation), read)
+        settling = settler.submit(settle, reserving(reservation), read)
         eventually(lambda: read._condition._waiters)  # type: ignore[attr-defined]
         assert read.cancel()
         settling.result(timeout=20)

@@ -13,13 +13,11 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
-from urllib.parse import urlencode
+from typing import Any
 
 from kvhold.core.errors import ConfigError
-from kvhold.core.sizes import parse_size
+from kvhold.core.setting import apply, setting, size, unknown_setting
 from kvhold.core.store_options import MAX_BITS
 
 _PREFIX = "KVHOLD_"
@@ -32,34 +30,6 @@ _KUBERNETES = (  # variables that Kubernetes sets for such a Service: name, valu
     (re.compile(rf"{_SERVICE}_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.+")),
     (re.compile(rf"{_SERVICE}_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)"), re.compile(r".*")),
 )
-
-
-def size(default: int, help: str) -> Any:
-    """Return a field that also accepts "5GiB"."""
-    return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    secret: bool = False,
-) -> Any:
-    """Return a field. A secret value is never in errors, logs and status."""
-    return field(
-        default=default,
-        metadata={
-            "help": help,
-            "choices": choices,
-            "minimum": minimum,
-            "maximum": maximum,
-            "secret": secret,
-        },
-        repr=not secret,
-    )
 
 
 @dataclass(frozen=True)
@@ -395,9 +365,6 @@ class Config:
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 
-Settings = TypeVar("Settings")
-
-
 def load_config(
     arguments: Mapping[str, Any] | None = None,
     *,
@@ -413,35 +380,6 @@ def load_config(
     return apply(config, arguments or {}, source="arguments")
 
 
-def apply(
-    config: Settings, values: Mapping[str, Any], *, source: str, spell: Any = None, path: str = ""
-) -> Settings:
-    """Return `config` with `values`. spell: turns a dotted name into the source's spelling."""
-    spell = spell or (lambda name: name)
-    types = get_type_hints(type(config))
-    known = {f.name: f for f in fields(config)}  # type: ignore[arg-type]
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
-        dotted = f"{path}{name}"
-        if name not in known:
-            raise _unknown(spell(dotted), [spell(f"{path}{k}") for k in known], source)
-        current = getattr(config, name)
-        if is_dataclass(current):
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{source}: {spell(dotted)} is a section of settings, not a "
-                    f"{type(value).__name__}"
-                )
-            changes[name] = apply(current, value, source=source, spell=spell, path=f"{dotted}.")
-        else:
-            try:
-                changes[name] = _convert(value, types[name], known[name].metadata)
-            except ValueError as error:
-                shown = "..." if known[name].metadata.get("secret") else repr(value)
-                raise ConfigError(f"{source}: {spell(dotted)} = {shown}: {error}") from None
-    return type(config)(**{f: changes.get(f, getattr(config, f)) for f in known})
-
-
 def describe(section: Any = Config, path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield dotted name, default and help of every setting."""
     for f in fields(section):
@@ -450,93 +388,6 @@ def describe(section: Any = Config, path: str = "") -> Iterator[tuple[str, Any, 
             yield from describe(default, f"{path}{f.name}.")
         else:
             yield f"{path}{f.name}", default, f.metadata["help"]
-
-
-def _convert(value: Any, kind: Any, rules: Mapping[str, Any]) -> Any:
-    if rules.get("size"):
-        value = parse_size(value)
-    elif kind is bool:
-        value = _as_bool(value)
-    elif kind in (int, float):
-        value = _as_number(value, kind)
-    elif kind == float | None:
-        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
-            return None
-        value = _as_number(value, float)
-    elif kind == tuple[str, ...]:
-        value = _as_lines(value)
-    elif kind is str and not isinstance(value, str):
-        raise ValueError("must be text")
-    if rules.get("choices") and value not in rules["choices"]:
-        near = get_close_matches(str(value), rules["choices"], n=1)
-        raise ValueError(
-            f"must be one of {', '.join(rules['choices'])}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-        )
-    if rules.get("minimum") is not None and value < rules["minimum"]:
-        raise ValueError(f"must be at least {rules['minimum']}")
-    if rules.get("maximum") is not None and value > rules["maximum"]:
-        raise ValueError(f"must be at most {rules['maximum']:g}")
-    return value
-
-
-def _as_lines(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return tuple(value.split())
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("must be a list, or text with spaces between its items")
-    return tuple(_as_line(item, number) for number, item in enumerate(value, 1))
-
-
-def _as_line(item: Any, number: int) -> str:
-    if isinstance(item, str) and item and not set(item) & set(" \t\n"):
-        return item
-    if isinstance(item, Mapping) and isinstance(item.get("url"), str):
-        options = {
-            name: ("true" if v else "false") if isinstance(v, bool) else v
-            for name, v in item.items()
-            if name != "url"
-        }
-        if not options:
-            return _as_line(item["url"], number)
-        return _as_line(
-            f"{item['url']}{'&' if '?' in item['url'] else '?'}{urlencode(options)}", number
-        )
-    raise ValueError(
-        f"item {number} is neither text without spaces (write %20 in a URL) nor a table with a url"
-    )
-
-
-def _as_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    if isinstance(value, str) and value.strip().lower() in words:
-        return words[value.strip().lower()]
-    raise ValueError("must be true or false")
-
-
-def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("must be a number")
-    try:
-        number = kind(value)
-    except (ValueError, OverflowError):  # an infinite number
-        raise ValueError("must be a whole number" if kind is int else "must be a number") from None
-    if kind is int and isinstance(value, float) and value != number:
-        raise ValueError("must be a whole number")
-    if number != number or number in (float("inf"), float("-inf")):
-        raise ValueError("must be a finite number")
-    return number
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -552,7 +403,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if variable not in names:
             if _is_of_kubernetes(variable, text):
                 continue
-            raise _unknown(variable, list(names), "environment")
+            raise unknown_setting(variable, list(names), "environment")
         *sections, leaf = names[variable].split(".")
         target = values
         for section in sections:
@@ -568,12 +419,6 @@ def _is_of_kubernetes(variable: str, text: str) -> bool:
 
 def _env_name(dotted: str) -> str:
     return _PREFIX + dotted.replace(".", "_").upper()
-
-
-def _unknown(name: str, known: list[str], source: str) -> ConfigError:
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-    return ConfigError(f"{source}: there is no setting {name!r}; {hint}")
 
 
 def _read(path: Path) -> dict[str, Any]:

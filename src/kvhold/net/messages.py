@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union
 
 import msgspec
 
-from kvhold.core.api import Event, ReencodeProgress, Uses
+from kvhold.core.api import Event, Found, ReencodeProgress, Uses
 from kvhold.core.keys import NAMESPACE_BYTES, ChunkNames, Query
 from kvhold.core.layout import Layout
 from kvhold.core.naming import MAX_DESCRIPTION_BYTES
@@ -30,6 +30,11 @@ _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base record."""
+
+    @property
+    def operation(self) -> str:
+        """The message's name in errors."""
+        return type(self).__name__.lower()
 
 
 class Hello(Message, frozen=True):
@@ -100,6 +105,29 @@ class LookupAnswer(Message, frozen=True):
     reason: Reason | None = None
     waits: bool = False
     announcement: int = 0
+
+    @classmethod
+    def of(cls, found: Found) -> "LookupAnswer":
+        return cls(
+            found.ticket,
+            found.num_tokens,
+            found.arriving,
+            found.sources,
+            found.reason,
+            found.waits,
+            found.announcement,
+        )
+
+    def found(self) -> Found:
+        return Found(
+            self.ticket,
+            self.num_tokens,
+            self.arriving,
+            self.sources,
+            self.reason,
+            self.waits,
+            self.announcement,
+        )
 
 
 class Refresh(Message, frozen=True):

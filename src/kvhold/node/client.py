@@ -92,7 +92,7 @@ class NodeClient(WholePrompts):
             self._membership = Membership(
                 path,
                 Link(path, name, self._config.connect_timeout_s, requires),
-                _departures_from(path),
+                Departures.of_process(path),
             )
         self._keeper = threading.Thread(target=self._keep, name="kvhold-keeper", daemon=True)
         self._keeper.start()
@@ -162,13 +162,12 @@ class NodeClient(WholePrompts):
         )
 
         def poll(ticket: int, settle: bool, growth: bool) -> Found:
-            return _found(
-                self._call(m.Refresh(ticket, settle, growth), m.LookupAnswer, deadline_s, link)
-            )
+            request = m.Refresh(ticket, settle, growth)
+            return self._call(request, m.LookupAnswer, deadline_s, link).found()
 
         number = found.ticket or found.announcement
         hit = Hit(
-            _found(found),
+            found.found(),
             lambda: self._let_go(link, number),
             poll=poll,
             pause=link.pause,
@@ -425,7 +424,7 @@ class NodeClient(WholePrompts):
         deadline_s: float | None,
         link: Link | None = None,
     ) -> Kind:
-        link = link or self._membership.link or self._current(_operation(request))
+        link = link or self._membership.link or self._current(request.operation)
         answer = self._request(request, deadline_s, link)
         if not isinstance(answer, expected):
             raise self._misunderstood(answer, link)
@@ -440,7 +439,7 @@ class NodeClient(WholePrompts):
         """
         self._check_process()
         if not keep and self._membership.is_silent(link, self._config.call_timeout_s):
-            raise self._membership.silence(link, _operation(request))
+            raise self._membership.silence(link, request.operation)
         try:
             answer = link.call(request, deadline_s or self._config.call_timeout_s, keep=keep)
         except DeadlineExceeded:
@@ -448,9 +447,7 @@ class NodeClient(WholePrompts):
             raise
         except OSError as error:
             self._break(link, str(error))
-            raise NodeLost(
-                f"{_operation(request)}: lost the node on {self.path}: {error}"
-            ) from None
+            raise NodeLost(f"{request.operation}: lost the node on {self.path}: {error}") from None
         # an interrupt, too: a request that was cut short breaks the link
         except BaseException as error:
             if link.is_broken:
@@ -460,7 +457,7 @@ class NodeClient(WholePrompts):
         if isinstance(answer, m.Refused):
             if answer.fatal:
                 self._break(link, answer.reason)
-            raise NodeError(f"{_operation(request)}: the node refused: {answer.reason}")
+            raise NodeError(f"{request.operation}: the node refused: {answer.reason}")
         return answer
 
     def _misunderstood(self, answer: m.Answer, link: Link) -> ProtocolError:
@@ -586,38 +583,15 @@ class NodeClient(WholePrompts):
 
 
 _clients: "WeakSet[NodeClient]" = WeakSet()
-_departures: dict[Path, Departures] = {}
 
 
 def clients_of_process() -> list[NodeClient]:
     return list(_clients)
 
 
-def _departures_from(path: Path) -> Departures:
-    return _departures.setdefault(path.absolute(), Departures())
-
-
 def _renew_locks() -> None:
-    for departures in _departures.values():
-        departures.forget_in_child()
     for client in clients_of_process():
         client.renew_locks_in_child()
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _operation(request: m.Message) -> str:
-    return type(request).__name__.lower()
-
-
-def _found(found: m.LookupAnswer) -> Found:
-    return Found(
-        found.ticket,
-        found.num_tokens,
-        found.arriving,
-        found.sources,
-        found.reason,
-        found.waits,
-        found.announcement,
-    )

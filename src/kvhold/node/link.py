@@ -146,7 +146,7 @@ class Link:
             except TimeoutError:
                 pass
             if (answer := self._answer_of(call)) is None:
-                raise DeadlineExceeded(type(request).__name__.lower(), deadline_s)
+                raise DeadlineExceeded(request.operation, deadline_s)
             return answer
         # an interrupt, too: nobody takes the answer any more
         except BaseException:

@@ -4,7 +4,9 @@ Threads hold a lock around each call, except `current`, `is_silent` and `return_
 """
 
 import enum
+import os
 import threading
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from kvhold.core.errors import NodeError, NodeLost
@@ -88,6 +90,11 @@ class Departures:
         self._lock = threading.Lock()
         self._links: list[UsedLink] = []
 
+    @classmethod
+    def of_process(cls, path: Path) -> "Departures":
+        """Return this process's only one for a socket."""
+        return _of_process.setdefault(path.absolute(), cls())
+
     def add(self, link: UsedLink) -> None:
         """Ignored if no device uses the link."""
         with self._lock:
@@ -112,6 +119,17 @@ class Departures:
     def forget_in_child(self) -> None:
         self._lock = threading.Lock()
         self._links = []
+
+
+_of_process: dict[Path, Departures] = {}
+
+
+def _forget_in_child() -> None:
+    for departures in _of_process.values():
+        departures.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Duty(enum.Enum):

@@ -356,12 +356,4 @@ class Session:
             )
         else:
             self._arriving.pop(found.ticket, None)
-        return m.LookupAnswer(
-            found.ticket,
-            found.num_tokens,
-            found.arriving,
-            found.sources,
-            found.reason,
-            found.waits,
-            found.announcement,
-        )
+        return m.LookupAnswer.of(found)

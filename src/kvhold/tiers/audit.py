@@ -23,8 +23,8 @@ from typing import ClassVar, Self
 
 from xxhash import xxh3_128
 
-from kvhold.core.config import apply, setting
 from kvhold.core.errors import ConfigError, TierError
+from kvhold.core.setting import apply, setting
 from kvhold.tiers.base import (
     FolderMet,
     HasFolders,

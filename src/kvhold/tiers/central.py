@@ -12,7 +12,6 @@ from math import inf
 from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from kvhold.core.cleanup import on_error
-from kvhold.core.config import setting
 from kvhold.core.errors import (
     ConfigError,
     ProtocolError,
@@ -23,6 +22,7 @@ from kvhold.core.errors import (
     TierUnavailable,
 )
 from kvhold.core.secrets import read_secret
+from kvhold.core.setting import setting
 from kvhold.core.store_options import MAX_TTL_S
 from kvhold.net import central as c
 from kvhold.net import login

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Self
 
-from kvhold.core.config import apply, setting
 from kvhold.core.errors import ConfigError, TierDenied, TierError, TierFull, TierUnavailable
+from kvhold.core.setting import apply, setting
 from kvhold.tiers.base import (
     FolderMet,
     HasFolders,

@@ -23,9 +23,9 @@ from threading import Event
 from typing import ClassVar, Generic, Self, TypeVar
 
 from kvhold.core.cleanup import on_error
-from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete, TierUnavailable
 from kvhold.core.keys import KEY_BYTES, NAMESPACE_BYTES
+from kvhold.core.setting import setting
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, raise_if_all_failed
 from kvhold.tiers.files.faults import as_tier_error
 from kvhold.tiers.files.names import is_leftover, shard_of

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvhold.core.config import setting, size
+from kvhold.core.setting import setting, size
 
 
 @dataclass(frozen=True)

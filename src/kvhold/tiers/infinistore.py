@@ -9,8 +9,8 @@ server has no authentication: run it in a separate network.
 import os
 from dataclasses import dataclass
 
-from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierUnavailable
+from kvhold.core.setting import setting, size
 from kvhold.tiers.infinistore_blocks import HEAD_BYTES, BlockLayout, BlockTier, Connection
 from kvhold.tiers.url import TierUrl
 

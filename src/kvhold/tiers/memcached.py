@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self, TypeAlias
 from urllib.parse import unquote_to_bytes
 
-from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError, ProtocolError, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import KEY_BYTES
+from kvhold.core.setting import setting
 from kvhold.net.pool import Exchange, Pool, run
 from kvhold.net.stream import Address, Bytes, Stream, open_stream
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from kvhold.core.config import setting, size
 from kvhold.core.errors import CapacityError, ConfigError, TierError, TierUnavailable
 from kvhold.core.metrics import Metrics
+from kvhold.core.setting import setting, size
 from kvhold.memory.arena import Arena
 from kvhold.tiers.base import Parts, TierTraits
 from kvhold.tiers.policies import TIER_POLICIES, make_policy

@@ -30,9 +30,9 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from kvhold.core.cleanup import on_error
-from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierCannotList, TierError, TierFull, TierUnavailable
 from kvhold.core.keys import KEY_BYTES
+from kvhold.core.setting import setting, size
 from kvhold.tiers.base import Parts, TierTraits, check_lengths, in_thread, size_of
 from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.url import TierUrl

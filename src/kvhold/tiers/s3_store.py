@@ -10,8 +10,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from obstore.store import S3Store
 
-from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError
+from kvhold.core.setting import setting, size
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer encodes these

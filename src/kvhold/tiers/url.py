@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
-from kvhold.core.config import apply
 from kvhold.core.errors import ConfigError
 from kvhold.core.secrets import REFERENCE, is_secret_name, resolve
+from kvhold.core.setting import apply
 
 Settings = TypeVar("Settings")
 

@@ -11,10 +11,9 @@ a later miss.
 import logging
 import queue
 import time
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +33,10 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 from kvhold.integrations.vllm.naming.loads import AdapterLoads
 from kvhold.integrations.vllm.stats import Tally
 from kvhold.integrations.vllm.steps import Load, Steps, Store
+from kvhold.integrations.vllm.storing import Reading, Reserving, settle
 from kvhold.memory.arena import Region, Toucher
-from kvhold.memory.coding import coded_view, infinite_chunks
-from kvhold.memory.copier import Copier, HostCopier, Mark, Piece, Transfer, wait_for
+from kvhold.memory.coding import coded_view
+from kvhold.memory.copier import Copier, HostCopier, Mark, Piece
 from kvhold.memory.copy import warm_up
 from kvhold.memory.device import COPY_THREADS, copier_for
 from kvhold.memory.host import available_bytes
@@ -58,37 +58,6 @@ _IDLE_WAIT_S = 0.005
 class _Loaded:
     request_id: str
     failed_blocks: list[int]
-
-
-@dataclass(frozen=True)
-class _Reserving:
-    store: Store
-    shard: int
-    reservation: "Future[Reservation | None]"
-    pieces: list[Piece] = field(default_factory=list)
-    layers: "list[Future[Transfer]]" = field(default_factory=list)
-
-    def layer_copies(self) -> list[Transfer]:
-        """Return the submitted layer copies. Call it after the pass."""
-        return [layer.result() for layer in self.layers if layer.exception() is None]
-
-    def has_lost_copies(self) -> bool:
-        """Whether the device failed in a layer's copy, which may still run."""
-        return any(isinstance(layer.exception(), DeviceError) for layer in self.layers)
-
-
-@dataclass
-class _Reading:
-    """Submitted copies of one shard.
-
-    is_whole: they cover all granted chunks
-    is_lost: the device failed and may still write
-    """
-
-    transfers: list[Transfer]
-    pieces: list[Piece] = field(default_factory=list)
-    is_whole: bool = False
-    is_lost: bool = False
 
 
 class WorkerSide:
@@ -139,9 +108,9 @@ class WorkerSide:
             self._layerwise = Layerwise(
                 geometry.parts[0], self._copier, self._loader, self._layer_saver
             )
-        self._reserved: list[_Reserving] = []
+        self._reserved: list[Reserving] = []
         # no pass may write to these blocks yet
-        self._reading: list[tuple[_Reserving, Future[_Reading]]] = []
+        self._reading: list[tuple[Reserving, Future[Reading]]] = []
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
         self._loading = 0  # loads not yet returned by `take_loaded`
@@ -243,7 +212,7 @@ class WorkerSide:
         if steps.storers is not None:
             stored = self._held if self._rank in steps.storers else range(0)
         self._reserved = [
-            _Reserving(store, shard, self._storer.submit(self._reserve, store, shard))
+            Reserving(store, shard, self._storer.submit(self._reserve, store, shard))
             for store in steps.stores
             for shard in stored
         ]
@@ -308,7 +277,7 @@ class WorkerSide:
             else []
         )
         for one, read in self._reading:  # the next pass waits for the reads
-            self._settler.submit(_settle, one, read)
+            self._settler.submit(settle, one, read)
         if not computed:
             for one in reserved:
                 self._drop(one)
@@ -331,12 +300,12 @@ class WorkerSide:
         for one, read in reading:
             self._copier.fence(one.layer_copies() if read.cancelled() else read.result().transfers)
 
-    def _drop(self, one: _Reserving) -> None:
+    def _drop(self, one: Reserving) -> None:
         if not one.reservation.cancel():
-            self._settler.submit(_settle, one, None)
+            self._settler.submit(settle, one, None)
 
-    def _read(self, one: _Reserving, mark: Mark | None) -> _Reading:
-        reading = _Reading(one.layer_copies())
+    def _read(self, one: Reserving, mark: Mark | None) -> Reading:
+        reading = Reading(one.layer_copies())
         reservation = one.reservation.result()
         if reservation is None or not self._is_of(one.store.adapter):
             return reading
@@ -572,47 +541,3 @@ def _check_covered(part: Part, blocks: npt.NDArray[np.int64], places: ChunkBytes
 def _nbytes(view: View, places: ChunkBytes) -> int:
     there = places.num_tokens[places.offsets != ABSENT]
     return sum(view.group.layers * view.group.layer_bytes(int(num_tokens)) for num_tokens in there)
-
-
-@cache
-def _warn_of_infinity() -> None:
-    log.warning(
-        "kvhold: memory_codec cannot encode KV with an infinity or a NaN; such "
-        "chunks are not stored"
-    )
-
-
-def _settle(one: _Reserving, read: "Future[_Reading] | None") -> None:
-    """Commit the copied chunks and release the rest."""
-    reservation = None if one.reservation.cancelled() else one.reservation.result()
-    if reservation is None:
-        return
-    try:
-        reading = read.result() if read is not None else _Reading(one.layer_copies())
-    except CancelledError:  # `end_reading` has stopped waiting
-        reading = _Reading(one.layer_copies())
-    reading.is_lost = reading.is_lost or one.has_lost_copies()
-    try:
-        wait_for(reading.transfers)
-    except DeviceError:
-        reading.is_lost = True
-    # a thread's edge: after any error, the chunks are not committed
-    except Exception:
-        reading.is_whole = False
-        log.exception("kvhold: chunks of request %s were not stored", one.store.request_id)
-    if reading.is_lost:
-        reservation.keep()
-        return
-    with reservation:
-        try:
-            if reading.is_whole:
-                infinite = {
-                    chunk for piece in reading.pieces for chunk in infinite_chunks(piece.planned)
-                }
-                if infinite:
-                    _warn_of_infinity()
-                reservation.commit(
-                    [chunk for chunk in reservation.granted if chunk not in infinite]
-                )
-        except KVHoldError as error:
-            log.warning("kvhold: chunks were not stored: %s", error)

@@ -23,8 +23,8 @@ from functools import partial
 from os.path import normpath
 from typing import Self, TypeVar
 
-from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError, TierError, TierIncomplete
+from kvhold.core.setting import setting, size
 from kvhold.tiers.base import FolderMet, Parts, TierTraits, ValueChanges, check_lengths
 from kvhold.tiers.disk.jobs import StoreSettings
 from kvhold.tiers.disk.learned import Learning

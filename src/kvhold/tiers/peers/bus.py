@@ -26,9 +26,9 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import Protocol
 
-from kvhold.core.config import setting
 from kvhold.core.errors import ProtocolError
 from kvhold.core.metrics import Metrics
+from kvhold.core.setting import setting
 from kvhold.net import peers as p
 from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvhold.core.config import setting
 from kvhold.core.errors import ConfigError
+from kvhold.core.setting import setting
 from kvhold.net.peers import DEFAULT_PORT
 from kvhold.net.stream import Address
 

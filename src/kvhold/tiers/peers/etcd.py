@@ -16,8 +16,9 @@ from typing import Self
 
 import msgspec
 
-from kvhold.core.config import ServePeersConfig, setting
+from kvhold.core.config import ServePeersConfig
 from kvhold.core.errors import UNDECODABLE, ConfigError, KVHoldError, TierError
+from kvhold.core.setting import setting
 from kvhold.net.addresses import is_loopback
 from kvhold.net.stream import Address, open_stream
 from kvhold.net.tls import client_context

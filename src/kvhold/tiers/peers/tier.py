@@ -19,12 +19,13 @@ from importlib import import_module
 from socket import gethostname
 from typing import ClassVar, NamedTuple, Self
 
-from kvhold.core.config import ServePeersConfig, setting
+from kvhold.core.config import ServePeersConfig
 from kvhold.core.errors import ConfigError, TierCannotList, TierDenied, TierError, TierUnavailable
 from kvhold.core.keys import NAMESPACE_BYTES
 from kvhold.core.metrics import Metrics
 from kvhold.core.reasons import PEER_EVICTED, PEER_GONE
 from kvhold.core.secrets import read_secret
+from kvhold.core.setting import setting
 from kvhold.core.status import FollowedPeersStatus
 from kvhold.core.turns import next_turn
 from kvhold.net import login

@@ -11,8 +11,8 @@
 
 from dataclasses import dataclass, replace
 
-from kvhold.core.config import setting, size
 from kvhold.core.errors import ConfigError
+from kvhold.core.setting import setting, size
 from kvhold.net.stream import Address
 from kvhold.tiers.redis.split import HEAD_BYTES
 from kvhold.tiers.url import TierUrl

@@ -1,0 +1,89 @@
+"""Stores in progress: chunks are reserved, copied, and committed if all copies have ended."""
+
+import logging
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import cache
+
+from kvhold.core.errors import DeviceError, KVHoldError
+from kvhold.core.holdings import Reservation
+from kvhold.integrations.vllm.steps import Store
+from kvhold.memory.coding import infinite_chunks
+from kvhold.memory.copier import Piece, Transfer, wait_for
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reserving:
+    store: Store
+    shard: int
+    reservation: "Future[Reservation | None]"
+    pieces: list[Piece] = field(default_factory=list)
+    layers: "list[Future[Transfer]]" = field(default_factory=list)
+
+    def layer_copies(self) -> list[Transfer]:
+        """Return the submitted layer copies. Call it after the pass."""
+        return [layer.result() for layer in self.layers if layer.exception() is None]
+
+    def has_lost_copies(self) -> bool:
+        """Whether the device failed in a layer's copy, which may still run."""
+        return any(isinstance(layer.exception(), DeviceError) for layer in self.layers)
+
+
+@dataclass
+class Reading:
+    """Submitted copies of one shard.
+
+    is_whole: they cover all granted chunks
+    is_lost: the device failed and may still write
+    """
+
+    transfers: list[Transfer]
+    pieces: list[Piece] = field(default_factory=list)
+    is_whole: bool = False
+    is_lost: bool = False
+
+
+def settle(one: Reserving, read: "Future[Reading] | None") -> None:
+    """Commit the copied chunks and release the rest."""
+    reservation = None if one.reservation.cancelled() else one.reservation.result()
+    if reservation is None:
+        return
+    try:
+        reading = read.result() if read is not None else Reading(one.layer_copies())
+    except CancelledError:  # `end_reading` has stopped waiting
+        reading = Reading(one.layer_copies())
+    reading.is_lost = reading.is_lost or one.has_lost_copies()
+    try:
+        wait_for(reading.transfers)
+    except DeviceError:
+        reading.is_lost = True
+    # a thread's edge: after any error, the chunks are not committed
+    except Exception:
+        reading.is_whole = False
+        log.exception("kvhold: chunks of request %s were not stored", one.store.request_id)
+    if reading.is_lost:
+        reservation.keep()
+        return
+    with reservation:
+        try:
+            if reading.is_whole:
+                infinite = {
+                    chunk for piece in reading.pieces for chunk in infinite_chunks(piece.planned)
+                }
+                if infinite:
+                    _warn_of_infinity()
+                reservation.commit(
+                    [chunk for chunk in reservation.granted if chunk not in infinite]
+                )
+        except KVHoldError as error:
+            log.warning("kvhold: chunks were not stored: %s", error)
+
+
+@cache
+def _warn_of_infinity() -> None:
+    log.warning(
+        "kvhold: memory_codec cannot encode KV with an infinity or a NaN; such "
+        "chunks are not stored"
+    )
