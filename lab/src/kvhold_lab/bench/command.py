@@ -29,6 +29,7 @@ from kvhold_lab.options import (
     only_option,
     tokens_option,
 )
+from kvhold_lab.simulate.fleet_command import command as fleet
 
 _PARTS = ("hashing", "index", "policies", "lookup", "frames", "gather", "memory", "wire", "startup")
 _MARKS = {True: "yes", False: "NO", None: "-"}
@@ -275,6 +276,7 @@ def peers(rounds: int, chunks: int, json_file: Path | None) -> None:
 
 command.add_command(compare, "compare")
 command.add_command(compare_engines, "compare-engines")
+command.add_command(fleet, "fleet")
 command.add_command(gpu, "gpu")
 command.add_command(history, "history")
 command.add_command(load, "load")

@@ -1,0 +1,218 @@
+"""Replays a trace on a fleet of hosts that are each other's peers.
+
+    row = replay_fleet(cut, FleetSetup(hosts=32, memory_chunks=4096), token_bytes=131072)
+
+Each host has as many users as the trace: the fleet serves a copy of the trace for each host, with
+texts of its own. A request goes to one host. That host takes the beginning of the prompt from its
+memory, then from its peers, then from a shared tier; it computes the rest, and stores what it did
+not have. All memories evict the least recently used chunk. Transfers take no time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import pairwise
+from random import Random
+from typing import Literal
+
+from kvhold.core.errors import ConfigError
+from kvhold.tiers.peers.index import MOST_PEERS
+from kvhold_lab.simulate.trace import Cut
+
+Routing = Literal["random", "affinity"]
+ROUTINGS: tuple[Routing, ...] = ("random", "affinity")
+
+_MOST_LOAD = 1.25  # of the mean; a host with more requests gets none
+_SPARE_REQUESTS = 8  # which every host may have beyond that
+
+
+@dataclass(frozen=True)
+class FleetSetup:
+    """memory_chunks: of each host; shared_chunks: of the tier that all hosts share, if any
+    peers:          how many other hosts each host follows: those of its group
+    """
+
+    hosts: int
+    memory_chunks: int
+    routing: Routing = "random"
+    shared_chunks: int = 0
+    peers: int = MOST_PEERS - 1
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class FleetRow:
+    """found_here, found_at_peers, found_shared: shares of all tokens
+
+    Rates are those of one host: its own changes, those of its peers that it reads, the bytes that
+    it loads from peers. index_chunks: different chunks of a host's peers, at the end; a mean
+    """
+
+    hosts: int
+    routing: str
+    memory_bytes: int
+    shared_bytes: int
+    found_here: float
+    found_at_peers: float
+    found_shared: float
+    changes_per_s: float
+    changes_read_per_s: float
+    peer_bytes_per_s: float
+    index_chunks: float
+
+
+class _Lru:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.here: OrderedDict[int, None] = OrderedDict()
+
+    def touch(self, chunks: Sequence[int]) -> None:
+        """The first chunk was used last, so a prefix never goes before its continuation."""
+        for chunk in reversed(chunks):
+            self.here.move_to_end(chunk)
+
+    def store(self, chunks: Sequence[int]) -> list[int]:
+        """Store missing chunks, the first one last. Return what was evicted for them."""
+        if not self._capacity:
+            return list(chunks)
+        for chunk in reversed(chunks[: self._capacity]):
+            self.here[chunk] = None
+        excess = len(self.here) - self._capacity
+        evicted = [self.here.popitem(last=False)[0] for _ in range(excess)]
+        return evicted + list(chunks[self._capacity :])
+
+    def num_found(self, chunks: Sequence[int]) -> int:
+        return next((i for i, chunk in enumerate(chunks) if chunk not in self.here), len(chunks))
+
+
+class _Router:
+    def __init__(self, setup: FleetSetup, hosts: Sequence[_Lru]) -> None:
+        self._routing = setup.routing
+        self._random = Random(setup.seed)
+        self._hosts = hosts
+        self._num_requests = [0] * len(hosts)
+
+    def choose(self, prompt: Sequence[int], holders: "_Holders") -> int:
+        chosen = self._random.randrange(len(self._hosts))
+        if self._routing == "affinity":
+            most = _MOST_LOAD * sum(self._num_requests) / len(self._hosts) + _SPARE_REQUESTS
+            free = [host for host in holders.of_longest(prompt) if self._num_requests[host] < most]
+            if free:
+                chosen = min(free, key=self._num_requests.__getitem__)
+        self._num_requests[chosen] += 1
+        return chosen
+
+
+class _Holders:
+    """Which hosts have a chunk."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, set[int]] = {}
+
+    def add(self, host: int, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self._of.setdefault(chunk, set()).add(host)
+
+    def remove(self, host: int, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            if (of := self._of.get(chunk)) is not None:
+                of.discard(host)
+                if not of:
+                    del self._of[chunk]
+
+    def num_found(self, chunks: Sequence[int], among: range) -> int:
+        for i, chunk in enumerate(chunks):
+            if not any(host in among for host in self._of.get(chunk, ())):
+                return i
+        return len(chunks)
+
+    def of_longest(self, prompt: Sequence[int]) -> set[int]:
+        """Return the hosts that have the longest prefix; none if nobody has the first chunk."""
+        best: set[int] = set()
+        for chunk in prompt:
+            having = self._of.get(chunk, set())
+            if not (having & best if best else having):
+                break
+            best = having & best if best else having
+        return best
+
+    def num_chunks(self, among: range) -> int:
+        return sum(any(host in among for host in of) for of in self._of.values())
+
+
+def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
+    """Raises ConfigError: the trace has no times."""
+    if cut.times_s is None:
+        raise ConfigError("a fleet needs the requests' times; give each line a timestamp")
+    chunk_bytes = cut.tokens_per_chunk * token_bytes
+    memories = [_Lru(setup.memory_chunks) for _ in range(setup.hosts)]
+    shared, holders = _Lru(setup.shared_chunks), _Holders()
+    router = _Router(setup, memories)
+    here = at_peers = from_shared = asked = changes = 0
+    for prompt in _prompts(cut, setup.hosts):
+        host = router.choose(prompt, holders)
+        memory, group = memories[host], _group(host, setup)
+        asked += len(prompt)
+
+        num_here = memory.num_found(prompt)
+        here += num_here
+        missing = prompt[num_here:]
+        num_peers = holders.num_found(missing, group)
+        at_peers += num_peers
+        below = missing[num_peers:]
+        num_shared = shared.num_found(below)
+        from_shared += num_shared
+
+        memory.touch(prompt[:num_here])
+        evicted = memory.store(missing)
+        holders.add(host, missing)
+        holders.remove(host, evicted)
+        changes += len(missing) + len(evicted)
+        shared.touch(below[:num_shared])
+        shared.store(below[num_shared:])
+
+    seconds = float(cut.times_s[-1] - cut.times_s[0]) or 1.0
+    groups = {_group(host, setup) for host in range(setup.hosts)}
+    sent = changes / seconds / setup.hosts
+    return FleetRow(
+        hosts=setup.hosts,
+        routing=setup.routing,
+        memory_bytes=setup.memory_chunks * chunk_bytes,
+        shared_bytes=setup.shared_chunks * chunk_bytes,
+        found_here=here / asked,
+        found_at_peers=at_peers / asked,
+        found_shared=from_shared / asked,
+        changes_per_s=sent,
+        changes_read_per_s=sent
+        * sum(len(group) * (len(group) - 1) for group in groups)
+        / setup.hosts,
+        peer_bytes_per_s=at_peers * chunk_bytes / seconds / setup.hosts,
+        index_chunks=sum(len(group) * holders.num_chunks(group) for group in groups) / setup.hosts,
+    )
+
+
+def _group(host: int, setup: FleetSetup) -> range:
+    """Return the hosts that follow each other, this one among them."""
+    first = host // (setup.peers + 1) * (setup.peers + 1)
+    return range(first, min(first + setup.peers + 1, setup.hosts))
+
+
+def _prompts(cut: Cut, copies: int) -> Iterator[list[int]]:
+    """Yield the prompts of all copies in the order of time. Each copy's requests are shifted."""
+    assert cut.times_s is not None
+    spans, times_s = list(pairwise(cut.starts.tolist())), cut.times_s.tolist()
+    length_s = (times_s[-1] - times_s[0]) or 1.0
+
+    def of_copy(copy: int) -> Iterator[tuple[float, int, int]]:
+        shift_s = length_s * copy / copies
+        begin = next((i for i, at in enumerate(times_s) if at - times_s[0] >= shift_s), 0)
+        for number in range(len(spans)):
+            request = (begin + number) % len(spans)
+            past_s = times_s[request] - times_s[0] - shift_s
+            yield (past_s if past_s >= 0 else past_s + length_s), copy, request
+
+    for _, copy, request in merge(*(of_copy(copy) for copy in range(copies))):
+        start, end = spans[request]
+        first = copy * cut.num_ids
+        yield [first + chunk for chunk in cut.chunks[start:end].tolist()]
