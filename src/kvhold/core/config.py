@@ -19,6 +19,9 @@ from typing import Any, TypeVar, get_type_hints
 from urllib.parse import urlencode
 
 from kvhold.core.errors import ConfigError
+from kvhold.core.fields import setting as setting
+from kvhold.core.fields import size as size
+from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.sizes import parse_size
 from kvhold.core.store_options import MAX_BITS
 
@@ -32,34 +35,6 @@ _KUBERNETES = (  # variables that Kubernetes sets for such a Service: name, valu
     (re.compile(rf"{_SERVICE}_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.+")),
     (re.compile(rf"{_SERVICE}_PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)"), re.compile(r".*")),
 )
-
-
-def size(default: int, help: str) -> Any:
-    """Return a field that also accepts "5GiB"."""
-    return field(default=default, metadata={"help": help, "size": True, "minimum": 0})
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    secret: bool = False,
-) -> Any:
-    """Return a field. A secret value is never in errors, logs and status."""
-    return field(
-        default=default,
-        metadata={
-            "help": help,
-            "choices": choices,
-            "minimum": minimum,
-            "maximum": maximum,
-            "secret": secret,
-        },
-        repr=not secret,
-    )
 
 
 @dataclass(frozen=True)
@@ -392,6 +367,7 @@ class Config:
     listen: ListenConfig = field(default_factory=ListenConfig)
     peers: ServePeersConfig = field(default_factory=ServePeersConfig)
     span: SpanConfig = field(default_factory=SpanConfig)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 
