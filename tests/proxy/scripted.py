@@ -202,6 +202,11 @@ class RunningProxy:
         """Return the proxy's view of an engine."""
         return next(one for one in self.server._engines if one.url == scripted.url)
 
+    def has_probed(self, scripted: ScriptedEngine) -> bool:
+        if scripted._runner is None:
+            return True
+        return scripted.probes > 0 and self.engine(scripted).is_up == scripted.is_healthy
+
     async def assert_nothing_is_held(self) -> None:
         await eventually(lambda: self.server._admission.running == 0)
         assert self.server._admission.queued == 0
@@ -240,13 +245,7 @@ async def running_proxy(
         proxy = RunningProxy(server, client)
         try:
             for scripted in (*prefill, *decode):
-                await eventually(
-                    lambda one=scripted: (  # type: ignore[misc]
-                        one.probes > 0
-                        and proxy.engine(one).is_up == one.is_healthy
-                        or one._runner is None
-                    )
-                )
+                await eventually(lambda one=scripted: proxy.has_probed(one))  # type: ignore[misc]
             yield proxy
         finally:
             server.stop()
