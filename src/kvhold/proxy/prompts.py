@@ -1,12 +1,14 @@
 """Read a request for tokens, and make the part of the prefill engine.
 
-    inference = read_inference("/v1/completions", body)
-    inference.most_tokens; inference.prefill_fields()
+    fields, body = read_fields(body)
+    inference = read_inference("/v1/completions", fields)
+    inference.most_tokens; inference.prefill_body({})
 
 The values of a body are taken over byte by byte. Only the named fields are read. No I/O.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,7 @@ _NEED_THE_PROMPT = ("prompt_logprobs", "prompt_embeds")
 # Fields of `kv_transfer_params` that a client may set; others name hosts or blocks.
 _FROM_CLIENTS = ("kvhold", "max_load_tokens", "max_offload_tokens", "kv_load_tiers")
 _TEXT_PARTS = ("text", "input_text", "tool_use", "tool_result", "refusal")
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 _BYTES_PER_TOKEN = 4
 _MOST_SESSION = 256
 
@@ -62,7 +65,6 @@ class Inference:
     likely_tokens: for the load of engines
     is_single:     one prompt and one answer
     has_prefill:   whether a prefill engine could help
-    session:       from the body; None: it names none
     """
 
     kind: str
@@ -71,7 +73,6 @@ class Inference:
     likely_tokens: int
     is_single: bool
     has_prefill: bool
-    session: str | None
 
     def with_params(self, params: Mapping[str, Any]) -> bytes:
         """Return the body with these `kv_transfer_params` added."""
@@ -92,12 +93,9 @@ def read_fields(body: bytes) -> tuple[Fields, bytes]:
     Raises NotAnInference. Engines read UTF-16 and NaN, too; such bodies are refused, because fields
     of theirs would pass unseen.
     """
-    try:
+    with _reading():
         fields = _fields.decode(body)
-        raw = fields.get("kv_transfer_params")
-        params = None if raw is None else msgspec.json.decode(raw)
-    except (msgspec.ValidationError, *UNDECODABLE) as error:
-        raise NotAnInference(f"the body is not a JSON object in UTF-8: {error}") from None
+        params = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
     if not isinstance(params, dict) or not params.keys() - set(_FROM_CLIENTS):
         return fields, body
     kept = {name: params[name] for name in _FROM_CLIENTS if name in params}
@@ -108,41 +106,43 @@ def read_fields(body: bytes) -> tuple[Fields, bytes]:
 def read_inference(path: str, fields: Fields) -> Inference:
     """path: one of `KINDS`. Raises NotAnInference."""
     kind = KINDS[path]
-    try:
+    with _reading():
         most, likely, num_prompts = _prompt_size(kind, fields)
         num_answers = max(_number(fields, "n"), _number(fields, "best_of"))
-        has_prefill = not (
-            any(_is_set(fields, name) for name in _NEED_THE_PROMPT)
-            or (_is_set(fields, "echo") and _is_set(fields, "logprobs"))
-            # a budget for thinking must be below max_tokens
-            or (kind == "messages" and _is_set(fields, "thinking"))
-        )
-        session = session_of(fields)
-    except UNDECODABLE as error:
-        raise NotAnInference(f"the body is not a JSON object in UTF-8: {error}") from None
+    has_prefill = not (
+        any(_is_set(fields, name) for name in _NEED_THE_PROMPT)
+        or (_is_set(fields, "echo") and _is_set(fields, "logprobs"))
+        # a budget for thinking must be below max_tokens
+        or (kind == "messages" and _is_set(fields, "thinking"))
+    )
     is_single = num_prompts == 1 and num_answers <= 1 and not _is_set(fields, "use_beam_search")
-    return Inference(kind, fields, most, likely, is_single, has_prefill, session)
+    return Inference(kind, fields, most, likely, is_single, has_prefill)
 
 
 def session_of(fields: Fields) -> str | None:
-    for name in ("session_id", "prompt_cache_key", "user"):
-        if (raw := fields.get(name)) is not None:
-            value = msgspec.json.decode(raw)
-            if isinstance(value, str) and value:
-                return value[:_MOST_SESSION]
-    if (raw := fields.get("metadata")) is not None:
-        value = msgspec.json.decode(raw)
-        user = value.get("user_id") if isinstance(value, dict) else None
-        if isinstance(user, str) and user:
-            return user[:_MOST_SESSION]
-    return None
+    """Return the session that a body names. Raises NotAnInference."""
+    with _reading():
+        values = [msgspec.json.decode(fields[name]) for name in _SESSION_FIELDS if name in fields]
+        metadata = msgspec.json.decode(fields.get("metadata", b"null"))
+    if isinstance(metadata, dict):
+        values.append(metadata.get("user_id"))
+    named = (value for value in values if isinstance(value, str) and value)
+    return next(named, "")[:_MOST_SESSION] or None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raises NotAnInference for what msgspec cannot decode."""
+    try:
+        yield
+    except (msgspec.ValidationError, *UNDECODABLE) as error:
+        raise NotAnInference(f"the body is not a JSON object in UTF-8: {error}") from None
 
 
 def _with_params(fields: Fields, params: Mapping[str, Any]) -> bytes:
     if not params:
         return _encoder.encode(fields)
-    raw = fields.get("kv_transfer_params")
-    own = None if raw is None else msgspec.json.decode(raw)
+    own = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
     merged = {**(own if isinstance(own, dict) else {}), **params}
     return _encoder.encode({**fields, "kv_transfer_params": msgspec.Raw(_encoder.encode(merged))})
 
