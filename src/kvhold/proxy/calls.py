@@ -25,7 +25,9 @@ from kvhold.proxy.engines import ProxiedEngine
 from kvhold.proxy.faults import EngineFault
 from kvhold.proxy.headers import Headers
 
-_BUFFERED_BYTES = 1 << 20  # such an answer is read before any of it is sent, and can be repeated
+_BUFFERED_BYTES = (
+    1 << 20
+)  # an answer up to this size is read as a whole, so that it can be repeated
 _PROBE_BYTES = 64 << 10
 _KEEPALIVE_S = 3.0  # vLLM's server closes idle connections after 5 s
 

@@ -1,4 +1,4 @@
-"""What can go wrong with an engine."""
+"""The fault of an engine."""
 
 
 class EngineFault(Exception):

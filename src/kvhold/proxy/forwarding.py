@@ -71,7 +71,9 @@ class ProxiedRequest:
 
 @dataclass
 class _Handed:
-    """What the decode engine gets of the prefill; running: a prefill that has not ended."""
+    """params:  for the decode engine
+    running: the prefill, if the decode engine need not wait for its end
+    """
 
     params: Params = field(default_factory=dict)
     running: "asyncio.Task[Params | None] | None" = None
@@ -196,7 +198,7 @@ class Forwarder:
         try:
             if answer.status in _RETRIED:
                 raise EngineFault("status", f"answered {answer.status}")
-            if answer.status != 200:  # the decode engine tells the client what is wrong
+            if answer.status != 200:  # the decode engine answers the client
                 raise HandoverFailed(f"it answered {answer.status}")
             text = await answer.read(_MOST_PREFILL_BYTES)
         finally:
@@ -267,8 +269,9 @@ class Forwarder:
     async def _open_decode(
         self, engine: ProxiedEngine, request: ProxiedRequest, handed: _Handed
     ) -> EngineAnswer:
-        """Send the request. If its prefill fails meanwhile, send it again without. Raises
-        EngineFault.
+        """Send the request. If its running prefill fails, send it again without parameters.
+
+        Raises EngineFault.
         """
         call = _decode_call(request, handed.params)
         if handed.running is None:

@@ -1,7 +1,7 @@
 """Serve a client's request: check it, read it, wait for a place, and send on the engine's answer.
 
-`Front.handle` is the handler of all paths that engines serve. It ends, and with it the requests to
-engines, when its client leaves. One event loop.
+`Front.handle` is the handler of all paths that engines serve. When its client
+leaves, it ends, and so do the requests to engines. One event loop.
 """
 
 import asyncio

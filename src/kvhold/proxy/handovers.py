@@ -1,4 +1,4 @@
-"""The protocols by which a prefill engine's KV reaches a decode engine.
+"""The protocols that hand a prefill engine's KV over to a decode engine.
 
     handover = make_handover("nixl")
     params = handover.prefill_params(new_handover_id())

@@ -22,7 +22,7 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-# The proxy makes these itself, or a client must not choose engines by them.
+# The proxy makes these itself, or they would let a client choose engines.
 _OF_REQUESTS = frozenset(
     {
         "host",

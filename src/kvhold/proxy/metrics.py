@@ -1,4 +1,4 @@
-"""What a proxy counts, for Prometheus."""
+"""The counters of a proxy, for Prometheus."""
 
 from collections.abc import Callable, Sequence
 

@@ -25,8 +25,8 @@ KINDS = {
 }
 """The paths whose requests have a prefill part, and their names in metrics."""
 
-# A prefill engine makes one token, and sends it as a whole. What a field adds to the prompt, such
-# as `tools`, stays.
+# A prefill engine makes one token, and sends one JSON object. Fields that may be part of the prompt,
+# such as `tools`, stay.
 _NOT_FOR_PREFILL = (
     "stream",
     "stream_options",
@@ -40,7 +40,7 @@ _NOT_FOR_PREFILL = (
     "echo",
     "return_token_ids",
 )
-# Fields with which an engine computes the whole prompt, whatever is cached.
+# With these fields an engine computes the whole prompt, cached or not.
 _NEED_THE_PROMPT = ("prompt_logprobs", "prompt_embeds")
 # Fields of `kv_transfer_params` that a client may set; others name hosts or blocks.
 _FROM_CLIENTS = ("kvhold", "max_load_tokens", "max_offload_tokens", "kv_load_tiers")
