@@ -149,6 +149,11 @@ def test_an_engines_url_may_have_a_path_and_a_slash_at_its_end() -> None:
     assert [engine.url for engine in decode.engines] == ["http://a:1/b", "https://[::1]:2"]
 
 
+def test_headers_that_are_not_text_are_dropped() -> None:
+    pairs = [("A", "\udcff"), ("B", "é")]
+    assert request_headers(pairs, "id", "")[:-1] == answer_headers(pairs, "id")[:-1] == [("B", "é")]
+
+
 def test_headers_that_a_connection_names_are_dropped() -> None:
     pairs = [("Connection", "a, B"), ("connection", "c"), ("A", "1"), ("b", "2"), ("C", "3")]
     assert request_headers([*pairs, ("D", "4")], "id", "") == [("D", "4"), ("X-Request-Id", "id")]

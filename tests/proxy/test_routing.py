@@ -263,6 +263,37 @@ async def test_a_request_has_one_name_at_all_engines(given: str) -> None:
         assert (status, json.loads(text)["error"]["code"]) == (404, 404)
 
 
+async def test_header_values_pass_byte_for_byte() -> None:
+    value = "é".encode()
+
+    async def script(request: web.Request, seen: Seen) -> web.StreamResponse:
+        assert (b"X-B", value) in request.raw_headers
+        return web.json_response({}, headers={"X-C": value.decode()})
+
+    async with engines_and_proxy(0, 1) as (_, [decode], proxy):
+        decode.script = script
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.server.port)
+        head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: \xff\r\nX-B: " + value
+        writer.write(head + b"\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"X-C: " + value in answer
+        assert "x-a" not in decode.seen[0].headers
+
+
+@pytest.mark.parametrize("method", ["TRACE", "CONNECT", "FOO"])
+async def test_unusual_methods_are_refused(method: str) -> None:
+    async with engines_and_proxy(0, 1) as (_, [decode], proxy):
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.server.port)
+        writer.write(f"{method} /v1/models HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert (await reader.readline()).split()[1] in (b"405", b"400", b"404")
+        writer.close()
+        await writer.wait_closed()
+        assert decode.seen == []
+
+
 async def test_headers_of_one_connection_do_not_pass() -> None:
     async def script(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.json_response({}, headers={"X-Engine": "1", "Keep-Alive": "timeout=5"})

@@ -51,10 +51,7 @@ class EngineAnswer:
         self._first: list[bytes] = []
         self._is_at_end = False
         self.status: int = response.status
-        self.headers: Headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in response.raw_headers
-        ]
+        self.headers: Headers = list(response.headers.items())
 
     @property
     def content_length(self) -> int | None:

@@ -1,7 +1,7 @@
 """Serve a client's request: check it, read it, wait for a place, and send on the engine's answer.
 
-`Front.handle` is the handler of all paths that engines serve. When its client
-leaves, it ends, and so do the requests to engines. One event loop.
+`Front.handle` is the handler of all paths that engines serve. When its client leaves, it ends, and
+so do the requests to engines. One event loop.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
 _MOST_SESSION = 256
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # They change one engine, not all.
 _OF_ONE_ENGINE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
@@ -128,6 +129,8 @@ class Front:
                 503, "draining", "the proxy is shutting down", retry_after_s=_RETRY_AFTER_S
             )
         self._keys.check_client(request)
+        if request.method not in _METHODS:
+            raise Refusal(405, "bad_request", f"the method must be one of {', '.join(_METHODS)}")
         path = request.path
         is_served = any(
             path.startswith(served) if served.endswith("/") else path == served

@@ -92,4 +92,9 @@ def _kept(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> Header
         for name in value.split(",")
     }
     unwanted = dropped | _HOP_BY_HOP | named
-    return [(name, value) for name, value in pairs if name.lower() not in unwanted]
+    return [pair for pair in pairs if pair[0].lower() not in unwanted and _is_text(pair[1])]
+
+
+def _is_text(value: str) -> bool:
+    """Whether a value was UTF-8; aiohttp cannot send others."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)

@@ -55,7 +55,10 @@ class HealthProber:
         while True:
             event = self._probe_now[engine]
             event.clear()
-            await self._probe_once(engine)
+            try:
+                await self._probe_once(engine)
+            except Exception:  # a bug in one probe does not end the others
+                log.exception("probing %s engine %s", engine.role, engine.name)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s(engine)):
                     await event.wait()

@@ -25,8 +25,8 @@ KINDS = {
 }
 """The paths whose requests have a prefill part, and their names in metrics."""
 
-# A prefill engine makes one token, and sends one JSON object. Fields that may be part of the prompt,
-# such as `tools`, stay.
+# A prefill engine makes one token, and sends one JSON object. Fields that may be part of the
+# prompt, such as `tools`, stay.
 _NOT_FOR_PREFILL = (
     "stream",
     "stream_options",
