@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.probes = 0
         self.left = 0
         self.is_healthy = True
+        self.is_silent = False
         self.script: Script = self.answer
         self._runner: web.AppRunner | None = None
 
@@ -121,6 +122,8 @@ class ScriptedEngine:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
             self.probes += 1
+            if self.is_silent:
+                await asyncio.sleep(10 * PATIENT_S)
             return web.Response(status=200 if self.is_healthy else 503)
         raw = await request.read()
         seen = Seen(

@@ -255,3 +255,41 @@ async def test_a_request_waits_for_an_engine_that_restarts() -> None:
         async with gone:
             assert (await waiting)[0] == 200
             await proxy.assert_nothing_is_held()
+
+
+SILENT = {"probe_timeout_s": 0.05, "probe_failures": 2, "prefill_timeout_s": 600}
+
+
+@pytest.mark.parametrize("protocol", ["shared", "nixl", "p2p"])
+async def test_nobody_waits_for_a_prefill_engine_that_is_stopped(protocol: str) -> None:
+    async with engines_and_proxy(1, 1, protocol=protocol, **SILENT) as ([prefill], [_], proxy):
+        prefill.script, prefill.is_silent = never, True
+        assert (await proxy.complete())[0] == 200
+        await proxy.assert_nothing_is_held()
+
+
+async def test_another_engine_answers_for_a_decode_engine_that_is_stopped() -> None:
+    async with engines_and_proxy(0, 2, **SILENT) as (_, [stopped, other], proxy):
+        proxy.engine(other).last_chosen = 1e18
+        stopped.script, stopped.is_silent = never, True
+        status, answer = await proxy.complete()
+        assert (status, answer["engine"]) == (200, "decode 1")
+        assert len(stopped.seen) == 1
+        assert await proxy.metric("engine_faults_total", reason="silent") == 1
+        await eventually(lambda: stopped.left >= 1)
+
+
+async def test_the_only_decode_engine_may_be_slow() -> None:
+    async with engines_and_proxy(0, 1, **SILENT) as (_, [decode], proxy):
+        gate = asyncio.Event()
+
+        async def script(request: web.Request, seen: Seen) -> web.StreamResponse:
+            await gate.wait()
+            return await decode.answer(request, seen)
+
+        decode.script, decode.is_silent = script, True
+        waiting = asyncio.create_task(proxy.complete())
+        await eventually(lambda: not proxy.engine(decode).is_up)
+        assert (await proxy.get("/health"))[0] == 503
+        gate.set()
+        assert (await waiting)[0] == 200

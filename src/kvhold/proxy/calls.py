@@ -131,22 +131,34 @@ class EngineCalls:
 
     async def open(self, engine: ProxiedEngine, call: EngineCall) -> EngineAnswer:
         """Send a request, and wait for the first bytes of its answer. Raises EngineFault."""
+        timeout_s = self._config.first_byte_timeout_s
+        due = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with asyncio.timeout_at(due) as until:
+                with engine.waiting(until):
+                    return await self._open(engine, call)
+        except TimeoutError:
+            if until.when() != due:
+                raise EngineFault("silent", "it answers no probes") from None
+            raise EngineFault("timeout", f"no answer within {timeout_s:g} s") from None
+
+    async def _open(self, engine: ProxiedEngine, call: EngineCall) -> EngineAnswer:
+        """Raises EngineFault."""
         answer: EngineAnswer | None = None
         try:
-            async with asyncio.timeout(self._config.first_byte_timeout_s):
-                response = await self._session.request(
-                    call.method,
-                    URL(engine.url + call.path, encoded=True),
-                    headers=call.headers,
-                    data=_payload(call.body),
-                    allow_redirects=False,
-                )
-                answer = EngineAnswer(response, self._config.idle_timeout_s)
-                await answer.read_first()
+            response = await self._session.request(
+                call.method,
+                URL(engine.url + call.path, encoded=True),
+                headers=call.headers,
+                data=_payload(call.body),
+                allow_redirects=False,
+            )
+            answer = EngineAnswer(response, self._config.idle_timeout_s)
+            await answer.read_first()
         except BaseException as error:
             if answer is not None:
                 answer.close()
-            if isinstance(error, (aiohttp.ClientError, OSError)):  # TimeoutError is an OSError
+            if isinstance(error, (aiohttp.ClientError, OSError)):
                 raise fault_of(error) from None
             raise
         return answer
@@ -156,7 +168,7 @@ class EngineCalls:
         call = EngineCall("GET", self._config.probe_path, headers)
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
-                answer = await self.open(engine, call)
+                answer = await self._open(engine, call)
                 try:
                     await answer.read(_PROBE_BYTES)
                 finally:
@@ -168,10 +180,10 @@ class EngineCalls:
 
 
 def fault_of(error: BaseException) -> EngineFault:
-    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return EngineFault("timeout", "cannot connect (proxy.connect_timeout_s)", is_sent=False)
+    if isinstance(error, aiohttp.ClientConnectorError):
         return EngineFault("refused", f"cannot connect: {_text(error)}", is_sent=False)
-    if isinstance(error, TimeoutError):
-        return EngineFault("timeout", "no answer in time")
     if isinstance(error, (aiohttp.ClientResponseError, aiohttp.InvalidURL)):
         return EngineFault("invalid", f"not a valid answer: {_text(error)}")
     return EngineFault("disconnected", f"the connection broke: {_text(error)}")

@@ -8,6 +8,7 @@ A prefill engine's load is the tokens of its running requests, a decode engine's
 I/O; one event loop.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class ProxiedEngine:
         self.running = 0
         self.tokens = 0
         self.last_chosen = 0.0
+        self._waits: set[asyncio.Timeout] = set()
 
     @property
     def is_usable(self) -> bool:
@@ -53,6 +55,20 @@ class ProxiedEngine:
         finally:
             self.running -= 1
             self.tokens -= tokens
+
+    @contextmanager
+    def waiting(self, until: asyncio.Timeout) -> Iterator[None]:
+        """`give_up` ends this wait for an answer."""
+        self._waits.add(until)
+        try:
+            yield
+        finally:
+            self._waits.discard(until)
+
+    def give_up(self) -> None:
+        """End all waits for the first bytes of an answer."""
+        for until in self._waits:
+            until.reschedule(asyncio.get_running_loop().time())
 
 
 class EnginePool:

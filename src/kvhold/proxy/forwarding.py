@@ -156,7 +156,7 @@ class Forwarder:
                 params = await self._try_prefill_engines(request, only, name)
             result = "failed" if params is None else "done"
         except TimeoutError:
-            log.info("request %s: no prefill in time", request.request_id)
+            log.debug("request %s: no prefill in time", request.request_id)
             params, result = None, "failed"
         finally:
             self._metrics.prefills.labels(result).inc()
@@ -181,7 +181,7 @@ class Forwarder:
             except EngineFault as fault:
                 self._note(engine, request, fault)
             except HandoverFailed as error:
-                log.info(
+                log.debug(
                     "request %s: %s hands nothing over: %s", request.request_id, engine.name, error
                 )
                 break
@@ -227,7 +227,7 @@ class Forwarder:
                     last = NoEngineAnswers(
                         f"the last decode engine failed: {fault}", is_late=fault.reason == "timeout"
                     )
-                    if fault.reason == "timeout" or (fault.is_sent and not request.may_repeat):
+                    if fault.is_sent and (fault.reason == "timeout" or not request.may_repeat):
                         break
                     if fault.is_sent and not self._handover.is_reusable:
                         handed.lose()
@@ -297,7 +297,7 @@ class Forwarder:
         return await self._calls.open(engine, _decode_call(request, {}))
 
     def _note(self, engine: ProxiedEngine, request: ProxiedRequest, fault: EngineFault) -> None:
-        log.info(
+        log.debug(
             "request %s: %s engine %s: %s", request.request_id, engine.role, engine.name, fault
         )
         self._metrics.faults.labels(engine.role, engine.name, fault.reason).inc()

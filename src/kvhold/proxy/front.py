@@ -92,7 +92,7 @@ class Front:
                 self._idle.set()
 
     def refuse(self, exchange: "Exchange", refusal: Refusal) -> web.StreamResponse:
-        log.info("request %s: refused (%s): %s", exchange.request_id, refusal.status, refusal)
+        log.debug("request %s: refused (%s): %s", exchange.request_id, refusal.status, refusal)
         self._metrics.refused.labels(refusal.reason).inc()
         if exchange.response is not None:  # its first bytes are sent
             exchange.cut()
@@ -227,14 +227,14 @@ class Exchange:
                 last = (last + piece)[-2:]
             await self._send(response.write_eof())
         except EngineFault as fault:
-            log.warning("request %s: the answer is cut: %s", self.request_id, fault)
+            log.info("request %s: the answer is cut: %s", self.request_id, fault)
             self._metrics.cut.inc()
             # not in the middle of an event
             if answer.is_event_stream and last in (b"", b"\n\n"):
                 await self._send_last(response, f"the engine failed: {fault}")
             self.cut()
         except SlowClient:
-            log.warning("request %s: the client does not read its answer", self.request_id)
+            log.debug("request %s: the client does not read its answer", self.request_id)
             self._metrics.refused.labels("slow_client").inc()
             if self.request.transport is not None:
                 self.request.transport.abort()

@@ -48,7 +48,7 @@ class HealthProber:
         """Note a fault of a request. An engine that refuses connections is not used from now on."""
         if fault.reason == "refused" and engine.is_up:
             self._mark_down(engine, fault)
-        if fault.reason in ("refused", "disconnected"):
+        if fault.reason in ("refused", "disconnected") or not fault.is_sent:
             self._probe_now[engine].set()
 
     async def _watch(self, engine: ProxiedEngine) -> None:
@@ -75,6 +75,8 @@ class HealthProber:
                 fault.reason == "refused" or engine.num_failures >= self._config.probe_failures
             ):
                 self._mark_down(engine, fault)
+                if fault.reason == "timeout" and self._is_replaceable(engine):
+                    engine.give_up()
         else:
             engine.num_failures = 0
             if not engine.is_up:
@@ -88,6 +90,11 @@ class HealthProber:
         engine.cause = str(fault)
         log.warning("%s engine %s is not used: %s", engine.role, engine.name, fault)
         self._on_change()
+
+    def _is_replaceable(self, engine: ProxiedEngine) -> bool:
+        """Whether requests need not wait for an engine that does not answer."""
+        others = (other for other in self._engines if other.role == "decode")
+        return engine.role == "prefill" or any(other.is_usable for other in others)
 
     def _pause_s(self, engine: ProxiedEngine) -> float:
         interval_s = self._config.probe_interval_s

@@ -40,7 +40,7 @@ class ProxyMetrics:
         )
         self.faults = self._counter(
             "engine_faults",
-            "Faults of engines: refused, disconnected, timeout, status, invalid.",
+            "Faults of engines: refused, disconnected, timeout, silent, status, invalid.",
             "role",
             "engine",
             "reason",
