@@ -100,7 +100,7 @@ class ScriptedEngine:
             return web.json_response({"engine": self.name})
         if seen.body.get("stream"):
             return await self.stream(request, 3)
-        content = {"engine": self.name, "choices": [{"text": "a"}]}
+        content: dict[str, Any] = {"engine": self.name, "choices": [{"text": "a"}]}
         if (seen.params or {}).get("do_remote_decode"):
             content["kv_transfer_params"] = PREFILL_PARAMS
         return web.json_response(content)
