@@ -6,7 +6,7 @@ import http.client
 import json
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ REQUESTS = 40
 MOST_TOKENS = 1_500
 MAX_TOKENS = 8
 PATIENT_S = 600.0
+KINDS = ("shared", "nixl", "killed")
 CONNECTOR = {
     "kv_connector": "KVHoldConnector",
     "kv_role": "kv_both",
@@ -45,23 +46,23 @@ class Engines:
     socket: Path
     prefill: list[OpenAIServer]
     decode: list[OpenAIServer]
-    expected: list[Any]
+    expected: dict[str, list[list[int]]]
 
 
-def make_requests() -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies: token ids, texts and chats; streamed or whole; short and long."""
-    model, chance = make_model("tiny"), random.Random(40)
+def make_requests(kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """Paths and bodies: token ids and chats; streamed (but "killed") or whole; short and long."""
+    model, chance = make_model("tiny"), random.Random(kind)
     made = []
     for number in range(REQUESTS):
         length = 1 if number == 0 else chance.randint(1, MOST_TOKENS)
-        prompt = make_prompt(model.path, length, seed=4_000 + number)
+        prompt = make_prompt(model.path, length, seed=1_000 * len(kind) + number)
         body: dict[str, Any] = {
             "model": "demo",
             "max_tokens": MAX_TOKENS,
             "temperature": 0.0,
             "ignore_eos": True,
             "return_token_ids": True,
-            "stream": number % 2 == 0,
+            "stream": number % 2 == 0 and kind != "killed",
             "prompt": prompt,
         }
         path = "/v1/completions"
@@ -104,9 +105,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     size = {"max_model_len": 2_048, "num_threads": 1}
     size["kv_cache_bytes"] = 4 * 2_048 * model.kv_bytes_per_token
     with OpenAIServer(options_for(model, **size)) as alone:
-        expected = [
-            send(alone.base_url.removesuffix("/v1"), path, body) for path, body in make_requests()
-        ]
+        [url] = urls([alone])
+        expected = {
+            kind: [send(url, path, body) for path, body in make_requests(kind)] for kind in KINDS
+        }
     options = options_for(model, kv_transfer_config=CONNECTOR, **size)
     environment = {"XDG_RUNTIME_DIR": str(folder), "KVHOLD_RAM_BYTES": "512MiB"}
     socket = folder / "kvhold" / "node.sock"
@@ -128,15 +130,38 @@ def urls(servers: list[OpenAIServer]) -> list[str]:
     return [server.base_url.removesuffix("/v1") for server in servers]
 
 
-def answer_all(proxy: ProxyProcess) -> list[list[int]]:
-    """Send all requests, 8 at a time. After every fifth one, another client leaves at once."""
+def answer_all(
+    proxy: ProxyProcess, kind: str, kills: dict[int, OpenAIServer] | None = None
+) -> list[list[int]]:
+    """Send all requests, 8 at a time. After every fifth one, another client leaves at once.
+
+    kills: servers, each by the number of the request before which it is killed
+    """
     with ThreadPoolExecutor(AT_ONCE) as senders:
-        answers = []
-        for number, (path, body) in enumerate(make_requests()):
+        answers: list[Future[list[int]]] = []
+        for number, (path, body) in enumerate(make_requests(kind)):
+            if number in (kills or {}):
+                assert kills is not None
+                answers[number - AT_ONCE].result()
+                kills[number].kill()
             answers.append(senders.submit(send, proxy.url, path, body))
             if number % 5 == 4:
                 senders.submit(send, proxy.url, path, body, leave=True)
         return [answer.result() for answer in answers]
+
+
+def held_after(proxy: ProxyProcess) -> dict[str, float]:
+    """Return the proxy's metrics once no request is in progress."""
+    eventually(lambda: proxy.metrics()["kvhold_proxy_running"] == 0, within_s=PATIENT_S)
+    counted = proxy.metrics()
+    print({name: value for name, value in counted.items() if "total" in name})
+    assert counted["kvhold_proxy_held_bytes"] == 0
+    return counted
+
+
+def assert_nothing_is_held(engines: Engines) -> None:
+    with NodeClient(engines.socket, ClientConfig(call_timeout_s=60), name="test") as client:
+        eventually(lambda: client.status()["held"] == NOTHING, within_s=PATIENT_S)
 
 
 @pytest.mark.parametrize("protocol", ["shared", "nixl"])
@@ -146,18 +171,17 @@ def test_two_prefill_and_two_decode_engines_answer_as_one_alone(
     settings = {"KVHOLD_PROXY_PROTOCOL": protocol, "KVHOLD_PROXY_MIN_PREFILL_TOKENS": "128"}
     hits = [server.metric("vllm:external_prefix_cache_hits_total") for server in engines.decode]
     with ProxyProcess(urls(engines.prefill), urls(engines.decode), **settings) as proxy:
-        assert answer_all(proxy) == engines.expected
-        eventually(lambda: proxy.metrics()["kvhold_proxy_running"] == 0, within_s=PATIENT_S)
-        counted = proxy.metrics()
-        assert counted['kvhold_proxy_prefills_total{result="short"}'] >= 1
-        assert counted["kvhold_proxy_held_bytes"] == 0
+        assert answer_all(proxy, protocol) == engines.expected[protocol]
+        counted = held_after(proxy)
+    assert counted['kvhold_proxy_prefills_total{result="short"}'] >= 1
     if protocol == "shared":
         assert counted['kvhold_proxy_prefills_total{result="done"}'] >= REQUESTS // 2
         assert 'kvhold_proxy_prefills_total{result="failed"}' not in counted
         for server, before in zip(engines.decode, hits, strict=True):
-            assert server.metric("vllm:external_prefix_cache_hits_total") > before
-    with NodeClient(engines.socket, ClientConfig(call_timeout_s=60), name="test") as client:
-        eventually(lambda: client.status()["held"] == NOTHING, within_s=PATIENT_S)
+            loaded = server.metric("vllm:external_prefix_cache_hits_total") - before
+            print(f"{loaded:.0f} tokens were handed over")
+            assert loaded > 0
+    assert_nothing_is_held(engines)
 
 
 def test_messages_and_models_pass(engines: Engines) -> None:
@@ -180,3 +204,21 @@ def test_messages_and_models_pass(engines: Engines) -> None:
         finally:
             connection.close()
         assert proxy.metrics()['kvhold_proxy_prefills_total{result="done"}'] == 1
+
+
+def test_no_request_fails_and_no_token_changes_when_engines_are_killed(engines: Engines) -> None:
+    """Both prefill engines, then a decode engine. No other test comes after this one."""
+    kills = {
+        10: engines.prefill[0],
+        20: engines.prefill[1],
+        30: engines.decode[0],
+    }
+    settings = {"KVHOLD_PROXY_MIN_PREFILL_TOKENS": "128"}
+    with ProxyProcess(urls(engines.prefill), urls(engines.decode), **settings) as proxy:
+        assert answer_all(proxy, "killed", kills) == engines.expected["killed"]
+        counted = held_after(proxy)
+    for role, number in (("prefill", 0), ("prefill", 1), ("decode", 0)):
+        engine = urls(getattr(engines, role))[number].removeprefix("http://")
+        sample = f'kvhold_proxy_engine_usable{{engine="{engine}",role="{role}"}}'
+        assert counted[sample] == 0
+    assert_nothing_is_held(engines)
