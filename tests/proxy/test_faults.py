@@ -293,3 +293,21 @@ async def test_the_only_decode_engine_may_be_slow() -> None:
         assert (await proxy.get("/health"))[0] == 503
         gate.set()
         assert (await waiting)[0] == 200
+
+
+async def test_a_bug_of_the_proxy_ends_one_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: object, request: object, deliver: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with engines_and_proxy(1, 1) as (_, [decode], proxy):
+        with monkeypatch.context() as patch:
+            patch.setattr("kvhold.proxy.forwarding.Forwarder.forward", broken)
+            status, answer = await proxy.complete()
+        assert (status, answer["error"]["message"]) == (500, "the proxy failed")
+        assert "RuntimeError: a bug" in caplog.text
+        assert await proxy.metric("refused_total", reason="bug") == 1
+        assert (await proxy.complete())[0] == 200
+        assert len(decode.seen) == 1
+        await proxy.assert_nothing_is_held()
