@@ -56,7 +56,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 SGLANG = "0.5.23"
-EXTRAS = "dev,docs,etcd,mooncake,nats,numba,s3,transformers,yaml"
+EXTRAS = "dev,docs,etcd,mooncake,nats,numba,proxy,s3,transformers,yaml"
 if platform.machine() == "x86_64" and sys.version_info < (3, 13):  # it has no other wheels
     EXTRAS += ",infinistore"
 NUM_STEPS = 6

@@ -14,6 +14,7 @@ from kvhold.core.errors import ConfigError, KVHoldError
 
 _COMMANDS = {
     "serve": ("kvhold.cli.serve", "Run this host's node in the foreground."),
+    "proxy": ("kvhold.cli.proxy", "Run a proxy before prefill and decode engines."),
     "status": ("kvhold.cli.status", "Show the node's chunks, memory and counters."),
     "explain": ("kvhold.cli.explain", "Explain why a request's KV was loaded or computed."),
     "names": ("kvhold.cli.names", "List namespaces, and show why two engines share no KV."),

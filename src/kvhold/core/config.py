@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhold.core.errors import ConfigError
+from kvhold.core.proxy_config import ProxyConfig
 from kvhold.core.setting import apply, setting, size, unknown_setting
 from kvhold.core.store_options import MAX_BITS
 
@@ -362,6 +363,7 @@ class Config:
     listen: ListenConfig = field(default_factory=ListenConfig)
     peers: ServePeersConfig = field(default_factory=ServePeersConfig)
     span: SpanConfig = field(default_factory=SpanConfig)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
 

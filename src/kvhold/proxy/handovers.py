@@ -1,0 +1,130 @@
+"""The protocols that hand a prefill engine's KV over to a decode engine.
+
+    handover = make_handover("nixl")
+    params = handover.prefill_params(new_handover_id())
+    ...
+    params = handover.decode_params(engine, handover_id, answer)
+
+The parameters go into `kv_transfer_params` of the two requests. No I/O.
+"""
+
+import uuid
+from typing import Any, Protocol
+
+import msgspec
+
+from kvhold.core.errors import UNDECODABLE, KVHoldError
+from kvhold.proxy.engines import ProxiedEngine
+
+Params = dict[str, Any]
+
+
+class HandoverFailed(KVHoldError):
+    """The prefill engine's answer hands nothing over."""
+
+
+class Handover(Protocol):
+    """is_parallel: the decode engine gets its request without waiting for the prefill engine
+    is_for_one:  it hands over one prompt for one answer only
+    is_reusable: a second decode engine may get the parameters that a first one has got
+    """
+
+    is_parallel: bool
+    is_for_one: bool
+    is_reusable: bool
+
+    def prefill_params(self, handover_id: str) -> Params: ...
+
+    def decode_params(self, engine: ProxiedEngine, handover_id: str, answer: bytes) -> Params:
+        """Return the decode engine's parameters. Raises HandoverFailed.
+
+        engine: that of the prefill
+        answer: its JSON; empty if `is_parallel`
+        """
+        ...
+
+
+class SharedHandover:
+    """Both engines find KV by its content: in one node, or by tiers or peers."""
+
+    is_parallel = False
+    is_for_one = False
+    is_reusable = True
+
+    def prefill_params(self, handover_id: str) -> Params:
+        return {}
+
+    def decode_params(self, engine: ProxiedEngine, handover_id: str, answer: bytes) -> Params:
+        return {}
+
+
+class NixlHandover:
+    """The fields of vLLM's NixlConnector: the prefill engine's answer names its blocks.
+
+    The first decode engine that fetches them frees them.
+    """
+
+    is_parallel = False
+    is_for_one = True
+    is_reusable = False
+
+    def prefill_params(self, handover_id: str) -> Params:
+        return {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+
+    def decode_params(self, engine: ProxiedEngine, handover_id: str, answer: bytes) -> Params:
+        try:
+            found = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
+        except (msgspec.ValidationError, *UNDECODABLE) as error:
+            raise HandoverFailed(f"its answer is not that of a completion: {error}") from None
+        if not found:  # a prompt without a whole block
+            raise HandoverFailed("its answer has no kv_transfer_params")
+        return found
+
+
+class PeerHandover:
+    """The decode engine fetches from the prefill engine's peer address, while that computes."""
+
+    is_parallel = True
+    is_for_one = True
+    is_reusable = False
+
+    def prefill_params(self, handover_id: str) -> Params:
+        return {"remote_decoder": {"kv_request_id": handover_id}}
+
+    def decode_params(self, engine: ProxiedEngine, handover_id: str, answer: bytes) -> Params:
+        assert engine.peer is not None
+        host, port = engine.peer
+        return {
+            "remote_prefiller": {
+                "kv_request_id": handover_id,
+                "remote_host": host,
+                "remote_port": port,
+            }
+        }
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_HANDOVERS: dict[str, type[Handover]] = {
+    "shared": SharedHandover,
+    "nixl": NixlHandover,
+    "p2p": PeerHandover,
+}
+
+
+def make_handover(protocol: str) -> Handover:
+    return _HANDOVERS[protocol]()
+
+
+def new_handover_id() -> str:
+    """Return a new name; never the client's, which may come twice."""
+    return uuid.uuid4().hex

@@ -1,0 +1,194 @@
+"""Read a request for tokens, and make the part of the prefill engine.
+
+    fields, body = read_fields(body)
+    inference = read_inference("/v1/completions", fields)
+    inference.most_tokens; inference.prefill_body({})
+
+The values of a body are taken over byte by byte. Only the named fields are read. No I/O.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvhold.core.errors import UNDECODABLE, KVHoldError
+
+Fields = dict[str, msgspec.Raw]
+
+KINDS = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "messages",
+}
+"""The paths whose requests have a prefill part, and their names in metrics."""
+
+# A prefill engine makes one token, and sends one JSON object. Fields that may be part of the
+# prompt, such as `tools`, stay.
+_NOT_FOR_PREFILL = (
+    "stream",
+    "stream_options",
+    "max_completion_tokens",
+    "min_tokens",
+    "n",
+    "best_of",
+    "use_beam_search",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "return_token_ids",
+)
+# With these fields an engine computes the whole prompt, cached or not.
+_NEED_THE_PROMPT = ("prompt_logprobs", "prompt_embeds")
+# Fields of `kv_transfer_params` that a client may set; others name hosts or blocks.
+_FROM_CLIENTS = ("kvhold", "max_load_tokens", "max_offload_tokens", "kv_load_tiers")
+_TEXT_PARTS = ("text", "input_text", "tool_use", "tool_result", "refusal")
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+_BYTES_PER_TOKEN = 4
+_MOST_SESSION = 256
+
+_fields = msgspec.json.Decoder(Fields)
+_encoder = msgspec.json.Encoder()
+
+
+class NotAnInference(KVHoldError):
+    """The body is not a JSON object."""
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A request for tokens.
+
+    most_tokens:   upper bound of the prompt's length, without a chat's template; None: unknown
+    likely_tokens: for the load of engines
+    is_single:     one prompt and one answer
+    has_prefill:   whether a prefill engine could help
+    """
+
+    kind: str
+    fields: Fields
+    most_tokens: int | None
+    likely_tokens: int
+    is_single: bool
+    has_prefill: bool
+
+    def with_params(self, params: Mapping[str, Any]) -> bytes:
+        """Return the body with these `kv_transfer_params` added."""
+        return _with_params(self.fields, params)
+
+    def prefill_body(self, params: Mapping[str, Any]) -> bytes:
+        """Return the prefill engine's body: the same prompt, and one token."""
+        fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
+        fields["max_tokens"] = msgspec.Raw(b"1")
+        if "max_completion_tokens" in self.fields:
+            fields["max_completion_tokens"] = msgspec.Raw(b"1")
+        return _with_params(fields, params)
+
+
+def read_fields(body: bytes) -> tuple[Fields, bytes]:
+    """Return the fields of a JSON object, and the body with safe `kv_transfer_params`.
+
+    Raises NotAnInference. Engines read UTF-16 and NaN, too; such bodies are refused, because fields
+    of theirs would pass unseen.
+    """
+    with _reading():
+        fields = _fields.decode(body)
+        params = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
+    if not isinstance(params, dict) or not params.keys() - set(_FROM_CLIENTS):
+        return fields, body
+    kept = {name: params[name] for name in _FROM_CLIENTS if name in params}
+    fields["kv_transfer_params"] = msgspec.Raw(_encoder.encode(kept))
+    return fields, _encoder.encode(fields)
+
+
+def read_inference(path: str, fields: Fields) -> Inference:
+    """path: one of `KINDS`. Raises NotAnInference."""
+    kind = KINDS[path]
+    with _reading():
+        most, likely, num_prompts = _prompt_size(kind, fields)
+        num_answers = max(_number(fields, "n"), _number(fields, "best_of"))
+    has_prefill = not (
+        any(_is_set(fields, name) for name in _NEED_THE_PROMPT)
+        or (_is_set(fields, "echo") and _is_set(fields, "logprobs"))
+        # a budget for thinking must be below max_tokens
+        or (kind == "messages" and _is_set(fields, "thinking"))
+    )
+    is_single = num_prompts == 1 and num_answers <= 1 and not _is_set(fields, "use_beam_search")
+    return Inference(kind, fields, most, likely, is_single, has_prefill)
+
+
+def session_of(fields: Fields) -> str | None:
+    """Return the session that a body names. Raises NotAnInference."""
+    with _reading():
+        values = [msgspec.json.decode(fields[name]) for name in _SESSION_FIELDS if name in fields]
+        metadata = msgspec.json.decode(fields.get("metadata", b"null"))
+    if isinstance(metadata, dict):
+        values.append(metadata.get("user_id"))
+    named = (value for value in values if isinstance(value, str) and value)
+    return next(named, "")[:_MOST_SESSION] or None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raises NotAnInference for what msgspec cannot decode."""
+    try:
+        yield
+    except (msgspec.ValidationError, *UNDECODABLE) as error:
+        raise NotAnInference(f"the body is not a JSON object in UTF-8: {error}") from None
+
+
+def _with_params(fields: Fields, params: Mapping[str, Any]) -> bytes:
+    if not params:
+        return _encoder.encode(fields)
+    own = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
+    merged = {**(own if isinstance(own, dict) else {}), **params}
+    return _encoder.encode({**fields, "kv_transfer_params": msgspec.Raw(_encoder.encode(merged))})
+
+
+def _prompt_size(kind: str, fields: Fields) -> tuple[int | None, int, int]:
+    """Return the most tokens, the likely tokens, and the number of prompts.
+
+    A token has at least one byte, and JSON makes no text shorter.
+    """
+    if kind == "completions":
+        return _size_of_prompt(fields.get("prompt"))
+    texts = [fields[name] for name in ("messages", "system", "tools") if name in fields]
+    num_bytes = sum(len(bytes(raw)) for raw in texts)
+    has_media = any(_has_media(msgspec.json.decode(raw)) for raw in texts[:1])
+    return None if has_media else num_bytes, num_bytes // _BYTES_PER_TOKEN, 1
+
+
+def _size_of_prompt(raw: msgspec.Raw | None) -> tuple[int | None, int, int]:
+    text = b"" if raw is None else bytes(raw)
+    if not text.startswith(b"["):
+        return len(text), len(text) // _BYTES_PER_TOKEN, 1
+    prompts = msgspec.json.decode(text)
+    if not prompts or isinstance(prompts[0], int):
+        return len(prompts), len(prompts), 1
+    is_tokens = isinstance(prompts[0], list)
+    sizes = [len(prompt) if isinstance(prompt, list) else len(text) for prompt in prompts]
+    most = max(sizes)
+    return most, sum(sizes) if is_tokens else len(text) // _BYTES_PER_TOKEN, len(prompts)
+
+
+def _has_media(messages: Any) -> bool:
+    """Whether a message has a part that is not text; its size is unknown."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
+                return True
+    return False
+
+
+def _is_set(fields: Fields, name: str) -> bool:
+    raw = fields.get(name)
+    return raw is not None and bytes(raw).strip() not in (b"null", b"false")
+
+
+def _number(fields: Fields, name: str) -> int:
+    raw = fields.get(name)
+    value = 1 if raw is None else msgspec.json.decode(raw)
+    return value if isinstance(value, int) else 1
