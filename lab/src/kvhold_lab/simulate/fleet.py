@@ -67,20 +67,18 @@ class _Lru:
         self._capacity = capacity
         self.here: OrderedDict[int, None] = OrderedDict()
 
-    def touch(self, chunks: Sequence[int]) -> None:
-        """The first chunk was used last, so a prefix never goes before its continuation."""
-        for chunk in reversed(chunks):
-            self.here.move_to_end(chunk)
+    def use(self, chunks: Sequence[int], num_here: int) -> tuple[Sequence[int], list[int]]:
+        """Touch the first `num_here`, store the others. Return what was stored, and evicted.
 
-    def store(self, chunks: Sequence[int]) -> list[int]:
-        """Store missing chunks, the first one last. Return what was evicted for them."""
-        if not self._capacity:
-            return list(chunks)
-        for chunk in reversed(chunks[: self._capacity]):
+        The first chunk counts as used last, so no prefix goes before its continuation.
+        """
+        stored = chunks[num_here : self._capacity]
+        for chunk in reversed(stored):
             self.here[chunk] = None
-        excess = len(self.here) - self._capacity
-        evicted = [self.here.popitem(last=False)[0] for _ in range(excess)]
-        return evicted + list(chunks[self._capacity :])
+        for chunk in reversed(chunks[:num_here]):
+            self.here.move_to_end(chunk)
+        excess = max(0, len(self.here) - self._capacity)
+        return stored, [self.here.popitem(last=False)[0] for _ in range(excess)]
 
     def num_found(self, chunks: Sequence[int]) -> int:
         return next((i for i, chunk in enumerate(chunks) if chunk not in self.here), len(chunks))
@@ -164,13 +162,11 @@ def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
         num_shared = shared.num_found(below)
         from_shared += num_shared
 
-        memory.touch(prompt[:num_here])
-        evicted = memory.store(missing)
-        holders.add(host, missing)
+        stored, evicted = memory.use(prompt, num_here)
+        holders.add(host, stored)
         holders.remove(host, evicted)
-        changes += len(missing) + len(evicted)
-        shared.touch(below[:num_shared])
-        shared.store(below[num_shared:])
+        changes += len(stored) + len(evicted)
+        shared.use(below, num_shared)
 
     seconds = float(cut.times_s[-1] - cut.times_s[0]) or 1.0
     groups = {_group(host, setup) for host in range(setup.hosts)}
