@@ -70,6 +70,17 @@ def test_hosts_follow_only_those_of_their_group(cut: Cut) -> None:
     assert pairs.found_at_peers < all_six.found_at_peers
 
 
+def test_hosts_that_share_users_find_at_peers_what_one_large_memory_finds(cut: Cut) -> None:
+    pooled = replay(cut, FleetSetup(hosts=4, memory_chunks=ALL, copies=1))
+    assert pooled.copies == 1
+    assert pooled.found_here + pooled.found_at_peers == pytest.approx(seen_before(cut))
+    assert pooled.index_chunks == cut.num_ids
+    small = replay(cut, FleetSetup(hosts=4, memory_chunks=60, copies=1))
+    alone = replay(cut, FleetSetup(hosts=4, memory_chunks=60, copies=1, peers=0))
+    assert small.found_here == alone.found_here
+    assert small.found_at_peers > alone.found_at_peers == 0
+
+
 def test_a_full_memory_evicts_as_much_as_it_stores(cut: Cut) -> None:
     row = replay(cut, FleetSetup(hosts=3, memory_chunks=50))
     assert row.index_chunks <= 3 * 50

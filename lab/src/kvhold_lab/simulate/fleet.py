@@ -2,8 +2,8 @@
 
     row = replay_fleet(cut, FleetSetup(hosts=32, memory_chunks=4096), token_bytes=131072)
 
-Each host has as many users as the trace: the fleet serves a copy of the trace for each host, with
-texts of its own. A request goes to one host. That host takes the beginning of the prompt from its
+The fleet serves some copies of the trace, each with texts of its own. A request goes to one host.
+That host takes the beginning of the prompt from its
 memory, then from its peers, then from a shared tier; it computes the rest, and stores what it did
 not have. All memories evict the least recently used chunk. Transfers take no time.
 """
@@ -30,6 +30,7 @@ _SPARE_REQUESTS = 8  # which every host may have beyond that
 @dataclass(frozen=True)
 class FleetSetup:
     """memory_chunks: of each host; shared_chunks: of the tier that all hosts share, if any
+    copies:         of the trace; 0: one for each host
     peers:          how many other hosts each host follows: those of its group
     """
 
@@ -37,6 +38,7 @@ class FleetSetup:
     memory_chunks: int
     routing: Routing = "random"
     shared_chunks: int = 0
+    copies: int = 0
     peers: int = MOST_PEERS - 1
     seed: int = 1
 
@@ -50,6 +52,7 @@ class FleetRow:
     """
 
     hosts: int
+    copies: int
     routing: str
     memory_bytes: int
     shared_bytes: int
@@ -148,7 +151,8 @@ def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
     shared, holders = _Lru(setup.shared_chunks), _Holders()
     router = _Router(setup, memories)
     here = at_peers = from_shared = asked = changes = 0
-    for prompt in _prompts(cut, setup.hosts):
+    copies = setup.copies or setup.hosts
+    for prompt in _prompts(cut, copies):
         host = router.choose(prompt, holders)
         memory, group = memories[host], _group(host, setup)
         asked += len(prompt)
@@ -173,6 +177,7 @@ def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
     sent = changes / seconds / setup.hosts
     return FleetRow(
         hosts=setup.hosts,
+        copies=copies,
         routing=setup.routing,
         memory_bytes=setup.memory_chunks * chunk_bytes,
         shared_bytes=setup.shared_chunks * chunk_bytes,

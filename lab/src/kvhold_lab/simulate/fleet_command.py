@@ -15,8 +15,9 @@ from kvhold_lab.simulate.requests import BLOCK_TOKENS
 from kvhold_lab.simulate.trace import read_trace
 
 _HEADING = (
-    f"{'hosts':>5} {'routing':8} {'memory':>8} {'shared':>8} {'here':>7} {'peers':>7} "
-    f"{'shared':>7} {'computed':>8} {'changes/s':>9} {'read/s':>9} {'from peers':>11} {'index':>10}"
+    f"{'hosts':>5} {'copies':>6} {'routing':8} {'memory':>8} {'shared':>8} {'here':>7} "
+    f"{'peers':>7} {'shared':>7} {'computed':>8} {'changes/s':>9} {'read/s':>9} "
+    f"{'from peers':>11} {'index':>10}"
 )
 
 
@@ -29,7 +30,13 @@ _HEADING = (
     default=(1, 8, 32),
     show_default=True,
     type=click.IntRange(1, 4096),
-    help="Hosts of the fleet. Each has as many users as the trace.",
+    help="Hosts of the fleet.",
+)
+@click.option(
+    "--copies",
+    type=click.IntRange(1),
+    help="Copies of the trace that the fleet serves, each with texts of its own. [default: one for "
+    "each host]",
 )
 @click.option(
     "--routing",
@@ -85,6 +92,7 @@ _HEADING = (
 def command(
     trace: Path,
     sizes: tuple[int, ...],
+    copies: int | None,
     routings: tuple[Routing, ...],
     memories: tuple[int, ...],
     shared_sizes: tuple[int, ...],
@@ -112,6 +120,7 @@ def command(
             memory_chunks=memory // chunk_bytes,
             routing=routing,
             shared_chunks=shared // chunk_bytes,
+            copies=copies or 0,
             peers=peers,
             seed=seed,
         )
@@ -123,7 +132,7 @@ def command(
 def _line(row: FleetRow) -> str:
     computed = 1 - row.found_here - row.found_at_peers - row.found_shared
     return (
-        f"{row.hosts:5} {row.routing:8} {format_size(row.memory_bytes):>8} "
+        f"{row.hosts:5} {row.copies:6} {row.routing:8} {format_size(row.memory_bytes):>8} "
         f"{format_size(row.shared_bytes):>8} {row.found_here:7.2%} {row.found_at_peers:7.2%} "
         f"{row.found_shared:7.2%} {computed:8.2%} {row.changes_per_s:9.1f} "
         f"{row.changes_read_per_s:9.1f} {format_size(int(row.peer_bytes_per_s)):>9}/s "
