@@ -3,9 +3,9 @@
     row = replay_fleet(cut, FleetSetup(hosts=32, memory_chunks=4096), token_bytes=131072)
 
 The fleet serves some copies of the trace, each with texts of its own. A request goes to one host.
-That host takes the beginning of the prompt from its
-memory, then from its peers, then from a shared tier; it computes the rest, and stores what it did
-not have. All memories evict the least recently used chunk. Transfers take no time.
+That host takes the beginning of the prompt from its memory, then from its peers, then from a shared
+tier; it computes the rest, and stores all missing chunks. All memories evict the least recently
+used chunk. Transfers take no time.
 """
 
 from collections import OrderedDict
@@ -71,7 +71,7 @@ class _Lru:
         self.here: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chunks: Sequence[int], num_here: int) -> tuple[Sequence[int], list[int]]:
-        """Touch the first `num_here`, store the others. Return what was stored, and evicted.
+        """Touch the first `num_here`, store the others. Return the stored and the evicted chunks.
 
         The first chunk counts as used last, so no prefix goes before its continuation.
         """
