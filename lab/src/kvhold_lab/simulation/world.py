@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+from kvhold_lab.simulation.clocks import HostClock
 from kvhold_lab.simulation.descriptors import Descriptors
 from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
 
@@ -90,8 +91,18 @@ class World:
         self._outside = SimLoop(self, "outside", 0)  # type: ignore[abstract]
 
     def wall(self) -> float:
-        """Return Unix time, which may jump."""
-        return self.wall_offset_s + self.now
+        """Return Unix time, which may jump, by the clock of the host whose loop runs."""
+        running = self._running
+        if running is None or running.clock is None:
+            return self.wall_offset_s + self.now
+        return self.wall_offset_s + self.now + running.clock.wall_ahead_s(self.now)
+
+    def clock_ms(self) -> int:
+        """Return the milliseconds of the clock that never jumps, of the host whose loop runs."""
+        running = self._running
+        if running is None or running.clock is None:
+            return int(1000 * self.now)
+        return int(1000 * running.clock.monotonic_s(self.now))
 
     def note(self, text: str, *values: Any) -> None:
         if self._keep_notes and len(self.notes) < _MOST_NOTES:
@@ -225,6 +236,20 @@ class World:
         self._heap.clear()
 
 
+class SimThread:
+    """A thread of its own for slow calls. usual_s: of a call; it may be changed"""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.usual_s = 0.0005
+
+    def delay(self) -> float:
+        return self._world.delay(self.usual_s, slow=0.01)
+
+    def shutdown(self, **_: Any) -> None:
+        """Do nothing."""
+
+
 class SimTask(asyncio.Task[Any]):
     """Its hash is its number, so that the order of a set of tasks is part of the history."""
 
@@ -250,6 +275,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         self.tasks: list[asyncio.Task[Any]] = []
         self.stalled_until = 0.0
         self.dead = False
+        self.clock: HostClock | None = None
 
     def add(self, handle: Handle) -> None:
         if not self.ready and self.number:
@@ -329,7 +355,10 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
             else:
                 future.set_result(result)
 
-        self.world.later(self.world.delay(0.0005, slow=0.01), work)
+        if isinstance(executor, SimThread):
+            self.world.later(executor.delay(), work)
+        else:
+            self.world.later(self.world.delay(0.0005, slow=0.01), work)
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
