@@ -21,8 +21,9 @@ from kvhold.net import peers as p
 from kvhold.net.wire import encode
 from kvhold.node.peer_publisher import PeerPublisher
 from kvhold.testing.tier import fetch, make_key
-from kvhold.tiers.peers import PeersTier, bus, nats_bus
+from kvhold.tiers.peers import PeersConfig, PeersTier, bus, nats_bus
 from kvhold.tiers.peers.bus import BusConfig, Inbox, Inboxes, seal
+from kvhold.tiers.peers.directory import Listing, Own
 from kvhold.tiers.peers.index import digest_of, pack
 from kvhold.tiers.peers.nats_bus import NatsBus, NatsSession
 from kvhold.tiers.registry import make_tier
@@ -464,6 +465,43 @@ async def test_a_publisher_ends_though_a_cancellation_is_lost(
         await loses.is_waiting.wait()
         await publisher.stop()
     assert loses.has_lost
+
+
+class _HangsAtTheEnd:
+    """A directory that does not answer when a registration ends."""
+
+    source = "a directory"
+
+    async def read(self, own: Own) -> Listing:
+        return Listing([], is_alone=True)
+
+    def registered_as(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        await hang()
+
+
+class _ReadsForEver(_LosesACancel):
+    async def read(self, inboxes: Inboxes) -> None:
+        await hang()
+
+
+class _TierWithABus(PeersTier):
+    def make_bus(self) -> bus.Bus:
+        return _ReadsForEver()
+
+
+@pytest.mark.asyncio
+async def test_a_close_that_is_cut_off_ends_the_reading_of_the_bus() -> None:
+    tier = _TierWithABus((), PeersConfig(), directory=_HangsAtTheEnd())
+    await tier.listed()
+    closing = asyncio.create_task(tier.close())
+    await asyncio.wait((closing,), timeout=0.05)
+    closing.cancel()
+    reading = tier._reading
+    assert reading is not None
+    await eventually(reading.done)
 
 
 @pytest.mark.asyncio
