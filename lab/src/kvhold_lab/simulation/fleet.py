@@ -16,6 +16,7 @@ from kvhold.core.config import ServePeersConfig
 from kvhold.core.keys import Prompt
 from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.net import messages as m
+from kvhold.net import peers
 from kvhold.net.stream import Address
 from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.peers import PeersConfig
@@ -46,6 +47,9 @@ _AGREE_S = 90.0  # a follower tries again after 12.5 s at most, and a silent one
 _LOOK_S = 0.2
 _LOOK_AT_BUS_S = 1.0
 _MOST_FOLLOWED = 24
+_FOLLOWED_OF_MANY = (3, 6, 9)  # in a larger fleet
+_RARER = 10  # evictions and looks at the pins of one host, in a fleet of more than four
+_BEAT_OF_MANY_S = 2.5  # half of the time after which a silent peer is lost
 _LATEST_S = 10.0  # a host of a directory may begin so late
 _MOST_OLD_S = 2 * SILENT_S + 0.5  # of the newest record, while the bus is followed
 
@@ -62,6 +66,8 @@ class FleetHost(Simulation):
         self.near: list[FleetHost] = []
         """The hosts that it follows, itself too."""
         super().__init__(fleet.world, drawn, Checker(fleet.world, self.promise))
+        if fleet.is_large:
+            self.pins_every_s *= _RARER
         random = fleet.world.random
         self.stores = [
             SimTierStore(f"disk-{number}", 1 << 20, DiskValues())
@@ -120,6 +126,8 @@ class FleetHost(Simulation):
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         while self.node is None and not self.over:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+        if self.fleet.draw.pause_s:
+            await asyncio.sleep(random.random() * self.fleet.draw.pause_s)
         if (dice := random.random()) < self.fleet.clears:
             await self._clear(client, random.choice((None, prompt.namespace.digest)))
         elif dice < 0.4:
@@ -323,12 +331,12 @@ class Fleet:
         )
         self._late = self.hosts[0]
         self._by_name = {name: host for host in self.hosts for name in host.names}
+        num_near = num_hosts
+        if num_hosts > _MOST_FOLLOWED:  # more than one may follow: clears go around a ring
+            peers.BEAT_S = _BEAT_OF_MANY_S
+            num_near = 1 + random.choice(_FOLLOWED_OF_MANY)
         for host in self.hosts:
-            # with more hosts than one may follow, clears reach all around a ring
-            host.near = [
-                self.hosts[(host.number + step) % num_hosts]
-                for step in range(min(num_hosts, _MOST_FOLLOWED))
-            ]
+            host.near = [self.hosts[(host.number + step) % num_hosts] for step in range(num_near)]
 
     def host_at(self, address: Address) -> FleetHost | None:
         return self._by_name.get(address.host)
@@ -355,10 +363,14 @@ class Fleet:
     def _draw_host(self, base: Draw, random: Random) -> Draw:
         disk = [] if random.random() < 0.5 else [self._draw_guard("disk")]
         guards = (*disk, self._draw_guard("peers"))
+        node = replace(base.node, guards=guards)
+        if self.is_large:
+            node = replace(node, scrub_interval_s=0.0)  # smaller fleets have scrubbers
         return replace(
             base,
-            node=replace(base.node, guards=guards),
+            node=node,
             trouble=0.0,
+            pressure_s=base.pressure_s * (_RARER if self.is_large else 1),
             num_clients=1 if self.is_large else random.choice((1, 1, 2)),
             tasks_a_client=1 if self.is_large else random.choice((1, 2)),
             operations=random.choice((2, 4)) if self.is_large else random.choice((10, 15, 30)),
@@ -476,8 +488,8 @@ class Fleet:
             nonlocal wrong
             wrong = (
                 self._clears_missing()
-                or self._first_wrong(FleetHost.wrong_feed)
                 or self._first_wrong(FleetHost.wrong_index)
+                or self._first_wrong(FleetHost.wrong_feed)
             )
             return not wrong
 

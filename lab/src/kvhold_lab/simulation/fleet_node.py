@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvhold.cache.transfer.peer_source import PeerSource
 from kvhold.core.errors import TierError
+from kvhold.net import peers as net_peers
 from kvhold.net.stream import Address, Stream
 from kvhold.node import peer_feed, peer_publisher, peer_server
 from kvhold.node.peer_thread import PeerThread
@@ -58,6 +59,7 @@ class PeersSimulated:
             (peer, "time", _Time(world)),
             (follower, "random", chances),
             (roster, "random", chances),
+            (net_peers, "BEAT_S", net_peers.BEAT_S),  # a large fleet sets it
             (peer_feed, "randbits", chances.getrandbits),
             (peer_publisher, "random", chances),
             (peer_publisher, "token_bytes", chances.randbytes),
