@@ -459,6 +459,12 @@ class TestDeadlines:
         await bench.guard.close()
         assert bench.count("kvhold_tier_errors", operation="close", reason="timeout") == 1
 
+    async def test_a_close_that_fails_leaves_nothing_that_retries(self, place: Place) -> None:
+        bench = Bench(place, get_timeout_s=SOON_S, breaker_failures=1, breaker_pause_s=1000)
+        place.hold("close")
+        await bench.guard.close()
+        assert not any("_mend" in repr(task) for task in asyncio.all_tasks())
+
 
 class TestBreaker:
     async def test_a_tier_that_keeps_failing_is_touched_no_more(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from kvhold.net import peers as p
 from kvhold.net.wire import encode
 from kvhold.node.peer_publisher import PeerPublisher
 from kvhold.testing.tier import fetch, make_key
-from kvhold.tiers.peers import PeersTier, bus, nats_bus
+from kvhold.tiers.peers import PeersConfig, PeersTier, bus, nats_bus
 from kvhold.tiers.peers.bus import BusConfig, Inbox, Inboxes, seal
+from kvhold.tiers.peers.directory import Listing, Own
 from kvhold.tiers.peers.index import digest_of, pack
 from kvhold.tiers.peers.nats_bus import NatsBus, NatsSession
 from kvhold.tiers.registry import make_tier
@@ -466,6 +467,43 @@ async def test_a_publisher_ends_though_a_cancellation_is_lost(
     assert loses.has_lost
 
 
+class _HangsAtTheEnd:
+    """A directory that does not answer when a registration ends."""
+
+    source = "a directory"
+
+    async def read(self, own: Own) -> Listing:
+        return Listing([], is_alone=True)
+
+    def registered_as(self) -> str:
+        return ""
+
+    async def close(self) -> None:
+        await hang()
+
+
+class _ReadsForEver(_LosesACancel):
+    async def read(self, inboxes: Inboxes) -> None:
+        await hang()
+
+
+class _TierWithABus(PeersTier):
+    def make_bus(self) -> bus.Bus:
+        return _ReadsForEver()
+
+
+@pytest.mark.asyncio
+async def test_a_close_that_is_cut_off_ends_the_reading_of_the_bus() -> None:
+    tier = _TierWithABus((), PeersConfig(), directory=_HangsAtTheEnd())
+    await tier.listed()
+    closing = asyncio.create_task(tier.close())
+    await asyncio.wait((closing,), timeout=0.05)
+    closing.cancel()
+    reading = tier._reading
+    assert reading is not None
+    await eventually(reading.done)
+
+
 @pytest.mark.asyncio
 async def test_many_small_changes_are_few_messages(server: NatsServer, stream: str) -> None:
     async with served() as place:
@@ -478,7 +516,8 @@ async def test_many_small_changes_are_few_messages(server: NatsServer, stream: s
             await eventually(lambda: not place.feed.num_waiting)
         assert len(place.feed._kept) == 100
         inboxes = Inboxes(Metrics())
-        inbox = inboxes.open(place.feed.incarnation, p.PeerBus(place.feed.bus_key, bus.clock_ms()))
+        told = p.PeerBus(place.feed.bus_key, bus.clock_ms())
+        inbox = inboxes.open(place.feed.incarnation, told, asked_ms=told.clock_ms, own=None)
         reader = NatsBus(BusConfig(bus=f"nats://127.0.0.1:{server.port}", bus_stream=stream))
         async with reader.connected() as session:
             subscription = await session.subscribe(inboxes, after=0)
@@ -492,12 +531,17 @@ async def test_many_small_changes_are_few_messages(server: NatsServer, stream: s
 class TestInbox:
     KEY = b"k" * 32
 
+    def inbox(self, clock: Callable[[], int] = lambda: 0) -> Inbox:
+        inbox = Inbox(7, self.KEY, clock)
+        inbox.welcomed(0, clock())
+        return inbox
+
     def put(self, inbox: Inbox, record: bytes, at_ms: int) -> str:
         return inbox.put(seal(record, key=self.KEY, incarnation=7, at_ms=at_ms))
 
     def test_a_record_that_was_held_back_does_not_make_the_bus_current(self) -> None:
         now_ms = [100_000]
-        inbox = Inbox(7, self.KEY, 0, clock=lambda: now_ms[0])  # the peer's clock: 100 s less
+        inbox = self.inbox(lambda: now_ms[0])  # the peer's clock: 100 s less
         assert not inbox.continues(10)
         assert self.put(inbox, a_record(10), at_ms=0) == ""
         assert inbox.continues(10)
@@ -508,8 +552,59 @@ class TestInbox:
         self.put(inbox, a_record(10), at_ms=6_000)
         assert inbox.continues(10)
 
+    def test_a_welcome_that_came_late_makes_no_old_record_current(self) -> None:
+        now_ms = [100_000]
+        inboxes = Inboxes(Metrics(), clock=lambda: now_ms[0])
+        asked_ms = now_ms[0]
+        told = p.PeerBus(self.KEY, 0)  # the peer answers at once
+        now_ms[0] += 4_000  # the answer is on its way
+        inbox = inboxes.open(7, told, asked_ms=asked_ms, own=None)
+        now_ms[0] += 4_000
+        self.put(inbox, a_record(10), at_ms=0)  # it was sealed 8 s ago
+        assert not inbox.continues(10)
+        self.put(inbox, a_record(10), at_ms=8_000)
+        assert inbox.continues(10)
+
+    def test_a_peer_whose_clock_runs_faster_makes_no_old_record_current(self) -> None:
+        now_ms = [100_000]
+        inbox = self.inbox(lambda: now_ms[0])
+        now_ms[0] += 1_000_000  # in which the peer's clock gains 20 s
+        self.put(inbox, a_record(10), at_ms=1_020_000)
+        assert inbox.continues(10)
+        now_ms[0] += 6_000
+        self.put(inbox, a_record(10), at_ms=1_020_000)
+        assert not inbox.continues(10)
+
+    def test_a_taken_record_is_missing_for_those_who_have_not_taken_it(self) -> None:
+        inbox = self.inbox()
+        self.put(inbox, a_record(10, key=make_key(1)) + a_record(11, key=make_key(2)), at_ms=0)
+        assert inbox.continues(10)
+        inbox.drop(11)
+        assert not inbox.continues(10)
+        assert inbox.continues(11)
+        inbox.drop(12)
+        assert not inbox.continues(11)
+        assert inbox.continues(12)
+
+    def test_a_node_at_two_addresses_has_an_inbox_for_each_follower(self) -> None:
+        inboxes = Inboxes(Metrics(), clock=lambda: 0)
+        told = p.PeerBus(self.KEY, 0)
+
+        def arrive(after: int) -> None:
+            record = a_record(after, key=make_key(after))
+            inboxes.put(7, seal(record, key=self.KEY, incarnation=7, at_ms=0))
+
+        first = inboxes.open(7, told, asked_ms=0, own=None)
+        arrive(10)
+        assert inboxes.open(7, told, asked_ms=0, own=first) is first
+        second = inboxes.open(7, told, asked_ms=0, own=None)
+        assert not second.continues(10)  # that record is in the other follower's
+        inboxes.close(first)  # which leaves the second one open
+        arrive(11)
+        assert second.continues(11)
+
     def test_a_message_may_have_several_records(self) -> None:
-        inbox = Inbox(7, self.KEY, 0, clock=lambda: 0)
+        inbox = self.inbox()
         first, second = a_record(10, key=make_key(1)), a_record(11, key=make_key(2))
         assert self.put(inbox, (first + second)[:-1], at_ms=0) == "protocol"
         assert not inbox.continues(10)  # nothing of it was taken
@@ -518,10 +613,10 @@ class TestInbox:
 
     def test_a_peer_with_an_impossible_key_is_refused(self) -> None:
         with pytest.raises(ValueError, match="a key of 65 bytes"):
-            Inboxes(Metrics()).open(7, p.PeerBus(b"k" * 65, 0))
+            Inboxes(Metrics()).open(7, p.PeerBus(b"k" * 65, 0), asked_ms=0, own=None)
 
     def test_missing_changes_show(self) -> None:
-        inbox = Inbox(7, self.KEY, 0, clock=lambda: 0)
+        inbox = self.inbox()
         self.put(inbox, a_record(10, key=make_key(1)), at_ms=0)
         assert inbox.continues(10)
         self.put(inbox, a_record(12, key=make_key(2)), at_ms=0)
@@ -534,7 +629,7 @@ class TestInbox:
 
     def test_waiting_bytes_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bus, "_MOST_WAITING_BYTES", 100)
-        inbox = Inbox(7, self.KEY, 0, clock=lambda: 0)
+        inbox = self.inbox()
         for number in range(10):
             self.put(inbox, a_record(10 + number, key=make_key(number)), at_ms=0)
         assert inbox._waiting_bytes <= 100

@@ -162,6 +162,23 @@ class TestComingAndGoing:
             assert await tier.probe([make_key(1)]) == [None]
             assert num_pages == 0
 
+    async def test_a_lost_peer_that_is_listed_again_is_forgotten(self, port: int) -> None:
+        names = Names("127.0.0.2", "127.0.0.3")
+        async with (
+            served(host="127.0.0.2", port=port) as lost,
+            served(host="127.0.0.3", port=port),
+            following(names, port, forget_s=1.0) as tier,
+        ):
+            lost.put(make_key(1), b"x")
+            await eventually_found(tier, make_key(1), 1)
+            names.addresses.remove("127.0.0.2")
+            await eventually(lambda: listed(tier) == ["127.0.0.3"])
+            await lost.server.stop()
+            names.addresses.append("127.0.0.2")
+            await eventually(lambda: len(listed(tier)) == 2)
+            await eventually(lambda: tier.num_chunks == 0)
+            assert len(listed(tier)) == 2
+
     async def test_a_node_that_restarts_at_another_address_is_another_peer(self, port: int) -> None:
         names = Names("127.0.0.2")
         async with following(names, port) as tier:

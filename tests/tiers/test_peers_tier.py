@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from kvhold.tiers.peers import PeersTier, clear_numbers, follower
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.directory import Own
 from kvhold.tiers.peers.faults import PeerGone, PeerSlow
-from kvhold.tiers.peers.index import digest_of, unpack
+from kvhold.tiers.peers.index import digest_of, pack, unpack
 from kvhold.tiers.registry import make_tier
 from kvhold_lab.bench.relay import RelayedNetwork
 from kvhold_lab.servers.base import NotInstalled, free_port
@@ -371,6 +371,22 @@ async def test_the_chunks_of_a_lost_peer_leave_the_index_after_a_while() -> None
         await eventually_found(tier, make_key(1), 1)
         await place.server.stop()
         await eventually(lambda: tier.num_chunks == 0)
+
+
+async def test_the_chunks_of_a_snapshot_that_was_cut_leave_the_index_after_a_while() -> None:
+    async with served() as place, following(place.port, forget_s=0.2) as tier:
+        chunks = pack([(digest_of(make_key(1)), 1)])
+
+        def cut_off() -> Iterator[p.Page]:
+            yield p.Page(place.feed.number, True, False, [], chunks.digests, chunks.sizes)
+            raise ConnectionResetError
+
+        place.feed.pages = cut_off  # type: ignore[method-assign]
+        tier._start()
+        await eventually(lambda: tier.num_chunks == 1)
+        await place.server.stop()
+        await eventually(lambda: tier.num_chunks == 0)
+        assert not tier.peers[0].is_followed
 
 
 async def test_a_short_loss_costs_no_snapshot() -> None:

@@ -499,7 +499,8 @@ class Guard:
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
             if self._mending is not None:
                 self._mending.cancel()
-            self._mending = asyncio.ensure_future(self._mend())
+            if not self._is_closing:  # the close itself may fail
+                self._mending = asyncio.ensure_future(self._mend())
 
     def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
         self._last_fault = str(fault)

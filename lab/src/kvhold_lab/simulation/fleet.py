@@ -2,10 +2,12 @@
 
 Each host is a simulation (`run.py`) with a node, a server of peers and a tier of peers, and often
 a disk. A clear on one host must reach all hosts, and no host may use an older chunk of another.
+Some fleets have a bus (`bus.py`), a directory (`membership.py`), hosts with two addresses, or
+clocks that differ (`clocks.py`).
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,17 +16,24 @@ from kvhold.core.config import ServePeersConfig
 from kvhold.core.keys import Prompt
 from kvhold.core.store_options import DEFAULT_OPTIONS
 from kvhold.net import messages as m
+from kvhold.net import peers
 from kvhold.net.stream import Address
 from kvhold.tiers.guard_config import GuardConfig
 from kvhold.tiers.peers import PeersConfig
+from kvhold.tiers.peers.bus import SILENT_S
+from kvhold.tiers.peers.directory import Directory
 from kvhold.tiers.peers.index import DIGEST_BYTES, PeerIndex, unpack
+from kvhold_lab.simulation.bus import BUS_STEPS, SimStream
 from kvhold_lab.simulation.central import STEPS
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import SimClient
+from kvhold_lab.simulation.clocks import draw_clock
 from kvhold_lab.simulation.draw import Draw, draw_guard
+from kvhold_lab.simulation.fleet_draw import draw_fleet
 from kvhold_lab.simulation.fleet_node import PEER_STEPS, PORT, DiskValues, FleetNode
 from kvhold_lab.simulation.hosts import draw_small
 from kvhold_lab.simulation.links import LinkedNetwork
+from kvhold_lab.simulation.membership import Membership, SimDns, SimEtcd
 from kvhold_lab.simulation.node import SimNode
 from kvhold_lab.simulation.peer_clears import FleetClears, PeerClears
 from kvhold_lab.simulation.run import _REST_S, Simulation
@@ -36,18 +45,29 @@ EVERY, AT = 8, 7
 _TOKEN = "the token"
 _AGREE_S = 90.0  # a follower tries again after 12.5 s at most, and a silent one is lost after 5 s
 _LOOK_S = 0.2
+_LOOK_AT_BUS_S = 1.0
 _MOST_FOLLOWED = 24
+_FOLLOWED_OF_MANY = (3, 6, 9)  # in a larger fleet
+_RARER = 10  # evictions and looks at the pins of one host, in a fleet of more than four
+_BEAT_OF_MANY_S = 2.5  # half of the time after which a silent peer is lost
+_LATEST_S = 10.0  # a host of a directory may begin so late
+_MOST_OLD_S = 2 * SILENT_S + 0.5  # of the newest record, while the bus is followed
 
 
 class FleetHost(Simulation):
     def __init__(self, fleet: "Fleet", number: int, drawn: Draw, shared: FleetClears) -> None:
         self.fleet = fleet
         self.number = number
-        self.name = f"10.0.{number // 200}.{number % 200 + 1}"
+        self.name = _ip(0, number)
+        self.second_name = _ip(9, number) if fleet.draw.has_two_addresses else ""
         self.shared = shared
         self.promise = PeerClears(shared, number)
-        self.followed: list[Address] = []
+        self.clock = draw_clock(fleet.draw.clocks, is_skewed=fleet.draw.is_skewed)
+        self.near: list[FleetHost] = []
+        """The hosts that it follows, itself too."""
         super().__init__(fleet.world, drawn, Checker(fleet.world, self.promise))
+        if fleet.is_large:
+            self.pins_every_s *= _RARER
         random = fleet.world.random
         self.stores = [
             SimTierStore(f"disk-{number}", 1 << 20, DiskValues())
@@ -70,14 +90,44 @@ class FleetHost(Simulation):
             forget_s=random.choice((0.0, 2.0, 60.0)),
         )
 
+    @property
+    def names(self) -> list[str]:
+        return [self.name, self.second_name] if self.second_name else [self.name]
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [Address(name, PORT) for name in self.names]
+
+    @property
+    def followed(self) -> list[Address]:
+        """The list of peers, if there is no directory."""
+        if self.fleet.members is not None:
+            return []
+        return [address for one in self.near for address in one.addresses]
+
+    def directory(self) -> Directory | None:
+        members = self.fleet.members
+        if members is None:
+            return None
+        return members.directory([one.number for one in (self, *self.near) if one is not self])
+
     def _make_node(self) -> SimNode:
-        self.fleet.network.power_on(self.name)
-        return FleetNode(self, 100 * self.number + self.num_nodes)
+        fleet = self.fleet
+        if fleet.members is not None and (fleet.is_taken(self) or self.random.random() < 0.4):
+            self.name = fleet.free_name(self)
+            self.serving = replace(self.serving, listen=f"{self.name}:{PORT}")
+        for name in self.names:
+            fleet.network.power_on(name)
+        node = FleetNode(self, 100 * self.number + self.num_nodes)
+        fleet.tell_directory(self, is_there=True)
+        return node
 
     async def _operation(self, client: SimClient) -> None:
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         while self.node is None and not self.over:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+        if self.fleet.draw.pause_s:
+            await asyncio.sleep(random.random() * self.fleet.draw.pause_s)
         if (dice := random.random()) < self.fleet.clears:
             await self._clear(client, random.choice((None, prompt.namespace.digest)))
         elif dice < 0.4:
@@ -105,9 +155,14 @@ class FleetHost(Simulation):
             assert isinstance(self.node, FleetNode)
             self.node.kill(without_power=self.random.random() < 0.5)
             self.node = None
+            self.fleet.tell_directory(self, is_there=False)
             self.world.note("host %d is down", self.number)
             away_s = self.random.choice((0.0, 0.5, 2.0, 20.0)) * self.random.random()
             self.world.later(away_s, self._start_node)
+
+    def _stop_node(self) -> None:
+        super()._stop_node()
+        self.fleet.tell_directory(self, is_there=False)
 
     def trouble(self) -> None:
         kinds = (
@@ -140,8 +195,30 @@ class FleetHost(Simulation):
         self._rest(self.running, f"host {self.number}: {since}")
 
     def clear_all(self) -> None:
+        self.world.enter(self.running.loop)  # whose clock numbers the clear
         self.running.state.clear(None)
         self.running.move()
+        self.world.enter(None)
+
+    def check_bus(self) -> None:
+        """Check that what is followed over the bus is not older than promised."""
+        node, now = self.node, self.world.now
+        if not isinstance(node, FleetNode) or node.tier_worker_loop.stalled_until + 1.0 > now:
+            return
+        if (age_s := node.peers_tier.oldest_bus_s()) > _MOST_OLD_S:
+            self.world.find(
+                f"host {self.number} follows a peer over the bus, but its newest record is "
+                f"{age_s:.3f} s old"
+            )
+
+    def wrong_way(self) -> str:
+        """Return which peer is followed, but not over the bus; empty: none."""
+        late = [
+            str(one.address)
+            for one in self.running.peers_tier.peers
+            if one.is_followed and not one.is_by_bus
+        ]
+        return f"host {self.number} does not use the bus for {late}" if late else ""
 
     def wrong_feed(self) -> str:
         """Return what this host tells its followers that is wrong; empty: nothing."""
@@ -158,12 +235,18 @@ class FleetHost(Simulation):
     def wrong_index(self) -> str:
         """Return what the index of this host has wrong; empty: nothing."""
         tier = self.running.peers_tier
+        unknown = {one.number for one in self.near if one is not self}
         for one in tier.peers:
             other = self.fleet.host_at(one.address)
+            if other is None:
+                return f"host {self.number} lists {one.address}, which no host has"
             if other is self:
                 if not one.is_self:
                     return f"host {self.number} does not know itself"
                 continue
+            if one.is_elsewhere:
+                continue
+            unknown.discard(other.number)
             known, there = _digests(tier._index, one.number), other.running.has()
             ghosts = known - there
             missing = there - known - tier.given_up.get(one.number, set())
@@ -174,7 +257,7 @@ class FleetHost(Simulation):
                     f"host {self.number} about host {other.number}: followed {one.is_followed}, "
                     f"{len(ghosts)} ghosts, {len(missing)} missing"
                 )
-        return ""
+        return f"host {self.number} does not follow hosts {unknown}" if unknown else ""
 
     def check_end(self) -> None:
         self.checker.check_pins()
@@ -206,8 +289,16 @@ def _digests(of: PeerIndex, number: int) -> set[int]:
     return found
 
 
+def _ip(network: int, number: int) -> str:
+    return f"10.{network}.{number // 200}.{number % 200 + 1}"
+
+
 class Fleet:
-    """num_hosts: 0: 2 to 4, as the seed says"""
+    """num_hosts: 0: 2 to 4, as the seed says
+
+    stream:  None: there is no bus
+    members: None: the list of peers is fixed
+    """
 
     def __init__(self, world: World, num_hosts: int = 0) -> None:
         self.world = world
@@ -219,6 +310,15 @@ class Fleet:
         num_hosts = num_hosts or random.choice((2, 2, 3, 4))
         base = draw_small(random, seed=world.seed)
         self.is_large = num_hosts > 4
+        self.draw = draw_fleet(world.seed, num_hosts)
+        self.stream: SimStream | None = None
+        if self.draw.has_bus:
+            BUS_STEPS.draw(random)
+            self.stream = SimStream(world, usual_s=0.2 if self.is_large else 0.001)
+        self.members: Membership | None = None
+        if self.draw.directory != "static":
+            is_dns = self.draw.directory == "dns"
+            self.members = SimDns(world, PORT) if is_dns else SimEtcd(world)
         self._faults = base.trouble * (4 if self.is_large else 1)
         self.clears = 0.08 if not self.is_large else 0.4 / num_hosts
         shared = FleetClears(world)
@@ -229,25 +329,48 @@ class Fleet:
         self.has_one_size = all(
             guard.codec == "raw" for host in self.hosts for guard in host.draw.node.guards
         )
-        self._by_name = {host.name: host for host in self.hosts}
+        self._late = self.hosts[0]
+        self._by_name = {name: host for host in self.hosts for name in host.names}
+        num_near = num_hosts
+        if num_hosts > _MOST_FOLLOWED:  # more than one may follow: clears go around a ring
+            peers.BEAT_S = _BEAT_OF_MANY_S
+            num_near = 1 + random.choice(_FOLLOWED_OF_MANY)
         for host in self.hosts:
-            # with more hosts than one may follow, clears reach all around a ring
-            near = [
-                self.hosts[(host.number + step) % num_hosts]
-                for step in range(min(num_hosts, _MOST_FOLLOWED))
-            ]
-            host.followed = [Address(one.name, PORT) for one in near]
+            host.near = [self.hosts[(host.number + step) % num_hosts] for step in range(num_near)]
 
-    def host_at(self, address: Address) -> FleetHost:
-        return self._by_name[address.host]
+    def host_at(self, address: Address) -> FleetHost | None:
+        return self._by_name.get(address.host)
+
+    def free_name(self, host: FleetHost) -> str:
+        """Give a host another name, perhaps one that a host had which is down now."""
+        there = [one.name for one in self.hosts if one.node is not None or one.stopping]
+        names = [_ip(0, number) for number in range(len(self.hosts) + 3)]
+        name = self.random.choice([one for one in names if one not in there])
+        if self._by_name.get(host.name) is host:
+            del self._by_name[host.name]
+        self._by_name[name] = host
+        self.world.note("host %d is at %s", host.number, name)
+        return name
+
+    def is_taken(self, host: FleetHost) -> bool:
+        """Whether another host has this host's name now."""
+        return self._by_name.get(host.name) is not host
+
+    def tell_directory(self, host: FleetHost, *, is_there: bool) -> None:
+        if self.members is not None:
+            self.members.has_changed(host.number, host.names if is_there else ())
 
     def _draw_host(self, base: Draw, random: Random) -> Draw:
         disk = [] if random.random() < 0.5 else [self._draw_guard("disk")]
         guards = (*disk, self._draw_guard("peers"))
+        node = replace(base.node, guards=guards)
+        if self.is_large:
+            node = replace(node, scrub_interval_s=0.0)  # smaller fleets have scrubbers
         return replace(
             base,
-            node=replace(base.node, guards=guards),
+            node=node,
             trouble=0.0,
+            pressure_s=base.pressure_s * (_RARER if self.is_large else 1),
             num_clients=1 if self.is_large else random.choice((1, 1, 2)),
             tasks_a_client=1 if self.is_large else random.choice((1, 2)),
             operations=random.choice((2, 4)) if self.is_large else random.choice((10, 15, 30)),
@@ -262,18 +385,47 @@ class Fleet:
     def run(self) -> None:
         world = self.world
         for host in self.hosts:
-            host.begin()
+            if self.members is not None and self.random.random() < 0.3:
+                world.later(self.random.random() * _LATEST_S, host.begin)
+            else:
+                host.begin()
         if self._faults:
             world.later(self.random.expovariate(self._faults), self._trouble)
-        world.run(
-            lambda: all(host.has_ended() for host in self.hosts), most_s=120.0, most_steps=2_000_000
-        )
+        if self.stream is not None and not self.is_large:
+            world.later(_LOOK_AT_BUS_S, self._look_at_bus)
+        world.run(self._have_ended, most_s=120.0, most_steps=2_000_000)
         if not world.findings:
             self._come_to_rest()
+
+    def _have_ended(self) -> bool:
+        """Whether all hosts have ended. One that has not is asked first the next time."""
+        for host in (self._late, *self.hosts):
+            if not host.has_ended():
+                self._late = host
+                return False
+        return True
 
     def _trouble(self) -> None:
         if self.over:
             return
+        random = self.random
+        if self.stream is not None and random.random() < 0.25:
+            self.stream.trouble([host.name for host in self.hosts])
+        elif self.members is not None and random.random() < 0.25:
+            self.members.trouble()
+        elif self.draw.is_skewed and random.random() < 0.05:
+            random.choice(self.hosts).clock.step(random)
+        else:
+            self._trouble_of_hosts()
+        self.world.later(random.expovariate(self._faults), self._trouble)
+
+    def _look_at_bus(self) -> None:
+        for host in self.hosts:
+            host.check_bus()
+        if not self.over:
+            self.world.later(_LOOK_AT_BUS_S, self._look_at_bus)
+
+    def _trouble_of_hosts(self) -> None:
         dice, random, network = self.random.random(), self.random, self.network
         if dice < 0.5:
             random.choice(self.hosts).trouble()
@@ -282,19 +434,23 @@ class Fleet:
         else:
             one, other = random.sample(self.hosts, 2)
             seconds = random.choice((0.3, 3.0, 8.0, 30.0)) * random.random()
+            far = random.choice(other.names) if other.second_name else other.name
             if dice < 0.8:
-                network.slow_down(one.name, other.name, random.choice((0.05, 0.5)))
+                network.slow_down(one.name, far, random.choice((0.05, 0.5)))
             else:
-                network.cut(one.name, other.name)
+                network.cut(one.name, far)
                 if random.random() < 0.7:
-                    network.cut(other.name, one.name)
+                    network.cut(far, one.name)
             self.world.note("the link of hosts %d and %d fails", one.number, other.number)
             self.world.later(seconds, network.heal)
-        self.world.later(random.expovariate(self._faults), self._trouble)
 
     def _come_to_rest(self) -> None:
         self.over = True
         self.network.heal()
+        if self.stream is not None:
+            self.stream.end_trouble()
+        if self.members is not None:
+            self.members.end_trouble()
         for step in self._steps():
             if self.world.findings:
                 return
@@ -315,6 +471,8 @@ class Fleet:
         yield self._agree
         for host in hosts:
             yield lambda host=host: host.rest("it has learned of that")
+        if self.stream is not None and not self.is_large:
+            yield self._use_bus
         for host in hosts:
             yield host.check_end
         for host in hosts:
@@ -330,13 +488,33 @@ class Fleet:
             nonlocal wrong
             wrong = (
                 self._clears_missing()
-                or next(filter(None, (host.wrong_feed() for host in self.hosts)), "")
-                or next(filter(None, (host.wrong_index() for host in self.hosts)), "")
+                or self._first_wrong(FleetHost.wrong_index)
+                or self._first_wrong(FleetHost.wrong_feed)
             )
             return not wrong
 
         if not self._run_until(agrees):
             self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
+
+    def _use_bus(self) -> None:
+        """Wait until all changes come over the bus."""
+        wrong = ""
+
+        def is_used() -> bool:
+            nonlocal wrong
+            wrong = self._first_wrong(FleetHost.wrong_way)
+            return not wrong
+
+        if not self._run_until(is_used):
+            self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
+
+    def _first_wrong(self, look: Callable[[FleetHost], str]) -> str:
+        """Return what is wrong with a host. One that was wrong is looked at first the next time."""
+        for host in (self._late, *self.hosts):
+            if wrong := look(host):
+                self._late = host
+                return wrong
+        return ""
 
     def _run_until(self, agrees: Any) -> bool:
         """Run for at most `_AGREE_S`. A look takes long, so that there are few."""

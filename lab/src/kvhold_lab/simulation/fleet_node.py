@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvhold.cache.transfer.peer_source import PeerSource
 from kvhold.core.errors import TierError
+from kvhold.net import peers as net_peers
 from kvhold.net.stream import Address, Stream
-from kvhold.node import peer_feed, peer_server
+from kvhold.node import peer_feed, peer_publisher, peer_server
 from kvhold.node.peer_thread import PeerThread
 from kvhold.tiers.base import Origin as ReadFrom
 from kvhold.tiers.base import Parts, ValueChanges
 from kvhold.tiers.peers import PeersConfig, PeersTier, follower, index, peer, roster
+from kvhold.tiers.peers.bus import Bus, Inboxes
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import digest_of
 from kvhold.tiers.ram import Entry
+from kvhold_lab.simulation.bus import BUS_STEPS, SimBus
 from kvhold_lab.simulation.central import Borrowed
 from kvhold_lab.simulation.clears import Origin
 from kvhold_lab.simulation.node import NodeDraw, SimNode
@@ -56,7 +59,13 @@ class PeersSimulated:
             (peer, "time", _Time(world)),
             (follower, "random", chances),
             (roster, "random", chances),
+            (net_peers, "BEAT_S", net_peers.BEAT_S),  # a large fleet sets it
             (peer_feed, "randbits", chances.getrandbits),
+            (peer_publisher, "random", chances),
+            (peer_publisher, "token_bytes", chances.randbytes),
+            (peer_publisher, "clock_ms", world.clock_ms),
+            (peer_server, "clock_ms", world.clock_ms),
+            (Inboxes.__init__, "__defaults__", (world.clock_ms,)),
             (ClearNumbers.__init__, "__defaults__", (world.wall,)),
         ]
         self._kept = [getattr(place, name) for place, name, _ in self._places]
@@ -65,6 +74,7 @@ class PeersSimulated:
 
     def restore(self) -> None:
         PEER_STEPS.restore()
+        BUS_STEPS.restore()
         for (place, name, _), kept in zip(self._places, self._kept, strict=True):
             setattr(place, name, kept)
 
@@ -91,10 +101,34 @@ class _SimPeersTier(PeersTier):
         self._node = node
         self._world = node.world
         self._loop = node.tier_worker_loop
+        fleet = node.host.fleet
+        timing = fleet.members.timing if fleet.members is not None else None
         self._borrowed = Borrowed(node.world, node.checker, f"the peers of {node.host.name}")
         self.given_up: dict[int, set[int]] = {}
         """Digests that this host has removed from its index by itself, by the peer's number."""
-        super().__init__(addresses, config, connect=self._connect_to)
+        super().__init__(
+            addresses,
+            config,
+            directory=node.host.directory(),
+            timing=timing,
+            connect=self._connect_to,
+        )
+
+    def make_bus(self) -> Bus | None:
+        host = self._node.host
+        return None if host.fleet.stream is None else SimBus(host.fleet.stream, host.names[0])
+
+    def oldest_bus_s(self) -> float:
+        """Return the age of the newest record of the peer whose is oldest, of those by bus."""
+        if self._bus is None:
+            return 0.0
+        newest_s = self._bus.newest_s  # type: ignore[attr-defined]
+        ages_s = [
+            self._world.now - newest_s.get(peer.incarnation, -1.0)
+            for peer in self.peers
+            if peer.is_by_bus and peer.is_followed
+        ]
+        return max(ages_s, default=0.0)
 
     async def _connect_to(self, address: Address, tls: ssl.SSLContext | None) -> Stream:
         host = self._node.host
@@ -155,6 +189,7 @@ class FleetNode(SimNode):
 
     def __init__(self, host: "FleetHost", number: int) -> None:
         self.host = host
+        self.host_names = host.names
         self._lent: list[Entry] = []
         super().__init__(
             host.world, host.checker, host.draw.node, host.stores, host.journal, number
@@ -167,9 +202,12 @@ class FleetNode(SimNode):
     def _make_tier_worker(self, draw: NodeDraw, journal: list[str]) -> Any:
         host = self.host
         self.peers_loop = self.world.new_loop(f"peers-{self.number}")
+        for loop in (self.loop, self.tier_worker_loop, self.peers_loop):
+            loop.clock = host.clock
         self.peers = PeerThread(host.serving, self.state, self._post, self.peers_loop)
         self.peers_tier = _SimPeersTier(self, host.followed, host.following)
-        self.host.fleet.network.touch_of_server[host.name] = self._sends
+        for name in self.host_names:
+            self.host.fleet.network.touch_of_server[name] = self._sends
         self._watch_lent(self.peers._source)
         for fault, store in zip(self.tiers, host.stores, strict=True):
             fault.changes = store.values.changes  # type: ignore[attr-defined]
@@ -181,7 +219,9 @@ class FleetNode(SimNode):
         self._watch_clears()
         self.peers.use(tier_worker)
         server: Any = self.peers._server
-        server._listen = lambda: SimListener(host.fleet.network, f"{host.name}:{PORT}")
+        server._listen = lambda: SimListener(
+            host.fleet.network, *(f"{name}:{PORT}" for name in self.host_names)
+        )
         self.listener_of_peers = server
         self.peers.start()
         return tier_worker
@@ -261,7 +301,8 @@ class FleetNode(SimNode):
         super().kill()
         self.world.kill(self.peers_loop)
         self.peers._server.close()
-        self.host.fleet.network.leave(self.host.name, without_power=without_power)
+        for name in self.host_names:
+            self.host.fleet.network.leave(name, without_power=without_power)
 
     def has(self) -> set[int]:
         """Return the digests of the chunks that peers can read."""

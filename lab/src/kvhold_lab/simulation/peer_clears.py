@@ -1,7 +1,11 @@
 """The rule "no read after a clear" for hosts that are each other's peers.
 
-A clear binds a lookup on the host that answered it, and on each host that has learned of it. All
-hosts share one clock here: `ClearNumbers` orders the clears of several hosts by their clocks.
+A clear binds a lookup on the host that answered it, and on each host that has learned of it.
+
+`ClearNumbers` orders the clears of several hosts by the clocks of these hosts. A clear is
+*overtaken* if another host began one of the same prefix earlier, and its number is not smaller,
+because the clocks differ. Then chunks that were stored since the beginning of that other clear may
+be found.
 """
 
 from collections.abc import Iterator, Mapping
@@ -83,12 +87,27 @@ class PeerClears:
                 continue
             if clear.host == self._host:
                 if 0 < clear.done < asked:
-                    yield clear.began, "a clear"
+                    yield self._since(clear), "a clear"
             elif clear.number and any(
                 number >= clear.number and since < asked
                 for number, since in self._heard.get(clear.prefix, ())
             ):
-                yield clear.began, f"a clear of host {clear.host}, which this host knows of"
+                why = f"a clear of host {clear.host}, which this host knows of"
+                yield self._since(clear), why
+
+    def _since(self, clear: SimClear) -> int:
+        """Return the beginning of a clear, or of the earliest one that has overtaken it."""
+        return min(
+            (
+                other.began
+                for other in self.shared.clears
+                if other.host != clear.host
+                and other.prefix == clear.prefix
+                and 0 < clear.number <= other.number
+                and other.began < clear.began
+            ),
+            default=clear.began,
+        )
 
     def _own(self, prefix: bytes) -> list[SimClear]:
         return [

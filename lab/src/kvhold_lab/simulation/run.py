@@ -18,6 +18,7 @@ from kvhold.cache import events as events_module
 from kvhold.cache import state as state_module
 from kvhold.core.errors import KVHoldError
 from kvhold.node import listener
+from kvhold.tiers.policies.ghosts import Ghosts
 from kvhold_lab.simulation.central import STEPS
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.client import Share, SimClient
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _PINS_EVERY_S = 0.3
 _REST_S = 300.0
+_GHOSTS = 1 << 12  # of the learned policy; the usual table has 9 MiB, which take long to clear
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     chances: tuple[Any, ...] = (state_module, events_module)
     kept_chances = [each.randbits for each in chances]
     kept = chores._ONE_TURN_KEYS, chores.Running.step.__defaults__
+    kept_ghosts, Ghosts.__init__.__defaults__ = Ghosts.__init__.__defaults__, (_GHOSTS,)
     kept_scrub, kept_os = scrub._BATCH_BYTES, outside.os
     for each in chances:
         each.randbits = world.random.getrandbits
@@ -146,6 +149,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
         for each, randbits in zip(chances, kept_chances, strict=True):
             each.randbits = randbits
         chores._ONE_TURN_KEYS, chores.Running.step.__defaults__ = kept
+        Ghosts.__init__.__defaults__ = kept_ghosts
         scrub._BATCH_BYTES, outside.os = kept_scrub, kept_os
 
 
@@ -172,6 +176,7 @@ class Simulation:
         self.mailbox: list[Share] = []
         self.left = self.draw.operations
         self.over = False
+        self.pins_every_s = _PINS_EVERY_S
 
     def run(self) -> None:
         self.begin()
@@ -192,7 +197,7 @@ class Simulation:
             world.later(self.random.expovariate(self.draw.trouble), self._trouble)
         if self.draw.pressure_s:
             world.later(self.draw.pressure_s, self._evict)
-        world.later(_PINS_EVERY_S, self._look)
+        world.later(self.pins_every_s, self._look)
 
     def _idle(self) -> bool:
         return all(task.done() or task.get_loop().dead for task in self.tasks)  # type: ignore[attr-defined]
@@ -302,7 +307,7 @@ class Simulation:
         ):
             self.checker.check_pins()
         if not self.over:
-            self.world.later(_PINS_EVERY_S, self._look)
+            self.world.later(self.pins_every_s, self._look)
 
     def _trouble(self) -> None:
         if self.over:

@@ -12,15 +12,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Self
 
 import kvhold
 from kvhold.core.errors import KVHoldError
 from kvhold_lab.simulation.patches import apply, mutations
 
-_PIECE = 500  # seeds per process, which takes a second to start
+_MODULE = "kvhold_lab.simulation.worker"
+_PIECE = 50  # seeds that a process is given at once, divided by the hosts
+_MOST_SEEDS = 2000  # of one process, which takes some seconds to start
 _SHOWN = 20
 
 
@@ -71,9 +75,10 @@ def run(
     Raises SimulationError.
     """
     began_s, result = time.monotonic(), SimulationResult()
-    pieces = [(at, min(_PIECE, first + seeds - at)) for at in range(first, first + seeds, _PIECE)]
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-        for lines in pool.map(lambda piece: list(_lines(_source(), *piece, hosts=hosts)), pieces):
+    size = max(1, _PIECE // max(1, hosts))
+    pieces = [(at, min(size, first + seeds - at)) for at in range(first, first + seeds, size)]
+    with _Workers(hosts) as workers, ThreadPoolExecutor(_num_cores()) as pool:
+        for lines in pool.map(lambda piece: workers.lines(*piece), pieces):
             for line in lines:
                 if "finding" in line:
                     result.findings += 1
@@ -98,7 +103,7 @@ def trace(seed: int, *, hosts: int = 0) -> int:
         "-W",
         "ignore",
         "-m",
-        "kvhold_lab.simulation.worker",
+        _MODULE,
         str(seed),
         "1",
         "--trace",
@@ -134,7 +139,7 @@ def run_mutations(
         )
         return row
 
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(_num_cores()) as pool:
         return MutationsResult(list(pool.map(find, patches)))
 
 
@@ -146,7 +151,7 @@ def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> Muta
             ignore=shutil.ignore_patterns("__pycache__"),
         )
         apply(patch, Path(folder))
-        for line in _lines(Path(folder), first, most_seeds, hosts=hosts, until_found=True):
+        for line in _lines(Path(folder), first, most_seeds, hosts=hosts):
             if "finding" in line:
                 return MutationRow(
                     patch.stem, True, line["finding"]["seed"], line["finding"]["what"][0][:200]
@@ -154,39 +159,96 @@ def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> Muta
     return MutationRow(patch.stem, False, None)
 
 
-def _lines(
-    source: Path, first: int, count: int, *, hosts: int = 0, until_found: bool = False
-) -> Iterator[dict[str, Any]]:
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "kvhold_lab.simulation.worker",
-        str(first),
-        str(count),
-        *_hosts(hosts),
-    ]
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, env=_environment(source), stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
+class _Worker:
+    """A process that runs seeds, one call of `lines` after the other."""
+
+    def __init__(self, source: Path, hosts: int) -> None:
+        """source: the folder of `kvhold`"""
+        command = [sys.executable, "-W", "ignore", "-m", _MODULE, *_hosts(hosts)]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        self._process = subprocess.Popen(
+            command,
+            env=_environment(source),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self.num_seeds = 0
+        self._is_idle = True
+
+    def lines(self, first: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield what the worker says of these seeds. Raises SimulationError."""
+        self.num_seeds += count
+        self._is_idle = False
+        asked, said = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert said is not None
+        with suppress(BrokenPipeError):
+            asked.write(f"{first} {count}\n")
+            asked.flush()
+        for text in said:
+            line = json.loads(text)
+            if "done" in line:
+                self._is_idle = True
+                return
+            yield line
+        self._process.wait()
+        self._errors.seek(0)
+        raise SimulationError(
+            f"the process of the seeds from {first} on failed: {self._errors.read()[-2000:]}"
+        )
+
+    def end(self) -> None:
+        """End the process, in the middle of its seeds if it has not run all. Idempotent."""
+        if not self._is_idle:
+            self._process.kill()
+        with self._process, self._errors:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+class _Workers:
+    """A worker for each core. One that has run many seeds is replaced, which frees its memory."""
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
+        self._idle: SimpleQueue[_Worker | None] = SimpleQueue()
+        self._all: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        for _ in range(_num_cores()):
+            self._idle.put(None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._all:
+            worker.end()
+
+    def lines(self, first: int, count: int) -> list[dict[str, Any]]:
+        """Any thread. Raises SimulationError."""
+        worker = self._idle.get()
         try:
-            for text in process.stdout:
-                line = json.loads(text)
-                yield line
-                if until_found and "finding" in line:
-                    return
+            if worker is None or worker.num_seeds >= _MOST_SEEDS:
+                if worker is not None:
+                    worker.end()
+                worker = _Worker(_source(), self._hosts)
+                self._all.append(worker)
+            return list(worker.lines(first, count))
         finally:
-            process.kill() if until_found else process.wait()
-        if process.wait() != 0 and not until_found:
-            errors.seek(0)
-            raise SimulationError(
-                f"the process of the seeds from {first} on failed: {errors.read()[-2000:]}"
-            )
+            self._idle.put(worker)
+
+
+def _lines(source: Path, first: int, count: int, *, hosts: int = 0) -> Iterator[dict[str, Any]]:
+    worker = _Worker(source, hosts)
+    try:
+        yield from worker.lines(first, count)
+    finally:
+        worker.end()
+
+
+def _num_cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)))
 
 
 def _hosts(hosts: int) -> list[str]:

@@ -192,17 +192,19 @@ class SimSocket:
 
 
 class SimListener:
-    def __init__(self, network: "Network", address: str) -> None:
+    def __init__(self, network: "Network", *addresses: str) -> None:
         self._network = network
-        self.address = address
+        self._addresses = addresses
         self.waiting: deque[tuple[SimSocket, str]] = deque()
         self.arrived = asyncio.Event()
-        network.listeners[address] = self
+        for address in addresses:
+            network.listeners[address] = self
 
     def close(self) -> None:
         """Also close connections not yet accepted. Idempotent."""
-        if self._network.listeners.get(self.address) is self:
-            del self._network.listeners[self.address]
+        for address in self._addresses:
+            if self._network.listeners.get(address) is self:
+                del self._network.listeners[address]
         for sock, _ in self.waiting:
             sock.close()
         self.waiting.clear()
@@ -239,21 +241,21 @@ class Network:
         if len(listener.waiting) >= _BACKLOG:
             await asyncio.sleep(1.0)
             raise TimeoutError("no answer")
-        return self._join(listener, host, SimSocket(self, loop, touch))
+        return self._join(listener, address, host, SimSocket(self, loop, touch))
 
     def knock(self, address: str, host: str, loop: Any) -> SimSocket | None:
         listener = self.listeners.get(address)
         return (
             None
             if listener is None or len(listener.waiting) >= _BACKLOG
-            else self._join(listener, host, SimSocket(self, loop))
+            else self._join(listener, address, host, SimSocket(self, loop))
         )
 
-    def _join(self, listener: SimListener, host: str, near: SimSocket) -> SimSocket:
+    def _join(self, listener: SimListener, address: str, host: str, near: SimSocket) -> SimSocket:
         far = SimSocket(self, None)
         near.peer, far.peer = far, near
         near.host = far.far_host = host
-        far.host = near.far_host = listener.address.rpartition(":")[0]
+        far.host = near.far_host = address.rpartition(":")[0]
         far.is_of_server = True
         listener.waiting.append((far, host))
         listener.arrived.set()

@@ -1,6 +1,9 @@
 """Run seeds in a process, and print lines of JSON.
 
 Usage: PYTHONHASHSEED=0 python -m kvhold_lab.simulation.worker FIRST COUNT [--trace] [--hosts N]
+
+Without FIRST and COUNT, reads lines of them from its input. After the seeds of each line, prints
+{"done": true}. So the start of a process, some seconds, is paid once for many seeds.
 """
 
 import gc
@@ -11,25 +14,25 @@ from typing import Any
 from kvhold_lab.simulation.run import simulate
 
 _COLLECT_EVERY = 25
+_COLLECT_EVERY_HOSTS = 100  # a seed of 100 hosts leaves as much garbage as many seeds of one
 
 
 def main(first: int, count: int, *, trace: bool = False, hosts: int = 0) -> None:
-    sys.unraisablehook = lambda _: None  # for killed processes
-    gc.disable()  # garbage collection must not be part of a history
-    gc.freeze()
-    seeds = operations = 0
+    seeds = operations = digest = 0
+    collect_every = max(1, min(_COLLECT_EVERY, _COLLECT_EVERY_HOSTS // max(1, hosts)))
     for seed in range(first, first + count):
         result = simulate(seed, trace=trace, hosts=hosts)
         seeds, operations = seeds + 1, operations + result.operations
+        digest = result.digest
         if trace:
             print("\n".join(result.history))
         if result.findings:
             _say({"finding": {"seed": seed, "what": result.findings}})
-        if seeds % _COLLECT_EVERY == 0:
+        if seeds % collect_every == 0:
             gc.collect()
-            _say({"seeds": seeds, "operations": operations, "digest": result.digest})
+            _say({"seeds": seeds, "operations": operations, "digest": digest})
             seeds = operations = 0
-    _say({"seeds": seeds, "operations": operations, "digest": result.digest})
+    _say({"seeds": seeds, "operations": operations, "digest": digest})
 
 
 def _say(line: dict[str, Any]) -> None:
@@ -37,10 +40,15 @@ def _say(line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    options = sys.argv[3:]
-    main(
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        trace="--trace" in options,
-        hosts=int(options[options.index("--hosts") + 1]) if "--hosts" in options else 0,
-    )
+    sys.unraisablehook = lambda _: None  # for killed processes
+    gc.disable()  # garbage collection must not be part of a history
+    gc.freeze()
+    options = sys.argv[1:]
+    num_hosts = int(options[options.index("--hosts") + 1]) if "--hosts" in options else 0
+    if options and options[0].isdecimal():
+        main(int(options[0]), int(options[1]), trace="--trace" in options, hosts=num_hosts)
+    else:
+        for asked in sys.stdin:
+            begin, num_seeds = map(int, asked.split())
+            main(begin, num_seeds, hosts=num_hosts)
+            _say({"done": True})

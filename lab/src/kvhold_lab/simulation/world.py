@@ -13,16 +13,18 @@ import contextvars
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from random import Random
 from typing import Any
 
+from kvhold_lab.simulation.clocks import HostClock
 from kvhold_lab.simulation.descriptors import Descriptors
 from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
 
 _STALL = 0.0008  # chance of a stall before each step of a loop
 _MOST_NOTES = 200_000
 _STEPS_A_LOOK = 20
+_MANY_SCHEDULED = 50_000
 
 
 class Handle:
@@ -76,12 +78,16 @@ class World:
         self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
         self._keep_notes = keep_notes
         self._loops: list[SimLoop] = []
-        self._ready: list[SimLoop] = []  # those with handles: idle loops cost a step nothing
-        self._stalled_until = 0.0  # no loop stands still longer
+        # those that can run: others cost a step nothing
+        self._ready: list[SimLoop] = []
+        # those that have handles and stand still, by the time until they do. Also former ones
+        self._stalled: list[tuple[float, int, SimLoop]] = []
+        self._num_stalls = 0
         self._dead: list[
             SimLoop
         ] = []  # kept: their tasks' `finally` clauses must not run during the history
         self._heap: list[tuple[float, int, SimLoop | None, Handle]] = []
+        self._most_scheduled = _MANY_SCHEDULED
         self._last = 0
         self.descriptors = Descriptors()
         self.sockets: dict[int, SimSocket] = {}
@@ -90,8 +96,18 @@ class World:
         self._outside = SimLoop(self, "outside", 0)  # type: ignore[abstract]
 
     def wall(self) -> float:
-        """Return Unix time, which may jump."""
-        return self.wall_offset_s + self.now
+        """Return Unix time, which may jump, by the clock of the host whose loop runs."""
+        running = self._running
+        if running is None or running.clock is None:
+            return self.wall_offset_s + self.now
+        return self.wall_offset_s + self.now + running.clock.wall_ahead_s(self.now)
+
+    def clock_ms(self) -> int:
+        """Return the milliseconds of the clock that never jumps, of the host whose loop runs."""
+        running = self._running
+        if running is None or running.clock is None:
+            return int(1000 * self.now)
+        return int(1000 * running.clock.monotonic_s(self.now))
 
     def note(self, text: str, *values: Any) -> None:
         if self._keep_notes and len(self.notes) < _MOST_NOTES:
@@ -115,26 +131,34 @@ class World:
     def kill(self, loop: "SimLoop") -> None:
         """End a loop's thread without its cleanup."""
         loop.dead = True
-        if loop.ready:
-            loop.ready.clear()
+        if loop.is_runnable:
             self.is_idle(loop)
+        loop.ready.clear()
         self._loops.remove(loop)
         self._dead.append(loop)
 
     def is_ready(self, loop: "SimLoop") -> None:
-        """Note that an idle loop has a handle."""
-        loop.place = len(self._ready)
-        self._ready.append(loop)
+        """Note that a loop has handles: an idle one, or one that stood still."""
+        if loop.stalled_until > self.now:
+            self._num_stalls += 1
+            heappush(self._stalled, (loop.stalled_until, self._num_stalls, loop))
+        else:
+            loop.is_runnable, loop.place = True, len(self._ready)
+            self._ready.append(loop)
 
     def is_idle(self, loop: "SimLoop") -> None:
-        """Note that a loop has no handles any more."""
+        """Note that a loop cannot run any more."""
+        loop.is_runnable = False
         last = self._ready.pop()
         if last is not loop:
             self._ready[loop.place] = last
             last.place = loop.place
 
-    def has_stalled(self, until: float) -> None:
-        self._stalled_until = max(self._stalled_until, until)
+    def has_stalled(self, loop: "SimLoop") -> None:
+        if loop.is_runnable:
+            self.is_idle(loop)
+        if loop.ready:
+            self.is_ready(loop)
 
     def stall_one(self, seconds: float) -> None:
         if self._loops:
@@ -148,6 +172,10 @@ class World:
 
     def schedule(self, at: float, loop: "SimLoop | None", handle: Handle) -> None:
         heappush(self._heap, (at, self.number(), loop, handle))
+        if len(self._heap) > self._most_scheduled:  # most are deadlines of calls that have ended
+            self._heap[:] = [one for one in self._heap if not one[3].is_cancelled]
+            heapify(self._heap)
+            self._most_scheduled = max(_MANY_SCHEDULED, 2 * len(self._heap))
 
     def delay(self, usual_s: float = 0.001, *, slow: float = 0.02, slow_s: float = 1.0) -> float:
         """Draw a delay of about `usual_s`; with probability `slow`, up to `slow_s`."""
@@ -194,9 +222,12 @@ class World:
                 handle.run()
             elif not loop.dead:
                 loop.add(handle)
+        stalled = self._stalled
+        while stalled and (stalled[0][0] <= now or not stalled[0][2].waits_until(stalled[0][0])):
+            until, _, loop = heappop(stalled)
+            if loop.waits_until(until):
+                self.is_ready(loop)
         runnable = self._ready
-        if now < self._stalled_until:
-            runnable = [loop for loop in runnable if loop.stalled_until <= now]
         if runnable:
             random = self.random
             loop = (
@@ -210,11 +241,10 @@ class World:
             self.steps += 1
             loop.run_one()
             return True
-        stalled = [loop.stalled_until for loop in self._ready]
-        if heap and (not stalled or heap[0][0] <= min(stalled)):
+        if heap and (not stalled or heap[0][0] <= stalled[0][0]):
             self.now = heap[0][0]
         elif stalled:
-            self.now = min(stalled)
+            self.now = stalled[0][0]
         else:
             return False
         return True
@@ -223,6 +253,20 @@ class World:
         for loop in list(self._loops):
             self.kill(loop)
         self._heap.clear()
+
+
+class SimThread:
+    """A thread of its own for slow calls. usual_s: of a call; it may be changed"""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.usual_s = 0.0005
+
+    def delay(self) -> float:
+        return self._world.delay(self.usual_s, slow=0.01)
+
+    def shutdown(self, **_: Any) -> None:
+        """Do nothing."""
 
 
 class SimTask(asyncio.Task[Any]):
@@ -245,11 +289,12 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         self.world = world
         self.name = name
         self.number = number
-        self.place = 0  # among those with handles
+        self.place = 0  # among those that can run
         self.ready: deque[Handle] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.stalled_until = 0.0
-        self.dead = False
+        self.dead = self.is_runnable = False
+        self.clock: HostClock | None = None
 
     def add(self, handle: Handle) -> None:
         if not self.ready and self.number:
@@ -264,9 +309,13 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
             self.world.enter(self)
             handle.run()
 
+    def waits_until(self, until: float) -> bool:
+        """Whether it has handles, and stands still until this time."""
+        return bool(self.ready) and not self.is_runnable and self.stalled_until == until
+
     def stall(self, seconds: float) -> None:
         self.stalled_until = max(self.stalled_until, self.world.now + seconds)
-        self.world.has_stalled(self.stalled_until)
+        self.world.has_stalled(self)
         self.world.note("%s stands still for %.3f s", self.name, seconds)
 
     def time(self) -> float:
@@ -329,7 +378,10 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
             else:
                 future.set_result(result)
 
-        self.world.later(self.world.delay(0.0005, slow=0.01), work)
+        if isinstance(executor, SimThread):
+            self.world.later(executor.delay(), work)
+        else:
+            self.world.later(self.world.delay(0.0005, slow=0.01), work)
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

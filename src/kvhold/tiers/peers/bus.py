@@ -1,6 +1,6 @@
 """Changes of peers that come over a bus, instead of a connection to each peer.
 
-    inboxes = Inboxes(metrics); inbox = inboxes.open(incarnation, key, clock_ms)
+    inboxes = Inboxes(metrics); inbox = inboxes.open(incarnation, told, asked_ms=..., own=None)
     inboxes.put(incarnation, data)               # any bytes from the bus
     if inbox.continues(number): ...              # the bus can go on after this change
     record = await inbox.next(number)            # None: it cannot
@@ -8,7 +8,9 @@
 Records on the bus are not trusted. A node tells its followers a key when they log in
 (`PeerWelcome`), and seals its records with it: forged records, and those of another incarnation,
 are ignored and counted. The clock in the seal shows records that were held back or sent again.
-They are taken, but do not show that the bus is current.
+They are taken, but do not show that the bus is current. The follower compares that clock with its
+own as of the moment when it asked for the welcome: the welcome may arrive late, and would then make
+old records look new.
 
     seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
           as they are sent over a connection
@@ -129,28 +131,28 @@ def _mac(key: bytes, incarnation: int, data: bytes) -> bytes:
 
 
 class Inbox:
-    """The records of one incarnation that wait to be taken, with no gap between them."""
+    """The records of one incarnation that wait to be taken, with no gap between them.
 
-    def __init__(
-        self,
-        incarnation: int,
-        key: bytes,
-        peer_clock_ms: int,
-        clock: Callable[[], int] = clock_ms,
-    ) -> None:
+    begins: the change after which the inbox has, or gets, all changes: a taken one is not there
+            any more. None: none has come
+    ends:   the last change that has come
+    """
+
+    def __init__(self, incarnation: int, key: bytes, clock: Callable[[], int]) -> None:
+        """clock: of this host, in milliseconds"""
         self.incarnation, self.key = incarnation, key
         self._clock = clock
-        self._records: deque[tuple[p.Happened, int]] = deque()  # with the number of the last change
+        self._records: deque[tuple[p.Happened, int]] = deque()  # each with its size in bytes
         self._waiting_bytes = 0
         self._begins: int | None = None
         self._ends = 0
+        self._ahead_ms = 0
         self._fresh_at_ms = clock() - int(1000 * SILENT_S)
         self._arrived = asyncio.Event()
-        self.welcomed(peer_clock_ms)
 
-    def welcomed(self, peer_clock_ms: int) -> None:
-        """Compare the clocks: the peer has just told the time."""
-        self._ahead_ms = self._clock() - peer_clock_ms
+    def welcomed(self, peer_clock_ms: int, asked_ms: int) -> None:
+        """Compare the clocks: the peer has told its time, at `asked_ms` of this host or later."""
+        self._ahead_ms = asked_ms - peer_clock_ms
 
     @property
     def is_fresh(self) -> bool:
@@ -171,8 +173,10 @@ class Inbox:
         except ProtocolError:
             return "protocol"
         now_ms = self._clock()
-        sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little") + self._ahead_ms
-        if now_ms - sealed_ms <= 1000 * SILENT_S:
+        sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little")
+        # no record is sealed later than now: the peer's clock runs faster than this one
+        self._ahead_ms = min(self._ahead_ms, now_ms - sealed_ms)
+        if now_ms - (sealed_ms + self._ahead_ms) <= 1000 * SILENT_S:
             self._fresh_at_ms = now_ms
         for record, nbytes in records:
             self._add(record, nbytes)
@@ -201,7 +205,7 @@ class Inbox:
         return self._begins is not None and self._begins <= number and self.is_fresh
 
     def drop(self, number: int) -> None:
-        """Forget the changes up to `number`."""
+        """Forget the records that begin before `number`."""
         while self._records and self._records[0][0].after < number:
             self._pop()
 
@@ -219,26 +223,36 @@ class Inbox:
     def _pop(self) -> p.Happened:
         record, nbytes = self._records.popleft()
         self._waiting_bytes -= nbytes
+        self._begins = self._records[0][0].after if self._records else self._ends
         return record
 
 
 class Inboxes:
-    """The inboxes of all peers that are followed now."""
+    """The inboxes of all peers that are followed now, one for an incarnation.
 
-    def __init__(self, metrics: Metrics) -> None:
+    now_ms: this host's clock, see `clock_ms`
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], int] = clock_ms) -> None:
         self._metrics = metrics
+        self.now_ms = clock
         self._inboxes: dict[int, Inbox] = {}
         self.own_incarnation = 0
         self.num_ignored = 0
 
-    def open(self, incarnation: int, told: p.PeerBus) -> Inbox:
-        """Return the inbox of an incarnation, as its welcome tells of it. Raises ValueError."""
+    def open(self, incarnation: int, told: p.PeerBus, *, asked_ms: int, own: Inbox | None) -> Inbox:
+        """Return the inbox of an incarnation, as its welcome tells of it. Raises ValueError.
+
+        asked_ms: see `Inbox.welcomed`
+        own:      the caller's inbox; used further if it is that of this incarnation. That of
+                  another follower is replaced: it has taken records that the caller lacks
+        """
         if len(told.key) != KEY_BYTES or not 0 < incarnation < 1 << 64:
             raise ValueError(f"a bus with a key of {len(told.key)} bytes")
         inbox = self._inboxes.get(incarnation)
-        if inbox is None or inbox.key != told.key:
-            inbox = self._inboxes[incarnation] = Inbox(incarnation, told.key, told.clock_ms)
-        inbox.welcomed(told.clock_ms)
+        if inbox is None or inbox is not own or inbox.key != told.key:
+            inbox = self._inboxes[incarnation] = Inbox(incarnation, told.key, self.now_ms)
+        inbox.welcomed(told.clock_ms, asked_ms)
         return inbox
 
     def close(self, inbox: Inbox) -> None:

@@ -86,6 +86,8 @@ class Follower:
             if self._peer.is_followed:
                 pause_s = _FIRST_PAUSE_S
                 self._peer.lost_s = now()
+            elif self._peer.lost_s is None and self._index.count(self._peer.number):
+                self._peer.lost_s = now()  # of a cut snapshot, or from before it left the list
             if fault is not None:
                 self._peer.changed_state(away_for=fault)
                 self._peer.record.failed(fault)
@@ -123,6 +125,7 @@ class Follower:
         """
         peer = self._peer
         stream: Stream | None = None
+        asked_ms = 0 if self._inboxes is None else self._inboxes.now_ms()
         try:
             async with asyncio.timeout(_CONNECT_S):
                 stream, welcome = await peer.open_to_follow()
@@ -138,7 +141,7 @@ class Follower:
                 await self._forget(welcome.incarnation)
             peer.kvhold = login.quoted(welcome.kvhold, _MOST_VERSION)
             peer.name = login.quoted(welcome.name, _MOST_NAME)
-            self._use_inbox(welcome)
+            self._use_inbox(welcome, asked_ms)
             if self._bus_continues():
                 return self._inbox
             follow = encode(p.Follow(peer.incarnation, peer.after))
@@ -156,13 +159,18 @@ class Follower:
             if stream is not None:
                 stream.close()
 
-    def _use_inbox(self, welcome: p.PeerWelcome | None) -> None:
-        """Open the inbox of a peer that publishes, and close the one before."""
+    def _use_inbox(self, welcome: p.PeerWelcome | None, asked_ms: int = 0) -> None:
+        """Open the inbox of a peer that publishes, and close the one before.
+
+        asked_ms: see `Inbox.welcomed`
+        """
         before, self._inbox = self._inbox, None
         if self._inboxes is None:
             return
         if welcome is not None and welcome.bus is not None:
-            self._inbox = self._inboxes.open(welcome.incarnation, welcome.bus)
+            self._inbox = self._inboxes.open(
+                welcome.incarnation, welcome.bus, asked_ms=asked_ms, own=before
+            )
         if before is not None and before is not self._inbox:
             self._inboxes.close(before)
 

@@ -349,6 +349,8 @@ class PeersTier:
 
     async def close(self) -> None:
         self._is_closed = True
+        if self._reading is not None:
+            self._reading.cancel()  # now, because the caller's deadline may cut this off
         await self._roster.close()
         if self._reading is not None:
             await end_task(self._reading)

@@ -1,0 +1,45 @@
+"""The clocks of one simulated host: wall clocks of hosts differ, and no two run equally fast.
+
+    clock = HostClock(ahead_s=-3.0, drift=1e-5, up_s=7_000.0); loop.clock = clock
+    world.wall(); world.clock_ms()     # in a handle of that loop: this host's times
+
+Deadlines and pauses take the time of the world.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+_STEPS_S = (-100.0, -2.0, 2.0, 100.0)
+
+
+@dataclass
+class HostClock:
+    """ahead_s: of its wall clock before the world's, at the start
+    drift:   seconds that it gains in a second
+    up_s:    for how long the host ran before the start
+    """
+
+    ahead_s: float = 0.0
+    drift: float = 0.0
+    up_s: float = 0.0
+
+    def wall_ahead_s(self, now: float) -> float:
+        return self.ahead_s + self.drift * now
+
+    def monotonic_s(self, now: float) -> float:
+        return self.up_s + now * (1 + self.drift)
+
+    def step(self, random: Random) -> None:
+        """Set the wall clock, as a correction by an administrator or NTP does."""
+        self.ahead_s += random.choice(_STEPS_S)
+
+
+def draw_clock(random: Random, *, is_skewed: bool) -> HostClock:
+    up_s = random.random() * 1e6
+    if not is_skewed:
+        return HostClock(up_s=up_s)
+    return HostClock(
+        ahead_s=random.choice((0.0, 0.05, 2.0, 100.0, 5_000.0)) * random.uniform(-1, 1),
+        drift=random.choice((0.0, 1e-5, 1e-3)) * random.uniform(-1, 1),
+        up_s=up_s,
+    )
