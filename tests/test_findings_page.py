@@ -51,7 +51,7 @@ def test_every_test_that_is_named_exists_and_one_of_them_proves_the_finding(
 SHARED = [*sorted((check_findings.ROOT / "tests/findings").glob("*.py"))]
 SHARED += [
     check_findings.ROOT / "tests" / name
-    for name in ("vllm/scheduling.py", "tiers/memory.py", "cache/below.py")
+    for name in ("vllm/scheduling.py", "vllm/hands.py", "tiers/memory.py", "cache/below.py")
 ]
 
 

@@ -1,136 +1,33 @@
 """Lookups that wait for chunks which another engine computes: what counts as being computed, who
-waits, how long, and what comes of it. As a state machine, under a clock that the test moves.
+waits, how long, and what comes of it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    MultipleResults,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-    run_state_machine_as_test,
-)
 
 from kvhold.cache import computing
-from kvhold.cache.state import CacheState, new_state
 from kvhold.cache.transfer.commands import ProbeCommand
 from kvhold.core.api import Found
-from kvhold.core.config import Config
-from kvhold.core.holdings import ABSENT
-from kvhold.core.keys import Namespace, Prompt
-from kvhold.core.layout import Group, Layout
+from kvhold.core.keys import Namespace
 from kvhold.core.planning import ComputeCost, ComputeIntent
 from kvhold.core.reasons import BEING_COMPUTED, NEVER_STORED, WHOLE
-from kvhold.memory.slab import size_class
-from tests.cache.laws import assert_counters_reconcile, finish_chores, total
-from tests.cache.scripted import arena_of, only
-
-FULL = Group(layers=1, planes=1, heads=1, head_dim=1024, dtype="int8")
-WINDOW = Group(
-    layers=1, planes=1, heads=1, head_dim=512, dtype="int8", attention="sliding", window=4
+from tests.cache.computing import (
+    HYBRID,
+    LATE,
+    PLAIN,
+    SPACE,
+    STATES,
+    STEP,
+    TEXT,
+    TOKEN_S,
+    Cache,
+    cache,
+    cache_of,
+    intent_of,
 )
-STATE = Group(layers=1, planes=1, heads=1, head_dim=64, dtype="int8", attention="state")
-PLAIN = Layout(groups=(FULL,), tokens_per_chunk=4, tail_tokens=1)
-HYBRID = Layout(groups=(FULL, WINDOW), tokens_per_chunk=4)
-STATES = Layout(groups=(STATE,), tokens_per_chunk=4)
-SPACE = Namespace("model", PLAIN)
-TEXT = list(range(42))
-NOTHING = {"tickets": 0, "leases": 0, "reservations": 0}
-TOKEN_S = 0.1  # 4.2 s for the text
-LATE = 1.5
-STEP = 8  # tokens a pass, where passes matter
+from tests.cache.laws import total
+from tests.cache.scripted import only
 
-
-def intent_of(
-    num_tokens: int = len(TEXT),
-    *,
-    token_s: float = TOKEN_S,
-    computed: int = 0,
-    step: int = 1 << 20,
-    waits: bool = True,
-    announces: bool = True,
-    load_byte_s: float = 0.0,
-) -> ComputeIntent:
-    cost = ComputeCost(
-        "request", num_tokens, computed, step, token_s=token_s, load_byte_s=load_byte_s
-    )
-    return ComputeIntent(cost, waits=waits, announces=announces)
-
-
-@dataclass
-class Cache:
-    """A state machine, its clock, and engines that are its owners."""
-
-    state: CacheState
-    now_s: float = 1000.0
-    numbers: Iterator[int] = field(default_factory=lambda: count(1))
-
-    def lookup(
-        self, owner: str, prompt: Prompt, intent: ComputeIntent | None = None, **changes: object
-    ) -> Found:
-        return self.state.lookup(
-            owner,
-            prompt.query(),
-            intent=intent if intent is not None else intent_of(prompt.num_tokens),
-            **changes,  # type: ignore[arg-type]
-        )
-
-    def reserve(self, owner: str, prompt: Prompt, first: int = 0, shard: int = 0) -> int:
-        layout = prompt.namespace.layout
-        return self.state.reserve(owner, layout, prompt.chunks(first), shard).reservation
-
-    def store(
-        self, owner: str, prompt: Prompt, *, first: int = 0, last: int | None = None, shard: int = 0
-    ) -> None:
-        """All of a prompt, or its whole chunks from `first` to before `last`."""
-        names = prompt.chunks(first, last=last, tail=last is None)
-        granted = self.state.reserve(owner, prompt.namespace.layout, names, shard)
-        chunks = {n for row in granted.offsets for n, offset in enumerate(row) if offset != ABSENT}
-        self.state.commit(owner, granted.reservation, sorted(chunks))
-
-    def asked_again(self, found: Found, *, settle: bool = False) -> Found:
-        return self.state.refresh(found.ticket, settle=settle)
-
-    def waits(self) -> dict[str, float]:
-        return {
-            sample.labels[0]: sample.value
-            for sample in self.state.metrics.samples()
-            if sample.metric.name == "kvhold_waited_for_computing"
-        }
-
-
-def cache_of(*layouts: Layout, slots: int = 200, tiers: tuple[str, ...] = ()) -> Cache:
-    config = Config(tiers=tiers, event_buffer=1000)
-    state = new_state(config, arena_of(slots * size_class(FULL.head_dim * 4)))
-    cache = Cache(state)
-    state.planner.clock = lambda: cache.now_s
-    for layout in layouts:
-        state.register(layout)
-    return cache
-
-
-@pytest.fixture
-def cache() -> Iterator[Cache]:
-    """In the end all owners leave, and nothing is held or announced."""
-    cache = cache_of(PLAIN, HYBRID, STATES)
-    yield cache
-    for owner in ("a", "b", "c"):
-        cache.state.release_owner(owner)
-    finish_chores(cache.state)
-    assert cache.state.holdings() == NOTHING
-    status = cache.state.status()
-    assert status["announced_chunks"] == status["pinned_chunks"] == 0
-    assert_counters_reconcile(cache.state)
+__all__ = ["cache"]
 
 
 def test_the_second_of_two_equal_lookups_waits_and_finds_what_the_first_has_computed(
@@ -474,139 +371,3 @@ def test_announcements_of_an_owner_are_bounded(cache: Cache) -> None:
     found = cache.lookup("b", long, intent_of(8000))
     assert found.announcement
     assert cache.state.status()["announced_chunks"] == 2048, "of an announcement, too"
-
-
-class Engines(RuleBasedStateMachine):
-    """Engines look up, compute, store, abandon, hang, leave and ask again in any order."""
-
-    tickets = Bundle("tickets")
-    owners = st.sampled_from(("a", "b", "c", "d"))
-    prompts = st.tuples(st.sampled_from((0, 1)), st.sampled_from((9, 21, 30, 42)))
-    intents = st.sampled_from(
-        (None, {}, {}, {"step": STEP}, {"token_s": 0.0}, {"token_s": 0.3}, {"announces": False})
-    )
-
-    @initialize(target=tickets)
-    def begin(self) -> MultipleResults[Found]:
-        self.cache = cache_of(PLAIN, slots=60)
-        self.began_s: dict[int, float] = {}
-        self.asked: dict[int, tuple[str, Prompt, ComputeIntent]] = {}
-        return multiple()
-
-    @rule(
-        target=tickets,
-        owner=owners,
-        prompt=prompts,
-        changes=intents,
-    )
-    def lookup(
-        self, owner: str, prompt: tuple[int, int], changes: dict[str, float] | None
-    ) -> Found | MultipleResults[Found]:
-        text, length = prompt
-        named = SPACE.prompt((TEXT if text else TEXT[:12] + TEXT)[:length])
-        intent = None if changes is None else intent_of(length, **changes)  # type: ignore[arg-type]
-        found = self.cache.state.lookup(owner, named.query(), intent=intent)
-        assert not (found.waits and found.announcement), "a waiting lookup announces nothing"
-        if found.waits:
-            assert intent is not None
-            self.began_s[found.ticket] = self.cache.now_s
-            self.asked[found.ticket] = (owner, named, intent)
-            return found
-        self.final(found, named)
-        return multiple()
-
-    def final(self, found: Found, prompt: Prompt) -> None:
-        """A hit of chunks that are in memory, or a miss."""
-        assert not found.arriving
-        for chunk in range(found.num_tokens // 4):
-            assert self.cache.state.ram.find(prompt.chunk_key(chunk)) is not None
-        assert (found.num_tokens == prompt.num_tokens) == (found.reason == WHOLE)
-        if found.ticket:
-            self.cache.state.release("", found.ticket)
-
-    @rule(found=tickets, settle=st.booleans())
-    def ask_again(self, found: Found, settle: bool) -> None:
-        if found.ticket not in self.asked:
-            return
-        owner, prompt, intent = self.asked[found.ticket]
-        again = self.cache.asked_again(found, settle=settle)
-        if again.waits:
-            assert not settle
-            known_s = intent.cost.token_s or 0.3  # the slowest of the others
-            waited_s = self.cache.now_s - self.began_s[found.ticket]
-            assert waited_s <= 3 * LATE * prompt.num_tokens * known_s, "of two waits"
-            return
-        self.final(again, prompt)
-        self.cache.state.release(owner, found.ticket)
-        del self.asked[found.ticket]
-
-    @rule(owner=owners, prompt=prompts, ok=st.booleans(), end=st.integers(1, 10))
-    def store(self, owner: str, prompt: tuple[int, int], ok: bool, end: int) -> None:
-        text, length = prompt
-        named = SPACE.prompt((TEXT if text else TEXT[:12] + TEXT)[:length])
-        if ok:
-            self.cache.store(owner, named, last=min(end, named.num_whole))
-        else:
-            reservation = self.cache.reserve(owner, named)
-            if reservation:
-                self.cache.state.abandon(owner, reservation)
-
-    @rule(seconds=st.sampled_from((0.01, 0.3, 1.0, 5.0)))
-    def time_passes(self, seconds: float) -> None:
-        self.cache.now_s += seconds
-
-    @rule(owner=owners)
-    def leave(self, owner: str) -> None:
-        self.cache.state.release_owner(owner)
-        self.asked = {number: one for number, one in self.asked.items() if one[0] != owner}
-
-    @rule(found=consumes(tickets))
-    def release(self, found: Found) -> None:
-        if found.ticket in self.asked:
-            self.cache.state.release(self.asked.pop(found.ticket)[0], found.ticket)
-
-    @rule(namespace=st.sampled_from((None, SPACE.digest)))
-    def clear(self, namespace: bytes | None) -> None:
-        self.cache.state.clear(namespace)
-
-    @invariant()
-    def books_agree(self) -> None:
-        computing = self.cache.state._computing
-        announced = {
-            name: announcement
-            for held in computing._by_owner.values()
-            for announcement in held.values()
-            for name in announcement.chunks
-        }
-        assert announced == computing._by_name
-        assert sum(
-            len(announcement.chunks)
-            for held in computing._by_owner.values()
-            for announcement in held.values()
-        ) == len(announced), "one announcement a chunk"
-        for search in self.cache.state._searches._searches.values():
-            if (wait := search.wait) is not None:
-                assert wait.announcement.owner != search.owner
-                assert wait in wait.announcement.waits
-                assert wait.is_broken or all(
-                    announced.get(name) is wait.announcement for name in wait.names
-                )
-        assert_counters_reconcile(self.cache.state)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "cache"):
-            return
-        for number, (owner, _, _) in self.asked.items():
-            self.cache.state.release(owner, number)
-        for owner in ("a", "b", "c", "d"):
-            self.cache.state.release_owner(owner)
-        finish_chores(self.cache.state)
-        assert self.cache.state.holdings() == NOTHING
-        status = self.cache.state.status()
-        assert status["announced_chunks"] == status["pinned_chunks"] == 0
-
-
-def test_no_order_of_events_breaks_a_promise() -> None:
-    run_state_machine_as_test(
-        Engines, settings=settings(max_examples=50, stateful_step_count=30, deadline=None)
-    )

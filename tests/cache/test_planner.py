@@ -25,7 +25,7 @@ from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import DEADLINE, SLOWER, WHOLE
 from kvhold.tiers.stack import TierPlace
 from tests.cache.scripted import only
-from tests.cache.test_searches import Bench, all_keys
+from tests.cache.searching import Bench, all_keys
 
 SIZE = 2
 CHUNK_BYTES = 1500 * SIZE

@@ -4,8 +4,9 @@
 commands and calls that both have. Where the name or the arguments of one differ, a function here
 hides that, and its docstring says so.
 
-They share three helpers with other tests: `tests/vllm/scheduling.py`, `tests/tiers/memory.py` and
-`tests/cache/below.py`. At import these three use only names that 5f474b0 has, too.
+They share helpers with other tests: `tests/vllm/scheduling.py` and `tests/vllm/hands.py`,
+`tests/tiers/memory.py` and `tests/cache/below.py`. At import these use only names that 5f474b0 has,
+too.
 """
 
 import os

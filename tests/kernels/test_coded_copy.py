@@ -24,8 +24,8 @@ quantise = pytest.importorskip(
     "kvhold.kernels.numba_quantise", reason="no numba in this environment"
 )
 from kvhold.kernels import numba_coded_copy, numba_copy  # noqa: E402  # after the skip
+from tests.kernels.compiled import GPUS, memory_of_threads, wide_accesses  # noqa: E402
 from tests.kernels.elements import CONTENTS, DTYPES, content  # noqa: E402
-from tests.kernels.test_copy import GPUS, memory_of_threads, wide_accesses  # noqa: E402
 
 WORKERS: tuple[Worker, ...] = ("numba", "triton")
 LAYERS, BLOCKS, TOKENS, HEADS = 3, 7, 2, 3

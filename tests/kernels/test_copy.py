@@ -4,7 +4,6 @@ every width.
 
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -15,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xxhash import xxh3_64_intdigest
 
 from kvhold import kernels
 from kvhold.core.layout import Group
 from kvhold.kernels import Chunks, Plan, View, Worker, gather, plan_blocks, plan_slots, scatter
+from tests.kernels.checking import PAGED, SLOTS, TOKENS_OF, WORKERS, check
 from tests.kernels.engines import (
     ARRANGEMENTS,
     BLOCKS,
@@ -30,13 +29,7 @@ from tests.kernels.engines import (
     lines,
     make,
     of_permuted_axes,
-    slowly,
 )
-
-WORKERS: tuple[Worker, ...] = ("reference", "numba", "triton")
-PAGED = [kind for kind in ARRANGEMENTS if kind != "opaque"]
-SLOTS = [3, 4, 5, 6, 7, -1, 2, 20, 10, 9, -7, 11, 12, 13, 14, 27, 0, 1]
-TOKENS_OF = [8, 0, 7, 1, 2]
 
 numba_copy = pytest.importorskip("kvhold.kernels.numba_copy", reason="no numba in this environment")
 
@@ -48,68 +41,6 @@ def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(numba_copy, "STREAM_BYTES", 0)
     monkeypatch.setattr(numba_copy, "SLICE_BYTES", 256)
-
-
-def check(
-    build: Callable[[], Engine],
-    plan: Callable[[View, Chunks], Plan],
-    tokens: list[int],
-    slots: list[int],
-    **how: object,
-) -> None:
-    """Both directions against the slow way, over all memory involved: what was not to be touched
-    was not.
-    """
-    gap = int(how.pop("gap", 64))  # type: ignore[call-overload]
-    first = int(how.pop("first", 128))  # type: ignore[call-overload]
-    for to_arena in (True, False):
-        ours, theirs = build(), build()
-        chunks, expected = (
-            arena_for(engine.view, tokens, gap=gap, first=first) for engine in (ours, theirs)
-        )
-        (gather if to_arena else scatter)(plan(ours.view, chunks), **how)  # type: ignore[arg-type]
-        slowly(theirs, expected, slots, to_arena, how.get("layers"))  # type: ignore[arg-type]
-        np.testing.assert_array_equal(chunks.base, expected.base)
-        for mine, other in zip(ours.memory, theirs.memory, strict=True):
-            np.testing.assert_array_equal(mine, other)
-        if how.get("worker") != "triton" and ours.view.device == "cpu":
-            check_sums(build, plan, tokens, to_arena, gap=gap, first=first, **how)
-
-
-def check_sums(
-    build: Callable[[], Engine],
-    plan: Callable[[View, Chunks], Plan],
-    tokens: list[int],
-    to_arena: bool,
-    *,
-    gap: int,
-    first: int,
-    **how: object,
-) -> None:
-    """The same copy with checksums moves the same bytes, and its checksums are those that the
-    library takes of the arena.
-    """
-    plain, summed = build(), build()
-    expected, chunks = (
-        arena_for(engine.view, tokens, gap=gap, first=first) for engine in (plain, summed)
-    )
-    verb: Callable[..., None] = gather if to_arena else scatter
-    verb(plan(plain.view, expected), **how)
-    planned = plan(summed.view, chunks)
-    sums = np.full((len(tokens), summed.view.layers), 7, np.uint64)
-    verb(planned, sums=sums, **how)
-    np.testing.assert_array_equal(chunks.base, expected.base)
-    for mine, other in zip(summed.memory, plain.memory, strict=True):
-        np.testing.assert_array_equal(mine, other)
-    layers = how.get("layers") or range(summed.view.layers)
-    for chunk, start in enumerate(chunks.offsets):
-        size = int(planned.chunk_rows[chunk]) * summed.view.planes * summed.view.row_bytes
-        for layer in range(summed.view.layers):
-            at = int(start) + layer * size
-            moved = layer in layers and chunk in planned.chunk  # type: ignore[operator]
-            assert sums[chunk, layer] == (
-                xxh3_64_intdigest(chunks.base[at : at + size]) if moved else 7
-            )
 
 
 @pytest.mark.usefixtures("triton_interpreted")
@@ -616,148 +547,6 @@ def test_light_import_no_cache_directory_forks_and_shutdown() -> None:
         text=True,
     )
     assert (run.returncode, run.stdout) == (0, "at exit True\n"), run.stderr
-
-
-@pytest.mark.parametrize(
-    ("kind", "head_dim", "pad", "cut", "first", "widest"),
-    [
-        ("HND", 8, 0, 0, 128, 16),
-        ("NHD", 8, 0, 0, 128, 16),
-        ("HND", 4, 0, 0, 128, 8),
-        ("HND", 2, 0, 0, 128, 4),  # narrow heads
-        ("NHD", 4, 2, 0, 128, 4),  # heads 12 bytes apart, rows 24
-        ("HND", 4, 1, 0, 128, 2),  # rows 10 bytes apart
-        ("NHD", 8, 0, 0, 136, 8),  # a chunk at an offset of 8
-        ("NHD", 4, 0, 0, 132, 4),  # ... and of 4
-        ("NHD", 4, 0, 1, 127, 8),  # and where the odd offset and an odd base are an even address
-        ("NHD", 4, 0, 1, 128, 1),
-    ],
-)
-def test_triton_accesses_are_no_wider_than_every_address_allows(
-    kind: str, head_dim: int, pad: int, cut: int, first: int, widest: int
-) -> None:
-    """A GPU faults on a word at an odd address; the interpreter does not."""
-    pytest.importorskip("triton", reason="no Triton in this environment")
-    from kvhold.kernels.triton_copy import Words, words_of
-
-    view = make(kind, head_dim=head_dim, pad=pad).view
-    chunks = arena_for(view, [8], first=first)
-    chunks = Chunks(chunks.base[cut:], chunks.offsets, chunks.num_tokens)
-    expected = Words(8, 2) if widest == 16 else Words(widest, 1)
-    assert words_of(plan_blocks(view, np.array([1, 3]), chunks)) == expected
-
-
-GPUS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("to_arena", [True, False])
-@pytest.mark.parametrize(
-    ("runs_are_whole", "widest"), [(True, 16), (False, 16), (True, 8), (False, 1)]
-)
-def test_the_triton_kernel_compiled_for_a_gpu_moves_words_as_wide_as_it_was_told(
-    gpu: str, to_arena: bool, runs_are_whole: bool, widest: int, tmp_path: Path
-) -> None:
-    triton = pytest.importorskip("triton", reason="no Triton in this environment")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from kvhold.kernels.triton_copy import TILE_WORDS, _copy_tiles
-
-    word_bytes = min(8, widest)
-    constants = {
-        "to_arena": to_arena,
-        "runs_are_whole": runs_are_whole,
-        "row_words": 2048 // word_bytes,
-        "head_words": 256 // word_bytes,
-        "word_bytes": word_bytes,
-        "vector_words": widest // word_bytes,
-        "tile_words": TILE_WORDS,
-    }
-    kinds = {"tables": "*i64", "row_stride": "i64", "head_stride": "i64"}
-    signature = {
-        name: "constexpr" if name in constants else kinds.get(name, "i32")
-        for name in _copy_tiles.arg_names
-    }
-    compiled = triton.compile(
-        ASTSource(fn=_copy_tiles, signature=signature, constexprs=constants),
-        target=GPUTarget(*GPUS[gpu]),
-    )
-    text = compiled.asm["ptx" if "ptx" in compiled.asm else "amdgcn"]
-
-    # Eight accesses of 16 bytes a thread (four where a wave has 64 threads) to either side, beside
-    # the tables' words of eight.
-    of_tiles = TILE_WORDS // (compiled.metadata.num_warps * GPUS[gpu][2] * 2)
-    loads, stores = wide_accesses(text)
-    if widest == 16:
-        assert (loads, stores) == (of_tiles, of_tiles)
-    else:
-        assert (loads, stores) == (0, 0)
-    assert "ld.local" not in text and "st.local" not in text and "scratch_" not in text, (
-        "registers do not go to memory"
-    )
-    if gpu == "gfx942":
-        assert set(re.findall(r"[sv]gpr_spill_count: *(\d+)", text)) == {"0"}
-    else:
-        assert memory_of_threads(compiled.asm["cubin"], tmp_path) == {"STACK:0", "LOCAL:0"}
-
-
-def wide_accesses(text: str) -> tuple[int, int]:
-    """Loads and stores of 16 bytes in global memory, in PTX or in an AMD GPU's assembly."""
-    loads = re.findall(
-        r"ld\.global\S*\.v2\.b64|ld\.global\S*\.v4\.b32|(?:global|buffer)_load_dwordx4", text
-    )
-    stores = re.findall(
-        r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32|(?:global|buffer)_store_dwordx4", text
-    )
-    return len(loads), len(stores)
-
-
-def memory_of_threads(cubin: bytes, folder: Path) -> set[str]:
-    """What each kernel keeps in a thread's own memory because it has no register for it, by the
-    tool of Triton's own wheel.
-    """
-    from triton import knobs
-
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    told = subprocess.run(
-        [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return set(re.findall(r"(?:STACK|LOCAL):\d+", told))
-
-
-@pytest.mark.usefixtures("triton_interpreted")
-class TestTritonPrograms:
-    """Few programs take many tiles in turn."""
-
-    @pytest.mark.parametrize("programs", [1, 3, 1000])
-    def test_all_tiles_are_copied_however_many_programs_there_are(
-        self, monkeypatch: pytest.MonkeyPatch, programs: int
-    ) -> None:
-        worker = kernels._load("triton").__globals__
-        monkeypatch.setitem(worker, "TILE_WORDS", 8)
-        monkeypatch.setitem(worker, "PROGRAMS", programs)
-        ids = [2, 5, 0, 3, 4]
-        slots = [n for i in ids for n in range(i * TOKENS, (i + 1) * TOKENS)]
-        check(
-            lambda: make("NHD"),
-            lambda v, c: plan_blocks(v, np.array(ids), c),
-            [2 * TOKENS, 3 * TOKENS],
-            slots,
-            worker="triton",
-        )
-
-    def test_preparing_moves_nothing(self) -> None:
-        engine = make("HND")
-        before = [memory.copy() for memory in engine.memory]
-        kernels._load("triton").__globals__["prepare"](engine.view)
-        for memory, expected in zip(engine.memory, before, strict=True):
-            np.testing.assert_array_equal(memory, expected)
 
 
 def test_margins_are_wide_enough_to_see_a_stray_line() -> None:

@@ -20,9 +20,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-DEVICE, WORKER = "tests/memory/test_device.py", "tests/vllm/test_worker_device.py"
-ORDERS = f"{DEVICE}::test_in_every_order_of_streams_the_bytes_are_right"
-TRANSFERS, PINNING = f"{DEVICE}::TestTransfer", f"{DEVICE}::TestPinning"
+WORKER = "tests/vllm/test_worker_device.py"
+ORDERS = "tests/memory/test_device.py::test_in_every_order_of_streams_the_bytes_are_right"
+TRANSFERS = "tests/memory/test_device_transfers.py::TestTransfer"
+PINNING = "tests/memory/test_device_pinning.py::TestPinning"
 ENGINE_ORDERS = f"{WORKER}::test_in_every_order_of_streams_the_bytes_are_right"
 COPIER, LAYERWISE, OF_VLLM = (
     "memory/device/copier.py",
@@ -188,7 +189,7 @@ MUTATIONS = [
         "memory/device/ring.py",
         "return end if end + nbytes <= oldest else None",
         "return end if end + nbytes <= self.nbytes else None",
-        tests=f"{DEVICE}::TestRing",
+        tests="tests/memory/test_device_transfers.py::TestRing",
     ),
     Mutation(
         "loads have no mark",

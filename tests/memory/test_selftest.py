@@ -18,7 +18,7 @@ from kvhold.memory.device.ring import Slice
 from kvhold.memory.selftest import check_orders
 from kvhold.testing.device import FakeDevice, FakeDriver
 from tests.kernels.engines import make
-from tests.memory.test_device import (
+from tests.memory.device_world import (
     LAYERS,
     NoFence,
     NoMark,

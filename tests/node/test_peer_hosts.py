@@ -12,17 +12,9 @@ from kvhold.core.reasons import PEER_SLOW
 from kvhold.testing.cache import a_prompt, store
 from kvhold_lab.bench.relay import RelayedNetwork
 from tests.namespaces import two_hosts
+from tests.node.fleets import Fleet, eventually_read, fleet, found_tokens, joined, peers, port_of
 from tests.node.hosts import Hosts
 from tests.node.nodes import PATIENT_S, SPACE, eventually
-from tests.node.test_peer_nodes import (
-    Fleet,
-    eventually_read,
-    fleet,
-    found_tokens,
-    joined,
-    peers,
-    port_of,
-)
 
 __all__ = ["fleet"]
 

@@ -4,9 +4,7 @@ import asyncio
 import json
 import re
 import signal
-import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,114 +18,29 @@ from kvhold.core.keys import Namespace
 from kvhold.core.planning import ComputeCost
 from kvhold.core.reasons import NEVER_STORED, PEER_GONE, PEER_SLOW
 from kvhold.node import NodeClient
-from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, read, store
+from kvhold.testing.cache import HYBRID, PLAIN, a_prompt, store
 from kvhold.testing.damage import OpenArena
-from kvhold_lab.servers.etcd import EtcdServer
-from kvhold_lab.servers.nats import NatsServer
-from tests.node.nodes import PATIENT_S, SPACE, RunningNode, eventually, run_kvhold
-from tests.tiers.conftest import start_or_skip
+from tests.node.fleets import (
+    Fleet,
+    eventually_read,
+    fleet,
+    found_tokens,
+    free_port,
+    joined,
+    peer_of,
+    peers,
+    port_of,
+    reason_of,
+    served,
+    tier_of,
+)
+from tests.node.nodes import PATIENT_S, SPACE, eventually, run_kvhold
+
+__all__ = ["fleet"]
 
 TIMED_OUT = "kvhold_tier_errors{tier=peers,operation=get,reason=unavailable}"
 BAD = "kvhold_tier_bad_frames{tier=peers,reason=checksum}"
 WIDE = Namespace(model="wide", layout=HYBRID)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
-# so that a busy machine does not give a tier up
-PATIENT = {"get_timeout_s": PATIENT_S, "answer_timeout_s": PATIENT_S, "probe_timeout_s": 5.0}
-PATIENT_PAIRS = "&".join(f"{name}={value}" for name, value in PATIENT.items())
-
-
-def peers(*ports: int, **options: object) -> str:
-    hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-    pairs = "&".join(f"{name}={value}" for name, value in (PATIENT | options).items())
-    return f"peers://{hosts}?{pairs}"
-
-
-class Fleet:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.nodes: list[RunningNode] = []
-
-    def start(self, name: str, *tiers: str, port: int | None = None, **more: Any) -> RunningNode:
-        """A node that serves peers on `port`, if given, over these tiers."""
-        settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
-        listen = "" if port is None else f'[peers]\nlisten = "127.0.0.1:{port}"\n'
-        path = self.folder / f"{name}-{len(self.nodes)}.toml"
-        path.write_text(f"tiers = {json.dumps(list(tiers))}\n{settings}{listen}")
-        self.nodes.append(
-            RunningNode(
-                self.folder / f"{name}.sock",
-                "--config",
-                str(path),
-            )
-        )
-        return self.nodes[-1]
-
-
-@pytest.fixture
-def fleet(nothing_is_left: None, tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    yield fleet
-    for node in fleet.nodes:
-        node.close()
-
-
-@pytest.fixture
-def etcd() -> Iterator[EtcdServer]:
-    yield from start_or_skip(EtcdServer)
-
-
-@pytest.fixture
-def nats() -> Iterator[NatsServer]:
-    pytest.importorskip("nats", reason="needs kvhold[nats]")
-    yield from start_or_skip(NatsServer)
-
-
-def joined(node: RunningNode, namespace: Namespace = SPACE) -> NodeClient:
-    client = node.client()
-    client.register(namespace)
-    return client
-
-
-def port_of(node: RunningNode) -> int:
-    found = re.search(r"peers on 127\.0\.0\.1:(\d+)", node.ready)
-    assert found is not None, node.ready
-    return int(found[1])
-
-
-def tier_of(client: NodeClient) -> Any:
-    return client.status()["tiers"][-1]
-
-
-def served(client: NodeClient) -> Any:
-    return client.status()["served_peers"]
-
-
-def peer_of(client: NodeClient) -> Any:
-    [peer] = tier_of(client)["followed_peers"]["peers"]
-    return peer
-
-
-def reason_of(client: NodeClient, prompt: Any) -> Any:
-    with client.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
-        return hit.reason
-
-
-def found_tokens(client: NodeClient, prompt: Any) -> int:
-    with client.lookup(prompt.query(), wait_s=PATIENT_S) as hit:
-        return hit.num_tokens
-
-
-def eventually_read(client: NodeClient, prompt: Any) -> None:
-    """Wait until the other node's events have come, then compare every byte."""
-    eventually(lambda: read(client, prompt) == prompt.num_tokens)
 
 
 @pytest.mark.parametrize("namespace", [SPACE, WIDE], ids=["one group", "three groups"])
@@ -398,106 +311,6 @@ def places_of(client: NodeClient, prompt: Any) -> list[int]:
         assert lease is not None
         with lease:
             return [int(offset) for offset in lease.chunks().offsets if offset != ABSENT]
-
-
-class TestBus:
-    def test_three_nodes_tell_their_changes_and_clears_over_it(
-        self, fleet: Fleet, nats: NatsServer
-    ) -> None:
-        ports = [free_port() for _ in "abc"]
-        tier = peers(*ports, bus=f"nats://127.0.0.1:{nats.port}")
-        clients = [
-            joined(fleet.start(name, tier, port=port))
-            for name, port in zip("abc", ports, strict=True)
-        ]
-
-        def by_bus(client: NodeClient) -> int:
-            return sum(peer["by_bus"] for peer in tier_of(client)["followed_peers"]["peers"])
-
-        eventually(lambda: [by_bus(client) for client in clients] == [2, 2, 2])
-        eventually(
-            lambda: not any(peer["follows"] for one in clients for peer in served(one)["peers"])
-        )
-        prompt = a_prompt(SPACE, 100)
-        store(clients[0], prompt)
-        eventually_read(clients[1], prompt)
-        eventually_read(clients[2], prompt)
-        told = run_kvhold("peers", "--socket", str(clients[1].path)).stdout
-        assert f"bus       NATS at 127.0.0.1:{nats.port}: 2 peers followed by it" in told
-        clients[1].clear(SPACE.digest)
-        eventually(lambda: all(client.status()["used_bytes"] == 0 for client in clients))
-        assert [found_tokens(client, prompt) for client in clients] == [0, 0, 0]
-        assert [by_bus(client) for client in clients] == [2, 2, 2]
-
-
-class TestMembership:
-    """Nodes that come, go and move, as DNS or etcd lists them."""
-
-    def test_the_addresses_of_a_name_are_peers(self, fleet: Fleet) -> None:
-        first = fleet.start("a", port=0)
-        writer = joined(first)
-        reader = joined(fleet.start("b", f"peers-dns://localhost:{port_of(first)}?{PATIENT_PAIRS}"))
-        store(writer, a_prompt(SPACE, 100))
-        eventually_read(reader, a_prompt(SPACE, 100))
-        peers = tier_of(reader)["followed_peers"]
-        assert peers["directory"] == "the DNS name localhost"
-        assert f"127.0.0.1:{port_of(first)}" in [peer["address"] for peer in peers["peers"]]
-        told = run_kvhold("peers", "--socket", str(reader.path)).stdout
-        assert re.search(r"^list      the DNS name localhost, read \d+ s ago$", told, re.MULTILINE)
-
-    def test_nodes_find_each_other_in_etcd_wherever_they_are(
-        self, fleet: Fleet, etcd: EtcdServer
-    ) -> None:
-        tier = f"peers-etcd://127.0.0.1:{etcd.port}?{PATIENT_PAIRS}&refresh_s=0.2&lease_s=3"
-        nodes = {name: fleet.start(name, tier, port=0) for name in "ab"}
-        clients = {name: joined(node) for name, node in nodes.items()}
-        prompts = [a_prompt(SPACE, 100, seed) for seed in range(4)]
-        store(clients["a"], prompts[0])
-        store(clients["b"], prompts[1])
-        eventually_read(clients["a"], prompts[1])
-        eventually_read(clients["b"], prompts[0])
-        # a third one comes, one is killed, and comes back at another port
-        clients["c"] = joined(fleet.start("c", tier, port=0))
-        eventually_read(clients["c"], prompts[0])
-        nodes["a"].kill()
-        store(clients["c"], prompts[2])
-        eventually_read(clients["b"], prompts[2])
-        etcd.kill()
-        again = fleet.start("a", tier, port=0)  # without etcd: alone for now
-        assert port_of(again) != port_of(nodes["a"])
-        clients["a"] = joined(again)
-        store(clients["a"], prompts[3])
-        assert found_tokens(clients["b"], prompts[3]) == 0
-        eventually(lambda: tier_of(clients["a"])["followed_peers"]["list_fault"])
-        etcd.start()
-        eventually_read(clients["b"], prompts[3])
-        eventually_read(clients["a"], prompts[1])
-        followed = tier_of(clients["a"])["followed_peers"]
-        assert followed["registered"] == again.ready.rpartition("peers on ")[2].strip()
-        # one that ends leaves at once
-        again.process.terminate()
-        again.process.wait()
-        gone = f"127.0.0.1:{port_of(again)}"
-        eventually(lambda: gone not in addresses_of(clients["b"]))
-        # and a clear holds for all
-        clients["b"].clear(SPACE.digest)
-        eventually(lambda: clients["c"].status()["used_bytes"] == 0)
-        assert found_tokens(clients["c"], prompts[0]) == 0
-
-    def test_an_address_for_all_hosts_needs_one_to_register(self, fleet: Fleet) -> None:
-        settings = fleet.folder / "a.toml"
-        settings.write_text('[peers]\nlisten = "0.0.0.0:0"\ntoken = "hush"\ninsecure = true\n')
-        ended = run_kvhold(
-            *("serve", "--socket", str(fleet.folder / "a.sock"), "--ram-bytes", "16MiB"),
-            *("--config", str(settings), "--tier", "peers-etcd://127.0.0.1:1"),
-        )
-        assert ended.returncode == 1
-        assert "set peers.advertise" in ended.stderr
-        assert "Traceback" not in ended.stderr
-
-
-def addresses_of(client: NodeClient) -> list[str]:
-    return [peer["address"] for peer in tier_of(client)["followed_peers"]["peers"]]
 
 
 class TestDisks:

@@ -1,5 +1,6 @@
-"""A clock, and what a learned policy has learnt, for tests."""
+"""A clock, keys, and what a learned policy has learnt, for tests."""
 
+from kvhold.core.keys import HASH_BYTES, NAMESPACE_BYTES, place_suffix
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.reuse_times import Use
 
@@ -9,6 +10,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def a_key(number: int) -> bytes:
+    return b"a" * NAMESPACE_BYTES + number.to_bytes(HASH_BYTES, "big") + place_suffix(0, 0)
 
 
 def teach(policy: LearnedPolicy, clock: Clock, *, back: int, gone: int) -> None:

@@ -31,12 +31,12 @@ from kvhold.integrations.vllm.steps import Load, Steps, Store
 from kvhold.integrations.vllm.worker import WorkerSide
 from kvhold.memory.copier import Copier, Ended, Mark, Piece, Transfer
 from kvhold.memory.views import View
+from tests.vllm.hands import RealHands
 from tests.vllm.scheduling import (
     LAYERS,
     Engine,
     NodeProcess,
     Options,
-    RealHands,
     answer_to,
     damage,
     eventually,

@@ -22,12 +22,12 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 from kvhold.core.config import load_config
 from kvhold.core.errors import ConfigError, LayoutError
 from kvhold.integrations.vllm.hosts import NodePlace, relay_address
+from tests.vllm.hands import RealHands
 from tests.vllm.scheduling import (
     LAYERS,
     Engine,
     NodeProcess,
     Options,
-    RealHands,
     answer_to,
     eventually,
     make_config,

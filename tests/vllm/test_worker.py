@@ -32,12 +32,12 @@ from kvhold.integrations.vllm.worker import WorkerSide
 from kvhold.memory.coding import ERROR_BOUND, coded_group
 from kvhold.memory.copy import PlannedCopy
 from kvhold.testing.damage import OpenArena
+from tests.vllm.hands import RealHands
 from tests.vllm.scheduling import (
     LAYERS,
     Engine,
     NodeProcess,
     Options,
-    RealHands,
     eventually,
     make_folder,
     make_prompt,
