@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this environment")
 from msgspec.structs import asdict
 
 from kvhold.cache import LocalCache

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this environment")
+
 from kvhold.cache import LocalCache
 from kvhold.codecs import read_header
 from kvhold.core.errors import ConfigError

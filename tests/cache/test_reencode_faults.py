@@ -8,6 +8,7 @@ import time
 import pytest
 
 pytest.importorskip("kvhold.kernels.numba_quantise", reason="no numba in this environment")
+
 from kvhold.cache.transfer.reencodings import ReencodableTier, ReencodeRequest, Reencodings
 from kvhold.codecs import read_header
 from kvhold.core.api import ReencodeProgress

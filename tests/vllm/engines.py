@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="no vLLM in this environment")
 from kvhold.core.errors import NodeError
 from tests.vllm.scheduling import WITHIN_S, Engine, NodeProcess, Options, eventually
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

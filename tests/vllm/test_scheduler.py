@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 from vllm.v1.request import RequestStatus
 
 from kvhold.integrations.vllm import lookups

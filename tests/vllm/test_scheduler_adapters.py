@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 from vllm.lora.request import LoRARequest
 
 from kvhold.integrations.vllm.geometry import mixes_adapters

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 from kvhold.integrations.vllm import lookups
 from kvhold.integrations.vllm.drafts import DraftLimit, Undrafted
 from tests.vllm.engines import (

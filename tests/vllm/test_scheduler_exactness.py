@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 import torch
 from vllm.config import KVTransferConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 from kvhold.integrations.vllm import lookups
 from kvhold.integrations.vllm.request_state import RequestState
 from tests.vllm.engines import (

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 from kvhold.node import NodeClient
 from tests.vllm.engines import MakeEngine, asks, engine, forget_locally, node, store
 from tests.vllm.scheduling import eventually, make_prompt

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM in this environment")
+
 from kvhold.core.config import ClientConfig
 from kvhold.node import NodeClient
 from tests.vllm.engines import NOTHING, MakeEngine, Restart, asks, engines_on, followed, store
