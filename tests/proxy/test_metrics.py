@@ -47,7 +47,7 @@ async def test_every_metric_has_its_row() -> None:
 @pytest.mark.parametrize(
     ("call", "place", "metric"),
     [
-        ("Refusal", 1, "kvhold_proxy_refused_total"),
+        ("ProxyRefusal", 1, "kvhold_proxy_refused_total"),
         ("ProxyOverloaded", 0, "kvhold_proxy_refused_total"),
         ("EngineFault", 0, "kvhold_proxy_engine_faults_total"),
     ],

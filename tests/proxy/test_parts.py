@@ -15,7 +15,7 @@ from kvhold.proxy.admission import Admission, ProxyOverloaded
 from kvhold.proxy.engines import EnginePool, ProxiedEngine, make_pools, split_address
 from kvhold.proxy.headers import answer_headers, request_headers
 from kvhold.proxy.prompts import KINDS, NotAnInference, read_fields, read_inference, session_of
-from kvhold.proxy.refusals import Refusal
+from kvhold.proxy.refusals import ProxyRefusal
 
 texts = st.text(st.characters(codec="utf-8"))
 values = st.recursive(
@@ -202,7 +202,7 @@ async def test_the_queue_holds_its_bounds_whoever_leaves() -> None:
 
 
 def test_a_refusal_has_the_form_of_the_api_that_was_called() -> None:
-    refusal = Refusal(503, "draining", "later")
+    refusal = ProxyRefusal(503, "draining", "later")
     openai = json.loads(refusal.body("/v1/chat/completions"))
     assert openai["error"]["message"] == "later"
     anthropic = json.loads(refusal.body("/v1/messages"))

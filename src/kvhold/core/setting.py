@@ -1,8 +1,6 @@
 """One setting: the field that declares it, and its value from text.
 
-@dataclass(frozen=True)
-class MemoryConfig:
-    max_bytes: int = size(0, "how much it may hold")
+max_bytes: int = size(0, "how much it may hold")  # in a frozen dataclass
 
 config = apply(MemoryConfig(), {"max_bytes": "5GiB"}, source="settings.toml")
 """

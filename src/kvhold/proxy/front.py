@@ -28,7 +28,7 @@ from kvhold.proxy.headers import (
 )
 from kvhold.proxy.metrics import ProxyMetrics
 from kvhold.proxy.prompts import KINDS, NotAnInference, read_fields, read_inference, session_of
-from kvhold.proxy.refusals import Refusal, error_event
+from kvhold.proxy.refusals import ProxyRefusal, error_event
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Front:
         await self._idle.wait()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        exchange = Exchange(request, self._config, self._metrics)
+        exchange = ProxyExchange(request, self._config, self._metrics)
         self._active += 1
         self._idle.clear()
         status = 499  # the client has left
@@ -75,7 +75,7 @@ class Front:
             response = await self._answer(exchange)
             status = response.status
             return response
-        except Refusal as refusal:
+        except ProxyRefusal as refusal:
             status = refusal.status
             return self.refuse(exchange, refusal)
         except asyncio.CancelledError:
@@ -84,14 +84,14 @@ class Front:
         except Exception:  # a task's edge: a bug ends one request, not the proxy
             log.exception("request %s failed", exchange.request_id)
             status = 500
-            return self.refuse(exchange, Refusal(500, "bug", "the proxy failed"))
+            return self.refuse(exchange, ProxyRefusal(500, "bug", "the proxy failed"))
         finally:
             self._metrics.requests.labels(exchange.kind, str(status)).inc()
             self._active -= 1
             if not self._active:
                 self._idle.set()
 
-    def refuse(self, exchange: "Exchange", refusal: Refusal) -> web.StreamResponse:
+    def refuse(self, exchange: "ProxyExchange", refusal: ProxyRefusal) -> web.StreamResponse:
         log.debug("request %s: refused (%s): %s", exchange.request_id, refusal.status, refusal)
         self._metrics.refused.labels(refusal.reason).inc()
         if exchange.response is not None:  # its first bytes are sent
@@ -99,8 +99,8 @@ class Front:
             return exchange.response
         return exchange.refusal(refusal)
 
-    async def _answer(self, exchange: "Exchange") -> web.StreamResponse:
-        """Raises Refusal."""
+    async def _answer(self, exchange: "ProxyExchange") -> web.StreamResponse:
+        """Raises ProxyRefusal."""
         self._check(exchange)
         try:
             self._admission.check_queue()
@@ -112,37 +112,41 @@ class Front:
                     self._metrics.queue_seconds.observe(time.monotonic() - began)
                     await self._forwarder.forward(request, exchange.deliver)
         except ProxyOverloaded as error:
-            raise Refusal(503, error.reason, str(error), retry_after_s=_RETRY_AFTER_S) from None
+            raise ProxyRefusal(
+                503, error.reason, str(error), retry_after_s=_RETRY_AFTER_S
+            ) from None
         except NoEngineAnswers as error:
             if error.is_late:
-                raise Refusal(504, "no_answer", str(error)) from None
-            raise Refusal(
+                raise ProxyRefusal(504, "no_answer", str(error)) from None
+            raise ProxyRefusal(
                 503, "no_answer", str(error), retry_after_s=self._config.probe_interval_s
             ) from None
         assert exchange.response is not None
         return exchange.response
 
-    def _check(self, exchange: "Exchange") -> None:
+    def _check(self, exchange: "ProxyExchange") -> None:
         request = exchange.request
         if self.is_draining:
-            raise Refusal(
+            raise ProxyRefusal(
                 503, "draining", "the proxy is shutting down", retry_after_s=_RETRY_AFTER_S
             )
         self._keys.check_client(request)
         if request.method not in _METHODS:
-            raise Refusal(405, "bad_request", f"the method must be one of {', '.join(_METHODS)}")
+            raise ProxyRefusal(
+                405, "bad_request", f"the method must be one of {', '.join(_METHODS)}"
+            )
         path = request.path
         is_served = any(
             path.startswith(served) if served.endswith("/") else path == served
             for served in self._config.paths
         )
         if not is_served or path in _OF_ONE_ENGINE or {".", ".."} & set(path.split("/")):
-            raise Refusal(404, "no_path", "this proxy does not serve the path (proxy.paths)")
+            raise ProxyRefusal(404, "no_path", "this proxy does not serve the path (proxy.paths)")
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise Refusal(415, "bad_request", "compressed requests are not accepted")
+            raise ProxyRefusal(415, "bad_request", "compressed requests are not accepted")
 
-    async def _read(self, exchange: "Exchange", held: HeldBytes) -> ProxiedRequest:
-        """Raises Refusal, ProxyOverloaded."""
+    async def _read(self, exchange: "ProxyExchange", held: HeldBytes) -> ProxiedRequest:
+        """Raises ProxyRefusal, ProxyOverloaded."""
         request = exchange.request
         body = await self._read_body(request, held)
         path = request.path
@@ -163,13 +167,13 @@ class Front:
                 proxied.inference = read_inference(path, fields)
             session = session_of(fields)
         except NotAnInference as error:
-            raise Refusal(400, "bad_request", str(error)) from None
+            raise ProxyRefusal(400, "bad_request", str(error)) from None
         proxied.session = proxied.session or session
         return proxied
 
     async def _read_body(self, request: web.Request, held: HeldBytes) -> bytes:
         most = self._config.max_body_bytes
-        too_large = Refusal(
+        too_large = ProxyRefusal(
             413, "too_large", f"the request is larger than {most} bytes (proxy.max_body_bytes)"
         )
         if (request.content_length or 0) > most:
@@ -185,15 +189,15 @@ class Front:
                     held.add(len(piece))
                     parts.append(piece)
         except TimeoutError:
-            raise Refusal(
+            raise ProxyRefusal(
                 408, "slow_client", "the request did not arrive in time (proxy.client_timeout_s)"
             ) from None
         except web.RequestPayloadError as error:
-            raise Refusal(400, "bad_request", f"the body cannot be read: {error}") from None
+            raise ProxyRefusal(400, "bad_request", f"the body cannot be read: {error}") from None
         return b"".join(parts)
 
 
-class Exchange:
+class ProxyExchange:
     """One request of a client, and its answer."""
 
     def __init__(self, request: web.Request, config: ProxyConfig, metrics: ProxyMetrics) -> None:
@@ -246,7 +250,7 @@ class Exchange:
         if self.request.transport is not None:
             self.request.transport.close()
 
-    def refusal(self, refusal: Refusal) -> web.Response:
+    def refusal(self, refusal: ProxyRefusal) -> web.Response:
         headers = {REQUEST_ID: self.request_id}
         if refusal.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, round(refusal.retry_after_s)))
@@ -288,17 +292,19 @@ class ProxyKeys:
         self.of_engines = engines
 
     def check_client(self, request: web.Request) -> None:
-        """Raises Refusal."""
+        """Raises ProxyRefusal."""
         if self._client and not _is_same(request, self._client):
-            raise Refusal(401, "no_key", "an API key is needed, and this one is not it")
+            raise ProxyRefusal(401, "no_key", "an API key is needed, and this one is not it")
 
     def check_admin(self, request: web.Request) -> None:
-        """Raises Refusal."""
+        """Raises ProxyRefusal."""
         if self._admin:
             if not _is_same(request, self._admin):
-                raise Refusal(401, "no_key", "the administrator's key is needed")
+                raise ProxyRefusal(401, "no_key", "the administrator's key is needed")
         elif not self._is_local:
-            raise Refusal(403, "no_key", "beyond loopback, this needs a key (proxy.admin_key_file)")
+            raise ProxyRefusal(
+                403, "no_key", "beyond loopback, this needs a key (proxy.admin_key_file)"
+            )
         else:
             self.check_client(request)
 

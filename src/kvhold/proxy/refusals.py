@@ -1,6 +1,6 @@
 """Answers of the proxy itself to requests that it refuses, in the form of the API that was called.
 
-raise Refusal(404, "no_path", "there is no such path")
+raise ProxyRefusal(404, "no_path", "there is no such path")
 """
 
 import msgspec
@@ -22,7 +22,7 @@ _TYPES = {
 }
 
 
-class Refusal(KVHoldError):
+class ProxyRefusal(KVHoldError):
     """reason:        a label in metrics
     retry_after_s: for the client; None: trying again does not help
     """

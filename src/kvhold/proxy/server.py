@@ -26,11 +26,11 @@ from kvhold.proxy.admission import Admission
 from kvhold.proxy.calls import EngineCalls
 from kvhold.proxy.engines import ProxiedEngine, make_pools, split_address
 from kvhold.proxy.forwarding import Forwarder
-from kvhold.proxy.front import Exchange, Front, ProxyKeys
+from kvhold.proxy.front import Front, ProxyExchange, ProxyKeys
 from kvhold.proxy.headers import Headers
 from kvhold.proxy.health import HealthProber
 from kvhold.proxy.metrics import ProxyMetrics
-from kvhold.proxy.refusals import Refusal
+from kvhold.proxy.refusals import ProxyRefusal
 
 log = logging.getLogger(__name__)
 
@@ -214,14 +214,14 @@ class ProxyServer:
         while piece := await request.content.readany():
             body += piece
             if len(body) > _MOST_COMMAND_BYTES:
-                raise Refusal(413, "too_large", "the command is too large")
+                raise ProxyRefusal(413, "too_large", "the command is too large")
         try:
             url = msgspec.json.decode(body, type=_EngineCommand).engine.rstrip("/")
         except (msgspec.ValidationError, *UNDECODABLE):
-            raise Refusal(400, "bad_request", 'send {"engine": "URL"}') from None
+            raise ProxyRefusal(400, "bad_request", 'send {"engine": "URL"}') from None
         found = [engine for engine in self._engines if url in (engine.url, engine.name)]
         if not found:
-            raise Refusal(404, "bad_request", "no engine of this proxy has this URL")
+            raise ProxyRefusal(404, "bad_request", "no engine of this proxy has this URL")
         for engine in found:
             engine.is_draining = is_draining
             log.info(
@@ -239,8 +239,8 @@ class ProxyServer:
             try:
                 check(request)
                 return await handler(request)
-            except Refusal as refusal:
-                return Exchange(request, self._config, self._metrics).refusal(refusal)
+            except ProxyRefusal as refusal:
+                return ProxyExchange(request, self._config, self._metrics).refusal(refusal)
 
         return handle
 

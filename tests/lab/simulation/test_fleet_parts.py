@@ -15,7 +15,7 @@ from kvhold_lab.simulation.bus import SimBus, SimStream
 from kvhold_lab.simulation.clears import Origin
 from kvhold_lab.simulation.clocks import HostClock
 from kvhold_lab.simulation.fleet_draw import draw_fleet
-from kvhold_lab.simulation.membership import Membership, SimDns, SimEtcd
+from kvhold_lab.simulation.membership import SimDns, SimEtcd, SimMembership
 from kvhold_lab.simulation.peer_clears import FleetClears, PeerClears
 from kvhold_lab.simulation.world import World
 
@@ -106,7 +106,7 @@ class TestDirectories:
         listing: Listing = await directory.read(own)
         return {str(address) for address in listing.addresses}
 
-    def read(self, world: World, members: Membership, directory: Any, own: Own) -> set[str]:
+    def read(self, world: World, members: SimMembership, directory: Any, own: Own) -> set[str]:
         members.end_trouble()
         found: set[str] = run(world, self.listed(directory, own))
         return found

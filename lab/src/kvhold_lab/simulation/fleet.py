@@ -33,7 +33,7 @@ from kvhold_lab.simulation.fleet_draw import draw_fleet
 from kvhold_lab.simulation.fleet_node import PEER_STEPS, PORT, DiskValues, FleetNode
 from kvhold_lab.simulation.hosts import draw_small
 from kvhold_lab.simulation.links import LinkedNetwork
-from kvhold_lab.simulation.membership import Membership, SimDns, SimEtcd
+from kvhold_lab.simulation.membership import SimDns, SimEtcd, SimMembership
 from kvhold_lab.simulation.node import SimNode
 from kvhold_lab.simulation.peer_clears import FleetClears, PeerClears
 from kvhold_lab.simulation.run import _REST_S, Simulation
@@ -315,7 +315,7 @@ class Fleet:
         if self.draw.has_bus:
             BUS_STEPS.draw(random)
             self.stream = SimStream(world, usual_s=0.2 if self.is_large else 0.001)
-        self.members: Membership | None = None
+        self.members: SimMembership | None = None
         if self.draw.directory != "static":
             is_dns = self.draw.directory == "dns"
             self.members = SimDns(world, PORT) if is_dns else SimEtcd(world)

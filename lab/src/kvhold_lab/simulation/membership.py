@@ -35,7 +35,7 @@ _LEASES = ((0.5, 2), (1.0, 3), (2.0, 6), (5.0, 20))
 _SLOW_S = 3.0
 
 
-class Membership(ABC):
+class SimMembership(ABC):
     """A directory of a fleet. lists_itself: a host finds its own addresses in its list"""
 
     lists_itself = True
@@ -65,7 +65,7 @@ class Membership(ABC):
         return self.random.choice((0.3, 3.0, 30.0)) * self.random.random()
 
 
-class SimDns(Membership):
+class SimDns(SimMembership):
     """The addresses of hosts, which somebody else registers, as Kubernetes does.
 
     listed: by host
@@ -137,7 +137,7 @@ class SimDns(Membership):
         return found
 
 
-class SimEtcd(Membership):
+class SimEtcd(SimMembership):
     """Nodes register themselves."""
 
     lists_itself = False
