@@ -101,6 +101,12 @@ def test_a_trace_without_times_is_refused(cut: Cut) -> None:
         replay(replace(cut, times_s=None), FleetSetup(hosts=2, memory_chunks=10))
 
 
+def test_a_trace_of_short_prompts_is_refused() -> None:
+    line = b'{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
+    with pytest.raises(ConfigError, match="fills a chunk of 512 tokens"):
+        replay(parse_trace([line]).cut(BLOCK), FleetSetup(hosts=2, memory_chunks=10))
+
+
 def test_the_command_writes_a_row_for_each_combination(tmp_path: Path) -> None:
     trace, out = tmp_path / "trace.jsonl", tmp_path / "rows.json"
     trace.write_bytes(b"".join(make_trace(sessions=10, turns=3)))

@@ -143,9 +143,14 @@ class _Holders:
 
 
 def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
-    """Raises ConfigError: the trace has no times."""
+    """Raises ConfigError: the trace has no times, or no prompt fills a chunk."""
     if cut.times_s is None:
         raise ConfigError("a fleet needs the requests' times; give each line a timestamp")
+    if not cut.chunks.size:
+        raise ConfigError(
+            f"no prompt of the trace fills a chunk of {cut.tokens_per_chunk} tokens; lower "
+            "--block-tokens if its ids stand for fewer tokens"
+        )
     chunk_bytes = cut.tokens_per_chunk * token_bytes
     memories = [_Lru(setup.memory_chunks) for _ in range(setup.hosts)]
     shared, holders = _Lru(setup.shared_chunks), _Holders()
