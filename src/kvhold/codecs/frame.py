@@ -1,4 +1,4 @@
-"""The frame: the only format of chunks outside the arena. docs/format.md defines every byte.
+"""The frame: the only format of chunks outside the arena (docs/format.md).
 
     header = read_header(buffer, frame_bytes=size)
     check_identity(header, key=key, layout=layout, num_tokens=256)
@@ -24,7 +24,7 @@ from kvhold.core.layout import CANONICAL, DTYPE_BYTES, MOST_CHUNK_BYTES, Layout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# a transfer that rewrites line ends or strips the eighth bit breaks it
+# broken by a transfer that rewrites line ends or strips the eighth bit
 MAGIC = b"\x89kvhold\n"
 VERSION = 1
 RAW = "raw"
@@ -48,7 +48,7 @@ _INT64, _UINT32, _UINT64 = 1 << 63, 1 << 32, 1 << 64
 
 @dataclass(frozen=True)
 class FrameSize:
-    """The sizes in a frame's prefix: within bounds, but not verified."""
+    """Within bounds, but not verified."""
 
     header_bytes: int
     payload_bytes: int
@@ -56,16 +56,13 @@ class FrameSize:
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """A frame's description of its chunk.
-
-    layout:       the layout's fingerprint, 16 bytes
-    first_token:  the first token's position in the prompt; K is rotated for it
-    packing:      CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks,
-        block_bytes]
-    lengths:      [layers] bytes of encoded layers, end to end in the payload
-    checksums:    [layers] xxh3_64 of encoded layers
+    """layout: its fingerprint, 16 bytes
+    first_token: its position in the prompt; K is rotated for it
+    packing: CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks, block_bytes]
+    lengths: [layers] bytes of encoded layers, end to end in the payload
+    checksums: [layers] xxh3_64 of encoded layers
     header_bytes: where the payload begins
-    expires_at:   Unix time in seconds; 0: never
+    expires_at: Unix time in seconds; 0: never
     """
 
     key: bytes
@@ -99,12 +96,12 @@ class FrameHeader:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """Return `(offset, length)` in the frame."""
+        """`(offset, length)` in the frame."""
         return self.header_bytes + self.offsets[layer], self.lengths[layer]
 
 
 def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple[int, ...]]:
-    """Return a layer's `(dtype, shape)`. An opaque packing is uint8."""
+    """`(dtype, shape)`; uint8 for an opaque packing."""
     place = layout.groups[group]
     if place.packing == CANONICAL:
         return place.dtype, (place.planes, num_tokens, place.heads, place.head_dim)
@@ -112,7 +109,7 @@ def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple
 
 
 def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
-    """Return the header's size. Raises ValueError unless `align` is a multiple of 8."""
+    """Raises ValueError unless `align` is a multiple of 8."""
     if align < 8 or align % 8:
         raise ValueError(f"align is {align}; it must be a multiple of 8")
     least = _SHAPE_AT + 8 * rank + _ROW_BYTES * num_layers + _CHECKSUM.size
@@ -120,7 +117,7 @@ def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
 
 
 def group_of(key: bytes, layout: Layout) -> int:
-    """Return the key's group. Raises ValueError, or LayoutError for an unknown group."""
+    """Raises ValueError, or LayoutError for an unknown group."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     group = int.from_bytes(key[-4:-2], "little")
@@ -134,7 +131,7 @@ def checksum(data: Buffer) -> int:
 
 
 def encode_header(header: FrameHeader) -> bytes:
-    """Encode a header. Raises ValueError if no reader would accept it."""
+    """Raises ValueError if no reader would accept the header."""
     if fault := _fault(header):
         raise ValueError(f"not a frame's header: {fault[1]}")
     table = [0] * (3 * len(header.lengths))

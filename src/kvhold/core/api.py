@@ -7,12 +7,11 @@
         gather(..., reservation.chunks(group=0))
         reservation.commit()                          # visible now; the rest is released
 
-The holder of a hit, a lease or a reservation owns it. It ends with its `with`, or with the holder's
-connection. A ticket is a number that may be sent to other processes (scheduler to workers), and
-each process claims a lease by the ticket.
+A hit, a lease or a reservation ends with its `with`, or with the holder's connection. A ticket is a
+number: other processes may claim leases with it.
 
-A lookup brings chunks of lower tiers into memory. A hit that is *arriving* may grow. It is final
-once it is settled.
+A lookup brings chunks of lower tiers into memory. Until then, the hit is *arriving*, and may grow.
+A settled hit is final.
 
 Every call is safe from any thread. A miss is a shorter hit. A fault or a missed deadline raises a
 `KVHoldError` and leaves nothing behind.
@@ -38,28 +37,24 @@ from kvhold.core.status import CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 # Which chunks of a prompt its lookup uses, for a policy that learns from uses:
-#   all:   in the cache or not
-#   known: not those that were in no lookup before, because the caller will not store them
-#   none:  none, because another lookup of the same request has used them
+# all:   in the cache or not
+# known: not those that were in no lookup before, because the caller will not store them
+# none:  none, because another lookup of the same request has used them
 Uses: TypeAlias = Literal["all", "known", "none"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
-_REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
+_REENCODING_PAUSE_S = 0.1
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
     """The admission of a chunk to a tier, or its removal: one group, one shard.
 
-    Events of later chunks of a prompt may come before those of earlier chunks.
-
-    number:      increases by one from event to event. In a snapshot: the number of the last event
-                 before the snapshot
+    number:      one more than the previous event's. In a snapshot: of the last event before it
     kind:        admitted, evicted, expired or cleared
     tier:        `ram`; changes in lower tiers are not reported
-    num_tokens:  tokens in the chunk
-    first_token: the position of its first token in the prompt
-    parent:      the key of the preceding chunk in the prompt, in the same group and shard; empty
-                 for a first chunk, or if it is unknown
+    first_token: position in the prompt
+    parent:      key of the prompt's preceding chunk, in the same group and shard; empty: none or
+                 unknown
     """
 
     number: int
@@ -93,14 +88,14 @@ class EventBatch:
 class Found:
     """The answer to a lookup.
 
-    ticket:   0 when nothing was found and nothing is held
-    arriving: the hit may still grow; ask again
-    sources:  tokens by the place of their KV: memory (`ram`) or the name of a lower tier. If parts
-              of a chunk came from several places, the slowest counts. Empty while arriving
-    reason:   why the hit ends where it ends, None while arriving
-    waits:    it is arriving because another engine computes the missing chunks
-    announcement: number of the caller's announcement that it computes the missing chunks; 0:
-              none. It is the ticket's number, if there is a ticket
+    ticket:       0 when nothing was found and nothing is held
+    arriving:     the hit may still grow; ask again
+    sources:      tokens by the place of their KV: `ram` or a lower tier's name, the slowest one of
+                  a chunk. Empty while arriving
+    reason:       why the hit ends where it ends, None while arriving
+    waits:        it is arriving because another engine computes the missing chunks
+    announcement: number of the caller's announcement that it computes the missing chunks; 0: none.
+                  It equals the ticket, if there is one
     """
 
     ticket: int
@@ -116,8 +111,7 @@ class Hit(Holding):
     """The pinned result of a lookup: the first `num_tokens` tokens of the prompt.
 
     ticket:          the number to claim the hit with; 0 when nothing was found
-    arriving:        lower tiers may bring more. `refresh` asks for the current state, `settle` ends
-                     the wait
+    arriving:        it may still grow; `settle` ends the wait
     sources, reason: see `Found`
     """
 
@@ -130,13 +124,10 @@ class Hit(Holding):
         pause: Callable[[float], None],
         give_back_hit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make a hit from the answer to a lookup.
-
-        poll:  `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
-               when the hit grows
+        """poll: `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
+              when the hit grows
         pause: sleep for the given seconds, or until the hit is complete
-
-        give_back:     ends the hit and its announcement
+        give_back: ends the hit and its announcement
         give_back_hit: ends only the hit
         """
         super().__init__(give_back)
@@ -153,7 +144,7 @@ class Hit(Holding):
 
     @property
     def num_tokens(self) -> int:
-        """The current length of the hit, in tokens."""
+        """The current length, in tokens."""
         return self._found.num_tokens
 
     @property
@@ -173,14 +164,14 @@ class Hit(Holding):
 
     @property
     def waits(self) -> bool:
-        """Whether the hit is arriving because another engine computes the missing chunks."""
+        """Whether another engine computes the missing chunks."""
         return self._found.waits
 
     def take_announcement(self) -> Holding | None:
         """Return the announcement that the caller computes the missing chunks, or None.
 
-        Close it when the computing has ended. Chunks that are being written stay announced until
-        they are stored. An announcement that was not taken ends with the hit.
+        Close it after computing. Chunks that are being written stay announced until they are
+        stored. An announcement that was not taken ends with the hit.
         """
         if not self._found.announcement or self._give_back is None or not self._is_announced:
             return None
@@ -189,7 +180,7 @@ class Hit(Holding):
         return Holding(give_back)
 
     def refresh(self) -> None:
-        """Update the hit's length."""
+        """Update the length."""
         self._update(settle=False)
 
     def settle(self) -> None:
@@ -231,18 +222,15 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
     `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
 
-    done:         it has ended
     stopped:      why it ended early; empty if it did not
-    replaced:     re-encoded
-    over_budget:  chunks among `replaced` and `same` that have a more exact codec than requested, or
-                  `lossless`, because their namespace allows less loss or none
+    over_budget:  chunks among `replaced` and `same` whose codec is more exact than requested,
+                  because their namespace allows less loss
     same:         already encoded as requested
-    kept_lossy:   encoded by another lossy codec. They stay as they are, because a chunk loses
-                  precision only once
+    kept_lossy:   encoded by another lossy codec: a chunk loses precision only once
     missing:      deleted or expired since they were listed
     bad:          failed a check, and were removed
-    unknown:      unreadable here: their layout is not registered, or their codec is not installed
-    failed:       unchanged, because the tier failed or there is no key for them
+    unknown:      their layout is not registered, or their codec is not installed
+    failed:       unchanged: the tier failed, or there is no key for them
     bytes_before: bytes of the replaced frames before
     bytes_after:  bytes of the replaced frames now
     """
@@ -286,13 +274,10 @@ class Reencoding(Holding):
         return self.progress
 
     def wait(self, until_s: float = float("inf")) -> ReencodeProgress:
-        """Wait until it is done, or until the monotonic clock reads `until_s`.
-
-        Returns the progress.
-        """
+        """Wait until it is done, or until the monotonic clock reads `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
-            # a re-encoding sends no notification
+            # it sends no notification
             time.sleep(min(pause_s, left_s))
             pause_s = min(_REENCODING_PAUSE_S, 1.5 * pause_s)
         return self.progress
@@ -318,10 +303,7 @@ class Cache(Protocol):
         """
 
     def register(self, namespace: Namespace) -> None:
-        """Make a namespace and its layout known, before any other call about it.
-
-        Repeating it is harmless.
-        """
+        """Make a namespace and its layout known, before any other call about it. Repeatable."""
 
     def lookup(
         self,
@@ -336,17 +318,14 @@ class Cache(Protocol):
     ) -> Hit:
         """Return the longest prefix with all chunks that each shard and group needs, and pin it.
 
-        cost:        the caller's compute cost. The hit then has the length that gives the earliest
-                     first token. A later `refresh` may settle it, if the rest would take longer to
-                     load than to compute
+        cost:        the caller's compute cost. The hit's length then gives the earliest first token
         have_tokens: tokens that the caller already has. If no tier has more, the lookup loads
-                     nothing and does not wait
+                     nothing
         uses:        which chunks count as used; see `Uses`
-        intent:      what the caller does about missing chunks. The lookup may then wait for chunks
-                     that another engine computes; see `Hit.waits` and `Hit.take_announcement`. All
-                     callers of this object are one engine
-        wait_s:      how long to wait for chunks of lower tiers. None: as configured. 0: not at all,
-                     so the hit may be arriving
+        intent:      lets the lookup wait for chunks that another engine computes; see `Hit.waits`
+                     and `Hit.take_announcement`. All callers of this object are one engine
+        wait_s:      how long to wait for chunks of lower tiers. None: as configured. 0: the hit may
+                     be arriving
         """
 
     def report_timing(
@@ -359,15 +338,14 @@ class Cache(Protocol):
     ) -> None:
         """Report the timing of a request that was looked up with its `cost`, for `explain`.
 
-        load_s:    how long the load took; None: there was none
-        compute_s: how long computing the rest took; None: there was none
+        load_s:    duration of the load; None: no load
+        compute_s: duration of computing the rest; None: nothing computed
         """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
         """Return the latest decisions about lookups with a `cost`, the newest first.
 
-        request: only the decisions of this request, or of requests whose names contain it; empty:
-                 all
+        request: only of requests whose names contain it; empty: all
         """
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
@@ -384,11 +362,10 @@ class Cache(Protocol):
     ) -> Lease | None:
         """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
 
-        Returns None when the ticket is unknown or no longer valid. A ticket is valid until its hit
-        is closed. One shard may be claimed several times. Each lease has its own pins.
+        Returns None when the ticket is unknown, or its hit is closed. Each lease has its own pins.
 
-        arriving: lease the whole chunks that have arrived so far; the hit may still grow. Otherwise
-                  the claim settles the hit
+        arriving: lease the whole chunks that have arrived so far. Otherwise the claim settles the
+                  hit
         """
 
     def reserve(
@@ -406,20 +383,20 @@ class Cache(Protocol):
         For each chunk, either every missing group gets memory, or none does.
 
         store_options: the options under which the chunks are stored
-        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all. A
-                group may leave out chunks that its attention does not need. From a sliding group, a
-                hit needs only the chunks in the window at its end
+        groups:        [groups, chunks] bool, the groups of each chunk that will be written; None:
+                       all. From a sliding group, a hit needs only the chunks in the window at its
+                       end
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         """Forget everything, or one namespace, in memory and in all writable tiers.
 
-        Waits until it is done. Returns the number of chunks that memory had. Pinned chunks are
-        freed when they are unpinned.
+        Waits until it is done. Returns the number of chunks in memory. Pinned chunks are freed when
+        they are unpinned.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until lower tiers have written the chunks committed up to `mark`, or given them up.
+        """Wait until lower tiers have written or given up the chunks committed up to `mark`.
 
         mark:       from `Reservation.commit`; None: until now
         deadline_s: None: the configured wait for arriving chunks
@@ -436,23 +413,21 @@ class Cache(Protocol):
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Reencoding:
-        """Re-encode the chunks of a tier with another codec, in the background, online.
+        """Re-encode the stored chunks of a tier with another codec, in the background, online.
 
-        A smaller codec compresses; `raw` or `lossless` decompresses. No request waits, and every
-        chunk stays readable. Several re-encodings run one after another.
+        A smaller codec compresses; `raw` or `lossless` decompresses. Re-encodings run one after
+        another.
 
         namespace: only chunks of this namespace (its digest). None: of every namespace that was
                    registered or stored to since the start
         query:     only the chunks of this prompt
 
-        The codec applies to the chunks that are stored now; later chunks use the tier's own
-        setting. The budget of each namespace still applies: `lossless` replaces a lossy codec where
-        the namespace allows no loss, as by default. A lossy codec never re-encodes a chunk of
-        another lossy codec.
+        Each namespace's budget still applies: `lossless` replaces a lossy codec where no loss is
+        allowed. A lossy codec never re-encodes a chunk of another one.
 
         Raises ConfigError (NodeError from a node) for an unknown tier or codec, and for a tier that
-        is read only or cannot replace values. For an unknown namespace, too, unless the codec is
-        `raw` or `lossless` and the tier is not encrypted: its budget and its key are unknown.
+        is read only or cannot replace values. Also for an unknown namespace, unless the codec is
+        `raw` or `lossless` and the tier is not encrypted.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
@@ -478,7 +453,7 @@ class Cache(Protocol):
 def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) -> bytes | None:
     """Encode the `groups` mask of a `reserve`: one byte per group and chunk, row by row.
 
-    Returns None if the mask is None. Raises ProtocolError for another type or shape.
+    Raises ProtocolError for another type or shape.
     """
     if groups is None:
         return None
@@ -496,13 +471,10 @@ def leases_as_they_arrive(
 ) -> Iterator[Lease]:
     """Yield leases on one shard's part of a hit, in the order of its chunks' arrival.
 
-    Each lease is valid until the next is requested. So its chunks can be copied while the rest is
-    read.
+    Each lease is valid until the next is requested. For a group that does not need every chunk, the
+    leases may contain more than the final hit needs. Raises KVHoldError if the hit is lost.
 
     until_s: the hit is settled when the monotonic clock reads this
-
-    For a group that does not need every chunk, the leases may contain more than the final hit
-    needs. Raises KVHoldError if the hit is lost.
     """
     first = 0
     while True:

@@ -1,8 +1,8 @@
 """Quantise numbers to few bins and back, compiled.
 
-For one plane of a layer, [tokens, width], finite. A bin is the nearest integer to number / step,
-within -127..127, with a step per channel. A deviation is a bin minus the bin of the channel's mean.
-A symbol is a deviation as one byte, or ESCAPE if it is too large; then the bin is an exception.
+For one plane of a layer, [tokens, width], finite. A bin is number / step, rounded, in -127..127,
+with a step per channel. A deviation is a bin minus the bin of the channel's mean. A symbol is a
+deviation as one byte, or ESCAPE; then the bin is an exception.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -55,7 +55,7 @@ def measure(elements: Elements, dtype: str, tokens: int, width: int) -> Channels
 
 
 def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Doubles:
-    """Return the sum of |element - mean| over the tokens, float64 [width]."""
+    """The sum of |element - mean| over the tokens, float64 [width]."""
     assert elements.size == tokens * means.size
     sums = np.zeros(means.size)
     _distances(elements, KINDS[dtype], means, sums)
@@ -94,7 +94,7 @@ def magnitudes(deviations: Deviations, width: int, bounds: Counts) -> Magnitudes
 def spread_kinds(
     classes: Bytes, shifts: Codes, bounds: Counts, tokens: int, num_kinds: int
 ) -> Bytes:
-    """Return kinds: the channel's class, [width], plus the token's shift, [tokens, runs] or empty.
+    """[width]: the channel's class, plus the token's shift, [tokens, runs] or empty.
 
     Class 0 is not shifted.
     """
@@ -109,7 +109,7 @@ def spread_kinds(
 
 
 def count(deviations: Deviations, kinds: Bytes, num_kinds: int) -> Counts:
-    """Return int64 [num_kinds, REACH + 2]; the last column counts larger magnitudes."""
+    """int64 [num_kinds, REACH + 2]; the last column counts larger magnitudes."""
     assert deviations.size == kinds.size and int(kinds.max(initial=0)) < num_kinds
     counts = np.zeros((num_kinds, REACH + 2), np.int64)
     _count(deviations, kinds, counts)

@@ -1,7 +1,7 @@
 """Compute the KV size of a model from its `config.json`, without the model.
 
 A missing or unknown field raises. States (Mamba, linear attention, short convolutions) are not
-counted in bytes: engines choose their shape and type.
+counted: engines choose their shape and type.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "short_conv"), "state"
     ),
-    **dict.fromkeys(("mlp", "moe"), "none"),  # layers without attention
+    **dict.fromkeys(("mlp", "moe"), "none"),
 }
 # Nemotron-H
 _BY_LETTER: dict[str, Kind] = {"*": "full", "M": "state", "-": "none", "E": "none"}
@@ -85,9 +85,7 @@ _NOT_UNDERSTOOD = {
 
 @dataclass(frozen=True)
 class ModelKV:
-    """The KV of a model.
-
-    groups:       one per kind of layer, with all ranks
+    """groups: one per kind of layer, with all ranks
     state_layers: number of layers with a state, whose size is unknown
     """
 
@@ -96,20 +94,17 @@ class ModelKV:
     notes: tuple[str, ...] = ()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that kvhold stores for a text.
-
-        A sliding layer is stored in full, because a later text may diverge at any token.
-        """
+        """The bytes that kvhold stores for a text: of sliding layers, too, all tokens."""
         return sum(group.layers * group.layer_bytes(num_tokens) for group in self.groups)
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that a hit loads; of sliding layers, the window."""
+        """The bytes that a hit loads; of sliding layers, the window."""
         return sum(
             group.layers * group.layer_bytes(_within(group, num_tokens)) for group in self.groups
         )
 
     def rank_bytes(self, num_tokens: int, tp: int) -> int:
-        """Return one worker's bytes. Raises ConfigError: indivisible heads."""
+        """One worker's bytes. Raises ConfigError: indivisible heads."""
         return sum(
             group.layers * group.layer_bytes(_within(group, num_tokens)) // _divided(group, tp)
             for group in self.groups
@@ -117,7 +112,7 @@ class ModelKV:
 
 
 def read_settings(model: str) -> dict[str, Any]:
-    """Return the settings of a folder, a config.json, or a name in `KNOWN`. Raises ConfigError."""
+    """Read a folder, a config.json, or a name in `KNOWN`. Raises ConfigError."""
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
@@ -382,7 +377,7 @@ def _within(group: Group, num_tokens: int) -> int:
 
 
 def _divided(group: Group, tp: int) -> int:
-    """Return the number of parts of the heads; several of the `tp` workers may hold one part."""
+    """Return the number of parts of the heads; several workers may hold one part."""
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be 1 or more")
     if group.planes == 1:

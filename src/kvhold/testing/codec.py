@@ -39,8 +39,6 @@ _CONTENTS = ("normal", "zeros", "constant", "outliers", "huge", "tiny", "positiv
 
 @dataclass(frozen=True)
 class Case:
-    """Some tokens of one group of a layout."""
-
     layout: Layout
     group: int
     num_tokens: int
@@ -55,7 +53,7 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """The elements' dtype; uint8 for an opaque packing."""
+        """uint8 for an opaque packing."""
         return layer_shape(self.layout, self.group, self.num_tokens)[0]
 
     @property
@@ -67,7 +65,7 @@ class Case:
         return memoryview(from_float64(_values(content, count), self.dtype))
 
     def any_bytes(self) -> memoryview:
-        """A chunk of random bytes, with infinities and NaN."""
+        """Random bytes, with infinities and NaN."""
         return memoryview(random.Random(1).randbytes(self.layers * self.layer_bytes))
 
     def layer_of(self, chunk: memoryview, layer: int) -> memoryview:
@@ -136,7 +134,6 @@ class CodecContract:
 
     @pytest.fixture
     def codec(self) -> Codec:
-        # a fixture cannot be abstract
         raise NotImplementedError("override the fixture `codec`")
 
     @pytest.fixture(params=CASES)
@@ -300,7 +297,7 @@ def encode(codec: Codec, case: Case, chunk: memoryview) -> list[bytes]:
 
 
 def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> bytes:
-    """Encode a layer. Check the buffers and `max_size`."""
+    """Check the buffers and `max_size`."""
     before = bytes(plain)
     most = codec.max_size(case.layout, case.group, case.num_tokens)
     assert type(most) is int
@@ -320,7 +317,7 @@ def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> byt
 
 
 def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
-    """Decode a layer. Check that the codec wrote its whole output and nothing else."""
+    """Check that the codec wrote its whole output and nothing else."""
     results = []
     for fill in (0x55, 0xAA):
         room, out = _guarded(case.layer_bytes, fill=fill)

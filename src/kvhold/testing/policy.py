@@ -30,7 +30,7 @@ from kvhold.tiers.policies.base import Policy
 
 @dataclass
 class Known:
-    """One chunk in the model. Times are step numbers. An insert is a step, but not a use."""
+    """Times are step numbers. An insert is a step, but not a use."""
 
     key: bytes
     nbytes: int
@@ -41,7 +41,6 @@ class Known:
 
 
 def make_chunk(number: int, space: str = "a") -> bytes:
-    """Return a key unique to the number and the namespace."""
     return space.encode() * NAMESPACE_BYTES + number.to_bytes(KEY_BYTES - NAMESPACE_BYTES, "big")
 
 

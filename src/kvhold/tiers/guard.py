@@ -3,7 +3,7 @@
     got = await guard.get(keys, into)  # a fault gives misses, never an exception
 
 While the breaker is open, calls return misses at once. A background task tries `check`; its success
-closes the breaker. A call past its deadline is cancelled, but not awaited. One event loop.
+closes the breaker. A late call is cancelled, but not awaited. One event loop.
 """
 
 import asyncio
@@ -56,8 +56,6 @@ _WRITES = ("put", "replace")
 
 
 class Guard:
-    """A tier behind its breaker, deadlines and counters."""
-
     def __init__(
         self,
         tier: Tier,
@@ -67,10 +65,7 @@ class Guard:
         metrics: Metrics,
         place: str | None = None,
     ) -> None:
-        """place: the tier's name in the journal of clears; None: `name`.
-
-        New settings may give a name to another tier, but never a place.
-        """
+        """place: the tier's name in the journal of clears; None: `name`. It never changes."""
         self.name = name
         self.place = name if place is None else place
         self.config = config
@@ -221,7 +216,7 @@ class Guard:
     async def replace(
         self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None
     ) -> TierOutcome[bool | None]:
-        """Replace stored values, as `base.replace`; `None` where it failed.
+        """Replace stored values; `None` where it failed.
 
         names: taken before the read, so that no value from before a clear replaces a later one
         """
@@ -252,7 +247,7 @@ class Guard:
         return TierOutcome(done, call.pending)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Return whether a chunk is worth its room in the tier. Counts those that are not."""
+        """Return whether a chunk is worth its room. Counts those that are not."""
         if self._learning is None or self._learning.admits(key, nbytes):
             return True
         self.drop(1, reason="declined")
@@ -300,7 +295,7 @@ class Guard:
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """See `Clears.resume`. A folder that is back gets the clears that it has missed."""
+        """See `Clears.resume`. A folder that returns gets the clears that it has missed."""
         self.clears.resume(journal)
         if isinstance(self._tier, HasFolders):
             self._tier.watch_folders(partial(self._meet_folder, journal))
@@ -314,7 +309,7 @@ class Guard:
             prefixes += self._suppressed.all_due
         self._folders[path] = identity
         for prefix in dict.fromkeys(prefixes):
-            # a pending clear that is not due yet will read this folder too
+            # a clear that is not due yet will read this folder too
             if self._suppressed.due(prefix) or not self._suppressed.number(prefix):
                 pending_clear = PendingClear(prefix, self._suppressed.add(prefix))
                 clearing = asyncio.ensure_future(self.clears.begin_again(pending_clear))
@@ -330,7 +325,7 @@ class Guard:
         holds: Callable[[bytes], bool] = lambda space: False,
         remember: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Make clears hold for all hosts, if the tier is shared (`generations.py`)."""
+        """Make clears hold for all hosts, if the tier is shared."""
         if self.traits.shared:
             self.clears.remember_generation = remember
             numbers = journal.reached(self.place) if journal is not None else None
@@ -365,7 +360,7 @@ class Guard:
 
     async def refresh(self) -> None:
         if isinstance(self._tier, GenerationTier) and self.available:
-            # no request waits here, so slowness does not open the breaker
+            # no request waits, so slowness does not open the breaker
             deadline_s = max(_REFRESH_TIMEOUT_S, self.config.probe_timeout_s)
             call = TierCall[None]("check", 0, deadline_s, is_vital=False)
             await self.run(call, self._tier.refresh)
@@ -408,7 +403,7 @@ class Guard:
     ) -> TierError | None:
         """Return the fault, or None.
 
-        A retryable fault is retried once within the deadline, but never a put or a replace.
+        A retryable fault is retried once within the deadline, except in a put or a replace.
         """
         if not self.available:
             fault: TierError = TierUnavailable(
@@ -499,7 +494,7 @@ class Guard:
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
             if self._mending is not None:
                 self._mending.cancel()
-            if not self._is_closing:  # the close itself may fail
+            if not self._is_closing:
                 self._mending = asyncio.ensure_future(self._mend())
 
     def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
@@ -514,7 +509,7 @@ class Guard:
     ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
-            if not isinstance(item, TierUnavailable):  # that would pass, and is not about the value
+            if not isinstance(item, TierUnavailable):  # a passing fault, not about the value
                 self._suppressed.unreadable(key)
             return None
         return item
@@ -539,7 +534,6 @@ class Guard:
 
     async def _mend(self) -> None:
         while self._breaker.next_try_s is not None:
-            # a retry when the breaker allows it, cancelled by `close`
             await asyncio.sleep(max(0.0, self._breaker.next_try_s - now()))
             if self._stuck:
                 self._breaker.failed(now())

@@ -1,14 +1,12 @@
 """The InfiniStore tier's logic: values in a store of RDMA blocks.
 
-The store knows no sizes, overwrites blocks, answers one code for a whole batch, and evicts single
-blocks. So a value has blocks of equal size, under names that only this put uses. Its head, a small
-block under the key's own name, has the size and the put's name, and is written last. A reader
-gets the blocks of one put, or misses.
+The store knows no sizes, overwrites blocks, answers one code per batch, and evicts single blocks.
+So a value has equal blocks under names that only this put uses, and a *head*: a small block under
+the key's own name with the size and the put's name, written last.
 
 Bytes pass through slots: memory registered once. A slot belongs to its operation until the end, so
-a cancelled call ends at once. If the operation does not end within seconds, the connection and its
-slots are given up. One event loop calls; one thread blocks; a thread of the client reports
-completions.
+a cancelled call ends at once. If an operation does not end within seconds, the connection and its
+slots are given up. One event loop; one thread blocks; a client thread reports completions.
 """
 
 import asyncio
@@ -37,9 +35,9 @@ HEAD_BYTES = 64
 _HEAD = struct.Struct("<8sQI16s")  # magic, value bytes, block bytes, put id
 _MAGIC = b"kvholdI1"
 _COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
-_LAST_MOVES_S = 5.0  # how long to wait for the moves of cancelled calls
+_LAST_MOVES_S = 5.0  # for the moves of cancelled calls
 _NAMES_AT_ONCE = 1000
-_MOVES_AT_ONCE = 64  # the client has 128 request buffers, and aborts if it needs more
+_MOVES_AT_ONCE = 64  # the client aborts beyond its 128 request buffers
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +102,7 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Session:
-    """A connection, its registered memory, and its thread.
-
-    free: offsets of free slots
-    """
+    """free: offsets of free slots"""
 
     connection: Connection
     memory: mmap.mmap
@@ -254,7 +249,7 @@ class BlockTier:
         before: Callable[[memoryview], None] | None = None,
         after: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """Write blocks from a slot that `before` fills, or read blocks into a slot for `after`."""
+        """Write blocks from a slot that `before` fills, or read into a slot for `after`."""
         async with self._opener.use() as session, self._moves:
             connection, memory, free = session.connection, session.memory, session.free
             at = await free.get()
@@ -292,7 +287,7 @@ class BlockTier:
                 free.put_nowait(at)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
-        """Stop at a missing batch, because the head's number of blocks is not trusted."""
+        """Stop at a missing batch, because the head is not trusted."""
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
             if not await self._drop(
                 self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))
@@ -310,7 +305,7 @@ class BlockTier:
             return answer
 
     async def _open(self) -> _Session:
-        await self._hung_up()  # the old memory is not registered there
+        await self._hung_up()  # it has not registered the old memory
         nbytes = self._layout.slots * self._layout.slot_bytes
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore")
         memory, free = mmap.mmap(-1, nbytes), asyncio.Queue[int]()
@@ -337,7 +332,7 @@ class BlockTier:
         task.add_done_callback(self._hanging_up.discard)
 
     async def _hang_up(self, session: _Session, *, wait: bool) -> None:
-        """wait: for the moves of cancelled calls, at most `_LAST_MOVES_S`"""
+        """wait: for the moves of cancelled calls"""
         if wait:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_MOVES_S):
@@ -443,7 +438,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Await all calls. Raise the first error after all have ended, even if cancelled."""
+    """Raise the first error after all have ended, even if cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

@@ -2,11 +2,8 @@
 
     # memcached://cache.example:11211?ttl_s=86400
 
-Speaks the meta protocol, pipelined.
-
-- **Large values:** a value beyond the server's item size (1 MiB by default) is TierFull.
-- **Replace:** `cas`, because a failed `ms` removes the old value.
-- **Ranges:** the tier receives the whole value and drops the rest.
+Speaks the meta protocol, pipelined. A value beyond the server's item size (1 MiB by default) is
+TierFull. A range receives the whole value.
 """
 
 import asyncio
@@ -177,7 +174,7 @@ class MemcachedTier:
         return [call.answer is True for call in calls]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Uses `hash`, because the server's lists by age may omit items."""
+        """Uses `hash`: the server's lists by age may omit items."""
         seen: set[bytes] = set()
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
@@ -279,9 +276,9 @@ class _Call(_Exchange):
 
 
 class _Look(_Exchange):
-    """left_s:  the remaining time to live; None: for ever.
+    """left_s: the remaining time to live; None: for ever
 
-    version: the value's number for `cas`
+    version: for `cas`
     """
 
     def __init__(self, name: bytes) -> None:

@@ -3,10 +3,10 @@
     # mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB
 
 The client is mooncake-transfer-engine-non-cuda, or the CUDA build. Its blocking calls run in
-threads. It uses the caller's memory, so a cancelled call waits for its thread.
+threads and use the caller's memory, so a cancelled call waits for its thread.
 
-**The client listens on all interfaces**, without authentication, and no option changes that
-(0.3.13). So the tier requires `allow_all_interfaces=true`. Use a separate network.
+**The client listens on all interfaces**, without authentication and without an option to change
+that (0.3.13), so `allow_all_interfaces=true` is required. Use a separate network.
 
 The master leases a value to its readers (5 s by default). `delete` waits for the leases, at most
 `delete_wait_s`. RDMA is untested.
@@ -164,7 +164,7 @@ class MooncakeTier:
                 )
             unique = leased
             if leased:
-                # the client does not report that a lease has ended
+                # the client does not report the end of a lease
                 await asyncio.sleep(_LEASE_POLL_S)
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
@@ -205,7 +205,7 @@ class MooncakeTier:
         return await in_thread(self._threads, self._set_up)
 
     def _begin_close(self, client: Any) -> None:
-        """Begin to close the client, which takes a second. `close` waits for the end."""
+        """Closing takes a second. `close` waits for the end."""
         assert self._threads is not None
         self._client_close = self._threads.submit(client.close)
 
@@ -352,7 +352,7 @@ class MooncakeTier:
         return faults
 
     def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
-        """Add removed keys to `removed`. Return keys leased or being written."""
+        """Return keys leased or being written."""
         codes = client.batch_remove([self._name_of(key) for key in keys])
         leased = []
         for key, code in zip(keys, codes, strict=True):
@@ -419,7 +419,7 @@ class MooncakeTier:
 
 
 def _size_in(replicas: Sequence[Any]) -> int | None:
-    """Return a value's size; None: there is no complete replica in memory."""
+    """None: there is no complete replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica() and replica.status.name == "COMPLETE":
             nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size

@@ -4,11 +4,10 @@
     tier.commit(entry)    # visible; or tier.abandon(entry)
     entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
 
-A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned.
-Not evicted: entries that are pinned or being written, and the parents of those being written.
+A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned. Not
+evicted: entries that are pinned or being written, and the parents of those being written.
 
-A *doomed* entry was removed or cleared while pinned or written. It is not found, and its last user
-frees it.
+A *doomed* entry was removed while pinned or written. It is not found, and its last user frees it.
 
 Single-threaded: a cache's lock or a node's loop protects it.
 """
@@ -51,7 +50,7 @@ class Entry:
 
     taken_bytes: its memory, with rounding
     expires_at:  Unix time; 0: never; NEVER: not by a tier's own setting either
-    checksums:   of the layers (`core.checksums`); empty for frames, which have their own
+    checksums:   of the layers; empty for frames
     epoch:       number of clears before the entry
     """
 
@@ -108,8 +107,8 @@ class RamTier:
         numa_nodes: Sequence[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """quota_bytes: limit of a namespace; beyond it, it evicts its own chunks; 0: no limit
-        numa_nodes: each has an equal part of the arena; fewer than two: the arena is not divided
+        """quota_bytes: limit of a namespace, which then evicts its own chunks; 0: no limit
+        numa_nodes: each has an equal part of the arena; fewer than two: undivided
         """
         self._arena = arena
         self._zones: dict[int | None, int] = {node: zone for zone, node in enumerate(numa_nodes)}
@@ -157,7 +156,7 @@ class RamTier:
         return dict(self._used_by)
 
     def used_bytes_of(self, namespace: bytes) -> int:
-        """Includes memory of reserved entries, and of removed ones still in use. Any thread."""
+        """Includes reserved entries, and removed ones still in use. Any thread."""
         return self._used_by.get(namespace, 0)
 
     @property
@@ -291,7 +290,7 @@ class RamTier:
         self._is_lost(entry)
 
     def is_doomed(self, entry: Entry) -> bool:
-        """Whether an entry was removed or cleared. Any thread."""
+        """Any thread."""
         return entry.doomed or (bool(self._cleared) and self._was_cleared(entry))
 
     def pin(self, entry: Entry) -> None:
@@ -494,7 +493,7 @@ class RamTier:
             return None
         tries = 0
         while (offsets := self._slabs.allocate_all(sizes, zone)) is None:
-            # evict only the missing bytes, then one entry at a time until a slab has room
+            # evict the missing bytes, then one entry at a time until a slab has room
             if not self._evict(
                 max(1, needed - (self._slabs.capacity - self._slabs.used_bytes)), wanted=wanted
             ):

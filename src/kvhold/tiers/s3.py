@@ -4,12 +4,11 @@
 
 The client, obstore, has its own threads.
 
-- **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. With
-  `put_if_absent=false`, and for values of `multipart_bytes` or more, a HEAD comes first. Then the
-  last of two concurrent writers wins.
+- **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. A HEAD instead, with
+  `put_if_absent=false` or from `multipart_bytes` on: the last concurrent writer wins.
 - **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore it.
-- **Miss.** Needs the right to list the bucket: otherwise S3 answers 403, which is a fault.
-- **Expiry.** Set lifecycle rules for values, and for the multipart uploads of killed processes.
+- **Miss.** Needs the right to list the bucket: otherwise S3 answers 403, a fault.
+- **Expiry.** Set lifecycle rules for values, and for multipart uploads of killed processes.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
 _DELETE_ROUNDS = 3
 _ABORT_S = 5.0
-# obstore's threads must return: a thread that waits for the GIL at exit aborts the process
+# obstore's threads must return: at exit, a wait for the GIL aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
 
@@ -77,7 +76,7 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """List an empty page. This tests bucket, credentials and the right to list."""
+        """List an empty page, to test bucket, credentials and the right to list."""
         try:
             await obstore.list(
                 self._client(), self._root or None, offset=f"{self._root}{_LAST}"
@@ -118,7 +117,7 @@ class S3Tier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look up the objects first, because S3 does not report which ones it removed."""
+        """Look up the objects first: S3 does not report which ones it removed."""
         unique = list(dict.fromkeys(keys))
         sizes = [
             _raised(found) for found in await _all([self._size(key, "delete") for key in unique])
@@ -129,7 +128,7 @@ class S3Tier:
         return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def _delete(self, names: list[str]) -> None:
-        """Remove objects. Ceph refuses one that is replaced at that moment (UnknownError)."""
+        """Ceph refuses to remove an object that is being replaced (UnknownError)."""
         for turn in range(_DELETE_ROUNDS):
             try:
                 await obstore.delete_async(self._client(), names)
@@ -172,9 +171,9 @@ class S3Tier:
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
-        """Return `error` as a TierError, without traceback.
+        """Return a TierError without traceback.
 
-        obstore may keep the error, and the traceback's frames hold the caller's memory.
+        obstore may keep the error; the traceback's frames hold the caller's memory.
         """
         error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
@@ -264,7 +263,7 @@ class S3Tier:
                             "replace",
                             f"{self._place}: the store names no version of an object (ETag)",
                         )
-                    # Ceph 16 refuses an object's own tag, but takes it without quotes
+                    # Ceph 16 takes an object's own tag only without quotes
                     is_refused = tag == refused and not tag.startswith("W/")
                     version = tag.strip('"') if is_refused else tag
                     await obstore.put_async(
@@ -333,9 +332,9 @@ class S3Tier:
 
 @asynccontextmanager
 async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[memoryview]]:
-    """Lend the caller's memory to obstore, in pieces of `piece_bytes`; None: whole parts.
+    """Lend memory to obstore, in pieces of `piece_bytes`; None: whole parts.
 
-    On exit, wait until obstore's threads no longer use it: releasing a view that they export raises
+    On exit, wait until obstore's threads no longer use it: releasing an exported view raises
     BufferError.
     """
     step = piece_bytes or max(1, size_of(parts))
@@ -376,7 +375,7 @@ def _fill(parts: Parts, data: memoryview) -> None:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all calls. Returns after all have ended, even if it is cancelled."""
+    """Returns after all have ended, even if it is cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

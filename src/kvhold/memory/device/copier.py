@@ -4,11 +4,10 @@
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
 A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. A store
-of small pieces waits while the ring is full. All stores use the ring, because the engine may write
-the blocks again after the kernel.
+of small pieces waits for room. After the kernel, the engine may write the blocks again.
 
-A store's checksums are taken, and a load's compared, after the copy, so earlier damage is found.
-A device's fault is permanent. `wait` still waits for earlier copies.
+Checksums are taken, or compared, after the copy, to find damage before it. A device's fault is
+permanent; `wait` still waits for earlier copies.
 """
 
 import logging
@@ -35,15 +34,14 @@ log = logging.getLogger(__name__)
 Mappings: TypeAlias = Callable[[], tuple[Buffer, Buffer]]
 Way: TypeAlias = Literal["ring", "direct"]
 Checkers: TypeAlias = Mapping[Lane, Executor]
-"""For stores and for loads, so that no load's check waits for a store. One thread each."""
+"""One thread each for stores and loads: a load's check waits for no store."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a copier, in bytes.
+    """In bytes.
 
-    batch_bytes:  chunks that are copied together. Several batches let kernels and copies overlap.
-                  The first batch is half as large, so that copies begin early
+    batch_bytes:  chunks that are copied together; half as much in the first batch
     direct_bytes: larger pieces are loaded directly, and stored directly if the ring is full
     """
 
@@ -66,7 +64,7 @@ class DeviceCopier:
         threads: int = 1,
         checkers: Checkers | None = None,
     ) -> None:
-        """threads:  number that take checksums
+        """threads: for checksums
         checkers: take checksums while later batches are copied; None: `Transfer.wait` does
         """
         self._driver = driver
@@ -75,11 +73,11 @@ class DeviceCopier:
         self._mappings = mappings
         self._threads = threads
         self._checkers = checkers or {}
-        # two locks, because a load may wait long for its ring
+        # two locks: a load may wait long for its ring
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
         self._fault: DeviceError | None = None
-        self._goes_by: Way | None = None  # chosen by `stages` only
+        self._goes_by: Way | None = None  # set by `stages` only
 
     def stages(self) -> Iterator[Stage]:
         ways: tuple[Way, ...] = ("ring",)
@@ -167,7 +165,7 @@ class DeviceCopier:
                 for batch in batches(piece, number, of_piece, most_bytes):
                     with self._locks[lane], self._noting_faults():
                         submit(batch, marks, transfer)
-        # an interrupt, too: the copies must end before the caller gives the memory back
+        # an interrupt, too: the copies must end before the caller frees the memory
         except BaseException as error:
             transfer.is_lost = isinstance(error, DeviceError)
             transfer.wait()
@@ -306,9 +304,9 @@ class DeviceTransfer:
         self.touched: list[DeviceEvent] = []
         """Events after which the blocks have been read, or written."""
         self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
-        """The arena of each piece, held until `wait` returns."""
+        """Each piece's, held until `wait` returns."""
         self.is_lost = False
-        """Whether its submission failed in the device: some copies may run without an event."""
+        """Its submission failed: some copies may run without an event."""
         self._damage: list[set[int]] = [set() for _ in pieces]
         self._pinned = arenas
         self._noting_faults = noting_faults
@@ -325,10 +323,9 @@ class DeviceTransfer:
         checked: tuple[DeviceEvent, Batch] | None = None,
         summed: tuple[DeviceEvent, Batch] | None = None,
     ) -> None:
-        """touched: an event after which the blocks have been read, or written
-
+        """touched: after it, the blocks have been read, or written
         checked: an event, and a batch whose checksums are compared after it
-        summed:  an event, and a batch of whole chunks whose checksums are taken after it
+        summed: an event, and a batch of whole chunks whose checksums are taken after it
         """
         self._ends.append(ended)
         if touched is not None:
@@ -367,9 +364,9 @@ class DeviceTransfer:
     def _later(
         self, check: Callable[[DeviceEvent, Batch], None], event: DeviceEvent, batch: Batch
     ) -> Callable[[], None]:
-        """Return a call that runs the check, or that waits for the checker to run it."""
+        """Return a call that runs the check, or waits for the checker."""
         if self._checker is not None:
-            # executors refuse work when the main thread has ended, and after `close`
+            # executors refuse work after the main thread, and after `close`
             with suppress(RuntimeError):
                 return self._checker.submit(check, event, batch).result
         return partial(check, event, batch)

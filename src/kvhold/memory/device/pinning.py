@@ -5,9 +5,9 @@
     with arenas.reaching(held, buffer, begin, end) as reach: ...
     arenas.release(held)                        # after the transfer
 
-Pinning takes about 0.1 s per GiB, and one call for a large arena fails, so a thread pins slice
-after slice. It pauses between them for the driver's other calls. It keeps the mappings until it has
-unpinned them. Else the device would mistake new memory at the same address for the old memory.
+Pinning takes about 0.1 s per GiB, and fails for a large arena at once, so a thread pins slices,
+with pauses for the driver's other calls. It keeps the mappings until it has unpinned them: else the
+device would mistake new memory at the same address for the old memory.
 """
 
 import logging
@@ -27,7 +27,7 @@ from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import DeviceDriver
 
 SLICE_BYTES = 256 << 20  # 25 ms per call
-_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held until then, and the engine waits
+_MOST_WAIT_S = 1.0  # for a slice; the engine waits
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -36,10 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reach:
-    """How a device reaches a buffer.
-
-    slice_bytes: a copy of pinned memory may not cross a multiple of it, counted from `address`
-    """
+    """slice_bytes: a copy of pinned memory may not cross a multiple of it, counted from `address`"""
 
     address: int
     pinned: bool
@@ -50,14 +47,14 @@ class Reach:
 class PinnedArena:
     """One node's arena, or scratch memory. The lock of `changed` protects the fields.
 
-    report:          called with `pinned_bytes` after each slice
-    pinned_bytes:    bytes that are pinned, from the arena's beginning
-    is_pinning:      a slice is being pinned, or will be next
-    is_settled:      no more slices will be pinned
-    users:           running transfers
-    is_leaving:      it is being unpinned, or was unpinned
-    is_left:         it is unpinned
-    thread:          None for scratch memory
+    report:       called with `pinned_bytes` after each slice
+    pinned_bytes: from the arena's beginning
+    is_pinning:   a slice is being pinned, or will be next
+    is_settled:   no more slices will be pinned
+    users:        running transfers
+    is_leaving:   it is being unpinned, or was unpinned
+    is_left:      it is unpinned
+    thread:       None for scratch memory
     """
 
     read_only: Buffer
@@ -123,7 +120,7 @@ class PinnedArenas:
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
-        """Record that the device refuses. Later arenas are not pinned."""
+        """Later arenas are not pinned."""
         self._refusal = reason
 
     def add(self, read_only: Buffer, writable: Buffer) -> None:
@@ -254,7 +251,7 @@ class PinnedArenas:
 def _live(
     driver: DeviceDriver, arena: PinnedArena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
-    """Run an arena's thread. `owner` is weak, or the thread would keep it alive."""
+    """`owner` is weak, or the thread would keep it alive."""
     _pin(driver, arena, slice_bytes, owner)
     with arena.changed:
         arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
@@ -340,7 +337,7 @@ def _unpin(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> None:
 
 
 _never_unmapped: list[PinnedArena] = []
-"""Arenas that could not be unpinned. They stay mapped, so that no memory reuses their addresses."""
+"""Arenas that could not be unpinned stay mapped: no memory reuses their addresses."""
 
 
 def _end_all(arenas: list[PinnedArena]) -> None:

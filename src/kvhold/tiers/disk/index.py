@@ -8,8 +8,8 @@
 `used_bytes` includes orphans, files being written or removed, and removed files with a reader.
 These are never victims.
 
-An *orphan* is a file that could not be removed and that no entry refers to: its key has no entry or
-a newer file. Until its removal, the next start may find it again.
+An *orphan* is a file that could not be removed and that no entry refers to. The next start may find
+it.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ _IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
 class DiskEntry:
-    """The file of one value. While it is read, all calls get the same object.
+    """The file of one value. All its readers share one object.
 
     `occupied_bytes` is an estimate until the commit.
     """
@@ -48,7 +48,7 @@ class DiskEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A new value's entry, whose file may be written once the victims' files are removed."""
+    """It may be written once the victims' files are removed."""
 
     entry: DiskEntry
     victims: list[DiskEntry]
@@ -65,7 +65,7 @@ class Index:
     ) -> None:
         """Policies other than lru, fifo, mru and learned add 400 bytes per value.
 
-        learning: used by `learned` only
+        learning: for `learned`
         changes:  told of each value
         """
         self.limit_bytes = limit_bytes
@@ -97,7 +97,7 @@ class Index:
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes above the limit, after the removals in progress."""
+        """Above the limit, after the removals in progress."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
     def find(self, key: bytes) -> DiskEntry | None:
@@ -131,8 +131,8 @@ class Index:
     ) -> list[str]:
         """Add listed files. Return the names of those that a newer one replaces.
 
-        own:     names of files written during the listing: already known or removed, and the newest
-                 of their key, whatever their times are
+        own:     names of files written during the listing: known or removed, and the newest of
+                 their key, whatever their times are
         writing: keys whose new file is being written
         """
         older: list[str] = []
@@ -180,7 +180,6 @@ class Index:
         return PlannedFile(DiskEntry(key, nbytes, written_ns, occupied), victims)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """See `Learns`."""
         assert self._learned is not None
         left = self.limit_bytes - self._used_bytes + self._leaving_bytes
         return self._occupied_bytes(nbytes) <= left or self._learned.admits(key)
@@ -195,7 +194,7 @@ class Index:
         return victims or None
 
     def commit(self, entry: DiskEntry, occupied_bytes: int, past: int | None = None) -> None:
-        """Make an entry visible. past: the past of the value that it replaces, with `learned`"""
+        """past: of the value that it replaces, with `learned`."""
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry, entry.written_ns, past)
@@ -207,7 +206,7 @@ class Index:
         self.commit(entry, occupied_bytes, past)
 
     def abandon(self, entry: DiskEntry, *, is_orphan: bool = False) -> None:
-        """Give up a reserved entry. is_orphan: its file may exist"""
+        """is_orphan: its file may exist."""
         if is_orphan:
             self._orphans[entry.name] = entry
         else:
@@ -231,7 +230,6 @@ class Index:
         *,
         are_whole: bool,
     ) -> None:
-        """See `tiers/base.py`, `Learns`."""
         assert self._learned is not None
         self._learned.used(keys, prompt, value, at_s, are_whole=are_whole)
 
@@ -280,7 +278,6 @@ class Index:
         self._orphans[name] = entry
 
     def finish_orphan(self, entry: DiskEntry) -> None:
-        """Forget an orphan whose file was removed."""
         del self._orphans[entry.name]
         self.finish(entry)
 
@@ -311,7 +308,7 @@ class Index:
         return None if self._learned is None else self._rows.past(self._rows.find(key))
 
     def _show(self, entry: DiskEntry, used_ns: int, past: int | None = None) -> None:
-        """Make an entry visible. past: None: the value is written now"""
+        """past: None: the value is written now."""
         assert self._rows.find(entry.key) == NONE
         learned, behind = self._learned, NONE
         is_new = learned is not None and past is None

@@ -3,8 +3,7 @@
 Rows are in lists, the least recently used first. With `first_past`, each row has a past
 (`tiers/policies/ghosts.py`), and each kind and value has a list. Otherwise there is one list.
 
-1,024 hash tables with linear probing map keys to rows, so each rebuild is short. A removed row
-leaves a mark until a rebuild.
+1,024 hash tables with linear probing map keys to rows. A removed row leaves a mark until a rebuild.
 """
 
 from array import array
@@ -34,7 +33,7 @@ class Rows:
     """
 
     def __init__(self, first_past: int | None = None) -> None:
-        """first_past: the past of rows that are added without one; None: rows have no past"""
+        """first_past: of rows that are added without one; None: rows have no past."""
         self.num = 0
         self.changed: set[int] = set()
         self._first_past = first_past
@@ -44,7 +43,7 @@ class Rows:
             (KEY_BYTES, 8, 4, 8, 8, 4, 4, 8)[: None if first_past is not None else -1],
         )
         self._take_views()
-        # by list; lists without rows are absent
+        # by list; absent without rows
         self._oldest: dict[int, int] = {}
         self._newest: dict[int, int] = {}
         self._ordered_to = NONE
@@ -77,7 +76,7 @@ class Rows:
 
         behind: insert the row just before this row of its list instead
 
-        Raises OSError: there is no memory for more rows. All rows stay.
+        Raises OSError: there is no memory for more rows.
         """
         number = _hash(key)
         table = self._tables[number % _TABLES]
@@ -114,14 +113,14 @@ class Rows:
         return self._pasts[row]
 
     def set_past(self, row: int, past: int) -> None:
-        """Change a row's past. The row becomes the most recently used one of its new list."""
+        """The row becomes the most recently used one of its new list."""
         self._unlink(row)
         self._pasts[row] = past
         number = queue_of(past)
         self._link(row, self._newest.get(number, NONE), number)
 
     def first(self, number: int) -> int:
-        """Return the first row of a list; NONE if it is empty."""
+        """NONE: the list is empty."""
         return self._oldest.get(number, NONE)
 
     def after(self, row: int) -> int:
@@ -170,7 +169,7 @@ class Rows:
     def order_next(self, row: int, used_ns: int) -> None:
         """Put a row behind those of earlier calls, unless it was removed or used since `used_ns`.
 
-        Rows with another past than `first_past` stay where they are.
+        Rows with another past than `first_past` stay.
         """
         if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
             return
@@ -181,7 +180,7 @@ class Rows:
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Yield the keys with this prefix, in parts. Rows may change between parts."""
+        """Yield the keys in parts. Rows may change between parts."""
         for begin in range(0, self._columns.num_items, _MOST_KEYS):
             rows = range(begin, min(begin + _MOST_KEYS, self._columns.num_items))
             keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
@@ -248,7 +247,7 @@ class Rows:
             self._after[before], self._before[after] = after, before
             return
         number = self.list_of(row)
-        if before == after:  # both are NONE: it was alone
+        if before == after:  # it was alone
             del self._oldest[number], self._newest[number]
         elif before == NONE:
             self._oldest[number], self._before[after] = after, NONE
@@ -258,7 +257,7 @@ class Rows:
             self.changed.add(number)
 
     def _hashes_of(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """Return `_hash` of each row's key: uint64 [rows]."""
+        """uint64 [rows]."""
         used = self._keys[: self._columns.num_items * KEY_BYTES]
         keys = np.frombuffer(used, np.uint8).reshape(-1, KEY_BYTES)[rows]
         head, ends, space = (
@@ -275,8 +274,8 @@ class Sorting:
         sorting.sort()  # may run in a thread
         for _ in sorting.link(): ...
 
-    Rows used after `look` stay last. The victims of `lru` and `fifo` are right after the first step
-    of `link`, those of `mru` at its end.
+    Rows used after `look` stay last. The victims of `lru` and `fifo` are right from the first step
+    of `link` on, those of `mru` at its end.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -331,7 +330,7 @@ class _Table:
     def make_again(
         self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]"
     ) -> None:
-        """Rebuild the table without marks, and larger if it is too full."""
+        """Rebuild without marks, and larger if too full."""
         rows = np.array(self.rows, np.int32)
         rows = rows[rows >= 0]
         size, self.num_filled = len(self.rows), len(rows)

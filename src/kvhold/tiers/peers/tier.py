@@ -2,13 +2,10 @@
 
     # peers://host-a:7711,host-b:7711?token_file=/etc/kvhold/token&tls=true
 
-The list of peers is in the URL, or comes from a directory (`dns.py`, `etcd.py`).
-
 Each peer is followed, so a probe sends nothing. A get goes to the least loaded peer that has the
-chunk. A chunk that is no longer there is a miss, and leaves the index. Nothing is written.
+chunk. A vanished chunk is a miss, and leaves the index. Nothing is written.
 
-**Clears** (`clear_numbers.py`). A peer's chunks are found only if the peer has made this host's
-clears, too. This host learns the clears of its peers.
+A peer's chunks are found only if it has made this host's clears (`clear_numbers.py`).
 """
 
 import asyncio
@@ -107,7 +104,7 @@ class PeersTier:
     ) -> None:
         """addresses: of the peers; with a directory: to whose hosts a token may be sent
 
-        Raises ConfigError for invalid settings.
+        Raises ConfigError.
         """
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
             raise ConfigError("peers: ca_file, cert_file and key_file are for TLS; add tls=true")
@@ -135,7 +132,7 @@ class PeersTier:
         self._learned: Callable[[bytes], None] = lambda prefix: None
         self._index = PeerIndex()
         self.metrics = Metrics()
-        """By peer. The tiers' loop writes them."""
+        """By peer, written by the tiers' loop."""
         self._bus = self.make_bus()
         self._inboxes = None if self._bus is None else Inboxes(self.metrics)
         self._reading: asyncio.Task[None] | None = None
@@ -175,7 +172,7 @@ class PeersTier:
 
     @staticmethod
     def token_of(url: TierUrl) -> str:
-        """Return the token in a URL. Raises ConfigError if it has a user, too."""
+        """Raises ConfigError if the URL has a user, too."""
         if url.username:
             raise ConfigError(
                 f"tiers: {url.shown}: there are no users, only a token; write "
@@ -188,7 +185,7 @@ class PeersTier:
         return self._roster.peers
 
     async def listed(self) -> list[Peer]:
-        """Return the peers. A directory is read first, and then its peers are followed."""
+        """With a directory, its first list is read, and its peers are followed."""
         if self._roster.has_directory:
             self._start()
             await self._roster.wait_for_list()
@@ -225,13 +222,10 @@ class PeersTier:
         return bus
 
     def check_serving(self, config: ServePeersConfig) -> None:
-        """Raises ConfigError if the node that this tier belongs to could not be registered."""
+        """Raises ConfigError if the node of this tier could not be registered."""
 
     def serve_as(self, own: Own) -> None:
-        """Tell the tier of which node it is part, if that serves peers. Any thread.
-
-        It does not follow itself.
-        """
+        """Set the node that this tier belongs to, if that serves peers. Any thread."""
         self._roster.serve_as(own)
         if self._inboxes is not None:
             self._inboxes.own_incarnation = own.incarnation
@@ -254,10 +248,8 @@ class PeersTier:
     def announce(self, prefix: bytes) -> None:
         self.clear_numbers.announce(prefix)
 
-    # The contract of a tier.
-
     async def check(self) -> None:
-        """Passes if one peer is followed. The others may take `_OTHERS_S` more."""
+        """Pass once one peer is followed. The others may take `_OTHERS_S` more."""
         self._start()
         await self._roster.wait_for_list()
         trying = {asyncio.ensure_future(peer.tried.wait()) for peer in self.peers}
@@ -335,7 +327,7 @@ class PeersTier:
         return [TierError(TIER, "put", "nothing is written to peers") for _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget chunks, such as damaged ones. They are found again when a peer adds them."""
+        """Forget chunks, such as damaged ones, until a peer adds them again."""
         for key in keys:
             for number in self._roster.numbers:
                 self._index.remove(digest_of(key), peer=number)
@@ -379,7 +371,7 @@ class PeersTier:
         )
 
     def _allowed(self, space: bytes) -> int:
-        """Return the mask of the peers whose chunks of a namespace may be used now."""
+        """The mask of the peers whose chunks of a namespace may be used now."""
         return sum(
             peer.mask
             for peer in self.peers
@@ -387,7 +379,7 @@ class PeersTier:
         )
 
     def _faults(self, space: bytes) -> dict[int, TierError]:
-        """Return why the other peers' chunks of a namespace may not be used, by mask."""
+        """Why the other peers' chunks may not be used, by mask."""
         return {
             peer.mask: fault
             for peer in self.peers

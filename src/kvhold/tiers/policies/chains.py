@@ -4,9 +4,9 @@
         def _inserted(self, chunk: Chunk) -> None:
             self._rank(chunk, self._now())            # the lowest rank is evicted first
 
-*Leaves* are chunks without a continuation here. Queues order them by rank, for each namespace and
-for all together. Insert, touch and remove cost O(log leaves) at most. `victims` costs O((victims +
-pinned leaves before them) log leaves).
+*Leaves* are chunks without a continuation here. Queues order them by rank, per namespace and for
+all. Insert, touch and remove cost O(log leaves), `victims` O((victims + pinned leaves before them)
+log leaves).
 """
 
 from abc import ABC, abstractmethod
@@ -23,16 +23,14 @@ from kvhold.tiers.table import KeyTable
 
 _BUCKET_BITS = 8
 _SWEPT_AT_ONCE = 128
-_SWEPT_A_CALL = 3  # keeps about two places per leaf at most
+_SWEPT_A_CALL = 3  # about two places per leaf remain
 
 
 class Chunk:
-    """One known key.
-
-    rank:  unique; the lowest is evicted first
-    uses:  a counter for the policy
-    use:   the last use, for `LearnedPolicy`
-    place: its entry in the heaps; None if it is not a leaf
+    """rank: unique; the lowest is evicted first
+    uses: a counter for the policy
+    use: the last use, for `LearnedPolicy`
+    place: in the heaps; None if it is not a leaf
     space: its namespace
     """
 
@@ -56,8 +54,8 @@ Place: TypeAlias = tuple[int, int, Chunk]  # compared by the unique rank
 class Queue:
     """Leaves that are ranked together, of one namespace or of all.
 
-    Each heap has the places of 256 neighbouring ranks. A new place makes the chunk's old one stale.
-    Each call sweeps some stale places, so no call takes long.
+    Each heap has the places of 256 neighbouring ranks. A chunk's older places are stale; each call
+    sweeps a few.
     """
 
     __slots__ = ("_buckets", "_credit", "_order", "_to_sweep")
@@ -88,7 +86,7 @@ class Queue:
         return None
 
     def peek(self) -> Place | None:
-        """Return the place that `pop` would return, without removing it."""
+        """Return the place that `pop` would return."""
         while self._order:
             bucket = self._buckets.get(self._order[0], [])
             while bucket:
@@ -99,7 +97,7 @@ class Queue:
         return None
 
     def is_surely_empty(self) -> bool:
-        """Whether no leaf is left. False if finding out would take long."""
+        """False if finding out would take long."""
         if len(self._buckets) > 1 or len(self._order) > _SWEPT_AT_ONCE:
             return not self._buckets
         return self.peek() is None
@@ -329,7 +327,7 @@ class ChainPolicy(ABC):
             self._place(above)
 
     def _continues(self, chunk: Chunk, first: Chunk) -> bool:
-        """Return whether `chunk` is `first` or continues it. Cheap if chunks come in order."""
+        """Whether `chunk` is `first` or continues it. Cheap if chunks come in order."""
         if chunk is first or first.key not in self._continued:
             return chunk is first
         return any(above.parent == first.key for above in (chunk, *self._above(chunk)))
@@ -344,7 +342,7 @@ class Walk:
         self.space = space
         self.taken: list[bytes] = []
         self.freed_bytes = 0
-        self.declined = False  # the remaining leaves are worth more than the new chunk
+        self.declined = False  # the remaining leaves are worth more
         self._policy = policy
         self._pinned = pinned
         self._seen: list[Place] = []
@@ -367,7 +365,7 @@ class Walk:
                 self._push(place)
 
     def next(self, queue: int) -> Chunk | None:
-        """Return the next unpinned leaf of a queue, or None. Returns each leaf once."""
+        """Return the next unpinned leaf of a queue, once each, or None."""
         while (place := self.space.queue(queue).pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):
@@ -375,7 +373,7 @@ class Walk:
         return None
 
     def take(self, chunk: Chunk) -> None:
-        """Take a victim. A parent without other continuations becomes a leaf."""
+        """A parent without other continuations becomes a leaf."""
         self.taken.append(chunk.key)
         self.freed_bytes += chunk.nbytes
         if chunk.parent is None:

@@ -6,33 +6,27 @@
     times.end(used, num_chunks)              # used again now
     times.worth(used)                        # the worth of keeping such a chunk from now on
 
-An *interval* begins with each use of a chunk and ends with its next use, wherever the chunk is
-then. Chunks that were last used at about the same time are one *cohort*. For each kind and bucket
-of age, the table counts the intervals that reached the bucket, and those that ended there. An open
-interval counts only for the ages that it has reached (a period life table).
+An *interval* lies between two uses of a chunk. Chunks last used at about the same time are a
+*cohort*. For each kind and bucket of age, the table counts the intervals that reached the bucket,
+and those that ended there (a period life table). Both counts decay with a half-life.
 
-Both counts decay with a half-life. A kind is described by several numbers. The estimate of a kind
-with few uses comes mostly from all kinds that share its first numbers.
+Several numbers describe a kind. The estimate of a kind with few uses comes mostly from kinds that
+share its first numbers.
 
-Suppose that a chunk is kept until it is used again, but for a time h at most. Its worth is the
-maximum over all h of
+The worth of a chunk is the maximum over all times h of
 
     P(used again within h) - price * E[seconds until then, or h]
 
 The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
-of evicted chunks. So chunks with a far lower yield are worth 0; they are evicted by age.
+of evicted chunks. Chunks with a far lower yield are worth 0; they are evicted by age.
 
-For a new chunk, h is the end of the first bucket or later. So its worth can be below 0, and then it
-does not evict a chunk that is worth 0. Without this rule, there would be as many hits, but more
-bytes written.
+For a new chunk, h is at least the end of the first bucket. Its worth may be below 0: then it evicts
+nothing, which saves writes.
 
-If one use of a chunk saves more than another's, the chunk has a larger *factor*. The factor
-multiplies the probability. So the worth is factor * (the worth at price / factor).
+A *factor* says how much a use of a chunk saves, and multiplies the probability.
 
-Memory has its own price, and so has each disk tier below it (`add_place`). A disk's thread may ask
-its `Worths` while memory's thread calls `ReuseTimes`.
-
-All results depend on the calls alone. Pure.
+Memory has its own price, and so has each disk tier (`add_place`). A disk's thread may read its
+`Worths` while memory's thread calls `ReuseTimes`. Pure.
 """
 
 from bisect import bisect_right
@@ -52,21 +46,21 @@ _COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s` in `
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8
-# after a pause many cohorts change their bucket; each tick handles some, so that no tick is long
+# many cohorts change their bucket after a pause, so each tick handles some
 _MOST_AGED = 2000  # uses per tick
 _COHORT_UNITS = 20  # a cohort takes as long as this many uses
 
-# The prior: the same hazard in each bucket of the first hour, so that the worth falls with age.
+# The prior: an equal hazard in each bucket of the first hour. The worth falls with age.
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-# after this many uses, a kind's own counts weigh as much as those of similar kinds: in total, and
-# for each bucket
+# uses after which a kind's own counts weigh as much as those of similar kinds: in total, and for
+# each bucket
 _SCALE_USES = 25.0
 _SHAPE_USES = 125.0
 _PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
-_EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
+_PRICE_SHARE = 0.2  # share of the difference that a round of updates moves the price
+_EXPECTED = 0.5  # probability of another use from which one is expected
 
 _EDGES_S = [
     0.0,
@@ -114,16 +108,15 @@ NO_USE = Use(-1, Cohort(0.0))
 class Worths:
     """The worths of chunks in one place, at its price.
 
-    table: `[factor][kind][bucket]`, not multiplied by the factor. Factors that were never used
-           share one list
+    table: `[factor][kind][bucket]`, not multiplied by the factor. Unused factors share one list
     """
 
     def __init__(self, times: "ReuseTimes", worths: list[list[float]]) -> None:
         self.table = [worths] * len(times.factors)
         self.price = 0.0
         self._times = times
-        self._sold = (0.0, 0)  # the sum of yields of evicted chunks, and their number
-        self._counted = (0.0, 0)  # the same, as of the last `set_price`
+        self._sold = (0.0, 0)  # sum of yields of evicted chunks, their number
+        self._counted = (0.0, 0)  # at the last `set_price`
 
     @property
     def now_s(self) -> float:
@@ -131,11 +124,11 @@ class Worths:
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks. Results of `worth` change only with it."""
+        """Results of `worth` change only with it."""
         return self._times.num_ticks
 
     def worth(self, kind: int, age_s: float, factor: int) -> float:
-        """Return the worth of a chunk. age_s: the time since its last use"""
+        """age_s: since the last use."""
         return self.worth_and_yield(kind, age_s, factor)[0]
 
     def worth_and_yield(self, kind: int, age_s: float, factor: int) -> tuple[float, float]:
@@ -156,7 +149,7 @@ class Worths:
 
 class ReuseTimes:
     def __init__(self, sizes: Sequence[int], factors: Sequence[float] = (1.0,)) -> None:
-        """sizes:   for each number that describes a kind: how many values it has
+        """sizes: for each number that describes a kind: how many values it has
         factors: see above; calls take an index of this list. It must contain 1.0
         """
         self.num_kinds = prod(sizes)
@@ -178,14 +171,14 @@ class ReuseTimes:
         self.now_s = 0.0
         self.next_tick_s = _TICK_S
         self.num_ticks = 0
-        self.version = 0  # results of `use_at` change when it does
+        self.version = 0  # changes with the results of `use_at`
 
     @property
     def num_cohorts(self) -> int:
         return len(self._cohorts)
 
     def num_open(self, use: Use) -> int:
-        """Return how many open intervals a use has, with the uses merged into it."""
+        """Return the open intervals of a use, with the uses merged into it."""
         return _merged(use).num
 
     def add_place(self) -> Worths:
@@ -232,7 +225,7 @@ class ReuseTimes:
             self._ended[use.kind, cohort.bucket] += num_chunks
 
     def move(self, before: Use, after: Use, num_chunks: int) -> None:
-        """Record that chunks of a use are used again now. after: a result of `use`"""
+        """As `end`. after: a result of `use`."""
         if num_chunks:
             self.end(before, num_chunks)
             after.num += num_chunks
@@ -244,7 +237,7 @@ class ReuseTimes:
         use.num -= num_chunks
 
     def use_at(self, kind: int, at_s: float) -> Use:
-        """Return the latest use of a kind at a past time or before it, to end or forget it."""
+        """Return the latest use of a kind at or before a past time, to end or forget it."""
         cohorts = self._cohorts
         place = bisect_right(cohorts, at_s, key=_begun_s) - 1
         for cohort in reversed(cohorts[max(0, place - _COHORTS_A_TIME) : place + 1]):
@@ -257,7 +250,6 @@ class ReuseTimes:
         return _merged(use).cohort.begun_s
 
     def use_factor(self, factor: int) -> None:
-        """Compute worths with a factor from now on."""
         if factor not in self._factors_used:
             self._factors_used.append(factor)
             for place in self._places:
@@ -271,7 +263,7 @@ class ReuseTimes:
         return worth if worth > 0.0 else 0.0
 
     def worth_of_new(self, kind: int, factor: int = 0) -> float:
-        """Return the worth of a new chunk. It is below 0 if the yield is below the price."""
+        """The result is below 0 if the yield is below the price."""
         return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
@@ -290,12 +282,10 @@ class ReuseTimes:
         return float(np.interp(used[-1] / 2, [0.0, *used], [0.0, *ends_s]))
 
     def evicted(self, use: Use, factor: int = 0) -> None:
-        """Record the yield of an evicted chunk."""
         use = _merged(use)
         self._memory.sell(self.yields[use.kind][use.cohort.bucket] * self.factors[factor])
 
     def declined(self, kind: int, factor: int = 0) -> None:
-        """Record the yield of a chunk that was declined."""
         self._memory.sell(self.yields[kind][0] * self.factors[factor])
 
     def _count_youngest(self) -> None:
@@ -336,7 +326,6 @@ class ReuseTimes:
         self._cohorts = kept
 
     def _update(self) -> None:
-        """Compute the worths of some kinds again."""
         first = self._to_update
         last = min(first + _KINDS_A_TICK, self.num_kinds)
         self._to_update = last % self.num_kinds
@@ -355,7 +344,7 @@ class ReuseTimes:
             place.set_price()
 
     def _hazards(self) -> Floats:
-        """Return `[kinds, buckets]`: P(an interval ends in a bucket, given that it reaches it)."""
+        """`[kinds, buckets]`: P(an interval ends in a bucket, given that it reaches it)."""
         chunks_a_use = max(1.0, self._num_chunks / max(1.0, self._num_uses))
         ended, reached = self._ended.sum(0), self._reached.sum(0)
         prior = _PRIOR_USES * chunks_a_use
@@ -407,9 +396,9 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
 
 
 def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
-    """Return yields, and worths by price, `[kinds, buckets]`, for chunks in the middle of a bucket.
+    """Return yields, and worths by price, `[kinds, buckets]`, in the middle of a bucket.
 
-    The probabilities of a bucket are conditional on reaching it, because few chunks may reach it.
+    A bucket's probabilities are conditional on reaching it.
     """
     hazards = np.clip(hazards, 0.0, _MOST_HAZARD)
     # [kinds, from, to]
