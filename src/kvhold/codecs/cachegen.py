@@ -1,11 +1,7 @@
 """cachegen: coarse bins, coded with probabilities by channel and token. 1/7 of bfloat16's size.
 
-After CacheGen (Liu et al., SIGCOMM 2024). Differences:
-
-- A channel has one step (bin width) for all tokens. The channel's spread decides it, so an outlier
-  costs bits, not precision.
-- The channel's mean, rounded to whole steps, is subtracted.
-- Channels of similar spread share a distribution. There are up to 16.
+After CacheGen (Liu et al., SIGCOMM 2024), but a channel has one step (bin width) for all tokens, by
+its spread; its mean, rounded to steps, is subtracted; and up to 16 distributions are shared.
 """
 
 from dataclasses import dataclass
@@ -25,7 +21,7 @@ from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
 RUN = 128
-SHARED = 32  # at least this many elements share a class and a step
+SHARED = 32  # elements that share a class and a step, at least
 CLASSES = 16
 OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's base
 
@@ -154,7 +150,7 @@ class _Steps:
         fineness: float,
         widest: float,
     ) -> "_Steps":
-        """Decide by comparisons and products only, so that every machine chooses the same."""
+        """Only comparisons and products: every machine chooses the same."""
         share = max(0, (-(-SHARED // place.tokens) - 1).bit_length())
         groups = _groups(place.heads, place.head_dim, share)
         sizes = np.bincount(groups) * place.tokens
@@ -246,9 +242,9 @@ def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Byt
 class _Coding:
     """The distributions of a plane. A kind is a distribution's number.
 
-    classes:     [groups], the kind before the shift
-    shifts:      [tokens, runs], or empty
-    kinds:       [tokens * width]
+    classes: [groups], the kind before the shift
+    shifts:  [tokens, runs], or empty
+    kinds:   [tokens * width]
     """
 
     classes: Bytes

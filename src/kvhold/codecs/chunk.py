@@ -3,8 +3,8 @@
     frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
     unframe_layer(header, 3, arrived, into[a:b], layout=layout)       # layers in any order
 
-If a codec does not accept an engine's packing, kvhold converts the chunk to the canonical one,
-where it can. Any thread may call, but not one that an engine waits for. The GIL is released.
+A packing that the codec does not accept is converted to the canonical one, where possible. Any
+thread but an engine's. The GIL is released.
 """
 
 from collections.abc import Sequence
@@ -81,10 +81,11 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; do not change them: a raw frame uses them
-    checksums: [layers], if known; only a raw frame uses them
-    out:   at least `max_frame_bytes`; without it raw copies nothing
-    align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
+    chunk:     `layout.chunk_bytes(group, num_tokens)` bytes; do not change them: a raw frame uses
+               them
+    checksums: [layers], if known; only for a raw frame
+    out:       at least `max_frame_bytes`; without it raw copies nothing
+    align:     the payload begins at a multiple of it, a multiple of 8; direct I/O needs 4096
 
     Raises LayoutError if the layout or the codec rejects the chunk, ValueError if `out` is short.
     """

@@ -60,7 +60,7 @@ def gather(
     threads: number, the caller included; host memory only. The GIL is released
     sums:    receives xxh3_64 by chunk and layer; host memory only
 
-    Bytes of negative slots and of other layers do not change. Raises ValueError for bad arguments.
+    Raises ValueError. Bytes of negative slots and of other layers do not change.
     """
     if not plan.chunks.writable:
         raise ValueError("gather would write chunks.base, which is read-only")

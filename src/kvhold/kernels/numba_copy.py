@@ -1,10 +1,10 @@
 """The copy in host memory: compiled loops over raw addresses, without the GIL.
 
 Threads take tiles (a run of a plane) from one atomic counter, so a delayed thread costs only its
-share. numba's pool and torch's OpenMP starve each other, so the threads are our own.
+share. They are our own: numba's pool and torch's OpenMP starve each other.
 
-Streaming stores do not read the lines that they overwrite: 10-25% faster than memcpy for copies
-larger than the cache, slower for small ones.
+Streaming stores do not read the overwritten lines: 10-25% faster than memcpy for copies larger than
+the cache.
 """
 
 import os
@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from kvhold.kernels.plan import Plan
 
 STREAM_BYTES = 4 << 20  # larger calls use streaming stores
-# bytes that a thread takes at a time; a smaller copy than two slices has one thread
+# per turn of a thread; a smaller copy than two slices has one thread
 SLICE_BYTES = 1 << 20
 LINE = 64
 LEAD_BYTES = 4 << 10
@@ -71,7 +71,7 @@ def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
 
 
 def _on_lines(plan: Plan, to_arena: bool) -> bool:
-    """Whether written pieces are whole cache lines, as streaming stores need."""
+    """Streaming stores need whole cache lines."""
     view = plan.view
     bits = view.row_bytes if view.rows_are_whole else view.head_bytes
     if to_arena:
@@ -108,7 +108,7 @@ class _Helper:
 
 
 def _start(helpers: Sequence[_Helper]) -> None:
-    """Without a thread for it, a helper may begin later, or never."""
+    """Without a thread for it, a helper may begin late, or never."""
     global _pool
     if not helpers:
         return
@@ -152,7 +152,7 @@ def stream(builder: Any, line: Any, to: Any) -> None:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Emit a prefetch for reading. It never faults."""
+    """It never faults."""
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [_BYTE, number, number, number])
     function = builder.module.declare_intrinsic("llvm.prefetch", (_BYTE,), kind)
@@ -162,7 +162,7 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic
 def _stream_line(_: Any, to: Any, source: Any) -> Any:
-    """The target must be a multiple of LINE."""
+    """to: a multiple of LINE."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, origin = args

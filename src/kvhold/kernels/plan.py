@@ -22,7 +22,7 @@ class Chunks:
     base:           uint8 [bytes], contiguous: a numpy array, or a torch tensor
     offsets:        int64 [n], bytes from `base`
     num_tokens:     int64 [n]
-    device_address: address of `base` on the view's device, if that can address this host memory
+    device_address: of `base`, on a view's device that can address this host memory
     """
 
     base: Tensor
@@ -71,13 +71,14 @@ class Chunks:
         return bool(self.base.flags.writeable) if isinstance(self.base, np.ndarray) else True
 
     def address_seen_from(self, device: str) -> int | None:
-        """Return the address of `base` on `device`. None: the device cannot reach it."""
+        """None: the device cannot reach it."""
         return self.address if device == self.device else self.device_address
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Runs: `rows[i]` rows, from `slots[i]` in the view and `first_rows[i]` of chunk `chunk[i]` on.
+    """Run i: `rows[i]` rows, from `slots[i]` in the view and `first_rows[i]` of chunk `chunk[i]`
+    on.
 
     memo: values that a worker derives once
     """
@@ -101,7 +102,7 @@ class Plan:
         return int(self.rows.sum())
 
     def of_rows(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Return `view_offsets`, `chunk_offsets` and `plane_strides` per row, int64 [rows]."""
+        """`view_offsets`, `chunk_offsets` and `plane_strides` per row, int64 [rows]."""
         within = np.arange(self.num_rows) - np.repeat(np.cumsum(self.rows) - self.rows, self.rows)
         block, row = np.divmod(np.repeat(self.slots, self.rows) + within, self.view.rows_per_block)
         in_view = block * self.view.block_stride + row * self.view.row_stride

@@ -3,8 +3,8 @@
     device = FakeDevice(seed=7)
     device.compute(lambda: tensor.fill_(1))             # on the engine's stream
 
-Its memory is the host's. Only events order streams. Nothing runs by itself: a waiting caller runs
-random streams until its event has fired. Thread-safe.
+Only events order streams. Nothing runs by itself: a waiting caller runs random streams until its
+event has fired. Thread-safe.
 """
 
 import ctypes
@@ -29,12 +29,11 @@ class FakeEvent:
         self._device = device
 
     def fired(self) -> bool:
-        """Whether the event has fired. Sometimes runs the device first."""
+        """Sometimes runs the device first."""
         self._device.run_seldom()
         return self.has_fired
 
     def wait(self) -> None:
-        """Run the device until the event has fired."""
         self._device.hesitate()
         self._device.wait(self)
 
@@ -99,7 +98,7 @@ class FakeDevice:
     def hesitate(self) -> None:
         with self._lock:
             pause_s = self._random.random() * _HESITATION_S
-        # the delay is the purpose: it mixes the order of threads
+        # it mixes the order of threads
         time.sleep(pause_s)
 
     def wait(self, event: FakeEvent) -> None:
@@ -175,7 +174,7 @@ class FakeDriver:
         return event
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> FakeEvent:
-        """See `DeviceDriver`. Unpinned copies end before this returns, as with some drivers."""
+        """Unpinned copies end before this returns, as with some drivers."""
 
         def work() -> None:
             for host, device, nbytes in zip(

@@ -4,11 +4,8 @@
     tier.checked, tier.mismatches  # whole values compared; those that differ from the put
 
 It keeps the `max_keys` digests used last (xxh3-128, against faults, not forgers). A whole value
-with another digest is a TierError. Ranges are not checked.
-
-**A value is checked only if its digest is certain.** A put probes first, which costs a round trip,
-and keeps a digest only if the key was absent. A key with overlapping calls is not checked. Changes
-by other processes are not seen.
+with another digest is a TierError. Not checked: ranges, keys that existed before the put (it probes
+first), keys with overlapping calls. Changes by other processes are not seen.
 """
 
 import asyncio
@@ -42,7 +39,7 @@ OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 log = logging.getLogger("kvhold.audit")
 
 _PREFIX = "audit_"
-_LARGE_BYTES = 256 << 10  # hashed in about 20 µs; more bytes are hashed in a thread
+_LARGE_BYTES = 256 << 10  # more are hashed in a thread; these take about 20 µs
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ class AuditTier:
         got: list[int | TierError | None],
         before: Sequence[bytes | None],
     ) -> list[int | TierError | None]:
-        # leave out changed keys: the read may have met the old or the new value
+        # of changed keys, the read may have met either value
         some = [
             (i, size, digest)
             for i, digest in enumerate(before)
@@ -238,11 +235,11 @@ class _Digests:
         self._max_keys = max_keys
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
         self._changing: dict[bytes, int] = {}
-        # keys that overlapping calls change
+        # changed by overlapping calls
         self._disputed: set[bytes] = set()
 
     def of(self, key: bytes) -> bytes | None:
-        """Return the digest; None: it is unknown or changing."""
+        """None: unknown or changing."""
         if key in self._changing or key not in self._kept:
             return None
         self._kept.move_to_end(key)

@@ -35,10 +35,7 @@ _MOST_PENDING = 1000
 
 
 class Clears:
-    """The clears of one tier.
-
-    remember_generation: writes a shared tier's generations to the disk
-    """
+    """remember_generation: writes a shared tier's generations to the disk"""
 
     def __init__(self, guard: "Guard") -> None:
         self.suppressed = Suppressed(now)
@@ -50,7 +47,7 @@ class Clears:
         self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
-        self._resumed = set[bytes]()  # clears of the last run
+        self._resumed = set[bytes]()  # of the last run
         # prefix -> number of a pending clear -> see `KeepsClears.advance`
         self._asked_s: dict[bytes, dict[int, float]] = {}
 
@@ -59,9 +56,9 @@ class Clears:
 
         asked_s: see `KeepsClears.advance`
 
-        If there is a journal, the clear is on the disk when this returns. A private tier with too
-        many pending clears gets one clear of everything instead. It is due when the current writes
-        have ended. In a read-only tier the values stay suppressed.
+        With a journal, the clear is on the disk when this returns. A private tier with too many
+        pending clears gets one clear of everything, after the current writes. In a read-only tier
+        the values stay suppressed.
         """
         if (
             not self._guard.traits.shared
@@ -89,8 +86,8 @@ class Clears:
     async def end(self, pending_clear: PendingClear) -> int:
         """Remove the values of a pending clear. Return their number.
 
-        Call this when the prefix's writes from before `begin` have ended. After a fault of the
-        tier, a background task tries again.
+        Call this after the prefix's writes from before `begin`. After a fault, a background task
+        tries again.
         """
         if self._stays_suppressed:
             log.warning(
@@ -124,7 +121,7 @@ class Clears:
                     await self._journal.remove(self._guard.place, prefix)
 
     def hide(self, prefix: bytes) -> None:
-        """Suppress a prefix. `remember` writes the clear to the disk."""
+        """`remember` writes the clear to the disk."""
         self.suppressed.add(prefix)
 
     async def remember(self) -> None:
@@ -148,7 +145,7 @@ class Clears:
             self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
 
     async def _clear_pending(self, prefix: bytes) -> int:
-        """Remove the values of one pending clear, except values stored after its start."""
+        """Remove values, except those stored after the clear's start."""
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
@@ -165,7 +162,7 @@ class Clears:
         return removed
 
     async def _ended(self, prefix: bytes, pending_clear: int) -> None:
-        """End a pending clear, first in the journal: otherwise a restart would repeat it."""
+        """First in the journal: otherwise a restart would repeat it."""
         async with self._journal_turn:
             if self._journal is not None and self.suppressed.number(prefix) == pending_clear:
                 await self._journal.remove(self._guard.place, prefix)
@@ -194,7 +191,7 @@ class Clears:
         if call.result is None:
             return 0
         if self.remember_generation is not None:
-            # otherwise a restarted node knows the clear only by its marker, which may be lost
+            # a restarted node would know the clear only by its marker, which may be lost
             await self.remember_generation()
         await self._ended(prefix, pending_clear)
         removed, is_done = await self._remove_garbage(tier, call.result)
@@ -235,8 +232,7 @@ class Clears:
     async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
         """Remove all values that a scan finds. Return their number.
 
-        The clear stays pending while an earlier write runs past its deadline: its value may still
-        appear.
+        The clear stays pending while an earlier write runs past its deadline.
         """
         may_appear = self._guard.has_late_writes(self.suppressed.due_s(prefix))
         keys, fault = await self._guard.scan_all(prefix)
@@ -263,7 +259,7 @@ class Clears:
     async def _retry_clears(self, first_pause_s: float | None = None) -> None:
         pause_s = self._guard.config.breaker_pause_s if first_pause_s is None else first_pause_s
         while self.suppressed.all_due or self.garbage:
-            # a retry after a growing pause, cancelled by `close`
+            # cancelled by `close`
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, max(self._guard.config.breaker_pause_s, 2 * pause_s))
             for prefix in self.suppressed.all_due if self._guard.available else ():

@@ -10,15 +10,13 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
 - a clear that ended without a folder: the folder's line, the prefix in hex
 
-A clear may end while a folder of its tier is away, such as an unmounted disk. Then only the folder
-below the mount point is cleared. The clear is pending again when the missing folder is back.
+A clear may end while a folder of its tier is away, such as an unmounted disk. It is pending again
+when the folder is back.
 
-A store may have several places, since its URL can be written in several ways (`place_of`). So a new
-place may be any store, and gets the pending clears of all removed places. This only costs misses.
+A new place may be any store under another URL, so it gets the pending clears of all removed places.
 
-The file is bounded. A private tier with too many pending clears gets one clear of everything
-(`clears.py`). Clears of a shared tier beyond the bound are logged and not written. If the file is
-invalid, `begin` gives every tier a pending clear of everything.
+Beyond the bounds, a private tier gets one clear of everything (`clears.py`), and clears of a shared
+tier are only logged. An invalid file gives every tier a clear of everything.
 """
 
 import asyncio
@@ -37,8 +35,8 @@ log = logging.getLogger(__name__)
 
 _MOST_JOURNALED = 100_000
 _MOST_REACHED = 20_000
-_MOST_FOLDERS = 64  # absent folders of a tier; the one opened longest ago is forgotten
-_MOST_MISSED = 1000  # clears of a folder; more become one clear of everything
+_MOST_FOLDERS = 64  # absent ones of a tier; the one opened longest ago is forgotten
+_MOST_MISSED = 1000  # of a folder; more become one clear of everything
 _MOST_BYTES = 16 << 20
 
 
@@ -46,7 +44,7 @@ class ClearsJournal:
     """`pending` is read once at the start. Await `add`, `remove` and `reach` from one loop."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
-        """Read the file. Raises ConfigError if it cannot be read or belongs to another user."""
+        """Raises ConfigError if the file cannot be read or belongs to another user."""
         self._path = path
         self._any_owner = any_owner
         self._lock = threading.Lock()
@@ -84,7 +82,7 @@ class ClearsJournal:
             self._all_owe = True
 
     def begin(self, tiers: Sequence[str]) -> None:
-        """Begin with the configured tiers. tiers: their places"""
+        """tiers: the places of the configured tiers."""
         with self._lock:
             if self._all_owe:
                 self._all_owe = False
@@ -130,12 +128,12 @@ class ClearsJournal:
     async def reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
         """Store the generations of this host's chunks: tier -> namespace -> number.
 
-        Call it after `add`: pending clears must cover chunks of older generations.
+        Call it after `add`: pending clears must cover older generations.
         """
         await asyncio.to_thread(self._reach, numbers)
 
     def _reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
-        # the clears of other namespaces are learned again after a restart
+        # other namespaces' clears are learned again after a restart
         with self._lock:
             new = {
                 tier: dict(list(of_tier.items())[:_MOST_REACHED])
@@ -170,14 +168,11 @@ class ClearsJournal:
         return places + pending + reached + folders
 
     async def meet(self, tier: str, path: str, identity: str) -> list[bytes]:
-        """Note which folder is at a path of a tier.
-
-        Return the prefixes of the clears that the folder has missed. They are pending again.
-        """
+        """Note which folder is at a path. Return its missed clears, pending again."""
         return await asyncio.to_thread(self._meet, tier, path, identity)
 
     async def remove(self, tier: str, prefix: bytes) -> None:
-        """End a clear. Folders of the tier that are away now have missed it."""
+        """End a clear. Folders that are away now have missed it."""
         await asyncio.to_thread(self._change, tier, prefix, pending=False)
 
     def _change(self, tier: str, prefix: bytes, *, pending: bool) -> None:
@@ -208,7 +203,6 @@ class ClearsJournal:
             return list(missed)
 
     def _miss(self, tier: str, identity: str, prefixes: Iterable[bytes]) -> None:
-        """Note clears that ended without a folder."""
         folders = self._folders.setdefault(tier, {})
         missed = folders.get(identity, {}) | dict.fromkeys(prefixes)
         is_everything = b"" in missed or len(missed) > _MOST_MISSED
@@ -221,7 +215,6 @@ class ClearsJournal:
         self._miss(tier, identity, [bytes.fromhex(each) for each in missed])
 
     def _add(self, tier: str, prefix: bytes) -> None:
-        """Add a pending clear, without saving it."""
         prefixes = self._pending.setdefault(tier, {})
         if not prefix:
             self._pending[tier] = {b"": None}

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reach:
-    """slice_bytes: a copy of pinned memory may not cross a multiple of it, counted from `address`"""
+    """slice_bytes: a copy may not cross a multiple of it, counted from `address`"""
 
     address: int
     pinned: bool

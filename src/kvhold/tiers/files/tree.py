@@ -73,7 +73,7 @@ class FileTree:
             os.close(fd)
 
     def stat_file(self, name: str) -> os.stat_result | None:
-        """Return the file's state; None: not a regular file."""
+        """None: not a regular file."""
         try:
             state = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -100,7 +100,7 @@ class FileTree:
         used_ns: int | None = None,
         reuse: str | None = None,
     ) -> tuple[str, os.stat_result]:
-        """Write all pieces to a new temporary file. Return its name and state.
+        """Write a new temporary file. Return its name and state.
 
         allocate: preallocate; not on network file systems, where libc writes to each block
         used_ns:  the file's mtime
@@ -128,7 +128,7 @@ class FileTree:
             raise
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file. Replaces any file named `new`, and makes a missing folder."""
+        """Replaces any file named `new`, and makes a missing folder."""
         try:
             os.rename(old, new, src_dir_fd=self._root, dst_dir_fd=self._root)
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class FileTree:
             self._sync_folder(name.rpartition("/")[0])
 
     def link(self, old: str, new: str) -> None:
-        """Link a file. Raises FileExistsError if `new` exists, OSError if links do not work."""
+        """Raises FileExistsError if `new` exists, OSError if links do not work."""
         try:
             os.link(old, new, src_dir_fd=self._root, dst_dir_fd=self._root, follow_symlinks=False)
         except FileNotFoundError:
@@ -190,14 +190,14 @@ class FileTree:
             if fill_parts(fd, pieces, nbytes, at=start, direct=self._direct) != nbytes:
                 return None
             if used_ns is not None:
-                with suppress(OSError):  # only affects the order after a restart
+                with suppress(OSError):  # only the order after a restart
                     os.utime(fd, ns=(used_ns, used_ns))
             return nbytes
         finally:
             os.close(fd)
 
     def remove(self, name: str) -> bool:
-        """Remove a file. A power cut may bring it back until `sync_folder`."""
+        """A power cut may bring the file back until `sync_folder`."""
         try:
             os.unlink(name, dir_fd=self._root)
         except FileNotFoundError:
@@ -205,7 +205,7 @@ class FileTree:
         return True
 
     def sync_folder(self, name: str) -> None:
-        """Make removals from a folder durable. A missing folder needs nothing."""
+        """Make removals from a folder durable. A missing folder is fine."""
         with suppress(FileNotFoundError):
             self._fsync(name)
 

@@ -5,17 +5,15 @@
     if inbox.continues(number): ...              # the bus can go on after this change
     record = await inbox.next(number)            # None: it cannot
 
-Records on the bus are not trusted. A node tells its followers a key when they log in
-(`PeerWelcome`), and seals its records with it: forged records, and those of another incarnation,
-are ignored and counted. The clock in the seal shows records that were held back or sent again.
-They are taken, but do not show that the bus is current. The follower compares that clock with its
-own as of the moment when it asked for the welcome: the welcome may arrive late, and would then make
-old records look new.
+Records are not trusted. A node seals them with a key from its `PeerWelcome`: records that are
+forged or of another incarnation are ignored and counted. The clock in the seal exposes delayed and
+repeated records, which do not count as current. It is compared with this host's clock at the
+request for the welcome, because the welcome may arrive late.
 
     seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
           as they are sent over a connection
 
-One event loop. The bus itself is `nats_bus.py`.
+One event loop.
 """
 
 import asyncio
@@ -37,7 +35,7 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
 KEY_BYTES = 32
 MOST_SEALED_BYTES = 256 << 10
 BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
-SILENT_S = 5.0  # a node publishes something every second
+SILENT_S = 5.0  # a node publishes every second
 _CANCEL_AGAIN_S = 2.0
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
 _HEAD_BYTES = _MAC_BYTES + _CLOCK_BYTES
@@ -79,13 +77,13 @@ class BusConfig:
 
 class BusSession(Protocol):
     async def publish(self, incarnation: int, data: bytes) -> None:
-        """Publish a sealed record of a node. Its errors are for `Bus.connected`."""
+        """Its errors are for `Bus.connected`."""
         ...
 
 
 class Bus(Protocol):
     """source: the bus in messages, without secrets
-    fault:  why it cannot be used now; empty: it can. Any thread
+    fault: why it cannot be used now; empty: it can. Any thread
     """
 
     source: str
@@ -96,7 +94,7 @@ class Bus(Protocol):
         ...
 
     def connected(self) -> AbstractAsyncContextManager[BusSession]:
-        """Raises TierUnavailable: no connection, or it has failed."""
+        """Raises TierUnavailable."""
         ...
 
     async def check(self) -> list[str]:
@@ -105,7 +103,7 @@ class Bus(Protocol):
 
 
 def clock_ms() -> int:
-    """Return the time since some moment that stays the same while this host runs."""
+    """Milliseconds from a moment that stays the same while this host runs."""
     return time.monotonic_ns() // 1_000_000
 
 
@@ -131,10 +129,9 @@ def _mac(key: bytes, incarnation: int, data: bytes) -> bytes:
 
 
 class Inbox:
-    """The records of one incarnation that wait to be taken, with no gap between them.
+    """The waiting records of one incarnation, without gaps.
 
-    begins: the change after which the inbox has, or gets, all changes: a taken one is not there
-            any more. None: none has come
+    begins: the change after which it gets all changes; taken ones are gone. None: none has come
     ends:   the last change that has come
     """
 
@@ -156,7 +153,7 @@ class Inbox:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a record came that the peer sealed in the last `SILENT_S`, not long ago."""
+        """Whether the peer sealed a record in the last `SILENT_S`."""
         return self._left_s > 0
 
     @property
@@ -164,7 +161,7 @@ class Inbox:
         return SILENT_S - (self._clock() - self._fresh_at_ms) / 1000
 
     def put(self, data: bytes) -> str:
-        """Take a record from the bus. Returns why it is ignored; empty: it is not."""
+        """Return why the record is ignored; empty: it is not."""
         body = data[_MAC_BYTES:]
         if not compare_digest(_mac(self.key, self.incarnation, body), data[:_MAC_BYTES]):
             return "forged"
@@ -174,7 +171,7 @@ class Inbox:
             return "protocol"
         now_ms = self._clock()
         sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little")
-        # no record is sealed later than now: the peer's clock runs faster than this one
+        # no record is sealed later than now: the peer's clock is ahead
         self._ahead_ms = min(self._ahead_ms, now_ms - sealed_ms)
         if now_ms - (sealed_ms + self._ahead_ms) <= 1000 * SILENT_S:
             self._fresh_at_ms = now_ms
@@ -210,7 +207,7 @@ class Inbox:
             self._pop()
 
     async def next(self, number: int) -> p.Happened | None:
-        """Wait for changes after `number`. None: `continues` is false."""
+        """None: `continues` is false."""
         while self.continues(number):
             if self._records:
                 return self._pop()
@@ -228,7 +225,7 @@ class Inbox:
 
 
 class Inboxes:
-    """The inboxes of all peers that are followed now, one for an incarnation.
+    """The inboxes of all followed peers, one for an incarnation.
 
     now_ms: this host's clock, see `clock_ms`
     """
@@ -241,11 +238,11 @@ class Inboxes:
         self.num_ignored = 0
 
     def open(self, incarnation: int, told: p.PeerBus, *, asked_ms: int, own: Inbox | None) -> Inbox:
-        """Return the inbox of an incarnation, as its welcome tells of it. Raises ValueError.
+        """Return the inbox of an incarnation, after its welcome. Raises ValueError.
 
         asked_ms: see `Inbox.welcomed`
-        own:      the caller's inbox; used further if it is that of this incarnation. That of
-                  another follower is replaced: it has taken records that the caller lacks
+        own:      the caller's inbox, reused for the same incarnation. Another follower's is
+                  replaced: it has taken records that the caller lacks
         """
         if len(told.key) != KEY_BYTES or not 0 < incarnation < 1 << 64:
             raise ValueError(f"a bus with a key of {len(told.key)} bytes")

@@ -2,13 +2,12 @@
 
     await Follower(peer, index, ...).run()     # until cancelled
 
-A lost connection or a gap begins again: with the next change if the peer still has it, else with a
-snapshot. While a peer is not followed, its chunks are not found; after `forget_s` they leave the
-index.
+After a lost connection or a gap, it goes on with the next change if the peer still has it, else
+with a snapshot. Chunks of a peer that is not followed are not found; after `forget_s` they leave
+the index.
 
-**With a bus** (`bus.py`). The connection is closed as soon as the bus continues where it is. If the
-bus has a gap or is silent, the peer is followed over a connection again. The peer stays followed
-meanwhile, if it answers.
+**With a bus** (`bus.py`), the connection is closed as soon as the bus continues, and opened after a
+gap or silence of the bus. The peer stays followed.
 """
 
 import asyncio
@@ -57,7 +56,7 @@ class Follower:
         """most_chunks: in the index
         is_followed_elsewhere: whether an incarnation is followed at another of its addresses
         learned: called with each namespace that a peer has cleared, b"" means all
-        inboxes: of the bus; None: there is no bus
+        inboxes: None: there is no bus
         """
         self._peer = peer
         self._index = index
@@ -97,15 +96,12 @@ class Follower:
             self._peer.tried.set()
             if self._peer.lost_s is not None and now() - self._peer.lost_s >= self._forget_s:
                 await self._forget()
-            # a retry after a growing pause, cancelled by `close`
+            # cancelled by `close`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _follow_once(self) -> PeerFault | None:
-        """Follow until something fails.
-
-        Returns the fault; None: it is this node itself, or one that is followed already.
-        """
+        """Return the fault; None: it is this node itself, or one that is followed already."""
         peer = self._peer
         try:
             while (inbox := await self._follow_connection()) is not None:
@@ -121,7 +117,7 @@ class Follower:
     async def _follow_connection(self) -> Inbox | None:
         """Follow over a connection until the bus can go on, and return its inbox.
 
-        None: it is this node itself, or one that is followed already.
+        None: as for `_follow_once`.
         """
         peer = self._peer
         stream: Stream | None = None
@@ -160,10 +156,7 @@ class Follower:
                 stream.close()
 
     def _use_inbox(self, welcome: p.PeerWelcome | None, asked_ms: int = 0) -> None:
-        """Open the inbox of a peer that publishes, and close the one before.
-
-        asked_ms: see `Inbox.welcomed`
-        """
+        """Open the inbox of a peer that publishes, and close the one before."""
         before, self._inbox = self._inbox, None
         if self._inboxes is None:
             return
@@ -184,7 +177,7 @@ class Follower:
         )
 
     async def _follow_bus(self, inbox: Inbox) -> None:
-        """Take changes from the bus. Returns when changes are missing, or it is not current."""
+        """Take changes from the bus until changes are missing, or it is not current."""
         peer, began_s = self._peer, now()
         peer.is_by_bus = True
         self._is_followed()
@@ -194,7 +187,7 @@ class Follower:
                 if record.after >= peer.after:
                     await self._take(record)
         except (ProtocolError, ValueError) as error:
-            peer.after = 0  # a snapshot, too, because a part of the record may be in the index
+            peer.after = 0  # a part of a record may be in the index
             log.warning("%s: its record on the bus cannot be used: %s", peer.address, error)
         finally:
             peer.is_by_bus = False

@@ -7,11 +7,10 @@
 
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 
-The stream is made if it is missing; one that exists is used as it is. A connection that fails is
-made again, to the next server. The reader then goes on where it was. It asks for no
-acknowledgements: the numbers of the changes show what is missing.
+A missing stream is made. After a lost connection, the reader goes on with the next server. It asks
+for no acknowledgements: the numbers of the changes show gaps.
 
-Each event loop has a `NatsBus` of its own. No password or token is in an error.
+Each event loop has its own `NatsBus`. No password or token is in an error.
 """
 
 import asyncio
@@ -104,14 +103,14 @@ class NatsBus:
                     finally:
                         number = subscription.number
             except TierUnavailable:
-                pass  # `connected` has noted it
-            # a retry after a growing pause, cancelled by the tier's `close`
+                pass  # noted by `connected`
+            # cancelled by the tier's `close`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator["NatsSession"]:
-        """Raises TierUnavailable: no connection, or it has failed."""
+        """Raises TierUnavailable."""
         server = self._servers[0]
         self._servers.append(self._servers.pop(0))  # the next one is tried after a fault
         client = _Client(must_use_tls=self._tls is not None)
@@ -122,7 +121,7 @@ class NatsBus:
                     servers=[f"{_SCHEME}{server}"],
                     name="kvhold",
                     allow_reconnect=False,
-                    # else nats-py tries a server that is away for two minutes
+                    # else nats-py tries a lost server for two minutes
                     max_reconnect_attempts=1,
                     reconnect_time_wait=0,
                     connect_timeout=_CONNECT_S,
@@ -184,7 +183,7 @@ class NatsSession:
         self._ended.set()
 
     async def note(self, error: Exception) -> None:
-        """Log what nats-py reports, and the errors of a subscription's callback."""
+        """Log the reports of nats-py, and the errors of a subscription's callback."""
         self.last_error = error
         level = logging.DEBUG if isinstance(error, nats.errors.Error | OSError) else logging.ERROR
         log.log(level, "peers: NATS: %s", type(error).__name__)
@@ -194,7 +193,6 @@ class NatsSession:
         return self._ended.is_set()
 
     async def find_stream(self) -> None:
-        """Make the stream if it is missing."""
         config = self._config
         try:
             found: StreamInfo = await self._jetstream.stream_info(config.bus_stream)
@@ -219,7 +217,7 @@ class NatsSession:
         await self._jetstream.publish(f"{stream}.{incarnation:016x}", data, stream=stream)
 
     async def subscribe(self, inboxes: Inboxes, *, after: int) -> "_Subscription":
-        """after: number of the last message that was read; 0: begin with new ones"""
+        """after: number of the last message that was read; 0: only new ones"""
         stream = self._config.bus_stream
         subscription = _Subscription(inboxes, after, self._ended)
         # a stream that was made again counts from 1
@@ -252,13 +250,13 @@ class _Subscription:
 
     async def take(self, message: Msg) -> None:
         self._num_taken += 1
-        # a message that somebody sent to this inbox, not to the stream, has no number
+        # a message sent to this inbox, not to the stream, has no number
         with suppress(nats.errors.Error, ValueError, IndexError):
             self.number = message.metadata.sequence.stream
         self._inboxes.put(_incarnation_of(message.subject), message.data)
 
     async def ended(self) -> None:
-        """Wait until the connection is closed, or nothing has come for `_IDLE_S`."""
+        """Wait until the connection is closed, or idle for `_IDLE_S`."""
         before = -1
         while before != self._num_taken:
             before = self._num_taken
@@ -271,7 +269,7 @@ class _Subscription:
 class _Client(Client):  # type: ignore[misc]  # it may not be installed
     """Sends nothing in clear text if TLS is wanted: NATS begins without, and the server decides.
 
-    nats-py has no public way for this, nor for closing a connection whose login was refused.
+    nats-py has no public way for this, nor to close a connection whose login was refused.
     """
 
     def __init__(self, *, must_use_tls: bool) -> None:
@@ -279,7 +277,7 @@ class _Client(Client):  # type: ignore[misc]  # it may not be installed
         self._must_use_tls = must_use_tls
 
     async def end(self) -> None:
-        """Close the connection, also one that was never complete."""
+        """Close the connection, even an incomplete one."""
         try:
             with suppress(*_FAULTS):
                 async with asyncio.timeout(_CLOSE_S):
@@ -296,7 +294,7 @@ class _Client(Client):  # type: ignore[misc]  # it may not be installed
 
 
 def _servers_of(text: str) -> list[Address]:
-    """Raises ConfigError, which does not quote the setting: it may hold a password."""
+    """Raises ConfigError without the setting, which may hold a password."""
     names = text.removeprefix(_SCHEME).split(",")
     if not text.startswith(_SCHEME) or "@" in text or "/" in text.removeprefix(_SCHEME):
         raise ConfigError(

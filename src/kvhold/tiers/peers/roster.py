@@ -2,12 +2,11 @@
 
     roster = Roster(...); roster.start(); roster.peers ...; await roster.close()
 
-A directory is read every `refresh_s`. A peer that leaves the list is lost: its chunks are not
-found, and leave the index after `forget_s`. If it is listed again before, it is followed from where
-it was.
+A directory is read every `refresh_s`. The chunks of an unlisted peer are not found, and leave the
+index after `forget_s`. If it is listed again before, it is followed from where it was.
 
-A list that cannot be read, or is empty, changes nothing at first. After `keep_list_s`, those peers
-leave that are lost; what answers is followed further. One event loop, but for `status` and `own`.
+After `keep_list_s` of unreadable or empty lists, only peers that answer stay. One event loop, but
+for `status` and `own`.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _READ_S = 4.0  # less than a check may take, see `GuardConfig.get_timeout_s`
 _LEAVE_S = 2.0
-_MOST_NAMED = 10  # addresses in a line of the log
+_MOST_NAMED = 10  # in a line of the log
 _GOES_ON = "the last list stays in use"
 TOO_MANY = (
     f"at most {MOST_PEERS} peers are followed; for more hosts use a central cache (kvhold://), or "
@@ -54,8 +53,8 @@ class Roster:
         directory: Directory | None = None,
         timing: DirectoryConfig | None = None,
     ) -> None:
-        """make_peer:  its arguments are the peer's number and its address
-        addresses:  without a directory: all peers, at most MOST_PEERS
+        """make_peer: its arguments are the peer's number and its address
+        addresses: without a directory: all peers, at most MOST_PEERS
         """
         self._index = index
         self._make_peer = make_peer
@@ -80,7 +79,7 @@ class Roster:
 
     @property
     def peers(self) -> list[Peer]:
-        """The peers of the list, in the order of their numbers. Any thread."""
+        """In the order of their numbers. Any thread."""
         return [peer for _, peer in sorted(dict(self._peers).items()) if peer.is_listed]
 
     @property
@@ -93,7 +92,7 @@ class Roster:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the peers in the index, also of those that are no longer listed."""
+        """Of the peers in the index, also of unlisted ones."""
         return list(self._peers)
 
     def by_number(self, number: int) -> Peer | None:
@@ -214,10 +213,7 @@ class Roster:
         self._list_fault = fault
 
     async def _use(self, addresses: Iterable[Address]) -> int:
-        """Follow these peers, and no others. Returns the number of those that are too many.
-
-        Peers that are listed already come first.
-        """
+        """Follow these peers only, listed ones first. Returns the number beyond the limit."""
         wanted = set(addresses)
         before = [peer for peer in self.peers if peer.address not in wanted]
         for peer in before:

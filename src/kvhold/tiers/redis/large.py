@@ -5,12 +5,11 @@ A put without a time to live has three steps:
 2. Write the head, which makes the value visible and expires after one hour.
 3. Remove the expiry of the head and the parts, in one transaction, if the head is still there.
 
-So the remains of an interrupted put expire. A head without all parts (the server may evict one) is
-a miss, and its reader removes it. With a time to live, the parts expire two hours after the head.
+So the remains of an interrupted put expire. The reader of a head without all parts misses, and
+removes it. With a time to live, the parts expire two hours after the head.
 
-A delete removes the head that it saw and its parts in one transaction. A smaller string is removed
-without one, for speed. If a value in parts replaces it at that moment, its parts are removed next,
-unless the delete is interrupted just then.
+A delete removes the head that it saw and its parts in one transaction. A small string is removed
+without one, for speed; parts of a value that replaces it then are removed next.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +43,7 @@ class LargeValues:
         self._part_bytes = part_bytes
 
     async def sizes(self, names: Sequence[bytes]) -> list[int | TierError | None]:
-        """Return sizes; None: a part is missing, or the string has changed; or a fault."""
+        """None: a part is missing, or the string has changed."""
         peeks = [peek(name) for name in names]
         await self._router.run("probe", peeks, bulk=False)
         return [
@@ -94,7 +93,7 @@ class LargeValues:
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Replace a value. Return whether there was one, or the fault."""
+        """Return whether there was a value, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:
@@ -113,11 +112,11 @@ class LargeValues:
         await self.remove_parts([(name, head)])
 
     async def delete(self, name: bytes) -> bool:
-        """Remove the present value, with its parts. Return whether there was one."""
+        """Return whether there was a value."""
         return await self._transact("delete", lambda: _Remove(name)) not in (0, None)
 
     async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
-        """Remove the parts of values whose heads are removed. heads: (name, head)"""
+        """heads: removed ones, with their names"""
         calls = [
             RedisCall(part, "UNLINK", part)
             for name, head in heads
@@ -190,12 +189,12 @@ class LargeValues:
 
 
 def peek(name: bytes) -> RedisCall:
-    """Read one byte more than HEAD_BYTES, because a longer string is not a head."""
+    """One byte more than HEAD_BYTES: a longer string is not a head."""
     return RedisCall(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
 class RemoveString(RedisCall):
-    """Remove a string in one round trip. The reply is the number of removed strings.
+    """One round trip. The reply is the number of removed strings.
 
     seen: the string's first bytes, one more than a head has
     """
@@ -222,7 +221,7 @@ class RemoveString(RedisCall):
 
 
 class _Remove(Transaction):
-    """Remove a string, and its parts if it is a head. With `only`, remove only this head."""
+    """Remove a string, and the parts of a head. With `only`, only this head."""
 
     def __init__(self, name: bytes, only: Head | None = None) -> None:
         super().__init__(name)
