@@ -1,8 +1,7 @@
 """KIVI: 4 or 2 bits per element, between the least and the largest of its group.
 
-After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). Some
-channels of keys are many times larger than the others, so a group of keys is tokens of one channel.
-A group of values is channels of one token.
+After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). A
+group is tokens of one channel of keys, or channels of one token of values.
 """
 
 from typing import ClassVar
@@ -21,11 +20,9 @@ SMALLEST = 2.0**-100
 
 
 class KIVI(Quantised):
-    """A group stores its least and its largest value; 14 levels lie between them.
-
-    |decoded - original| is at most 1/30 of their distance (or 2**-119, if that is more), plus half
-    a unit in the last place of the dtype. The two stored values are exact, unless they are less
-    than 2**-119 apart. Groups of zeros stay zeros. Latent KV (MLA) is coded like keys.
+    """|decoded - original| is at most 1/30 of the distance of a group's ends (or 2**-119, if that
+    is more), plus half a unit in the last place of the dtype. Ends are exact, unless less than
+    2**-119 apart. Groups of zeros stay zeros. Latent KV (MLA) is coded like keys.
     """
 
     name: ClassVar[str] = "kivi4"
@@ -93,7 +90,7 @@ def write_keys(plane: Elements, place: LayerShape, bits: int, out: memoryview) -
 
 
 def read_keys(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
-    """Undo `write_keys`. Raises FrameError."""
+    """Raises FrameError."""
     full = place.tokens // groups.GROUP
     ends = _read_ends(encoded, place, (full, 2, place.width))
     codes, rest = _keys_parts(np.frombuffer(encoded, np.uint8), place, bits, ends)
@@ -115,7 +112,7 @@ def write_values(plane: Elements, place: LayerShape, bits: int, out: memoryview)
 
 
 def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
-    """Undo `write_values`. Raises FrameError."""
+    """Raises FrameError."""
     ends = _read_ends(
         encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim))
     )
@@ -124,10 +121,7 @@ def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elemen
 
 
 def is_too_small(largest: float, place: LayerShape) -> bool:
-    """Whether a layer's largest magnitude is a denormal or below 2**-100.
-
-    Such layers are stored unchanged, to keep the error bound.
-    """
+    """Whether a layer is stored unchanged to keep the error bound: below 2**-100, or a denormal."""
     return 0 < largest < max(LEAST_NORMAL[place.dtype], SMALLEST)
 
 

@@ -38,14 +38,14 @@ class _Cut:
 
     parts: the planes, which have separate frequencies
     width: elements of a token
-    step:  an exponent's step in the first byte
+    step:  an exponent's step in the first byte; 0: no bias
     """
 
     parts: int
     elements: int
     size: int
     width: int
-    step: int  # 0: no bias
+    step: int
 
     @property
     def kind(self) -> str:

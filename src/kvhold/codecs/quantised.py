@@ -23,7 +23,7 @@ from kvhold.kernels.numba_floats import KINDS, Floats
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer of `layers`: [planes, tokens, heads, head_dim] of `dtype`."""
+    """[planes, tokens, heads, head_dim] of `dtype`, one of `layers`."""
 
     codec: str
     layer: int
@@ -132,7 +132,7 @@ class Quantised(ABC):
 
 
 def read_scales(data: memoryview, place: LayerShape) -> Floats:
-    """Return float32 [n]. Raises FrameError if one is negative or not finite."""
+    """float32 [n]. Raises FrameError if one is negative or not finite."""
     scales: Floats = read_elements(data, "<f4")
     if not (scales >= 0).all() or not np.isfinite(scales).all():
         raise place.wrong("a scale that is negative or not finite")

@@ -64,7 +64,7 @@ def check_codec(name: str) -> None:
 
 
 def is_lossy(name: str) -> bool:
-    """Whether a known codec loses precision. Imports only a plugin's class."""
+    """Imports only a plugin's class."""
     if name in _OURS:
         return name not in LOSES_NOTHING
     try:
@@ -74,7 +74,7 @@ def is_lossy(name: str) -> bool:
 
 
 def find_codec(name: str) -> Codec | None:
-    """Return the codec for a frame's header. None: unknown, or cannot be loaded (logged)."""
+    """None: unknown, or cannot be loaded (logged)."""
     if name not in _OURS and name not in _plugins():
         return None  # not cached: other hosts may send any name
     try:

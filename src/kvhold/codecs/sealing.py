@@ -3,10 +3,8 @@
     parts = keyring.seal((header, payload), key=key, tenant="acme")
     frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
 
-Each frame has its own key (HKDF-SHA256; see docs/format.md). So a tenant's key may seal any number
-of frames. A frame cannot be unsealed as another chunk or for another tenant.
-
-A tenant's first key seals; all its keys unseal. Any thread; the GIL is released.
+Each frame has its own key (HKDF-SHA256; see docs/format.md), bound to chunk and tenant. A tenant's
+first key seals; all its keys unseal. Any thread; the GIL is released.
 """
 
 import base64
@@ -26,7 +24,7 @@ MAGIC = b"\x89kvseal\n"
 VERSION = 1
 KEY_BYTES = 32
 _TAG_BYTES = 16
-_SPARE_BYTES = 16  # the library needs them after its output
+_SPARE_BYTES = 16  # needed by the library
 _HEAD = Struct("<8sHH8s32s")  # magic, version, flags, identity of the key, random bytes
 OVERHEAD_BYTES = _HEAD.size + _TAG_BYTES
 
@@ -42,7 +40,7 @@ class _Key:
 
 
 class Keyring:
-    """Keys by tenant. The keys of "" are for tenants without keys."""
+    """By tenant. The keys of "" are for tenants without keys."""
 
     def __init__(self, keys: Mapping[str, Sequence[bytes]]) -> None:
         """Raises ConfigError. keys: KEY_BYTES each."""

@@ -1,7 +1,7 @@
 """turboquant4: 4 bits per channel of a randomly rotated vector. Rotation makes channels alike.
 
 After Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate"
-(2025). The rotation is a Hadamard matrix with random signs.
+(2025), with a Hadamard matrix and random signs.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Checksums of chunks in memory, taken by the writer, checked by each reader.
 
-They are xxh3_64 per layer, as in a raw frame. They detect accidents, not forgery.
+They are xxh3_64 per layer, as in a raw frame, against accidents, not forgery.
 """
 
 import struct
@@ -20,7 +20,7 @@ Values = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Checksums of one group's chunks. Slices share memory.
+    """Of one group's chunks. Slices share memory.
 
     values: [chunks, layers] uint64
     known:  [chunks, layers] bool: computed by the writer, or verified by a reader
@@ -39,7 +39,7 @@ class Checksums:
     def expected(
         cls, packed: bytes, present: npt.NDArray[np.bool_], report: Callable[[Numbers], None]
     ) -> "Checksums":
-        """packed:  BYTES for each layer of each present chunk, little-endian
+        """packed: BYTES for each layer of each present chunk, little-endian
         present: [chunks]
 
         Raises ProtocolError for a wrong length.

@@ -12,7 +12,7 @@ def on_error(*steps: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    # a cancelled call and Ctrl-C, too: the caller alone can undo its work
+    # a cancelled call and Ctrl-C, too
     except BaseException:
         for step in steps:
             step()

@@ -29,7 +29,7 @@ import msgspec
 from kvhold.core.reasons import TIER_DOWN, Reason
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec for outside data: a wrong form, invalid UTF-8, too deep nesting."""
+"""Of msgspec: a wrong form, invalid UTF-8, too deep nesting."""
 
 FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed", "lossy"]
 
@@ -51,7 +51,7 @@ class CapacityError(KVHoldError):
 
 
 class TierError(KVHoldError):
-    """A tier failed. `reason` labels the fault in metrics."""
+    """`reason` labels the fault in metrics."""
 
     retryable = True
     reason = "error"
@@ -106,7 +106,7 @@ class DamagedChunks(KVHoldError):
 
 
 class DeviceError(KVHoldError):
-    """A device failed. Running copies may still use memory."""
+    """Running copies may still use memory."""
 
 
 class DeviceRefused(DeviceError):

@@ -4,9 +4,8 @@
     reading.measured((1, 8 << 20), 0.09)
     reading.costs                                  # (0.001, 1.06e-08)
 
-The fit minimises relative errors, not squares, so one stall does not spoil it. Of equal fits, the
-simplest wins. Three measurements in a row that are far off to one side replace older ones. Any
-thread.
+The fit minimises relative errors, not squares, because of stalls. Of equal fits, the simplest wins.
+Three measurements in a row that are far off to one side replace older ones. Any thread.
 """
 
 import threading
@@ -28,7 +27,7 @@ Quantities = tuple[float, ...]
 
 
 class Estimate:
-    """The costs of some quantities. A quantity that was never 1 or more has no cost."""
+    """A quantity that was never 1 or more has no cost."""
 
     def __init__(self, num_quantities: int) -> None:
         self._subsets = [
@@ -40,7 +39,7 @@ class Estimate:
         self._measured: deque[tuple[Quantities, float]] = deque(maxlen=_MOST)
         self._costs: Quantities | None = None
         self._unseen = 0  # measurements since the last fit
-        self._off = 0  # consecutive measurements off to one side; negative: faster than predicted
+        self._off = 0  # consecutive measurements off to one side; negative: fast
         self._lock = threading.Lock()
 
     @property
@@ -88,7 +87,7 @@ class Estimate:
         self._off = 0 if not side else max(self._off, 0) + 1 if side > 0 else min(self._off, 0) - 1
 
     def _side(self, quantities: Quantities, seconds: float) -> int:
-        """Return 1 if far slower than predicted, -1 if far faster, else 0."""
+        """1: far slower than predicted, -1: far faster, else 0."""
         if self._costs is None:
             return 0
         thought = sum(
@@ -118,10 +117,9 @@ def fit(
 ) -> npt.NDArray[np.float64]:
     """Return costs [quantities], none negative, by least weighted relative errors.
 
-    rows:    [n, quantities]
-    seconds: [n]
-    weights: [n]
-    subsets: quantities with a cost, preferred first
+    rows:             [n, quantities]
+    seconds, weights: [n]
+    subsets:          quantities with a cost, preferred first
 
     Iteratively reweighted least squares (Schlossmacher 1973).
     """

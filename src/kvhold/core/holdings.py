@@ -1,7 +1,4 @@
-"""The holdings of a caller: the bytes of a lease or of a reservation.
-
-A holding ends with its `with`, or with the holder's connection.
-"""
+"""The holdings of a caller: the bytes of a lease or of a reservation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DeviceError, ProtocolError
 from kvhold.core.layout import Layout
 
-ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
+ABSENT = -1  # offset of a chunk that was not granted, or that the hit does not need
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +22,8 @@ class ChunkBytes:
 
     offsets:    [n] int64, in bytes from the arena's start; ABSENT where there is no chunk
     num_tokens: [n] int64
-    sums:       of a reservation: a copy records the checksums of the bytes it writes. Of a lease: a
-                copy compares its checksums with these. None: nothing is checked
+    sums:       of a reservation: receives the checksums of a copy. Of a lease: a copy compares with
+                these. None: nothing is checked
     """
 
     offsets: npt.NDArray[np.int64]
@@ -40,7 +37,7 @@ class ChunkBytes:
 
 
 kept: list["Holding"] = []
-"""Kept holdings. Collecting one would close its connection and free its memory."""
+"""Collecting one would close its connection and free its memory."""
 
 
 class Holding:
@@ -80,8 +77,8 @@ class Lease(Holding):
     """A lease on the bytes of one shard's part of a hit. Read only.
 
     The bytes do not move until the lease is closed. A copy by `memory.copy` compares them with the
-    stored checksums. A reader that uses the buffer directly must call `verify` after reading, and
-    must not use the bytes before that.
+    stored checksums. A direct reader of the buffer must call `verify` after reading, before using
+    the bytes.
     """
 
     def __init__(
@@ -95,13 +92,11 @@ class Lease(Holding):
         checksums: Sequence[bytes] | None = None,
         report: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
-        """Make a lease from the answer to a claim.
-
-        offsets:     [groups, chunks]
-        num_tokens:  [chunks]
-        first_chunk: the number of the first chunk in its prompt
-        checksums:   one item per group, see `Checksums.expected`; None: nothing is compared
-        report:      called with the offsets of damaged chunks
+        """offsets: [groups, chunks]
+        num_tokens: [chunks]
+        first_chunk: its number in the prompt
+        checksums: one item per group, see `Checksums.expected`; None: nothing is compared
+        report: called with the offsets of damaged chunks
 
         Raises ProtocolError for checksums that do not fit the chunks.
         """
@@ -172,12 +167,10 @@ class Reservation(Holding):
         *,
         layout: Layout,
     ) -> None:
-        """Make a reservation from the answer to a reserve.
-
-        offsets: [groups, chunks]; ABSENT for chunks that are present, were not requested, or got no
-                 memory
-        commit:  called with chunk numbers, each granted and given once, and their checksums:
-                 `checksums.BYTES` for each chunk, granted group and layer
+        """offsets: [groups, chunks]; ABSENT for chunks that are present, were not requested, or got
+                 no memory
+        commit: called with chunk numbers, each granted and given once, and their checksums:
+                `checksums.BYTES` for each chunk, granted group and layer
         """
         super().__init__(give_back)
         self.num_tokens = num_tokens
@@ -200,9 +193,7 @@ class Reservation(Holding):
     def commit(self, chunks: Sequence[int] | None = None) -> int:
         """Make chunks visible; all granted ones by default. Their bytes must be complete.
 
-        Computes the checksums that no copy has taken, from the buffer.
-
-        Returns a mark, for `flush(mark)`.
+        Computes the checksums that no copy has taken. Returns a mark, for `flush(mark)`.
         """
         wanted = [
             chunk
@@ -228,7 +219,7 @@ class Reservation(Holding):
 def _sums_of_chunk(
     buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int
 ) -> list[int]:
-    """Return the checksums of one chunk in the buffer: [layers]. xxhash releases the GIL."""
+    """Return [layers]. xxhash releases the GIL."""
     at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
     ranges = (
         layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers)

@@ -40,7 +40,7 @@ Attention = Literal["full", "sliding", "state"]
 
 
 def packing_name(name: str) -> str:
-    """Shorten a long name. The result ends with the digest of the name."""
+    """A long name is cut, and ends with its digest."""
     return (
         name
         if len(name) <= MOST_PACKING

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-_ALIKE = 1.01  # within 1 %, the longer load wins: it leaves the engine free for other requests
+_ALIKE = 1.01  # within 1 %, the longer load wins: it frees the engine
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -88,8 +88,7 @@ class LoadedChunks(msgspec.Struct, frozen=True):
     """Chunks of a prompt that came from one peer.
 
     place:   its address
-    chunks:  runs of chunks, [first, last]; of a long prompt the last run may be complete only in
-             part
+    chunks:  runs of chunks, [first, last]; the last run of a long prompt may be incomplete
     seconds: from the first request to the last answer
     """
 
@@ -101,12 +100,12 @@ class LoadedChunks(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """The decision for one request and its result.
 
-    at_s:         wall clock
-    found:        tokens by source, as far as the lookup searched
-    hit_tokens:   None: it still waits
-    missing:      why the hit ends, in words; empty: nothing is missing, or it still waits
-    load_s, compute_s: measured; None: there was none, or it is unknown
-    loaded:     the chunks that came from peers
+    at_s:              wall clock
+    found:             tokens by source, as far as the lookup searched
+    hit_tokens:        None: it still waits
+    missing:           why the hit ends, in words; empty: it does not, or still waits
+    load_s, compute_s: measured; None: none, or unknown
+    loaded:            the chunks that came from peers
     """
 
     request: str
@@ -126,10 +125,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:
-    """Return [n] seconds to compute all after the first `tokens` tokens.
-
-    At least the last token is computed, for its output.
-    """
+    """[n] seconds to compute all after the first `tokens` tokens: at least the last token."""
     num_left = np.maximum(cost.num_tokens - np.maximum(tokens, cost.computed_tokens), 1)
     pairs = num_left * (cost.num_tokens - num_left / 2)
     seconds: Floats = (
@@ -141,14 +137,14 @@ def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:
 
 
 def prefill_s(cost: ComputeCost, first: int, last: int) -> float:
-    """Return the seconds to compute the tokens from `first` to before `last`."""
+    """Seconds for the tokens from `first` to before `last`."""
     num = max(0, last - first)
     steps = -(-num // cost.step_tokens)
     return steps * cost.step_s + num * cost.token_s + num * (last - num / 2) * cost.pair_s
 
 
 def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:
-    """Return [n] seconds of the copy into the engine; 0 if it has the tokens."""
+    """[n] seconds of the copy into the engine; 0 if it has the tokens."""
     seconds: Floats = np.where(
         tokens > cost.computed_tokens, cost.load_s + nbytes * cost.load_byte_s, 0.0
     )
@@ -156,7 +152,7 @@ def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:
 
 
 def total_s(cost: ComputeCost, options: LoadOptions) -> Floats:
-    """Return [n] seconds until the first token."""
+    """[n] seconds until the first token."""
     return (
         options.wait_s
         + load_s(cost, options.tokens, options.nbytes)

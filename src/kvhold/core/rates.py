@@ -1,8 +1,6 @@
-"""How much came per second in the last minute.
+"""Amounts per second in the last minute.
 
-    events = LastMinute(); events.add(500); events.per_s
-
-One thread adds; any thread reads, and may miss what is being added.
+One thread adds; any thread reads, and may miss the latest.
 """
 
 import time

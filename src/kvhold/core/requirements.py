@@ -13,13 +13,11 @@ from hashlib import blake2b
 
 import msgspec
 
-STAYS_IN_MEMORY = ("memory", "null")  # these store nothing outside the node's memory
+STAYS_IN_MEMORY = ("memory", "null")  # they store nothing outside the node's memory
 
 
 class TierTerms(msgspec.Struct, frozen=True, array_like=True):
-    """A tier's properties.
-
-    place: equal for the same place, however the URL is written
+    """place: equal for the same place, however the URL is written
     shown: its URL without secrets
     """
 
@@ -31,9 +29,9 @@ class TierTerms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Requirements(msgspec.Struct, frozen=True, array_like=True):
-    """keys:      digest of encryption.keys
+    """keys: digest of encryption.keys
     encrypted: every tier must be encrypted
-    refuse:    do not join if anything differs
+    refuse: do not join if anything differs
     """
 
     tiers: tuple[TierTerms, ...] = ()
@@ -63,7 +61,6 @@ def digest_of(lines: Sequence[str]) -> bytes:
 
 
 def _leaks(required: Requirements, offered: Requirements) -> list[str]:
-    """Return messages about unencrypted tiers that the engine's settings do not accept."""
     if not required.encrypted and not any(tier.encrypt for tier in required.tiers):
         return []
     accepted = (

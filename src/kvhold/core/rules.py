@@ -2,8 +2,8 @@
 
     request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())
 
-A request may ask for less than the settings allow, but may not change a configured tenant. Requests
-are untrusted, so errors quote only the beginning of values.
+A request may ask for less than the settings allow, but may not change a configured tenant. Errors
+quote only the beginning of its values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,16 +26,13 @@ _NAMES = (
     "max_bits",
     "tags",
 )
-_MOST_QUOTED = 100  # characters of a request in an error
+_MOST_QUOTED = 100  # of a request in an error
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """A request's rules.
-
-    plan: load only where loading is faster than computing
-    tags: the request's tags and its budget for loss. They are part of the namespace, so that no
-          request finds less exact KV than it allows
+    """plan: load only where loading is faster than computing
+    tags: the request's tags and its budget for loss, parts of the namespace
     wait_for_computing: wait for chunks that another engine computes
     """
 
@@ -48,7 +45,7 @@ class RequestRules:
 
     @property
     def uses(self) -> Uses:
-        """The chunks that a lookup of the request counts as used."""
+        """See `lookup`."""
         return "all" if self.store else "known"
 
 

@@ -31,7 +31,7 @@ def setting(
     maximum: float | None = None,
     secret: bool = False,
 ) -> Any:
-    """Return a field. A secret value is never in errors, logs and status."""
+    """A secret value is never in errors, logs and status."""
     return field(
         default=default,
         metadata={

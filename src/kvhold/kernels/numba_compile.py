@@ -6,7 +6,7 @@ from numba import njit, types
 
 
 def readonly(kind: Any, axes: int = 1) -> Any:
-    """Return the type of a contiguous array that is only read. Writable arrays match, too."""
+    """Writable arrays match, too."""
     return types.Array(kind, axes, "C", readonly=True)
 
 

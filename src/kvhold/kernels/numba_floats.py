@@ -1,7 +1,7 @@
 """Floats as bits, for the compiled code of quantising codecs.
 
-numba's cache does not notice changes in inlined functions: after a change, delete the `__pycache__`
-next to this file.
+numba's cache does not notice changes in inlined functions: after a change, delete `__pycache__`
+here.
 """
 
 from typing import Any, TypeAlias
@@ -59,7 +59,7 @@ def float_to_half(_: Any, value: Any) -> Any:
 
 @intrinsic
 def nearest(_: Any, value: Any) -> Any:
-    """To nearest, ties to even. The value must be in range."""
+    """Ties to even. The value must be in range."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rounded = builder.call(

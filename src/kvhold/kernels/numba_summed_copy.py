@@ -1,7 +1,7 @@
 """The copy in host memory with each layer's checksum: bytes cross memory once.
 
-Streamed bytes are hashed in the registers that they are copied through. Other pieces are hashed in
-the core's cache, after the copy: the arena's bytes, so earlier damage is always found.
+Streamed bytes are hashed in the registers that they are copied through, other pieces in the core's
+cache after the copy: the arena's bytes, to find earlier damage.
 """
 
 from typing import Any
@@ -138,7 +138,7 @@ def _copy_tasks_source(
                         for rest in range(count * STRIPE_BYTES, length, STRIPE_BYTES):
                             _stream_line(target + rest, source + rest)  # the last is folded later
                         folded = number + count
-                        if to_arena:  # what was streamed is not in the caches
+                        if to_arena:  # streamed bytes are not in the caches
                             end = source + length
                         continue
                     if not runs_are_whole:

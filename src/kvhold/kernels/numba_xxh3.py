@@ -130,8 +130,7 @@ def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
 def fold_and_stream(_: Any, state: Any, data: Any, first: Any, count: Any, to: Any) -> Any:
     """`fold`, and copy the stripes to the address `to`, a multiple of LINE.
 
-    The bytes that are folded are those that are copied: each is loaded once. The processor waits
-    for memory while it hashes, and hashes while it waits.
+    Each byte is loaded once. The processor hashes while it waits for memory.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -53,7 +53,7 @@ def prepare(view: View) -> None:
 
 
 def alignment_of(plan: Plan) -> tuple[int, int]:
-    """Return the alignment in the engine's memory and in the arena, in bytes, at most 16."""
+    """In the engine's memory and in the arena, in bytes, at most 16."""
     address = plan.chunks.address_seen_from(plan.view.device)
     assert address is not None, "the dispatcher admits only memory that the device can address"
     in_view, in_arena = _bits(plan.view)
@@ -111,9 +111,8 @@ def _launch(
 
 
 def _on_device(plan: Plan) -> Any:
-    """Return an int64 tensor, uploaded once per stream.
-
-    Per row: arena address, layer stride, view offset. Per layer: its address.
+    """int64, uploaded once per stream. Per row: arena address, layer stride, view offset. Per
+    layer: its address.
     """
     view = plan.view
     on_host = view.device == "cpu"

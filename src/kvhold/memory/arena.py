@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-# takes 1 ms, during which other users of the address space (malloc, mmap) wait
+# takes 1 ms, during which malloc and mmap wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
 _KEEP_FREE = 256 << 20  # bytes that stay free
 
@@ -52,7 +52,7 @@ class Region:
 
 
 class Arena:
-    """A mapping of the shared memory. `fd` can be sent to other processes."""
+    """`fd` can be sent to other processes."""
 
     def __init__(self, fd: int, nbytes: int, huge: bool, writable: bool = True) -> None:
         """writable: False: a write ends the process (SIGSEGV)."""
@@ -67,7 +67,7 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, *, huge_pages: str = "auto") -> Self:
-        """Create an arena of at least `nbytes`. Raises CapacityError if the host lacks the memory.
+        """Create at least `nbytes`. Raises CapacityError if the host lacks the memory.
 
         huge_pages: "auto": if enough are free; "always": fail if not; "never"
         """
@@ -203,7 +203,7 @@ class Toucher:
 
 
 def default_arena_bytes() -> int:
-    """Return a quarter of the free memory, at most 4 GiB."""
+    """A quarter of the free memory, at most 4 GiB."""
     return max(HUGE_PAGE_BYTES, min(4 << 30, available_bytes() // 4))
 
 

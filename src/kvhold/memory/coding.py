@@ -17,7 +17,7 @@ from kvhold.memory.copy import PlannedCopy
 
 ERROR_BOUND = 1 / 127  # |decoded - original| over the largest magnitude of a run
 _DTYPES = ("bfloat16", "float16", "float32")
-# shorter runs: scales take more than a quarter of the codes
+# in shorter runs, scales take more than a quarter of the codes
 _MOST_RUN, _LEAST_RUN = (
     128,
     16,

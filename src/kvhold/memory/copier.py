@@ -59,7 +59,7 @@ class Transfer(Protocol):
     """Copies submitted together."""
 
     def done(self) -> bool:
-        """Return whether all copies have ended."""
+        """Whether all copies have ended."""
 
     def wait(self) -> list[DamagedChunks | None]:
         """Return the damaged chunks of each piece.
@@ -88,13 +88,13 @@ class Copier(Protocol):
     """Copies of one device."""
 
     def stages(self) -> Iterator[Stage]:
-        """Yield a stage for each path of copies. All copies take this path until the next item.
+        """Yield a stage for each path of copies, used by all copies until the next item.
 
         Yields nothing if copies end in their call.
         """
 
     def mark(self) -> Mark | None:
-        """Return the end of the engine's stream. None: copies end in their call."""
+        """The end of the engine's stream. None: copies end in their call."""
 
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
@@ -148,7 +148,7 @@ def wait_for(transfers: Sequence[Transfer]) -> None:
 
 
 class HostCopier:
-    """Copies blocks in host memory, in the calling thread. Raises ValueError for other blocks."""
+    """In the calling thread. Raises ValueError for blocks that are not in host memory."""
 
     stores_block = True
 

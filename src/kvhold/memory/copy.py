@@ -6,9 +6,8 @@
 Arrays hold the ids, or slots, of all chunks, end to end. Negative ids and slots are skipped, and
 those of ABSENT chunks. Any thread.
 
-A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does.
-A scatter compares whole chunks, and raises DamagedChunks after it has copied all of them: only the
-blocks of damaged chunks are wrong.
+A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does. A scatter
+raises DamagedChunks after it has copied all chunks: only the blocks of damaged chunks are wrong.
 """
 
 from dataclasses import dataclass
@@ -51,31 +50,28 @@ Buffer = npt.NDArray[np.uint8]
 def gather_blocks(
     view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy blocks into chunks.
-
-    block_ids: [blocks of all chunks]; a tail's last block may be filled in part
-    """
+    """block_ids: [blocks of all chunks]; a tail's last block may be filled in part"""
     plan_copy(view, block_ids, buffer, places).gather(threads=threads)
 
 
 def scatter_blocks(
     view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy chunks into blocks. Raises DamagedChunks."""
+    """Raises DamagedChunks."""
     plan_copy(view, block_ids, buffer, places).scatter(threads=threads)
 
 
 def gather_slots(
     view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy tokens into chunks. slots: [tokens of all chunks]."""
+    """slots: [tokens of all chunks]."""
     plan_copy(view, slots, buffer, places, unit="slots").gather(threads=threads)
 
 
 def scatter_slots(
     view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy chunks into slots, which must differ. Raises DamagedChunks."""
+    """slots: as in `gather_slots`, which must differ. Raises DamagedChunks."""
     plan_copy(view, slots, buffer, places, unit="slots").scatter(threads=threads)
 
 
@@ -105,7 +101,7 @@ def plan_copy(
 @dataclass(frozen=True)
 class PlannedCopy:
     """numbers: [planned chunks], the number of each in `places`
-    moved:   planned chunks with rows to copy
+    moved: planned chunks with rows to copy
     """
 
     plan: Plan
@@ -125,7 +121,7 @@ class PlannedCopy:
         )
 
     def scatter(self, layers: range | None = None, *, threads: int = 1) -> None:
-        """Copy chunks into blocks or slots. Raises DamagedChunks."""
+        """Raises DamagedChunks."""
         layers = range(self.plan.view.layers) if layers is None else layers
         if self.sums is None:
             scatter(self.plan, layers=layers, threads=threads)

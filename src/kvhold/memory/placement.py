@@ -35,7 +35,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def parse_list(text: str) -> list[int]:
-    """Return the numbers below 65536 in a list such as "0-3,8". Raises ValueError."""
+    """Parse a list such as "0-3,8", of numbers below 65536. Raises ValueError."""
     numbers: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.strip().partition("-")
@@ -67,7 +67,7 @@ def take_all_cores(thread: int = 0) -> set[int]:
 
 
 def memory_nodes() -> list[int]:
-    """Return the NUMA nodes with memory for this process; empty: unknown."""
+    """NUMA nodes with memory for this process; empty: unknown."""
     try:
         with_memory = set(parse_list((_NODES / "has_memory").read_text()))
         status = Path("/proc/self/status").read_text().splitlines()
@@ -80,7 +80,7 @@ def memory_nodes() -> list[int]:
 
 
 def engine_memory_nodes() -> list[int]:
-    """Return the NUMA nodes of the thread's memory binding, or of its cores."""
+    """NUMA nodes of the thread's memory binding, or of its cores."""
     mode, mask = ctypes.c_int(), _mask_of([])
     if (
         system_call(
@@ -131,7 +131,7 @@ def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
 
 
 def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
-    """Return the cores of threads bound to one core each, and of the OpenMP settings."""
+    """Cores of threads bound to one core each, and of the OpenMP settings."""
     own = {
         thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_PREFIX)
     }

@@ -5,8 +5,8 @@
     slabs.free(offset)
 
 A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
-*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first,
-because its pages are faulted in. Not thread-safe.
+*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first:
+its pages are faulted in. Not thread-safe.
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +21,7 @@ _SLACK_PART = 64
 
 
 class SlabAllocator:
-    """Allocates offsets in `[0, capacity)`, multiples of ALIGNMENT."""
+    """Offsets in `[0, capacity)`, multiples of ALIGNMENT."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
@@ -33,7 +33,7 @@ class SlabAllocator:
         self._large: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate an object. None: no space."""
+        """None: no space."""
         assert nbytes > 0
         size = size_class(nbytes)
         if size >= LARGE_BYTES:
@@ -54,7 +54,7 @@ class SlabAllocator:
         return offset
 
     def allocate_all(self, sizes: Sequence[int], zone: int | None = None) -> list[int] | None:
-        """Return an offset per size. None: one does not fit, and nothing is allocated.
+        """An offset per size. None: one does not fit, and nothing is allocated.
 
         zone: see `ZonedSlabs`
         """
@@ -105,8 +105,8 @@ class SlabAllocator:
 class ZonedSlabs:
     """Allocates in equal parts of the range (zones), such as the memory of NUMA nodes.
 
-    An object goes to the wanted zone. If that is full, another zone is used only if a certain share
-    of all bytes is free. Otherwise allocation fails, so that the caller evicts more.
+    If the wanted zone is full, another is used only if a certain share of all bytes is free.
+    Otherwise allocation fails, so that the caller evicts more.
     """
 
     def __init__(self, capacity: int, zones: int) -> None:
@@ -124,7 +124,7 @@ class ZonedSlabs:
         return sum(zone.free_bytes for zone in self._zones)
 
     def allocate(self, nbytes: int, zone: int | None = None) -> int | None:
-        """Allocate in a zone. zone: None: the emptiest"""
+        """zone: None: the emptiest."""
         if zone is not None:
             offset = self._zones[zone].allocate(nbytes)
             if offset is not None:
@@ -139,7 +139,6 @@ class ZonedSlabs:
         return None
 
     def allocate_all(self, sizes: Sequence[int], zone: int | None = None) -> list[int] | None:
-        """As `SlabAllocator.allocate_all`."""
         return _allocate_all(self, sizes, zone)
 
     def free(self, offset: int) -> None:
@@ -150,7 +149,7 @@ class ZonedSlabs:
 
 
 def zone_bytes(capacity: int, zones: int) -> int:
-    """Return the size of a zone: whole slabs and huge pages."""
+    """Whole slabs and huge pages."""
     return capacity // zones // _ZONE_ALIGNMENT * _ZONE_ALIGNMENT
 
 

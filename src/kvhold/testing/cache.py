@@ -1,9 +1,7 @@
 """Layouts, prompts and chunks for tests of caches.
 
-    store(cache, prompt)
-    assert read(cache, prompt) == prompt.num_tokens  # and every byte is right
-
-Each chunk's bytes are derived from its key.
+store(cache, prompt)
+assert read(cache, prompt) == prompt.num_tokens  # and every byte is right
 """
 
 import time
@@ -68,14 +66,14 @@ PATIENT_S = 60.0
 
 
 def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return a chunk's content, [nbytes]."""
+    """A chunk's content by its key, [nbytes]."""
     return np.random.default_rng(int.from_bytes(key, "little")).integers(
         0, 256, nbytes, dtype=np.uint8
     )
 
 
 def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
-    """Return a prompt of random tokens. Prompts of one seed share their beginning."""
+    """Random tokens. Prompts of one seed share their beginning."""
     return namespace.prompt(
         np.random.default_rng(seed).integers(0, 50_000, 4096, dtype=np.int32)[:num_tokens]
     )
@@ -163,10 +161,7 @@ class CacheFixtures:
     """Fixtures for all parts of `CacheContract`."""
 
     lower_tiers = False
-    """Whether evicted chunks come back from a lower tier.
-
-    Chunks stay in memory until they are written.
-    """
+    """Whether evicted chunks come back from a lower tier. They stay in memory until written."""
 
     def settle(self, cache: Cache) -> None:
         until = time.monotonic() + PATIENT_S

@@ -16,7 +16,7 @@ _NAME = "/memfd:kvhold-arena"
 
 class OpenArena:
     def __init__(self, pid: int, fd: int | None = None) -> None:
-        """Open an arena. Raises LookupError unless there is exactly one.
+        """Raises LookupError unless there is exactly one arena.
 
         fd: the arena's descriptor in the process; None: the process's only arena
         """

@@ -1,9 +1,4 @@
-"""Copies between blocks on a device and the arena.
-
-    copier = copier_for("cuda:0", threads=2, cache=cache)
-
-The contract is in `driver.py`.
-"""
+"""Copies between blocks on a device and the arena. The contract is in `driver.py`."""
 
 import logging
 import os
@@ -43,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
-    """threads: number that copy or take checksums, the caller included; 0: chosen for the device
+    """threads: for copies or checksums, the caller included; 0: chosen for the device
 
     Raises LayoutError for a device without streams, and DeviceError.
     """
@@ -64,7 +59,7 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
 
 
 def numa_node_of(device: str, devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Return a GPU's NUMA node; -1: unknown."""
+    """-1: unknown."""
     import torch
 
     if not device.startswith("cuda"):
@@ -85,7 +80,7 @@ def new_checkers() -> Checkers:
 
 
 def sum_threads() -> int:
-    """Return how many threads take the checksums of a device's copies."""
+    """For the checksums of a device's copies."""
     return min(_MOST_SUM_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
 

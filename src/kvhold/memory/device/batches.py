@@ -16,10 +16,8 @@ from kvhold.memory.device.pinning import Reach
 
 @dataclass(frozen=True)
 class Batch:
-    """Some chunks of a piece.
-
-    number:   the piece's number in its transfer
-    chunks:   numbers in the piece's plan: all chunks with rows, from the first to the last
+    """number: the piece's number in its transfer
+    chunks: numbers in the piece's plan: all chunks with rows, from the first to the last
     is_whole: all rows of the chunks are copied
     """
 
@@ -119,7 +117,7 @@ class Batch:
 
 
 def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterator[Batch]:
-    """Yield batches of up to `most_bytes`, the first of up to half; each has at least a chunk."""
+    """Batches of up to `most_bytes`, the first of up to half; each has at least a chunk."""
     plan = piece.planned.plan
     chunks = np.unique(plan.chunk)
     if not chunks.size or not layers:
@@ -138,7 +136,7 @@ def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterat
 
 
 def _within_slices(copies: Copies, reach: Reach) -> Copies:
-    """Divide pieces at slices' ends: a device cannot copy across two registrations."""
+    """A device cannot copy across two registrations."""
     host, device, nbytes = copies.host, copies.device, copies.nbytes
     while reach.pinned:
         room = reach.slice_bytes - (host - reach.address) % reach.slice_bytes

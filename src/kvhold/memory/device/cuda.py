@@ -27,8 +27,6 @@ _CYCLES_A_SECOND = 2e9
 
 
 class CudaDriver(TorchDriver):
-    """See `DeviceDriver`."""
-
     has_direct_copies = True
 
     def __init__(self, device: torch.device) -> None:
@@ -50,14 +48,14 @@ class CudaDriver(TorchDriver):
         return torch.cuda.Stream(self.device, priority=-1 if is_urgent else 0)
 
     def new_event(self) -> TorchEvent:
-        """Return an event. A thread that waits for it sleeps."""
+        """A thread that waits for it sleeps."""
         return TorchEvent(torch.cuda.Event(blocking=True))
 
     def delay(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> TorchEvent:
-        """See `DeviceDriver`. Avoids torch's stream context, which takes 0.1 ms."""
+        """Avoids torch's stream context, which takes 0.1 ms."""
         stream, event = self._streams[lane], self.new_event()
         with device_errors(), self._here():
             for one in after:
@@ -116,10 +114,7 @@ class CudaDriver(TorchDriver):
                 raise DeviceError(f"CUDA: cuMemcpyBatchAsync: error {code}")
 
     def _enter(self) -> None:
-        """Make the device's context current, because torch does not always do so.
-
-        `_here` undoes it.
-        """
+        """Make the device's context current: torch does not always do so. `_here` undoes it."""
         _checked(cuda.cuCtxSetCurrent(self._context))
 
     def _current(self) -> Any:
@@ -127,8 +122,8 @@ class CudaDriver(TorchDriver):
 
 
 def _find_copy_batch() -> Callable[..., int] | None:
-    """Return the driver's cuMemcpyBatchAsync, by its address: cuda-bindings takes a list with an
-    object for each piece, which costs more than its copy. None: the driver is older than CUDA 13.
+    """The driver's cuMemcpyBatchAsync, by its address: cuda-bindings takes an object for each
+    piece, which costs more than its copy. None: older than CUDA 13.
     """
     flags = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     result = cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", 13000, int(flags))

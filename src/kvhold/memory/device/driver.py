@@ -34,10 +34,10 @@ class DeviceEvent(Protocol):
 
 @dataclass(frozen=True)
 class Copies:
-    """Pieces of memory to copy, in one direction.
+    """In one direction.
 
     host, device, nbytes: int64 [n]
-    pinned: registered with the device; else the call may block
+    pinned:               registered with the device; else the call may block
     """
 
     host: Int64s

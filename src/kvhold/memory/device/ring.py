@@ -23,7 +23,6 @@ class Slice:
         self._is_returned = False
 
     def until(self, event: DeviceEvent) -> None:
-        """Free the slice when `event` has fired."""
         self._last_use = event
 
     def __enter__(self) -> Self:
@@ -54,7 +53,7 @@ class Ring:
         return _aligned(nbytes) <= self.nbytes
 
     def take(self, nbytes: int) -> Slice | None:
-        """Take a slice. None: no space now."""
+        """None: no space now."""
         nbytes = _aligned(nbytes)
         while self._taken and self._taken[0].is_free():
             self._taken.popleft()

@@ -19,8 +19,6 @@ _URGENT = (Lane.SCATTER,)  # else a load could wait milliseconds for a prefill's
 
 
 class TorchEvent:
-    """See `DeviceEvent`."""
-
     def __init__(self, event: Any) -> None:
         self.event = event
 
@@ -34,8 +32,6 @@ class TorchEvent:
 
 
 class TorchDriver:
-    """See `DeviceDriver`."""
-
     has_direct_copies = False
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +50,7 @@ class TorchDriver:
         return self.new_stream(is_urgent=False)
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Make the device current: else leaving a stream creates a context on the first device."""
+        """Otherwise leaving a stream creates a context on the first device."""
         return (
             self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
         )
