@@ -1,4 +1,4 @@
-"""Parts of the exchanges with a central cache and with peers: gets in batches."""
+"""Gets in batches from a central cache and from peers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Item = TypeVar("Item", bound=_Sized)
 
 @dataclass
 class Getting:
-    """A value to read into `parts`. size: when it has arrived"""
+    """size: when it has arrived."""
 
     key: bytes
     parts: Parts
@@ -36,7 +36,7 @@ class Getting:
         return size_of(self.parts)
 
     async def take(self, stream: Stream, size: int | None) -> None:
-        """Read the value's bytes. Raises ProtocolError: they would not fit."""
+        """Raises ProtocolError: the bytes would not fit."""
         self.size = None  # a second reply may overwrite a part of the first one's bytes
         if size is not None:
             if not 0 < size <= self.nbytes or (self.start is not None and size != self.nbytes):
@@ -55,7 +55,7 @@ def gettings(
 
 
 def batched(items: Sequence[Item], most: int | None = None) -> list[list[Item]]:
-    """most: items in a batch; None: any number"""
+    """most: items in a batch; None: any number."""
     batches: list[list[Item]] = []
     left = 0
     for item in items:

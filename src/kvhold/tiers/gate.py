@@ -1,8 +1,6 @@
 """Limit the calls of a tier: at most `width` at once, the most urgent waiting call first.
 
-    async with gate.turn(Urgency.READ): ...
-
-Writes never take the last turn, so reads find one under any write load.
+Writes never take the last turn.
 """
 
 import asyncio

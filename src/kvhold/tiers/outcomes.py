@@ -31,7 +31,7 @@ class Unknown:
     """The keys whose place a probe did not learn.
 
     why:  the reason of all keys that no tier has; None: all tiers answered
-    keys: single keys about which a tier does not know, each with the reason
+    keys: single keys, each with the reason
     """
 
     why: Reason | None = None

@@ -4,8 +4,8 @@
     tier, settings = make_tier(url, plugins=())
 
 A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`
-(`plugin://module:Class`). Wrappers stand before the scheme, with a plus sign. Only plugins in the
-settings are run.
+(`plugin://module:Class`). Wrappers stand before it, with a plus sign. Only plugins in the settings
+are run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,7 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 
 
 def place_of(text: str) -> str:
-    """Return a digest of a tier's URL without its guard's options and its credentials.
+    """A digest of a tier's URL without its guard's options and its credentials.
 
     Equal places are the same store, but a store may have several (see `journal.py`). Raises
     ConfigError.
@@ -134,7 +134,7 @@ def tier_schemes() -> tuple[str, ...]:
 
 
 def tier_options(scheme: str) -> list[tuple[str, object, str]]:
-    """Return `(name, default, help)` of each option of one of kvhold's own tiers.
+    """`(name, default, help)` of each option of one of kvhold's own tiers.
 
     scheme: "" for the options that all tiers share
 

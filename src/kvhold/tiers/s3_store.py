@@ -88,7 +88,7 @@ def check_config(config: S3Config) -> None:
 
 
 def prefix_of(config: S3Config) -> str:
-    """Return the prefix: empty, or with a final `/`."""
+    """Empty, or with a final `/`."""
     segments = [segment for segment in config.prefix.split("/") if segment]
     for segment in segments:
         if not _SEGMENT.fullmatch(segment):
@@ -100,7 +100,7 @@ def prefix_of(config: S3Config) -> str:
 
 
 def endpoint_url(config: S3Config) -> str:
-    """Return the endpoint; empty for the default. Raises ConfigError."""
+    """Empty: the default. Raises ConfigError."""
     if not config.endpoint:
         return ""
     parts = _split(config.endpoint)
@@ -110,7 +110,7 @@ def endpoint_url(config: S3Config) -> str:
 
 
 def open_store(config: S3Config) -> S3Store:
-    """Make the client. Raises ConfigError if `ca_file` cannot be read."""
+    """Raises ConfigError if `ca_file` cannot be read."""
     endpoint = endpoint_url(config)
     options: dict[str, Any] = {
         "virtual_hosted_style_request": config.virtual_hosted,

@@ -1,9 +1,4 @@
-"""The tiers below RAM, in order, each behind its guard.
-
-    places = await stack.probe(keys)                    # the first tier that has each key
-
-Guards handle faults: none is raised.
-"""
+"""The tiers below RAM, in order, each behind its guard, so no fault is raised."""
 
 import asyncio
 from collections.abc import Sequence
@@ -41,7 +36,7 @@ class Stack:
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
     ) -> dict[bytes, TierPlace]:
-        """Return the places of the keys that a tier has. One call per tier.
+        """Return the first tier that has each key. One call per tier.
 
         silent:  receives the names of tiers that did not answer
         unknown: receives why not
@@ -91,7 +86,7 @@ class Stack:
         )
 
     def status(self) -> list[TierStatus]:
-        """Safe from any thread."""
+        """Any thread."""
         return [guard.status() for guard in self.guards]
 
     async def close(self) -> None:
@@ -99,7 +94,7 @@ class Stack:
 
 
 def learning_tiers(stack: Stack) -> dict[str, Learns]:
-    """Return the tiers that need to be told of lookups, by name."""
+    """By name, the tiers that need to be told of lookups."""
     return {
         guard.name: guard.tier
         for guard in stack.guards
@@ -108,7 +103,7 @@ def learning_tiers(stack: Stack) -> dict[str, Learns]:
 
 
 def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics) -> Stack:
-    """Make the stack of these URLs, without connecting. Raises ConfigError."""
+    """Does not connect. Raises ConfigError."""
     guards: list[Guard] = []
     for url in urls:
         tier, config = make_tier(url, plugins=plugins)

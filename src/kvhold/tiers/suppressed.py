@@ -1,12 +1,11 @@
 """A tier's values that must not be found: `suppressed.hides(key)`.
 
 - *Cleared*, but not removed yet. `journal.py` keeps these through a restart.
-- *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy. Then
-  the key is tried again, because its value may be another one.
+- *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy.
 
-A clear is *pending* from its start until the values of its prefix are removed. Its number keeps an
-earlier removal from ending a later clear. A clear is *due* when the writes from before its start
-have ended: an earlier removal would miss their values.
+A clear is *pending* until its values are removed. Its number keeps an earlier removal from ending a
+later clear. It is *due* when the writes from before its start have ended: an earlier removal would
+miss their values.
 """
 
 import time
@@ -57,21 +56,21 @@ class Suppressed:
         return self.add(b"")
 
     def fall_due(self, prefix: bytes, number: int) -> None:
-        """Make a pending clear and earlier ones of its prefix due."""
+        """Also earlier ones of its prefix."""
         if prefix in self._pending:
             self._due_s[prefix] = self._clock()
             self._due[prefix] = max(number, self._due.get(prefix, 0))
 
     def due(self, prefix: bytes) -> int:
-        """Return the number of the due clear; 0: none is due."""
+        """The number of the due clear; 0: none."""
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
-        """Return the time at which the latest pending clear of `prefix` fell due."""
+        """When the latest pending clear of `prefix` fell due."""
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
-        """Return the pending clear's number; 0: none is pending."""
+        """The pending clear's number; 0: none."""
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:

@@ -1,9 +1,8 @@
-"""Tables of keys in 256 small dictionaries, so that no step takes long.
+"""Tables of keys in 256 small dictionaries: one of a million keys takes 20 ms to grow once.
 
     for part in table.parts(): ...  # the table may change between two parts
 
-A dictionary of a million keys takes 20 ms to grow once, and must not change during iteration. An
-entry that exists during the whole scan is in exactly one part.
+An entry that exists during the whole scan is in exactly one part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,10 +52,7 @@ class KeyTable(Generic[Value]):
         return chain.from_iterable(map(dict.values, self.shards))
 
     def parts(self) -> Iterator[list[Value]]:
-        """Yield all values, a few hundred at a time.
-
-        A part may contain removed values.
-        """
+        """A part may contain removed values."""
         for shard in self.shards:
             if not shard:
                 continue
@@ -100,7 +96,7 @@ class KeySet:
 
 
 class KeyList:
-    """A list of keys in many short lists: one list of a million keys takes 7 ms to grow once."""
+    """In many short lists: one of a million keys takes 7 ms to grow once."""
 
     __slots__ = ("num", "parts")
 
@@ -112,7 +108,7 @@ class KeyList:
         return self.num
 
     def append(self, key: bytes) -> bool:
-        """Append a key. True: it began a new part, so let other tasks run."""
+        """True: it began a new part, so let other tasks run."""
         begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
         if begins:
             self.parts.append([])

@@ -3,8 +3,8 @@
     url = parse_url("disk:///var/cache/kvhold?max_bytes=100GiB")
     config = url.apply(DiskConfig(path=url.path))    # sets the options; raises ConfigError
 
-Each option is a field of the tier's settings. A password or an option may be a reference, such as
-`${env:REDIS_PASSWORD}` or `${file:/etc/kvhold/password}`, read when the tier is made.
+A password or an option may be a reference, such as `${env:REDIS_PASSWORD}` or
+`${file:/etc/kvhold/password}`, read when the tier is made.
 """
 
 import re
@@ -45,7 +45,7 @@ class TierUrl:
 
     @property
     def has_secret(self) -> bool:
-        """Whether the line contains a password or token. A reference is not a secret."""
+        """A password or token; a reference is not a secret."""
         user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
         named = [
             password if colon else user,
@@ -127,13 +127,13 @@ def parse_url(text: str) -> TierUrl:
 
 
 def _options_to_check(parts: SplitResult) -> Iterator[str]:
-    """Yield the options, without the '@' of valid rules of a `faults+` tier."""
+    """Without the '@' of valid rules of a `faults+` tier."""
     has_faults = "faults" in parts.scheme.split("+")[:-1]
     for word in parts.query.split("&"):
         yield _NTH.sub("", word) if has_faults and word.startswith("faults=") else word
 
 
 def _place(text: str) -> str:
-    """Return an invalid line without credentials, as far as they can be recognised."""
+    """An invalid line without recognisable credentials."""
     line, _, options = text.partition("?")
     return "..." if "@" in options else line.rpartition("@")[2]

@@ -77,7 +77,7 @@ class Opener(Generic[Place]):
             await held.closed.wait()
 
     async def _get(self) -> _Held[Place]:
-        while True:  # the place may be lost again
+        while True:  # it may be lost again
             if self._is_closed:
                 raise self._closed_error
             if self._held is not None:
@@ -91,7 +91,7 @@ class Opener(Generic[Place]):
         try:
             self._held = _Held(await self._open())
         finally:
-            self._opening = None  # in the task, so that `_opening` is never a finished task
+            self._opening = None  # in the task: `_opening` is never a finished task
 
     def _close_if_unused(self, held: _Held[Place]) -> None:
         if held.is_retired and not held.users and not held.closed.is_set():

@@ -4,11 +4,9 @@
     lock = open_own_file("kvhold.lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
 
 A safe folder belongs to this user or root, and others can neither write there nor replace it. No
-folder above is writable by all users, unless sticky (as `/tmp`), and no symbolic link on the way
-belongs to another user. A safe file is a regular file of this user, with one name and no link.
-
-The checked descriptor is used, so nothing can be exchanged in between. `Unsafe` says how to
-repair the fault.
+folder above is writable by all users, unless sticky, and no symbolic link on the way belongs to
+another user. A safe file is a regular file of this user, with one name. `Unsafe` says how to repair
+the fault.
 """
 
 import errno
@@ -34,7 +32,7 @@ class Unsafe(PermissionError):
 
 
 def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: bool = False) -> int:
-    """Return the folder's descriptor. `path` is absolute.
+    """`path` is absolute.
 
     make:      make missing folders with mode 0700
     any_owner: skip the checks, for a folder of another user or a group
@@ -70,9 +68,7 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
 def open_own_file(
     name: str, flags: int, *, dir_fd: int, shown: str | None = None, any_owner: bool = False
 ) -> int:
-    """Return the file's descriptor.
-
-    With O_CREAT, a missing file is made with mode 0600. `O_TRUNC` would empty the file before the
+    """With O_CREAT, a missing file is made with mode 0600. `O_TRUNC` would empty it before the
     check.
     """
     assert not flags & os.O_TRUNC
@@ -128,7 +124,7 @@ def user_name(uid: int) -> str:
 
 
 def _parts(path: str) -> list[str]:
-    """Return the components, the first one at the end."""
+    """The first component is at the end."""
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
@@ -141,7 +137,7 @@ def _check_above(state: os.stat_result, path: str) -> None:
 
 
 def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str | None:
-    """Return a link's target; None: not a link. Raises Unsafe for another user's link."""
+    """None: not a link. Raises Unsafe for another user's link."""
     try:
         state = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

@@ -5,10 +5,9 @@
     numbers.announce(prefix)           # nothing older is left here: tell the followers
 
 A host takes chunks from a peer only if the peer has announced the same clears, or later ones. A
-number is larger than every number known for its prefix, and about the time in milliseconds, so that
-it is also larger than those that a host has forgotten. It is the time at which memory was cleared,
-not that at which the tiers follow: a later clear of a peer must have a larger number, because it
-also holds for chunks that were stored here in between. Any thread.
+number is larger than every known one of its prefix, and about the time in milliseconds at which
+memory was cleared: larger than forgotten numbers, and smaller than those of later clears, which
+also hold for chunks stored in between. Any thread.
 """
 
 import threading
@@ -48,7 +47,7 @@ class ClearNumbers:
             self._announced.update(numbers)
 
     def advance(self, prefix: bytes, asked_s: float | None = None) -> int:
-        """asked_s: Unix time at which memory was cleared; None: now"""
+        """asked_s: Unix time at which memory was cleared; None: now."""
         with self._lock:
             asked_s = self._clock() if asked_s is None else asked_s
             number = max(self._numbers.get(prefix, 0) + 1, int(asked_s * 1000))
@@ -78,7 +77,7 @@ class ClearNumbers:
                 self.watch(prefix, number)
 
     def allow(self, namespace: bytes, announced: Mapping[bytes, int]) -> bool:
-        """Whether a peer that has announced these clears has nothing older of a namespace."""
+        """Whether a peer with these clears has nothing older of a namespace."""
         return all(
             announced.get(prefix, 0) >= self._numbers.get(prefix, 0)
             for prefix in (EVERYTHING, namespace)

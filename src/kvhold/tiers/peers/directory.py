@@ -1,9 +1,6 @@
 """Where a list of peers comes from, if it is not in the tier's URL.
 
-    listing = await directory.read()      # -> the addresses of all peers; raises TierError
-
-The tier reads the list again and again (`roster.py`). So a directory neither waits for changes nor
-keeps the list.
+The tier reads the list repeatedly (`roster.py`).
 """
 
 import re
@@ -23,9 +20,9 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 
 @dataclass(frozen=True)
 class Listing:
-    """addresses: of other nodes, and of this one if the directory does not know which it is
-    fault:     what is wrong, though the list could be read; empty: nothing
-    is_alone:  this node is listed, and no other: an empty list is no fault
+    """addresses: of other nodes, and of this one if the directory does not know it
+    fault: of a list that could be read; empty: none
+    is_alone: only this node is listed: an empty list is no fault
     """
 
     addresses: Sequence[Address]
@@ -57,16 +54,14 @@ class Directory(Protocol):
     source: str
 
     async def read(self, own: Own) -> Listing:
-        """Return the list of peers. The caller cancels it at a deadline.
+        """The caller cancels it at a deadline. Raises TierError.
 
         own: registered here, if the directory keeps registrations
-
-        Raises TierError.
         """
         ...
 
     def registered_as(self) -> str:
-        """Return the address under which this node is registered; empty: it is not."""
+        """This node's address; empty: not registered."""
         ...
 
     async def close(self) -> None:
@@ -85,7 +80,7 @@ class DirectoryConfig:
 
 
 def is_host_name(text: str) -> bool:
-    """Return whether a text may be the name of a host. That of an IP address may, too."""
+    """IP addresses match, too."""
     return len(text) <= MOST_NAME and _NAME.fullmatch(text) is not None
 
 

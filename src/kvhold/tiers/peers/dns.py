@@ -2,9 +2,8 @@
 
     # peers-dns://kvhold-peers.ns.svc:7711?token_file=/etc/kvhold/token&tls=true
 
-The host's resolver is asked every `refresh_s`, so /etc/hosts and search domains hold. Each A and
-AAAA address is a peer. Its certificate must have the name, not the address. Ports of SRV records
-are not read: all peers listen on one port.
+The host's resolver is asked every `refresh_s`. Each A and AAAA address is a peer; its certificate
+must have the name. SRV records are not read: all peers listen on one port.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ class DnsDirectory:
         self._name = name
         self._port = port
         self._resolver = resolver
-        # a thread of its own, because a silent DNS server may hold it for long
+        # a silent DNS server may hold the thread for long
         self._thread = ThreadPoolExecutor(1, "kvhold-dns")
         self._asking: asyncio.Future[Sequence[str]] | None = None
 
@@ -50,7 +49,7 @@ class DnsDirectory:
                 self._thread, self._resolver, self._name
             )
         try:
-            # an answer that comes too late is the next read's
+            # a late answer is the next read's
             found = await asyncio.shield(self._asking)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or str(error)

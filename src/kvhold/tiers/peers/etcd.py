@@ -2,9 +2,8 @@
 
     # peers-etcd://etcd-a:2379,etcd-b:2379/kvhold/peers?token_file=/etc/kvhold/token&tls=true
 
-A node that serves peers (`peers.listen`) keeps one key below the prefix. The key ends with its
-lease: at once when the node ends, after `lease_s` when it was killed. All read the prefix every
-`refresh_s`; nobody watches, so a connection that hangs costs one reading.
+A node that serves peers (`peers.listen`) keeps one key below the prefix. It goes when the node
+ends, or `lease_s` after a kill. All nodes read the prefix every `refresh_s`.
 
     key:   PREFIX/<incarnation, 16 hexadecimal digits>
     value: {"address": "10.0.0.5:7711", "incarnation": 1234}
@@ -93,7 +92,7 @@ class EtcdDirectory:
         answer = await self._gateway.call("kv/range", request, RangeAnswer)
         found, num_bad = self._parse(answer.kvs)
         if self._registration is not None and self._registration not in found:
-            self._registration = None  # somebody has removed it
+            self._registration = None  # another client has removed it
         others = [one for one in found if one.incarnation != own.incarnation]
         if num_bad:
             fault = fault or (
@@ -137,7 +136,7 @@ class EtcdDirectory:
             self._registration = wanted
 
     def _parse(self, kvs: Sequence[KeyValue]) -> tuple[list[Registration], int]:
-        """Return the registrations, and the number of keys that are none."""
+        """Return the registrations, and the number of invalid keys."""
         found = []
         for kv in kvs:
             try:

@@ -3,8 +3,8 @@
     gateway = EtcdGateway(["https://etcd-a:2379"], user="", password="", tls=context)
     answer = await gateway.call("kv/range", RangeRequest(...), RangeAnswer)
 
-Several endpoints are tried in turn, each for a part of the time. An answer has at most 1 MiB.
-Passwords and tokens are in no error. One event loop.
+Endpoints are tried in turn, each for a part of the time. An answer has at most 1 MiB. Passwords and
+tokens are in no error. One event loop.
 """
 
 import ssl
@@ -21,7 +21,7 @@ _MOST_ANSWER_BYTES = 1 << 20
 _MOST_QUOTED = 200
 _CALLS_S = 3.0  # for all endpoints
 _LEAST_CALL_S = 0.5
-# a token is not valid any more: it has expired, or rights have changed
+# a token has expired, or rights have changed
 _TOKEN_IS_OLD = ("invalid auth token", "revision of auth store is old")
 
 Answer = TypeVar("Answer")
@@ -92,7 +92,7 @@ class EtcdGateway:
     def __init__(
         self, endpoints: Sequence[str], *, user: str, password: str, tls: ssl.SSLContext | None
     ) -> None:
-        """endpoints: such as http://127.0.0.1:2379; user: empty: without a login"""
+        """endpoints: such as http://127.0.0.1:2379; user: empty: without a login."""
         self._endpoints = list(endpoints)  # the last one that answered comes first
         self._user, self._password = user, password
         self._tls = tls

@@ -111,7 +111,6 @@ def refusal_of(address: Address, refused: LoginRefused) -> PeerFault:
 
 
 def fault_of(operation: str, address: Address, error: Exception) -> PeerFault:
-    """Return the fault for an error of a connection."""
     text = str(error) or type(error).__name__
     match error:
         case PeerFault():

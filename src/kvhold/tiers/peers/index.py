@@ -3,11 +3,11 @@
     index = PeerIndex(); index.add(digest_of(key), nbytes, peer=0)
     index.find(digest_of(key))   # -> PeerChunk(nbytes, peers), or None
 
-A chunk is known by a digest of 8 bytes. Two keys may share one: then a peer is asked in vain, which
-is a miss. Frames name their keys, so no wrong byte is taken.
+A chunk is known by a digest of 8 bytes. If two keys share one, a peer is asked in vain: frames name
+their keys.
 
-1,024 tables with linear probing, so that each growth is short and a snapshot can be read a table at
-a time: a chunk that exists during the whole scan is in exactly one part. One thread.
+1,024 tables with linear probing: each growth is short, and a snapshot is read a table at a time. A
+chunk that exists during the whole scan is in exactly one part. One thread.
 """
 
 from array import array
@@ -29,7 +29,7 @@ _TOO_LARGE = 1 << 40
 
 class PeerChunk(NamedTuple):
     """nbytes: the largest size at its peers, or more
-    peers:  bit n: peer n has the chunk
+    peers: bit n: peer n has the chunk
     """
 
     nbytes: int
@@ -37,7 +37,7 @@ class PeerChunk(NamedTuple):
 
 
 class IndexPart(NamedTuple):
-    """Some chunks. digests, sizes: joined, DIGEST_BYTES each, little-endian"""
+    """digests, sizes: joined, DIGEST_BYTES each, little-endian."""
 
     digests: bytes
     sizes: bytes
@@ -63,12 +63,9 @@ class PeerIndex:
         return self._tables[digest % _TABLES].find(digest)
 
     def add(self, digest: int, nbytes: int, *, peer: int) -> None:
-        """Note that `peer` has a chunk.
+        """The largest size is kept: codecs of hosts may differ, and a smaller frame fits, too.
 
-        One size is kept, the largest: codecs of hosts may differ, and a smaller frame fits, too. It
-        may be too large after the peer with it has left.
-
-        Ignores what no peer of this version says: the digest of a free slot, or such a size.
+        Ignores the digest of a free slot, and invalid sizes.
         """
         if digest and 0 < nbytes < _TOO_LARGE:
             self._tables[digest % _TABLES].add(digest, nbytes, 1 << peer)
@@ -90,7 +87,7 @@ class PeerIndex:
                 yield part
 
     def count(self, peer: int) -> int:
-        """Return the number of a peer's chunks. Any thread."""
+        """Any thread."""
         return self._counts[peer]
 
 
@@ -167,7 +164,7 @@ class _Table:
         return IndexPart(digests.astype("<u8").tobytes(), sizes.tobytes())
 
     def _slot(self, digest: int) -> int:
-        """Return the chunk's slot, or the free one where it belongs."""
+        """The chunk's slot, or the free one where it belongs."""
         digests, size = self.digests, len(self.digests)
         at = digest // _TABLES % size
         while (there := digests[at]) and there != digest:
@@ -210,7 +207,7 @@ class _Table:
             self._resize(max(_SMALLEST, int(self.num / _MOST_FULL * _GROWTH) + 1))
 
     def _resize(self, size: int) -> None:
-        """Move the chunks that a peer has to new arrays."""
+        """Chunks without a peer are dropped."""
         before = (self.digests, self.sizes_low, self.sizes_high, self.peers)
         self._allocate(size)
         self.num = 0
@@ -227,13 +224,13 @@ class _Table:
 
 
 def pack(chunks: Sequence[tuple[int, int]]) -> IndexPart:
-    """Join `(digest, size)` pairs."""
+    """chunks: `(digest, size)` pairs."""
     numbers = np.array(chunks, "<u8").reshape(-1, 2)
     return IndexPart(numbers[:, 0].tobytes(), numbers[:, 1].tobytes())
 
 
 def unpack(digests: bytes, sizes: bytes) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the numbers of an IndexPart. Raises ValueError: their lengths do not fit."""
+    """Raises ValueError: the lengths do not fit."""
     if len(digests) % DIGEST_BYTES or len(sizes) not in (0, len(digests)):
         raise ValueError(f"{len(digests)} bytes of digests and {len(sizes)} of sizes")
     return (

@@ -1,6 +1,4 @@
-"""What happened with one peer, for `kvhold peers` and the metrics.
-
-    record.loaded(begin_s, chunks=12, nbytes=..., absent=1); record.failed(fault, num_missed=3)
+"""The events of one peer, for `kvhold peers` and the metrics.
 
 The tiers' loop writes. Any thread reads.
 """
@@ -49,7 +47,6 @@ class PeerRecord:
         self._metrics.set("kvhold_peer_index_chunks", num_chunks, peer=self._address)
 
     def loaded(self, seconds: float, *, num_chunks: int, nbytes: int, num_absent: int) -> None:
-        """Note an answered get."""
         self.num_loads += 1
         self.num_chunks += num_chunks
         self.num_absent += num_absent

@@ -4,8 +4,8 @@
     for key in policy.victims(nbytes, pinned):        # keys to evict, in order, for `nbytes` bytes
         policy.remove(key, evicted=True)
 
-**No policy evicts a prefix before its continuation**, because a continuation alone is useless. A
-pinned continuation protects its whole prefix, as far as the links reach.
+**No policy evicts a prefix before its continuation.** A pinned continuation protects its whole
+prefix, as far as the links reach.
 
 Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 """
@@ -13,7 +13,7 @@ Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-# Classes of a chunk's value per byte (`cache/values.py`): NEUTRAL, more or less by half octaves.
+# classes of a chunk's value per byte (`cache/values.py`), by half octaves around NEUTRAL
 NUM_VALUES = 16
 NEUTRAL = 8
 
@@ -31,29 +31,27 @@ class Policy(Protocol):
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
         """Add a chunk. For a known key, only an unknown parent is set.
 
-        parent: key of the previous chunk, of the same group and shard; it may be absent. A parent
-                that continues `key` is ignored, because it would close a cycle
+        parent: key of the previous chunk, of the same group and shard; it may be absent. One that
+                continues `key` is ignored
         """
 
     def touch(self, key: bytes) -> None:
-        """Count a chunk as used. Ignores unknown keys."""
+        """Ignores unknown keys."""
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
-        """Count chunks as used, in this order."""
+        """In this order."""
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
-        """Record a lookup. Return the `prompt` argument of `used` and `missed`.
+        """Record a lookup, if `learns`. Return the `prompt` argument of `used` and `missed`.
 
-        Called only if `learns`.
-
-        keys:     the keys of a prompt's whole chunks, in the first group and shard, in order
+        keys:     of a prompt's whole chunks, in the first group and shard, in order
         num_here: number of leading chunks that the hit has
         """
 
     def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         """Record the chunks of a hit, in all groups and shards.
 
-        value: the value of each, below `NUM_VALUES`
+        value: of each, below `NUM_VALUES`
         """
 
     def missed(
@@ -67,16 +65,13 @@ class Policy(Protocol):
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
         """Return how long after its eviction a chunk was expected to be used again.
 
-        None: unknown, or no use was expected. Call this before `missed`, which records a new use.
+        None: unknown, or no use was expected. Call this before `missed`.
 
         ago_s: seconds since the eviction, or since the chunk was declined
         """
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """Remove a chunk. Ignores unknown keys.
-
-        evicted: true for a victim; false for a cleared chunk
-        """
+        """Ignores unknown keys. evicted: true for a victim; false for a cleared chunk."""
 
     def victims(
         self,

@@ -1,12 +1,7 @@
 """Remembers the last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
 
-    ghosts.add(name, pack(Ghost(at_s=12.0, kind=3, uses=2)), now_s)
-    past = ghosts.take(name)                    # 0: none
-    unpack(past, now_s)
-
-A name's hash chooses a set of eight places. A new chunk in a full set replaces the chunk with the
-oldest use. A place has 32 bits of the hash. Two names are confused once in 500 million lookups,
-which gives a wrong estimate.
+A name's hash chooses a set of eight places. A new chunk in a full set replaces the one with the
+oldest use. 32 bits of the hash confuse two names once in 500 million lookups, for a wrong estimate.
 
     number:  past (tick 22 | value 4 | kind 9 | uses 5) | tag 24
     mark:    one byte, 0 in an empty place; one call searches a set for it
@@ -34,7 +29,7 @@ MOST_USES = (1 << _USES_BITS) - 1
 
 
 class Ghost(NamedTuple):
-    """at_s: time of the last use; uses: 1 to `MOST_USES`; value: 0 to 15"""
+    """at_s: of the last use; uses: 1 to `MOST_USES`; value: 0 to 15."""
 
     at_s: float
     kind: int
@@ -52,7 +47,7 @@ class Ghosts:
         self.num = 0
 
     def add(self, name: bytes, past: int, now_s: float) -> int:
-        """Remember a chunk. Return the past that it replaced, of this or another chunk; 0: none."""
+        """Return the past that it replaced, of this or another chunk; 0: none."""
         number = xxh3_64_intdigest(name)
         place = self._find(number)
         return self._set(number, past, now_s) if place < 0 else self._renew(place, past)
@@ -67,7 +62,7 @@ class Ghosts:
         return self._places[place] >> _TAG_BITS
 
     def find(self, name: bytes) -> int:
-        """Return a chunk's past; 0: none."""
+        """0: none."""
         place = self._find(xxh3_64_intdigest(name))
         return 0 if place < 0 else self._places[place] >> _TAG_BITS
 
@@ -84,7 +79,7 @@ class Ghosts:
         pasts:    the past to remember: `[number of earlier uses]`
         if_known: add no unknown chunks
 
-        Returns the earlier pasts of the known chunks, and the pasts of chunks that were replaced.
+        Returns the earlier pasts of the known chunks, and the pasts of replaced chunks.
         """
         find, new = self._find, pasts[0]
         known, replaced = [], []
@@ -98,7 +93,7 @@ class Ghosts:
         return known, replaced
 
     def _find(self, number: int) -> int:
-        """Return the place of a chunk by its hash; -1: none."""
+        """By its hash; -1: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         mark, end = (number >> 56) % _MARKS + 1, first + _WAYS
         place = self._marks.find(mark, first, end)
@@ -107,13 +102,13 @@ class Ghosts:
         return place
 
     def _renew(self, place: int, past: int) -> int:
-        """Change the past of a place. Return the old one."""
+        """Return the old past."""
         number = self._places[place]
         self._places[place] = past << _TAG_BITS | number & _TAG
         return number >> _TAG_BITS
 
     def _set(self, number: int, past: int, now_s: float) -> int:
-        """Remember an unknown chunk. Return the past of the chunk that it replaced; 0: none."""
+        """Return the past of the chunk that it replaced; 0: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         place = self._marks.find(0, first, first + _WAYS)
         if place < 0:
@@ -137,7 +132,7 @@ def pack(ghost: Ghost) -> int:
 
 
 def pack_queue(at_s: float, queue: int, uses: int) -> int:
-    """queue: of `queue_of`"""
+    """queue: of `queue_of`."""
     uses = min(uses, MOST_USES)
     return int(at_s / TICK_S) % _TICKS << _PAST_BITS | queue << _USES_BITS | uses
 
@@ -148,12 +143,11 @@ def unpack(past: int, now_s: float) -> Ghost:
 
 
 def age_s_of(past: int, now_s: float) -> float:
-    """Return the time since the last use."""
     return (_tick(now_s) - (past >> _PAST_BITS)) % _TICKS * TICK_S
 
 
 def queue_of(past: int) -> int:
-    """Return the value and the kind in one number: value * MOST_KINDS + kind."""
+    """value * MOST_KINDS + kind."""
     return past >> _USES_BITS & (1 << _PAST_BITS - _USES_BITS) - 1
 
 

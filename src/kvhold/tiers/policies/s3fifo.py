@@ -2,10 +2,8 @@
 
 - **Small** queue: new keys, a tenth of the bytes. At its turn, a used key moves to the main queue
   with its prefix; an unused key is the victim.
-- **Ghost** queue: keys of the small queue's victims. Such a key enters the main queue next time.
+- **Ghost** queue: keys of these victims, not cleared ones. They enter the main queue next time.
 - **Main** queue: at its turn, a used key goes to the end.
-
-A cleared key gets no ghost.
 """
 
 from collections import OrderedDict

@@ -24,7 +24,7 @@ class Tls:
         self._context: ssl.SSLContext | None = None
 
     async def context(self) -> ssl.SSLContext | None:
-        """Return the context; None: no TLS. Raises TierDenied if its files cannot be used."""
+        """None: no TLS. Raises TierDenied if its files cannot be used."""
         if self._config.tls and self._context is None:
             try:
                 self._context = await asyncio.to_thread(_make_context, self._config)

@@ -1,7 +1,7 @@
 """The part of the Redis protocol, version 2, that a tier needs. Replies are not trusted.
 
-An invalid reply raises ProtocolError and ends the stream's use. Announced sizes are checked before
-memory is allocated. An error reply is a value: it concerns one command.
+An invalid reply raises ProtocolError and ends the stream's use. An error reply is a value: it
+concerns one command.
 """
 
 import re
@@ -71,11 +71,10 @@ class RedisCall(Exchange):
         self.reply = None
 
     def asking_request(self) -> Sequence[Bytes]:
-        """Return the request to a server that takes over the key's slot."""
+        """For a server that takes over the key's slot."""
         return (command("ASKING"), *self.request)
 
     async def take_asked(self, stream: Stream) -> None:
-        """Read the replies of `asking_request`."""
         await read_reply(stream)
         await self.take(stream)
 
@@ -127,7 +126,7 @@ async def read_reply(stream: Stream, depth: int = 0) -> Reply:
 
 
 async def read_string_head(stream: Stream) -> int | ErrorReply | None:
-    """Return the string's length; None: a null string. The string and its CRLF follow."""
+    """The string's length; None: a null string. The string and its CRLF follow."""
     line = await stream.line()
     if line[:1] == b"-":
         return ErrorReply(_readable(line[1:]))
@@ -156,7 +155,7 @@ def fault_of(reply: Reply, operation: str) -> TierError:
 
 
 def no_answer(reply: Reply) -> ErrorReply:
-    """Return an error for a reply that does not fit its command."""
+    """An error for a reply that does not fit its command."""
     return (
         reply
         if isinstance(reply, ErrorReply)

@@ -1,7 +1,5 @@
 """Change a string only if it is unchanged since it was read: WATCH, then MULTI ... EXEC.
 
-    reply = await transact(router, "delete", lambda: Remove(name), bulk=False)
-
 Each transaction takes two round trips, alone on its connection.
 """
 
@@ -24,14 +22,14 @@ class Transaction(RedisCall):
     """
 
     def __init__(self, name: bytes, *looks: bytes, value_bytes: int = 0) -> None:
-        """looks: further commands that read, such as PTTL"""
+        """looks: further commands that read, such as PTTL."""
         request = (command("WATCH", name), command("GETRANGE", name, 0, HEAD_BYTES), *looks)
         super().__init__(name, request=request, value_bytes=value_bytes)
         self.is_changed = False
 
     @abstractmethod
     def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
-        """Return the changes to make; may be none.
+        """The changes to make; may be none.
 
         seen:   the first bytes of the string, one more than a head has
         looked: the replies of the further commands
