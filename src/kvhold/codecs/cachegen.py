@@ -21,7 +21,7 @@ from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
 RUN = 128
-SHARED = 32  # elements that share a class and a step, at least
+SHARED = 32
 CLASSES = 16
 OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's base
 
@@ -75,7 +75,6 @@ class CacheGen(Quantised):
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         found = elements.reshape(place.planes, -1)
         measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in found]
-        # NaN if any element is NaN
         largest = float(np.max([channels.largest.max() for channels in measured]))
         if not np.isfinite(largest) or 0 < largest < max(_LEAST, LEAST_NORMAL[place.dtype]):
             return None
@@ -129,7 +128,7 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """The bins of a plane. 2**share neighbouring channels of a head are a group.
+    """2**share neighbouring channels of a head are a group.
 
     octaves: [groups], a step is base * 2**octave
     offsets: [groups], the mean in whole steps
@@ -240,11 +239,9 @@ def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Byt
 
 @dataclass(frozen=True)
 class _Coding:
-    """The distributions of a plane. A kind is a distribution's number.
-
-    classes: [groups], the kind before the shift
-    shifts:  [tokens, runs], or empty
-    kinds:   [tokens * width]
+    """classes: [groups], the kind before the shift
+    shifts: [tokens, runs], or empty
+    kinds: [tokens * width], numbers of distributions
     """
 
     classes: Bytes

@@ -48,7 +48,7 @@ class Frame:
 
 
 def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
-    """Return the layout to pass to `codec` for a group. None: the codec does not accept it."""
+    """None: `codec` does not accept the group."""
     for candidate in (layout, canonical_twin(layout, group)):
         if candidate is not None and codec.accepts(candidate, group):
             return candidate
@@ -85,7 +85,7 @@ def frame_chunk(
                them
     checksums: [layers], if known; only for a raw frame
     out:       at least `max_frame_bytes`; without it raw copies nothing
-    align:     the payload begins at a multiple of it, a multiple of 8; direct I/O needs 4096
+    align:     of the payload's start, a multiple of 8; direct I/O needs 4096
 
     Raises LayoutError if the layout or the codec rejects the chunk, ValueError if `out` is short.
     """

@@ -4,8 +4,7 @@
     check_identity(header, key=key, layout=layout, num_tokens=256)
     verify(header, payload)                                             # verify_layer: one layer
 
-Readers check all fields before copying. Checksums find accidents, not forgeries. Any thread; xxhash
-releases the GIL.
+Checksums find accidents, not forgeries. Any thread; xxhash releases the GIL.
 """
 
 from collections.abc import Sequence
@@ -61,7 +60,6 @@ class FrameHeader:
     packing: CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks, block_bytes]
     lengths: [layers] bytes of encoded layers, end to end in the payload
     checksums: [layers] xxh3_64 of encoded layers
-    header_bytes: where the payload begins
     expires_at: Unix time in seconds; 0: never
     """
 
@@ -181,10 +179,10 @@ def read_size(prefix: Buffer) -> FrameSize:
 
 
 def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
-    """Read and check a header. Raises FrameError.
-
-    buffer:      the whole header; later bytes are ignored
+    """buffer: the whole header; later bytes are ignored
     frame_bytes: the frame's size, if known, to detect a truncated or padded frame
+
+    Raises FrameError.
     """
     view = memoryview(buffer).cast("B")
     size = read_size(view[:PREFIX_BYTES])
@@ -260,10 +258,7 @@ def check_identity(
     num_tokens: int,
     first_token: int | None = None,
 ) -> None:
-    """Raise FrameError("identity") unless `header` describes the requested chunk.
-
-    first_token: None accepts any
-    """
+    """Raise FrameError("identity") unless `header` describes the requested chunk."""
     group = group_of(key, layout)
     if header.key != key:
         raise FrameError("identity", f"the key is {header.key.hex()}, not {key.hex()}")
@@ -288,7 +283,7 @@ def check_identity(
 
 
 def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
-    """Raise FrameError unless `encoded` has this layer's length and checksum."""
+    """Raise FrameError for another length or checksum than this layer's."""
     if len(encoded) != header.lengths[layer]:
         raise FrameError(
             "length", f"layer {layer} is {len(encoded)} bytes of {header.lengths[layer]}"

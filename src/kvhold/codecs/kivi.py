@@ -77,7 +77,7 @@ def values_bytes(place: LayerShape, bits: int) -> int:
 
 
 def write_keys(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
-    """Encode keys [tokens, width]. Return the largest coded magnitude."""
+    """Return the largest coded magnitude. plane: [tokens, width]."""
     full = place.tokens // groups.GROUP
     ends = np.empty((full, 2, place.width), plane.dtype)
     codes, rest = _keys_parts(np.frombuffer(out, np.uint8), place, bits, ends)
@@ -101,7 +101,7 @@ def read_keys(encoded: memoryview, place: LayerShape, bits: int, plane: Elements
 
 
 def write_values(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
-    """Encode values [tokens, width]. Return the largest magnitude."""
+    """As `write_keys`."""
     ends = np.empty((place.tokens, 2, groups.num_groups(place.width, place.head_dim)), plane.dtype)
     codes = np.frombuffer(out, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
     groups.rows_encode(

@@ -41,10 +41,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class LoadedKV:
-    """The KV of a prompt's first `num_tokens` tokens.
-
-    kv: for each group [layers, planes, num_tokens, heads, head_dim]
-    """
+    """kv: for each group [layers, planes, num_tokens, heads, head_dim]."""
 
     num_tokens: int
     kv: list[npt.NDArray[Any]]
@@ -65,8 +62,9 @@ class WholePrompts:
 
         kv: for each group [layers, planes, tokens, heads, head_dim], with all tokens of the prompt
 
-        Fewer are written if memory is full or another writer has reserved them. Raises LayoutError
-        for arrays that do not fit, and for layouts with several shards or an engine's packing.
+        Fewer tokens are written if memory is full or another writer has reserved them. Raises
+        LayoutError for arrays that do not fit, and for layouts with several shards or an engine's
+        packing.
         """
         layout = prompt.namespace.layout
         _check(prompt, layout)

@@ -51,12 +51,9 @@ class CapacityError(KVHoldError):
 
 
 class TierError(KVHoldError):
-    """`reason` labels the fault in metrics."""
-
     retryable = True
     reason = "error"
     miss: Reason = TIER_DOWN
-    """Why its chunks are missed."""
 
     def __init__(self, tier: str, operation: str, detail: str) -> None:
         super().__init__(f"{tier}: {operation}: {detail}")

@@ -1,9 +1,5 @@
 """Learn costs from times: seconds = the sum of cost * quantity.
 
-    reading = Estimate(2)                          # a cost per call, and a cost per byte
-    reading.measured((1, 8 << 20), 0.09)
-    reading.costs                                  # (0.001, 1.06e-08)
-
 The fit minimises relative errors, not squares, because of stalls. Of equal fits, the simplest wins.
 Three measurements in a row that are far off to one side replace older ones. Any thread.
 """
@@ -16,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST = 48
-_FADING = 0.93  # weight of a measurement relative to the next
+_FADING = 0.93  # of a measurement relative to the next
 _ALIKE = 0.003  # fits with errors this close are equal
 _ROUNDS = 8
 _LEAST_ERROR = 1e-3  # smaller relative errors count alike
@@ -38,7 +34,7 @@ class Estimate:
         self._num_quantities = num_quantities
         self._measured: deque[tuple[Quantities, float]] = deque(maxlen=_MOST)
         self._costs: Quantities | None = None
-        self._unseen = 0  # measurements since the last fit
+        self._unseen = 0
         self._off = 0  # consecutive measurements off to one side; negative: fast
         self._lock = threading.Lock()
 

@@ -13,7 +13,7 @@ from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DeviceError, ProtocolError
 from kvhold.core.layout import Layout
 
-ABSENT = -1  # offset of a chunk that was not granted, or that the hit does not need
+ABSENT = -1  # not granted, or not needed by the hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class ChunkBytes:
 
     offsets:    [n] int64, in bytes from the arena's start; ABSENT where there is no chunk
     num_tokens: [n] int64
-    sums:       of a reservation: receives the checksums of a copy. Of a lease: a copy compares with
-                these. None: nothing is checked
+    sums:       filled by a copy into a reservation, compared by a copy from a lease; None:
+                unchecked
     """
 
     offsets: npt.NDArray[np.int64]
@@ -41,9 +41,9 @@ kept: list["Holding"] = []
 
 
 class Holding:
-    """A hit, a lease or a reservation, held until it is closed.
+    """A hit, a lease or a reservation, until it is closed; again is harmless.
 
-    Closing it twice is harmless. If its `with` ends with DeviceError, it is kept.
+    If its `with` ends with DeviceError, it is kept.
     """
 
     def __init__(self, give_back: Callable[[], None]) -> None:
@@ -74,11 +74,10 @@ class Holding:
 
 
 class Lease(Holding):
-    """A lease on the bytes of one shard's part of a hit. Read only.
+    """The bytes of one shard's part of a hit. Read only.
 
-    The bytes do not move until the lease is closed. A copy by `memory.copy` compares them with the
-    stored checksums. A direct reader of the buffer must call `verify` after reading, before using
-    the bytes.
+    They do not move until the lease is closed. A copy by `memory.copy` compares checksums. A direct
+    reader of the buffer must call `verify` after reading, before using the bytes.
     """
 
     def __init__(
@@ -167,10 +166,9 @@ class Reservation(Holding):
         *,
         layout: Layout,
     ) -> None:
-        """offsets: [groups, chunks]; ABSENT for chunks that are present, were not requested, or got
-                 no memory
-        commit: called with chunk numbers, each granted and given once, and their checksums:
-                `checksums.BYTES` for each chunk, granted group and layer
+        """offsets: [groups, chunks]; ABSENT: present, not requested, or no memory
+        commit: called with chunk numbers and their checksums: `checksums.BYTES` for each chunk,
+                granted group and layer
         """
         super().__init__(give_back)
         self.num_tokens = num_tokens
@@ -183,7 +181,7 @@ class Reservation(Holding):
 
     @property
     def granted(self) -> list[int]:
-        """The numbers (within the reservation) of chunks with memory in at least one group."""
+        """Numbers within the reservation: chunks with memory in at least one group."""
         return [int(i) for i in np.flatnonzero((self._offsets != ABSENT).any(axis=0))]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
@@ -219,7 +217,7 @@ class Reservation(Holding):
 def _sums_of_chunk(
     buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int
 ) -> list[int]:
-    """Return [layers]. xxhash releases the GIL."""
+    """[layers]. Releases the GIL."""
     at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
     ranges = (
         layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers)

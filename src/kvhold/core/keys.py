@@ -61,7 +61,6 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
         return len(self.hashes) // HASH_BYTES
 
     def num_tokens(self, layout: Layout) -> npt.NDArray[np.int64]:
-        """Return [n] int64."""
         counts = np.full(len(self), layout.tokens_per_chunk, dtype=np.int64)
         if self.tail_tokens:
             counts[-1] = self.tail_tokens
@@ -232,7 +231,6 @@ class Namespace:
 
 
 def budget_tags(store_options: StoreOptions) -> tuple[tuple[str, str], ...]:
-    """Return the tags of an allowed loss; none if no loss is allowed."""
     if not store_options.allows_loss:
         return ()
     budget = ((_MAX_ERROR, store_options.max_error), (_MAX_BITS, store_options.max_bits))
@@ -242,10 +240,10 @@ def budget_tags(store_options: StoreOptions) -> tuple[tuple[str, str], ...]:
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Return contiguous int32. Raises ValueError unless it is one axis of 32-bit integers."""
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        with suppress(TypeError, OverflowError):  # the checks below name the fault
+        with suppress(TypeError, OverflowError):
             # three times as fast as signed, four times as fast as numpy
             numbers = array("I")
-            numbers.fromlist(tokens)  # faster than array("I", tokens)
+            numbers.fromlist(tokens)
             unsigned = np.frombuffer(numbers, np.uintc)
             if unsigned.max() <= np.iinfo(np.int32).max:
                 found = unsigned.view(np.intc).astype("<i4", copy=False)
@@ -338,7 +336,7 @@ class _Text(ABC):
 
     @property
     def tail_lengths(self) -> tuple[int, ...]:
-        """The possible tails in tokens: one per block end, or only the text's end."""
+        """In tokens: one per block end, or only the text's end."""
         step = self.namespace.layout.tail_tokens
         rest = self.num_tokens % self.namespace.layout.tokens_per_chunk
         if step == 1:
@@ -366,7 +364,7 @@ class _Text(ABC):
         )
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
-        """Return the whole chunks `first` to before `last` (default: all), and the longest tail."""
+        """The whole chunks `first` to before `last` (default: all), and the longest tail."""
         assert 0 <= first <= self.num_whole, "`first` is beyond the last whole chunk"
         hashes = self._hashes(first, self.num_whole if last is None else last)
         first_token = first * self.namespace.layout.tokens_per_chunk
@@ -423,7 +421,7 @@ class Prompt(_Text):
     def _links(
         self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int
     ) -> list[bytes]:
-        """Hash chunks of `size` tokens, from number `chunk`, after the hash `parent`."""
+        """From number `chunk`, after the hash `parent`."""
         header, step, links = size.to_bytes(4, "little"), 4 * size, []
         start, is_text = (
             chunk * self.namespace.layout.tokens_per_chunk,
@@ -496,10 +494,7 @@ class Prompt(_Text):
 
 
 class GrowingPrompt(_Text):
-    """A prompt that grows: appending n tokens costs O(n). One thread at a time.
-
-    It has the keys of a `Prompt` of the same text.
-    """
+    """A prompt that grows: appending n tokens costs O(n). One thread at a time."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.namespace = prompt.namespace
@@ -546,7 +541,7 @@ def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> byt
 
 
 def allows_loss(key: bytes) -> bool:
-    """Whether lossy codecs may encode a chunk (by key or namespace digest)."""
+    """By key or namespace digest."""
     return bool(key[NAMESPACE_BYTES - 1] & _LOSS_BIT)
 
 

@@ -30,10 +30,10 @@ DTYPE_BYTES = {
 }
 
 CANONICAL = "canonical"
-MOST_PACKING = 32  # characters
+MOST_PACKING = 32
 MOST_GROUPS = 256
 MOST_LAYERS = 4096  # limit of a frame's header
-MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same limit
+MOST_CHUNK_TOKENS = (1 << 32) - 1
 MOST_CHUNK_BYTES = 1 << 36  # per group; also the limit of a frame
 
 Attention = Literal["full", "sliding", "state"]
@@ -50,13 +50,11 @@ def packing_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share one geometry.
-
-    planes:      2 for K and V, 1 for a latent plane (MLA) or a state
-    attention:   a hit needs all chunks, the last `window` tokens, or the last chunk ("state")
-    packing:     CANONICAL, or an engine's opaque arrangement inside a block
+    """planes: 2 for K and V, 1 for a latent plane (MLA) or a state
+    attention: a hit needs all chunks, the last `window` tokens, or the last chunk ("state")
+    packing: CANONICAL, or an engine's opaque arrangement inside a block
     block_bytes: of one opaque block in one layer
-    rotary:      rotary settings of the keys; empty if none or unknown
+    rotary: settings of the keys; empty if none or unknown
     """
 
     layers: int

@@ -1,8 +1,5 @@
 """Facts: the named parts of a namespace, for comparisons.
 
-    walk(vllm_config.cache_config, "vllm.cache_config", NamingRules(tables), found)
-    facts = Facts.of(found)
-
 Every field of a configuration is a fact unless a table lists it as harmless: an unknown field costs
 a miss, never wrong KV.
 """
@@ -42,8 +39,6 @@ _SECRET_INSIDE = re.compile(
 
 @dataclass(frozen=True)
 class Table:
-    """The fields of a class that may shape KV, and the harmless ones with reasons."""
-
     named: frozenset[str]
     harmless: Mapping[str, str]
 
@@ -106,10 +101,7 @@ NO_FACTS = Facts()
 
 
 def walk(value: Any, name: str, rules: NamingRules, found: dict[str, str], depth: int = 0) -> None:
-    """Add the facts of `value`, named `name`, to `found`.
-
-    Raises LayoutError for a value that is not plain.
-    """
+    """Add facts to `found`. Raises LayoutError for a value that is not plain."""
     if name in rules.shared:
         return
     if not _is_open(value, rules):

@@ -1,8 +1,5 @@
 """Predict a request's time to first token for each possible end of the load.
 
-    options = LoadOptions(tokens=np.array([0, 512, 4000]), nbytes=..., wait_s=...)
-    options.tokens[choose(cost, options)]
-
 An unknown cost counts as 0, so that it is tried and measured. No I/O, no state.
 """
 
@@ -48,10 +45,8 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
-    """What the caller of a lookup does about missing chunks.
-
-    waits:     it may wait for chunks that another engine computes now
-    announces: it will compute and store them now, so others may wait for them
+    """waits: it may wait for chunks that another engine computes now
+    announces: it will compute and store them now, so others may wait
     """
 
     cost: ComputeCost
@@ -61,9 +56,7 @@ class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Points at which a load may end.
-
-    tokens: [n] present at that point
+    """tokens: [n] present at that point
     nbytes: [n] to copy
     wait_s: [n] until they arrive
     """
@@ -98,14 +91,12 @@ class LoadedChunks(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The decision for one request and its result.
-
-    at_s:              wall clock
-    found:             tokens by source, as far as the lookup searched
-    hit_tokens:        None: it still waits
-    missing:           why the hit ends, in words; empty: it does not, or still waits
+    """at_s: wall clock
+    found: tokens by source, as far as the lookup searched
+    hit_tokens: None: it still waits
+    missing: why the hit ends, in words; empty: it does not, or still waits
     load_s, compute_s: measured; None: none, or unknown
-    loaded:            the chunks that came from peers
+    loaded: the chunks that came from peers
     """
 
     request: str
@@ -137,7 +128,6 @@ def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:
 
 
 def prefill_s(cost: ComputeCost, first: int, last: int) -> float:
-    """Seconds for the tokens from `first` to before `last`."""
     num = max(0, last - first)
     steps = -(-num // cost.step_tokens)
     return steps * cost.step_s + num * cost.token_s + num * (last - num / 2) * cost.pair_s
@@ -161,7 +151,7 @@ def total_s(cost: ComputeCost, options: LoadOptions) -> Floats:
 
 
 def choose(cost: ComputeCost, options: LoadOptions) -> int:
-    """Return the best option; among equals, or without costs, the one that loads most."""
+    """Among equals, or without costs, the option that loads most."""
     if not cost.is_known:
         return len(options.tokens) - 1
     totals = total_s(cost, options)

@@ -75,10 +75,7 @@ def scatter(
     sums: Sums | None = None,
     worker: Worker | None = None,
 ) -> None:
-    """Copy the plan's chunks into the view's rows. Arguments are as for `gather`.
-
-    sums: receives checksums of all bytes of the layers, taken after the copy
-    """
+    """As `gather`. sums: of all bytes of the layers, taken after the copy"""
     if not plan.view.writable:
         raise ValueError("scatter would write a view of read-only tensors")
     _copy(plan, layers, False, threads, sums, worker)
@@ -111,8 +108,7 @@ def sum_layers(
 ) -> None:
     """Write checksums of chunks in host memory to `sums` [chunks, layers of the view].
 
-    chunks:  default: those with a copied row
-    threads: number, the caller included; the GIL is released
+    chunks: default: those with a copied row
     """
     chunks = np.unique(plan.chunk) if chunks is None else chunks
     of_layer = (plan.chunk_rows[chunks] * (plan.view.planes * plan.view.row_bytes))[:, None]

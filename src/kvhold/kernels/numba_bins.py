@@ -94,7 +94,7 @@ def magnitudes(deviations: Deviations, width: int, bounds: Counts) -> Magnitudes
 def spread_kinds(
     classes: Bytes, shifts: Codes, bounds: Counts, tokens: int, num_kinds: int
 ) -> Bytes:
-    """[width]: the channel's class, plus the token's shift, [tokens, runs] or empty.
+    """The channel's class, [width], plus the token's shift, [tokens, runs] or empty.
 
     Class 0 is not shifted.
     """
@@ -253,7 +253,6 @@ def _spread_kinds(classes: Any, shifts: Any, bounds: Any, num_kinds: int, kinds:
 @compiled(types.void(_i16r, _u8r, types.int64[:, ::1]))
 def _count(deviations: Any, kinds: Any, counts: Any) -> None:
     piece = 1024
-    # two tables, as in numba_rans
     parts = np.zeros((2, counts.shape[0] * 128), np.uint32)
     places = np.empty(piece, np.uint32)
     for begin in range(0, deviations.size, piece):

@@ -61,12 +61,12 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
-    """Call `work` on `threads` threads, the caller included. A counter divides the work."""
+    """The caller's is one of `threads`. A counter divides the work."""
     helpers = [_Helper(work, arguments) for _ in range(threads - 1)]
     _start(helpers)
     work(*arguments)
     for helper in helpers:
-        if not helper.ended.cancel():  # it has begun
+        if not helper.ended.cancel():
             helper.ended.result()
 
 
@@ -100,7 +100,6 @@ class _Helper:
         if self.ended.set_running_or_notify_cancel():
             try:
                 self._work(*self._arguments)
-            # raised by `result`, in the caller's thread
             except BaseException as error:  # noqa: BLE001
                 self.ended.set_exception(error)
             else:
@@ -152,7 +151,6 @@ def stream(builder: Any, line: Any, to: Any) -> None:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """It never faults."""
     number = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [_BYTE, number, number, number])
     function = builder.module.declare_intrinsic("llvm.prefetch", (_BYTE,), kind)
@@ -302,7 +300,7 @@ _COPY_TILES = types.void(
 def _compile() -> Any:
     try:
         return njit(_COPY_TILES, nogil=True, cache=True)(_copy_tiles_source)
-    except (RuntimeError, OSError):  # no writable cache
+    except (RuntimeError, OSError):
         return njit(_COPY_TILES, nogil=True)(_copy_tiles_source)
 
 

@@ -77,7 +77,7 @@ def frequencies(counts: Counts) -> Counts:
     missing = SCALE - int(freq.sum())
     if missing > 0:
         freq[present[np.argsort(-rest * (share > 0), kind="stable")[:missing]]] += 1
-    while missing < 0:  # a step from a frequent byte costs least
+    while missing < 0:
         most = int(freq.argmax())
         taken = min(-missing, int(freq[most]) // 2)
         freq[most] -= taken
@@ -251,7 +251,7 @@ def _channel_sums(plane: Any, sums: Any) -> None:
         values = plane[row : row + width]
         for i in range(width):
             partial[i] += values[i]
-        if row // width % (1 << 20) == (1 << 20) - 1:  # before it overflows
+        if row // width % (1 << 20) == (1 << 20) - 1:
             for i in range(width):
                 sums[i] += partial[i]
                 partial[i] = 0

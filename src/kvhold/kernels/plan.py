@@ -1,7 +1,7 @@
 """Plan a copy: pair a view's slots with places in the arena, as runs for all layers.
 
 A *run* is a stretch of rows in order both in the view and in one chunk. All bounds are checked
-here. One thread at a time may use a plan.
+here. One thread at a time.
 """
 
 from dataclasses import dataclass, field, replace
@@ -77,8 +77,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Run i: `rows[i]` rows, from `slots[i]` in the view and `first_rows[i]` of chunk `chunk[i]`
-    on.
+    """Run i: `rows[i]` rows, from `slots[i]` in the view and `first_rows[i]` of chunk `chunk[i]`.
 
     memo: values that a worker derives once
     """
@@ -90,7 +89,7 @@ class Plan:
     slots: Int64s
     rows: Int64s
     chunk_starts: Int64s  # [chunks], bytes from `base`
-    chunk_rows: Int64s  # [chunks]
+    chunk_rows: Int64s
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -167,7 +166,7 @@ def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan
 def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
     """Pair whole blocks with each chunk. A chunk's last block may be used in part.
 
-    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; otherwise as in `plan_slots`
+    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))], as `slots` in `plan_slots`
 
     Raises ValueError for ids or chunks out of bounds.
     """

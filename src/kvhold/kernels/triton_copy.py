@@ -4,7 +4,7 @@ A copy within the device has many programs, because the engine's next kernels wa
 memory has few: each keeps its multiprocessor while it waits for the bus. Numbers of runs and tiles
 are not specialised, so no copy compiles after `prepare`.
 
-With TRITON_INTERPRET=1 at import, the kernel runs on host memory, for tests.
+With TRITON_INTERPRET=1 at import, the kernel runs on host memory.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -120,7 +120,7 @@ def _arena(plan: Plan) -> int:
 
 
 def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
-    """Return an int64 tensor with all tables, and the number of tiles. Uploaded once per stream.
+    """All tables, int64, and the number of tiles. Uploaded once per stream.
 
     Per run: arena address, plane stride, view offset, words. Per tile: its run, its number in the
     run. Per layer and plane: its address.
@@ -141,7 +141,6 @@ def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
             np.arange(run.size) - (np.cumsum(tiles) - tiles)[run],
             view.table.reshape(-1),
         ]
-        # pinned: the upload does not wait for the stream
         tables = torch.empty(
             sum(part.size for part in parts), dtype=torch.int64, pin_memory=not on_host
         )

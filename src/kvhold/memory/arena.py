@@ -1,8 +1,5 @@
 """The arena: one region of host memory that the node owns and engines map.
 
-    arena = Arena.create(4 << 30)
-    other = Arena.attach(fd, nbytes)                    # the fd came over a Unix socket
-
 The first write to a page is slow (1.4 GB/s, later 5 GB/s), so a thread of the owner (`Toucher`)
 faults pages in. The memory stays while any process maps it.
 """
@@ -26,7 +23,7 @@ from kvhold.memory.host import HUGE_PAGE_BYTES, all_huge_pages, available_bytes,
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 # takes 1 ms, during which malloc and mmap wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
 _KEEP_FREE = 256 << 20  # bytes that stay free
@@ -52,7 +49,7 @@ class Region:
 
 
 class Arena:
-    """`fd` can be sent to other processes."""
+    """`fd` can be sent to other processes over a Unix socket."""
 
     def __init__(self, fd: int, nbytes: int, huge: bool, writable: bool = True) -> None:
         """writable: False: a write ends the process (SIGSEGV)."""
@@ -67,7 +64,7 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, *, huge_pages: str = "auto") -> Self:
-        """Create at least `nbytes`. Raises CapacityError if the host lacks the memory.
+        """Raises CapacityError if the host lacks the memory.
 
         huge_pages: "auto": if enough are free; "always": fail if not; "never"
         """
@@ -126,7 +123,7 @@ class Arena:
         return [Region(np.frombuffer(self._map, np.uint8).ctypes.data, self.nbytes, self._writable)]
 
     def close(self) -> None:
-        """Unmap the arena, at once or when its last view is deleted."""
+        """At once, or when the last view is deleted."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -147,7 +144,7 @@ class Arena:
 
 
 class Toucher:
-    """Faults in pages, in its own thread. Stop it before the pages are unmapped."""
+    """In its own thread. Stop it before the pages are unmapped."""
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ class Toucher:
                 step = min(_TOUCH_STEP, region.nbytes - offset)
                 advice = _MADV_POPULATE_WRITE if region.writable else _MADV_POPULATE_READ
                 if _madvise(region.address + offset, step, advice) != 0:
-                    # an old kernel, or no memory: later writes fault pages in
+                    # later writes fault pages in
                     log.warning(
                         "pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno())
                     )
@@ -208,7 +205,7 @@ def default_arena_bytes() -> int:
 
 
 def has_room(nbytes: int, huge_pages: str) -> bool:
-    """Whether an arena fits now, in huge pages if the host has enough, free or not."""
+    """In huge pages if the host has enough, free or not."""
     if huge_pages != "never" and all_huge_pages() * HUGE_PAGE_BYTES >= nbytes:
         return free_huge_pages() * HUGE_PAGE_BYTES >= nbytes
     return nbytes + _KEEP_FREE <= available_bytes()

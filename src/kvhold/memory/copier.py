@@ -33,9 +33,7 @@ from kvhold.memory.views import View
 
 @dataclass(frozen=True)
 class Piece:
-    """The arguments of `plan_copy`.
-
-    ids:    int64 [blocks, or slots, of all chunks]
+    """ids: int64 [blocks, or slots, of all chunks]
     buffer: uint8 [arena bytes]
     """
 
@@ -47,7 +45,6 @@ class Piece:
 
     @cached_property
     def planned(self) -> PlannedCopy:
-        """Raises the errors of `plan_copy`."""
         return plan_copy(self.view, self.ids, self.buffer, self.places, unit=self.unit)
 
 
@@ -56,26 +53,23 @@ class Mark(Protocol):
 
 
 class Transfer(Protocol):
-    """Copies submitted together."""
-
     def done(self) -> bool:
         """Whether all copies have ended."""
 
     def wait(self) -> list[DamagedChunks | None]:
-        """Return the damaged chunks of each piece.
-
-        Raises other faults, after all copies have ended.
+        """Return the damaged chunks of each piece. Raises other faults, after all copies have
+        ended.
         """
 
 
 class Stage(Protocol):
-    """A device with delays, for `selftest.py`."""
+    """For `selftest.py`."""
 
     def delay(self, seconds: float) -> None:
         """Keep the engine's stream busy."""
 
     def late_mark(self, seconds: float) -> Mark:
-        """Return a mark in another, busy stream."""
+        """In another, busy stream."""
 
     def drain(self) -> None:
         """Wait until the engine's stream is empty."""
@@ -85,13 +79,8 @@ class Stage(Protocol):
 
 
 class Copier(Protocol):
-    """Copies of one device."""
-
     def stages(self) -> Iterator[Stage]:
-        """Yield a stage for each path of copies, used by all copies until the next item.
-
-        Yields nothing if copies end in their call.
-        """
+        """Yield a stage for each path of copies, used by all copies until the next item."""
 
     def mark(self) -> Mark | None:
         """The end of the engine's stream. None: copies end in their call."""
@@ -99,16 +88,16 @@ class Copier(Protocol):
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> Transfer:
-        """Copy blocks into chunks. Raises the errors of `plan_copy`."""
+        """Raises the errors of `plan_copy`."""
 
     def scatter(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> Transfer:
-        """Copy chunks into blocks, and compare checksums. Otherwise as `gather`."""
+        """As `gather`; compares checksums."""
 
     @property
     def stores_block(self) -> bool:
-        """Whether a store ends in its call, as on a device that refuses to pin host memory."""
+        """Whether a store ends in its call: a device may refuse to pin host memory."""
 
     def fence(self, transfers: Sequence[Transfer]) -> None:
         """Make the engine's later work run after the transfers."""
@@ -117,7 +106,7 @@ class Copier(Protocol):
         """Start slow preparations."""
 
     def close(self) -> None:
-        """Release the arena, before it is unmapped. All transfers must have ended."""
+        """Call this before the arena is unmapped, after all transfers."""
 
     def scratch(self, nbytes: int) -> AbstractContextManager[npt.NDArray[np.uint8]]:
         """Yield zeros, uint8 [nbytes], copied like the arena. Transfers must end in the block."""
@@ -135,12 +124,11 @@ class Ended:
 
 
 def wait_for(transfers: Sequence[Transfer]) -> None:
-    """Wait for all. Raise a DeviceError if there was one, else the first fault."""
+    """Raise a DeviceError if there was one, else the first fault."""
     faults: list[Exception] = []
     for transfer in transfers:
         try:
             faults += [damage for damage in transfer.wait() if damage is not None]
-        # raised below, when all transfers have ended
         except Exception as error:  # noqa: BLE001
             faults.append(error)
     if faults:

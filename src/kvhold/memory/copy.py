@@ -1,8 +1,5 @@
 """Copies for integrations: an engine's blocks into a reservation, a lease into blocks.
 
-    planned = plan_copy(view, block_ids, lease.buffer, lease.chunks())
-    planned.scatter(range(0, 1), threads=2)                             # layer by layer
-
 Arrays hold the ids, or slots, of all chunks, end to end. Negative ids and slots are skipped, and
 those of ABSENT chunks. Any thread.
 
@@ -135,7 +132,7 @@ class PlannedCopy:
         self._compare(layers, found)
 
     def take_sums(self, layers: range, chunks: Int64s, *, threads: int = 1) -> None:
-        """Keep checksums after a device's write. The chunks must be complete in these layers."""
+        """After a device's write. The chunks must be complete in these layers."""
         if self.sums is None:
             return
         found = self._empty()
@@ -143,7 +140,7 @@ class PlannedCopy:
         self.sums.take(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
 
     def verify(self, layers: range, chunks: Int64s, *, threads: int = 1) -> DamagedChunks | None:
-        """Compare checksums after a device's read. Return the damaged chunks."""
+        """After a device's read."""
         if self.sums is None:
             return None
         found = self._empty()

@@ -57,10 +57,7 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def take_all_cores(thread: int = 0) -> set[int]:
-    """Let a thread run on all cores of its control group. Return them.
-
-    thread: 0: the calling thread
-    """
+    """Let a thread (0: the caller) run on all cores of its control group. Return them."""
     with suppress(OSError):
         os.sched_setaffinity(thread, _possible_cores())
     return os.sched_getaffinity(thread)
@@ -104,7 +101,7 @@ def set_default_memory_policy() -> bool:
 
 
 def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
-    """Spread new pages over NUMA nodes. False: the host refuses. regions: whole pages."""
+    """False: the host refuses. regions: whole pages."""
     mask = _mask_of(nodes)
     spread = [
         system_call(
@@ -116,10 +113,7 @@ def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
 
 
 def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
-    """Make a system call that the C library does not wrap. Return whether it succeeded.
-
-    numbers: by machine
-    """
+    """A system call that the C library does not wrap, by machine. Return whether it succeeded."""
     number = numbers.get(platform.machine())
     if number is None:
         return False

@@ -1,9 +1,5 @@
 """Divide a range of bytes among objects.
 
-    slabs = SlabAllocator(arena.nbytes)
-    offset = slabs.allocate(nbytes)               # None: no space
-    slabs.free(offset)
-
 A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
 *slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first:
 its pages are faulted in. Not thread-safe.
@@ -25,7 +21,7 @@ class SlabAllocator:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self.used_bytes = 0  # after rounding
+        self.used_bytes = 0
         self._runs = _Runs(self.capacity)
         self._partial: dict[int, list[_Slab]] = {}
         self._slab_starts: list[int] = []
@@ -54,14 +50,10 @@ class SlabAllocator:
         return offset
 
     def allocate_all(self, sizes: Sequence[int], zone: int | None = None) -> list[int] | None:
-        """An offset per size. None: one does not fit, and nothing is allocated.
-
-        zone: see `ZonedSlabs`
-        """
+        """An offset per size. None: one does not fit, and nothing is allocated."""
         return _allocate_all(self, sizes)
 
     def free(self, offset: int) -> None:
-        """Asserts that the object is allocated."""
         if offset in self._large:
             size = self._large.pop(offset)
             self._runs.give(offset, size)

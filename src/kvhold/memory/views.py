@@ -141,7 +141,7 @@ def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -
 
 @dataclass(frozen=True)
 class _Strided:
-    """A tensor, or a slice, as named axes. Sizes in elements, strides in bytes."""
+    """A tensor, or a slice. Sizes in elements, strides in bytes."""
 
     tensor: Tensor
     what: str

@@ -307,7 +307,6 @@ def _placed(name: str, places: Any, layers: int) -> list[Kind]:
 
 
 def _geometry(settings: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return planes, heads and head_dim."""
     if settings.get("kv_lora_rank"):  # MLA
         return 1, 1, _number(settings, ("kv_lora_rank",)) + _number(settings, ("qk_rope_head_dim",))
     heads = _number(settings, _HEADS)
@@ -356,7 +355,7 @@ def _dtype(settings: Mapping[str, Any], outer: Mapping[str, Any], wanted: str) -
 def _number(
     settings: Mapping[str, Any], names: Sequence[str], *, default: int | None = None
 ) -> int:
-    """Return the first field that is set. Only with a default may it be 0."""
+    """The first field that is set. Only with a default may it be 0."""
     for name in names:
         if (value := settings.get(name)) is None:
             continue
@@ -377,7 +376,7 @@ def _within(group: Group, num_tokens: int) -> int:
 
 
 def _divided(group: Group, tp: int) -> int:
-    """Return the number of parts of the heads; several workers may hold one part."""
+    """The number of parts of the heads; several workers may hold one part."""
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be 1 or more")
     if group.planes == 1:

@@ -5,19 +5,17 @@
     faults = await tier.put([(key, [header, payload]), ...])  # each value from the caller's memory
     done = await replace(tier, [(key, [header, payload])])  # over a stored value, if the tier can
 
-Called from one event loop, never from an engine's thread. Calls may overlap. Item i of an answer
-belongs to key i, and a bad item never loses the others.
+Called from one event loop. Calls may overlap. Item i of an answer belongs to key i.
 
-A missing value is `None`. A fault of one item is a TierError in its place. A fault of the whole
-place (dead, unreachable, forbidden) raises TierError. Lists of unequal lengths raise ValueError
-before any I/O. No other exception may escape.
+A missing value is `None`. A fault of one item is a TierError in its place; one of the whole place
+(dead, unreachable, forbidden) raises TierError. Lists of unequal lengths raise ValueError before
+any I/O. No other exception may escape.
 
 **Memory.** After a call, the tier neither reads nor writes the caller's buffers. A cancelled call
-ends only when it no longer uses them, however long that takes (`in_thread`).
+ends only when it no longer uses them (`in_thread`).
 
-A tier connects at its first call, and again after a lost connection. It has no breaker, no
-time-outs unless a library forces them, and no retries except after a stale connection: `guard.py`
-has these. `kvhold.testing.TierContract` is the conformance suite.
+A tier connects at its first call, and again after a lost connection. `guard.py` has the breaker,
+the time-outs and the retries. `kvhold.testing.TierContract` is the conformance suite.
 """
 
 import asyncio
@@ -42,13 +40,12 @@ Result = TypeVar("Result")
 class TierTraits:
     """name: the kind of tier
     durable: an acknowledged put survives the death of this process, also by `kill -9`
-    shared: others, on this host or elsewhere, may read, write and delete the same values
-    expires: removes values by itself when their `ttl_s` has passed
+    shared: others may read, write and delete the same values
+    expires: removes values when their `ttl_s` has passed
     replaces: has `Replaces.replace`
     read_only: the cache writes nothing to it
     lost: why a value is missing that a probe has found
-    batch_bytes: the best size of one call. Small batches are checked while the next one is read,
-                 and meet their deadline over a slow link
+    batch_bytes: best size of one call, for overlapping checks and deadlines over a slow link
     """
 
     name: str
@@ -62,26 +59,20 @@ class TierTraits:
 
 
 class Tier(Protocol):
-    """A place where values live.
-
-    Keys are KEY_BYTES long. Values are opaque, of one byte or more.
-    """
+    """Keys are KEY_BYTES long. Values are opaque, of one byte or more."""
 
     @property
     def traits(self) -> TierTraits:
         """Of a wrapper: those of the wrapped tier."""
 
     async def check(self) -> None:
-        """Make one cheap round trip.
-
-        Raises a TierError that tells a user the fault and the place.
-        """
+        """Make one cheap round trip. Raises a TierError that names the fault and the place."""
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
         """Return the size in bytes of each value that is whole and readable now.
 
-        `None`: no such value. A TierError: unknown, because a part of the place failed. One round
-        trip for all keys, no side effect.
+        `None`: no such value. A TierError: unknown, because a part of the place failed. No side
+        effect.
         """
 
     async def get(
@@ -89,8 +80,7 @@ class Tier(Protocol):
     ) -> list[int | TierError | None]:
         """Read each value into its parts, in order, and return its size.
 
-        `None`: the value is missing, or larger than the parts. Parts that were not filled
-        completely may hold any bytes.
+        `None`: the value is missing, or larger than the parts, which may then hold any bytes.
 
         starts: read ranges instead, from byte `starts[i]`, that fill the parts exactly; `None`
                 where the value is missing or ends earlier
@@ -126,13 +116,11 @@ class Tier(Protocol):
 
 @runtime_checkable
 class Replaces(Protocol):
-    """A tier that can replace a value in one step."""
-
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Replace each stored value by a new one; true where a value was replaced.
 
-        False where no value is stored; then none is created. A TierError: the old value stays
-        (TierFull if both do not fit), or the answer was lost and either value may be there.
+        False: no value is stored, and none is created. A TierError: the old value stays (TierFull
+               if both do not fit), or the answer was lost and either value may be there.
 
         A concurrent reader gets the old value or the new one, whole; in a durable tier also after a
         `kill -9`. The new value keeps the remaining time to live. Of a repeated key, the first
@@ -145,10 +133,7 @@ class HasFolders(Protocol):
     """A tier whose folders may go away and come back, such as mounted disks."""
 
     def watch_folders(self, met: FolderMet) -> None:
-        """Await `met(path, identity)` at each opening of a folder, before its values are used.
-
-        A folder keeps its identity wherever it is mounted.
-        """
+        """Await `met(path, identity)` at each opening of a folder, before its values are used."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +147,7 @@ class Origin:
 
 @runtime_checkable
 class TellsOrigins(Protocol):
-    """A tier of several places that tells from which one a value came."""
+    """A tier of several places."""
 
     async def get_from(
         self,
@@ -176,14 +161,9 @@ class TellsOrigins(Protocol):
 
 
 class ValueChanges:
-    """Tells one watcher of the values of a tier."""
-
     def __init__(self) -> None:
         self.tell: Callable[[bytes, int], None] = _tell_nobody
-        """Called with each visible value, and its bytes; 0: it was removed. It must be quick.
-
-        Nothing is told of values that are lost with their place.
-        """
+        """Called with each visible value, and its bytes; 0: it was removed. It must be quick."""
 
 
 def _tell_nobody(key: bytes, nbytes: int) -> None: ...
@@ -203,7 +183,7 @@ class KeepsClears(Protocol):
 
     @property
     def numbers(self) -> dict[bytes, int]:
-        """The clears that this host knows: prefix -> number. They are kept for the next start."""
+        """This host's known clears: prefix -> number, kept for the next start."""
 
     def keep_clears(
         self, learned: Callable[[bytes], None], numbers: Mapping[bytes, int] | None
@@ -226,8 +206,6 @@ class KeepsClears(Protocol):
 
 @runtime_checkable
 class FollowsPeers(Protocol):
-    """A tier that reads the chunks of other nodes."""
-
     def peers_status(self) -> FollowedPeersStatus:
         """Any thread."""
         ...
@@ -251,15 +229,15 @@ class Learns(Protocol):
 
         prompt, value: see `Policy.used`
         at_s:          by the clock of `worths`
-        are_whole:     false: the keys are tails, which most tiers lack
+        are_whole:     false: the keys are tails
         """
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Return whether a chunk is worth at least as much as its first victim. Does no I/O."""
+        """Whether a chunk is worth at least as much as its first victim. Does no I/O."""
 
 
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-    """Call `tier.replace(items)`. Raises TierError for a tier that cannot replace values."""
+    """Raises TierError for a tier that cannot replace values."""
     if not tier.traits.replaces or not isinstance(tier, Replaces):
         raise TierError(
             tier.traits.name,
@@ -287,7 +265,6 @@ def raise_if_all_failed(answers: Sequence[object]) -> None:
 
 
 def size_of(parts: Parts) -> int:
-    """Return the bytes in all parts."""
     return sum(part.nbytes for part in parts)
 
 

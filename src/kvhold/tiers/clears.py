@@ -1,8 +1,5 @@
 """The pending clears of a tier. A clear is tried again until its values are removed.
 
-    pending_clear = await clears.begin(prefix)  # suppressed, and in the journal
-    await clears.end(pending_clear)             # removed, now or by a background task
-
 Runs on the guard's event loop.
 """
 
@@ -47,7 +44,7 @@ class Clears:
         self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
-        self._resumed = set[bytes]()  # of the last run
+        self._resumed = set[bytes]()
         # prefix -> number of a pending clear -> see `KeepsClears.advance`
         self._asked_s: dict[bytes, dict[int, float]] = {}
 
@@ -86,8 +83,7 @@ class Clears:
     async def end(self, pending_clear: PendingClear) -> int:
         """Remove the values of a pending clear. Return their number.
 
-        Call this after the prefix's writes from before `begin`. After a fault, a background task
-        tries again.
+        Call this after the prefix's writes from before `begin`. A background task retries faults.
         """
         if self._stays_suppressed:
             log.warning(
@@ -121,7 +117,6 @@ class Clears:
                     await self._journal.remove(self._guard.place, prefix)
 
     def hide(self, prefix: bytes) -> None:
-        """`remember` writes the clear to the disk."""
         self.suppressed.add(prefix)
 
     async def remember(self) -> None:
@@ -145,13 +140,13 @@ class Clears:
             self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
 
     async def _clear_pending(self, prefix: bytes) -> int:
-        """Remove values, except those stored after the clear's start."""
+        """Values stored after the clear's start stay."""
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
         async with turn:
             pending_clear = self.suppressed.due(prefix)
-            if not pending_clear:  # an earlier call has ended it
+            if not pending_clear:
                 return 0
             if isinstance(self._guard.tier, KeepsClears):
                 removed = await self._clear_by_number(self._guard.tier, prefix, pending_clear)
@@ -175,7 +170,7 @@ class Clears:
             self._asked_s[prefix] = later
         tier.advance(prefix, max((asked_s[one] for one in asked_s.keys() - later), default=None))
         if prefix in self._resumed:
-            # nothing older is found on this host: memory is new, and each tier resumes the clear
+            # memory is new, and each tier resumes the clear
             self._resumed.remove(prefix)
             tier.announce(prefix)
         if self.remember_generation is not None:
@@ -191,7 +186,7 @@ class Clears:
         if call.result is None:
             return 0
         if self.remember_generation is not None:
-            # a restarted node would know the clear only by its marker, which may be lost
+            # the clear's marker may be lost
             await self.remember_generation()
         await self._ended(prefix, pending_clear)
         removed, is_done = await self._remove_garbage(tier, call.result)
@@ -230,7 +225,7 @@ class Clears:
         return removed, True
 
     async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
-        """Remove all values that a scan finds. Return their number.
+        """Return the number of removed values.
 
         The clear stays pending while an earlier write runs past its deadline.
         """
@@ -259,7 +254,6 @@ class Clears:
     async def _retry_clears(self, first_pause_s: float | None = None) -> None:
         pause_s = self._guard.config.breaker_pause_s if first_pause_s is None else first_pause_s
         while self.suppressed.all_due or self.garbage:
-            # cancelled by `close`
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, max(self._guard.config.breaker_pause_s, 2 * pause_s))
             for prefix in self.suppressed.all_due if self._guard.available else ():

@@ -151,7 +151,6 @@ class FaultTier:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """A new set of rules resets all counts."""
         return self._rules
 
     @rules.setter
@@ -256,7 +255,6 @@ class FaultTier:
             return None
         if item and self._due("get", "truncate"):
             left = self._random.randrange(item)
-            # a caller that ignores the size must not have the whole value
             _overwrite(parts, left, item)
             item = left
         for rule in self._due("get", "corrupt") if item else ():

@@ -1,19 +1,14 @@
 """A shared tier whose clears hold for every host.
 
-    await tier.advance(namespace)  # a clear: no host finds the older values from here on
-    await tier.refresh()  # learn the clears of other hosts
-
 **Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
 hash of namespace and generation, then the number of clears of everything (docs/format.md).
 
-**Marker** n: generation n has begun. A probe also asks for the next marker.
+**Marker** n: generation n has begun. A probe also asks for the next marker. A search from 0 probes
+all numbers a power of two ahead, goes to the largest marker, and repeats. Hosts restore evicted
+markers.
 
-**Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
-repeats. Hosts restore evicted markers.
-
-**Forgotten namespaces.** The `_MOST_USED` last used stay known, and those with chunks in memory.
-
-`learned` is called before any key gets a newer name.
+Known: the `_MOST_USED` namespaces last used, and those with chunks in memory. `learned` is called
+       before any key gets a newer name.
 """
 
 import math
@@ -33,10 +28,10 @@ from kvhold.tiers.table import KeyList
 Result = TypeVar("Result")
 
 ALL = bytes(NAMESPACE_BYTES)
-_PLACE = b"\xff\xff\xff\xff"  # a group and shard that no chunk has
-_SAYS = b"kvhold-clear"  # instead of the hash of tokens
+_PLACE = b"\xff\xff\xff\xff"  # of no chunk
+_SAYS = b"kvhold-clear"
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
-_TOKEN_BYTES = 16  # random, by host
+_TOKEN_BYTES = 16
 _EVERY_BYTES = 4  # the number of clears of everything
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
 # Numbers up to this far ahead are not older. A key without a generation has any number there, so
@@ -44,14 +39,14 @@ _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
 _MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
-_SPACES_AT_ONCE = 64  # in one call
-_MOST_SLICES = 64  # in one refresh
+_SPACES_AT_ONCE = 64
+_MOST_SLICES = 64
 _MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
-_MOST_NUMBERS = 20_000  # the journal's limit, too
-_LOOKS = 4  # old numbers to check per new one
+_MOST_NUMBERS = 20_000
+_LOOKS = 4
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
-_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # instead of the number of a contact
+_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1
 
 
 class _Use:
@@ -75,23 +70,22 @@ class GenerationTier:
         may_hold: Callable[[bytes], bool] = lambda space: True,
         holds: Callable[[bytes], bool] = lambda space: False,
     ) -> None:
-        """learned:  called with each namespace that another host has cleared; b"" means all
-        numbers:  namespace -> generation of this host's chunks, from a journal
+        """learned: called with each namespace that another host has cleared; b"" means all
+        numbers: namespace -> generation of this host's chunks, from a journal
         may_hold: false: do not call `learned` at the first contact with a namespace
-        holds:    true: memory has chunks of the namespace, so do not forget it
+        holds: memory has chunks of the namespace, so do not forget it
         """
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
-        # without zeros; the least recently used first
         self._numbers: OrderedDict[bytes, int] = OrderedDict(numbers or {})
         self._may_hold = may_hold
         self._holds = holds
-        self._contact = 1  # raised whenever the tier was away
+        self._contact = 1
         self._used: dict[bytes, _Use] = {ALL: _Use()}
-        # used namespaces without ALL; the next one to refresh first
+        # the next one to refresh first
         self._turns: OrderedDict[bytes, None] = OrderedDict()
-        # namespaces to forget; the least recently used first
+        # to forget; the least recently used first
         self._lately: OrderedDict[bytes, None] = OrderedDict()
         self._own: dict[bytes, int] = {}
         self._is_failing = False
@@ -110,7 +104,7 @@ class GenerationTier:
         await self._noticed(self._tier.check())
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
-        """Probe keys and the next markers. Raises a marker's fault: there may be a newer clear."""
+        """Raises a marker's fault: there may be a newer clear."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
@@ -228,7 +222,7 @@ class GenerationTier:
         return old
 
     async def names_of(self, old: bytes) -> KeyList:
-        """Return the names with the prefix `old` (from `advance`), without markers.
+        """The names with the prefix `old` (from `advance`), without markers.
 
         b"": only names from before the latest known clear of everything.
         """
@@ -246,7 +240,7 @@ class GenerationTier:
         return garbage
 
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
-        """Put the next marker. Return false if another host put it first."""
+        """Return false if another host put the next marker first."""
         await self._meet_forgotten([space])
         number = self._number(space) + 1
         self._own[space] = number
@@ -274,7 +268,6 @@ class GenerationTier:
             self._numbers.move_to_end(space)
 
     def _may_forget(self, space: bytes) -> None:
-        """Queue a namespace to be forgotten. Forget the first ones beyond the limit."""
         self._lately[space] = None
         while len(self._lately) > _MOST_USED:
             first, _ = self._lately.popitem(last=False)
@@ -302,7 +295,6 @@ class GenerationTier:
         return use is not None and use.contact == self._contact
 
     async def _meet_forgotten(self, keys: Sequence[bytes]) -> None:
-        """Search the namespaces forgotten since the probe of these keys."""
         for _ in range(_MOST_AT_ONCE):
             forgotten = [
                 space
@@ -319,10 +311,9 @@ class GenerationTier:
         return dict(self._numbers)
 
     async def refresh(self) -> None:
-        """Learn the clears of the namespaces in use, and restore evicted markers.
+        """Learn the clears of the namespaces in use, and restore evicted markers, in slices.
 
-        Works in slices. After a failure or cancellation, the next refresh begins with the next
-        slice.
+        The next refresh goes on, even after a failure.
         """
         left, due = len(self._turns), self._due([ALL])
         for _ in range(_MOST_SLICES):
@@ -418,7 +409,7 @@ class GenerationTier:
                 del self._numbers[first]
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Search each latest generation. Call `learned` before it is used.
+        """Call `learned` before a newer generation is used.
 
         Skips a generation that this host is beginning: its clear checks whose marker it is.
         """
@@ -427,7 +418,6 @@ class GenerationTier:
             self._learn(await self._searched(some), uses)
 
     def _learn(self, latest: Mapping[bytes, int], uses: Mapping[bytes, _Use | None]) -> None:
-        """uses: at the start of the search; a namespace forgotten since then is not met"""
         for space, number in latest.items():
             if number > self._number(space) and self._own.get(space) != number:
                 known = (
@@ -455,7 +445,6 @@ class GenerationTier:
     async def _probed(
         self, names: Sequence[bytes], marks: Sequence[tuple[bytes, int]]
     ) -> Sequence[int | TierError | None]:
-        """Raises the fault of a marker that may be there."""
         sizes = await self._tier.probe([*names, *(marker_key(*mark) for mark in marks)])
         for size in sizes[len(names) :]:
             if isinstance(size, TierError):
@@ -479,7 +468,6 @@ class GenerationTier:
         return latest
 
     async def _restored(self, marks: Sequence[tuple[bytes, int]]) -> list[TierError]:
-        """Put lost markers. Return the faults."""
         items = [(marker_key(*mark), [memoryview(_MARK)]) for mark in marks]
         faults = await self._noticed(self._tier.put(items, ttl_s=math.inf))
         return [fault for fault in faults if fault is not None]
@@ -497,7 +485,7 @@ class GenerationTier:
     async def _noticed(self, call: Awaitable[Result]) -> Result:
         try:
             return await call
-        # a cancelled call, too: it is unknown what the tier did
+        # even if cancelled: it is unknown what the tier did
         except BaseException:
             self._was_away = True
             self._contact += 1
@@ -506,14 +494,9 @@ class GenerationTier:
     async def _answer_about(
         self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]
     ) -> Result:
-        """Await a question for markers. After a fault, their namespaces are searched again.
-
-        After two faults in a row, all are. Otherwise a slow tier would lose its answered slices
-        again and again.
-        """
+        """After a fault, search the namespaces of the markers again; after two in a row, all."""
         try:
             answer = await call
-        # a cancelled call, too
         except BaseException:
             self._was_away = True
             if self._is_failing:

@@ -1,6 +1,4 @@
-"""Guard one tier with deadlines, fault counters and a circuit breaker.
-
-    got = await guard.get(keys, into)  # a fault gives misses, never an exception
+"""Guard one tier with deadlines, fault counters and a circuit breaker: a fault is a miss.
 
 While the breaker is open, calls return misses at once. A background task tries `check`; its success
 closes the breaker. A late call is cancelled, but not awaited. One event loop.
@@ -51,7 +49,7 @@ from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 log = logging.getLogger(__name__)
 
 _REFRESH_TIMEOUT_S = 30.0
-_LEAVE_S = 5.0  # how long a cancelled caller waits for its memory
+_LEAVE_S = 5.0
 _WRITES = ("put", "replace")
 
 
@@ -82,7 +80,7 @@ class Guard:
         self._suppressed = self.clears.suppressed
         self._mending: asyncio.Task[None] | None = None
         self._stuck: dict[asyncio.Task[Any], TierCall[Any]] = {}
-        self._folders: dict[str, str] = {}  # path -> identity
+        self._folders: dict[str, str] = {}
         self._clearing: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._last_fault = ""
@@ -206,7 +204,7 @@ class Guard:
         return TierOutcome(stored, call.pending)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the current names, which change with each clear of a shared tier."""
+        """The current names, which change with each clear of a shared tier."""
         return (
             [self._tier.name_of(key) for key in keys]
             if isinstance(self._tier, GenerationTier)
@@ -216,7 +214,7 @@ class Guard:
     async def replace(
         self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None
     ) -> TierOutcome[bool | None]:
-        """Replace stored values; `None` where it failed.
+        """`None` where it failed.
 
         names: taken before the read, so that no value from before a clear replaces a later one
         """
@@ -247,7 +245,7 @@ class Guard:
         return TierOutcome(done, call.pending)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Return whether a chunk is worth its room. Counts those that are not."""
+        """Counts chunks that are not worth their room."""
         if self._learning is None or self._learning.admits(key, nbytes):
             return True
         self.drop(1, reason="declined")
@@ -295,7 +293,7 @@ class Guard:
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """See `Clears.resume`. A folder that returns gets the clears that it has missed."""
+        """See `Clears.resume`. A folder that returns gets its missed clears."""
         self.clears.resume(journal)
         if isinstance(self._tier, HasFolders):
             self._tier.watch_folders(partial(self._meet_folder, journal))
@@ -325,7 +323,6 @@ class Guard:
         holds: Callable[[bytes], bool] = lambda space: False,
         remember: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Make clears hold for all hosts, if the tier is shared."""
         if self.traits.shared:
             self.clears.remember_generation = remember
             numbers = journal.reached(self.place) if journal is not None else None
@@ -509,7 +506,7 @@ class Guard:
     ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
-            if not isinstance(item, TierUnavailable):  # a passing fault, not about the value
+            if not isinstance(item, TierUnavailable):
                 self._suppressed.unreadable(key)
             return None
         return item
@@ -541,7 +538,7 @@ class Guard:
                 await self.check()
 
     def has_late_writes(self, from_before_s: float = inf) -> bool:
-        """Whether a write that began before this time runs past its deadline."""
+        """A write that began before this time runs past its deadline."""
         return any(
             call.operation in _WRITES and call.began_s <= from_before_s
             for call in self._stuck.values()
@@ -556,7 +553,7 @@ class Guard:
         self._stuck.pop(task, None)
         self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
         if not task.cancelled():
-            task.exception()  # otherwise asyncio logs it
+            task.exception()
 
     def count(self, operation: str, **results: int) -> None:
         for result, count in results.items():

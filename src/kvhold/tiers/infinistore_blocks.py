@@ -4,9 +4,9 @@ The store knows no sizes, overwrites blocks, answers one code per batch, and evi
 So a value has equal blocks under names that only this put uses, and a *head*: a small block under
 the key's own name with the size and the put's name, written last.
 
-Bytes pass through slots: memory registered once. A slot belongs to its operation until the end, so
-a cancelled call ends at once. If an operation does not end within seconds, the connection and its
-slots are given up. One event loop; one thread blocks; a client thread reports completions.
+Bytes pass through slots: memory registered once, that belongs to its operation until the end. If
+that does not come within seconds, the connection and its slots are given up. One event loop; one
+thread blocks; a client thread reports completions.
 """
 
 import asyncio
@@ -102,8 +102,6 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Session:
-    """free: offsets of free slots"""
-
     connection: Connection
     memory: mmap.mmap
     free: "asyncio.Queue[int]"
@@ -224,7 +222,7 @@ class BlockTier:
             await self._drop_blocks(key, head)
             raise
         there = await self._head(key)
-        if there is not None and there.put_id != head.put_id:  # a concurrent put won
+        if there is not None and there.put_id != head.put_id:
             await self._drop_blocks(key, head)
 
     async def _head(self, key: bytes) -> _Head | None:
@@ -249,7 +247,7 @@ class BlockTier:
         before: Callable[[memoryview], None] | None = None,
         after: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """Write blocks from a slot that `before` fills, or read into a slot for `after`."""
+        """Write from a slot that `before` fills, or read into a slot for `after`."""
         async with self._opener.use() as session, self._moves:
             connection, memory, free = session.connection, session.memory, session.free
             at = await free.get()
@@ -332,7 +330,6 @@ class BlockTier:
         task.add_done_callback(self._hanging_up.discard)
 
     async def _hang_up(self, session: _Session, *, wait: bool) -> None:
-        """wait: for the moves of cancelled calls"""
         if wait:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_MOVES_S):
@@ -348,7 +345,7 @@ class BlockTier:
     async def _item(
         self, operation: str, call: Callable[[], Awaitable[Result]]
     ) -> Result | TierError | None:
-        """Return None for a missing block, a TierError for other refusals."""
+        """None: a missing block. A TierError: other refusals."""
         try:
             return await call()
         except _Refused as refused:

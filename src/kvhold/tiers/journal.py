@@ -1,7 +1,5 @@
 """A small file with the pending clears, which must survive a restart.
 
-    journal.begin([place, other])             # once, at the start
-
 The file is replaced in one step. Its lines, with tabs between the fields:
 
 - a clear: the tier's place, the keys' prefix in hex
@@ -10,10 +8,9 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
 - a clear that ended without a folder: the folder's line, the prefix in hex
 
-A clear may end while a folder of its tier is away, such as an unmounted disk. It is pending again
-when the folder is back.
-
-A new place may be any store under another URL, so it gets the pending clears of all removed places.
+A clear may end while a folder, such as an unmounted disk, is away, and is pending again when it is
+back. A new place may be any store under another URL, so it gets the pending clears of all removed
+places.
 
 Beyond the bounds, a private tier gets one clear of everything (`clears.py`), and clears of a shared
 tier are only logged. An invalid file gives every tier a clear of everything.
@@ -35,8 +32,8 @@ log = logging.getLogger(__name__)
 
 _MOST_JOURNALED = 100_000
 _MOST_REACHED = 20_000
-_MOST_FOLDERS = 64  # absent ones of a tier; the one opened longest ago is forgotten
-_MOST_MISSED = 1000  # of a folder; more become one clear of everything
+_MOST_FOLDERS = 64  # the one opened longest ago is forgotten
+_MOST_MISSED = 1000  # more become one clear of everything
 _MOST_BYTES = 16 << 20
 
 
@@ -53,7 +50,7 @@ class ClearsJournal:
         self._pending: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
         self._last_places: set[str] = set()
-        # tier -> identity of a folder -> the clears that ended without the folder
+        # tier -> identity of a folder -> clears that ended without it
         self._folders: dict[str, dict[str, dict[bytes, None]]] = {}
         self._present: dict[str, dict[str, str]] = {}  # tier -> path -> identity
         try:
@@ -172,7 +169,7 @@ class ClearsJournal:
         return await asyncio.to_thread(self._meet, tier, path, identity)
 
     async def remove(self, tier: str, prefix: bytes) -> None:
-        """End a clear. Folders that are away now have missed it."""
+        """Folders that are away now have missed the clear."""
         await asyncio.to_thread(self._change, tier, prefix, pending=False)
 
     def _change(self, tier: str, prefix: bytes, *, pending: bool) -> None:
@@ -277,7 +274,7 @@ class ClearsJournal:
                 opened.write("".join(self._lines()).encode())
                 opened.flush()
                 os.fsync(opened.fileno())
-            if self._is_closed:  # closed during the wait for the disk
+            if self._is_closed:
                 return
             os.rename(temporary, self._path.name, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)

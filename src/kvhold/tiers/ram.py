@@ -1,13 +1,8 @@
 """The RAM tier: chunks in the arena, which readers use in place.
 
-    [entry] = tier.reserve_all([Wanted(key, nbytes)], num_tokens=256, first_token=0)
-    tier.commit(entry)    # visible; or tier.abandon(entry)
-    entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
-
 A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned. Not
-evicted: entries that are pinned or being written, and the parents of those being written.
-
-A *doomed* entry was removed while pinned or written. It is not found, and its last user frees it.
+evicted: entries that are pinned or being written, and the parents of those being written. A
+*doomed* entry was removed while in use: it is not found, and its last user frees it.
 
 Single-threaded: a cache's lock or a node's loop protects it.
 """
@@ -32,7 +27,7 @@ from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
 NEVER = (1 << 63) - 1
-_REMOVE_UNITS = 8  # see `cache/chores.py`
+_REMOVE_UNITS = 8
 _TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
 
 
@@ -46,12 +41,10 @@ class Wanted:
 
 
 class Entry:
-    """One chunk in the arena.
-
-    taken_bytes: its memory, with rounding
-    expires_at:  Unix time; 0: never; NEVER: not by a tier's own setting either
-    checksums:   of the layers; empty for frames
-    epoch:       number of clears before the entry
+    """taken_bytes: its memory, with rounding
+    expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
+    checksums: of the layers; empty for frames
+    epoch: number of clears before the entry
     """
 
     __slots__ = (
@@ -93,8 +86,6 @@ class Entry:
 
 
 class RamTier:
-    """Only the methods of the Tier contract copy bytes."""
-
     traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True, replaces=True)
 
     def __init__(
@@ -134,10 +125,10 @@ class RamTier:
         self.watch_lost: Callable[[bytes], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
-        # receives each namespace that gets its first memory, after `used_bytes_of` counts it
+        # receives each namespace at its first memory, after `used_bytes_of` counts it
         self.new_namespaces: deque[bytes] | None = None
         self._doomed = 0
-        self.refusal: Reason = NO_ROOM  # of the last `reserve_all` that returned None
+        self.refusal: Reason = NO_ROOM
 
     @property
     def num_chunks(self) -> int:
@@ -187,7 +178,6 @@ class RamTier:
         return self._arena.view(entry.offset, entry.nbytes)
 
     def holds(self, key: bytes) -> bool:
-        """Whether `key` has an entry, visible or being written."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -264,7 +254,7 @@ class RamTier:
         return entries
 
     def commit(self, entry: Entry) -> None:
-        """Make a reserved entry visible, or free it if it is doomed."""
+        """A doomed entry is freed."""
         assert not entry.committed
         self._is_continued(entry.parent)
         if self.is_doomed(entry):
@@ -302,7 +292,7 @@ class RamTier:
         self._policy.touch_all([entry.key for entry in entries])
 
     def hold(self, entry: Entry) -> None:
-        """Pin an entry without counting it as used."""
+        """Pin without counting as used."""
         self.hold_all((entry,))
 
     def hold_all(self, entries: Iterable[Entry]) -> None:
@@ -351,7 +341,7 @@ class RamTier:
         ]
 
     def parts(self) -> Iterator[list[Entry]]:
-        """Yield all visible entries in parts. They may change in between."""
+        """Yield all visible entries, which may change in between."""
         for part in self._entries.parts():
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
@@ -371,7 +361,7 @@ class RamTier:
         return removed
 
     def sweep(self) -> Iterator[int]:
-        """Remove the cleared entries. Yields the cost of each step (`cache/chores.py`)."""
+        """Yields the cost of each step (`cache/chores.py`)."""
         if self._sweeping:
             return
         self._sweeping = True
@@ -464,7 +454,7 @@ class RamTier:
         old, nbytes = self.find(key), size_of(parts)
         if old is None:
             return False
-        self.hold(old)  # so that the new value does not evict it
+        self.hold(old)  # the new value must not evict it
         wanted = Wanted(key, nbytes, old.parent)
         entries = self.reserve_all(
             [wanted],
@@ -497,7 +487,7 @@ class RamTier:
             if not self._evict(
                 max(1, needed - (self._slabs.capacity - self._slabs.used_bytes)), wanted=wanted
             ):
-                return self._slabs.allocate_all(sizes)  # in any zone
+                return self._slabs.allocate_all(sizes)
             tries += 1
             if tries == _TRIES_NEAR:
                 zone = None

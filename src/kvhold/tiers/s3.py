@@ -2,8 +2,6 @@
 
     # s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
 
-The client, obstore, has its own threads.
-
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. A HEAD instead, with
   `put_if_absent=false` or from `multipart_bytes` on: the last concurrent writer wins.
 - **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore it.
@@ -47,7 +45,7 @@ _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
 _DELETE_ROUNDS = 3
 _ABORT_S = 5.0
-# obstore's threads must return: at exit, a wait for the GIL aborts the process
+# at exit, a wait of obstore's threads for the GIL aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
 
@@ -76,7 +74,7 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """List an empty page, to test bucket, credentials and the right to list."""
+        """Test bucket, credentials and the right to list."""
         try:
             await obstore.list(
                 self._client(), self._root or None, offset=f"{self._root}{_LAST}"
@@ -117,7 +115,7 @@ class S3Tier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look up the objects first: S3 does not report which ones it removed."""
+        """S3 does not report which objects it removed."""
         unique = list(dict.fromkeys(keys))
         sizes = [
             _raised(found) for found in await _all([self._size(key, "delete") for key in unique])
@@ -153,7 +151,6 @@ class S3Tier:
             self._copiers = None
         if self._store is not None:
             self._store = None
-            # obstore has no call that waits for its threads
             await asyncio.sleep(_HAND_BACK_S)
 
     def _client(self) -> S3Store:
@@ -171,10 +168,7 @@ class S3Tier:
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
-        """Return a TierError without traceback.
-
-        obstore may keep the error; the traceback's frames hold the caller's memory.
-        """
+        """Without traceback: obstore may keep the error, and frames hold the caller's memory."""
         error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
 
@@ -334,8 +328,7 @@ class S3Tier:
 async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[memoryview]]:
     """Lend memory to obstore, in pieces of `piece_bytes`; None: whole parts.
 
-    On exit, wait until obstore's threads no longer use it: releasing an exported view raises
-    BufferError.
+    On exit, wait for obstore's threads: releasing an exported view raises BufferError.
     """
     step = piece_bytes or max(1, size_of(parts))
     views = [view[at : at + step] for view in _flat(parts) for at in range(0, view.nbytes, step)]
@@ -345,7 +338,6 @@ async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[mem
         cancelled = False
         while not _released(views):
             try:
-                # obstore does not report that its threads have returned
                 await asyncio.sleep(0.001)
             except asyncio.CancelledError:
                 cancelled = True
@@ -375,7 +367,7 @@ def _fill(parts: Parts, data: memoryview) -> None:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Returns after all have ended, even if it is cancelled."""
+    """All calls end, even if cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

@@ -4,10 +4,8 @@
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
 A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. A store
-of small pieces waits for room. After the kernel, the engine may write the blocks again.
-
-Checksums are taken, or compared, after the copy, to find damage before it. A device's fault is
-permanent; `wait` still waits for earlier copies.
+of small pieces waits for room. Checksums are taken, or compared, after the copy, to find damage
+before it. A device's fault is permanent; `wait` still waits for earlier copies.
 """
 
 import logging
@@ -39,9 +37,7 @@ Checkers: TypeAlias = Mapping[Lane, Executor]
 
 @dataclass(frozen=True)
 class Settings:
-    """In bytes.
-
-    batch_bytes:  chunks that are copied together; half as much in the first batch
+    """batch_bytes: chunks that are copied together; half as much in the first batch
     direct_bytes: larger pieces are loaded directly, and stored directly if the ring is full
     """
 
@@ -52,7 +48,7 @@ class Settings:
 
 
 class DeviceCopier:
-    """See `Copier`. Buffers outside of `arenas` are copied slower."""
+    """Buffers outside of `arenas` are copied slower."""
 
     def __init__(
         self,
@@ -77,7 +73,7 @@ class DeviceCopier:
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
         self._fault: DeviceError | None = None
-        self._goes_by: Way | None = None  # set by `stages` only
+        self._goes_by: Way | None = None
 
     def stages(self) -> Iterator[Stage]:
         ways: tuple[Way, ...] = ("ring",)
@@ -95,7 +91,6 @@ class DeviceCopier:
         return self._arenas.refusal is not None
 
     def measure(self, device: str) -> None:
-        """Measure the size above which pieces are loaded directly."""
         self._settings = replace(self._settings, direct_bytes=direct_bytes(self, device))
 
     @property
@@ -135,7 +130,7 @@ class DeviceCopier:
         self._pin_arenas_of([])
 
     def close(self) -> None:
-        """Unpin the arenas, after the end of all transfers."""
+        """After the end of all transfers."""
         self._arenas.close()
         for checker in self._checkers.values():
             checker.shutdown(wait=False)
@@ -150,7 +145,6 @@ class DeviceCopier:
     ) -> "DeviceTransfer":
         self._pin_arenas_of(pieces)
         marks = [] if after is None else [cast(DeviceEvent, after)]
-        # half a ring, so that two batches overlap
         most_bytes = min(self._settings.batch_bytes, self._ring_bytes(lane) // 2)
         transfer = DeviceTransfer(
             pieces,
@@ -190,7 +184,7 @@ class DeviceCopier:
             self._check_direct(batch)
             with self._reaching(batch, transfer) as reach:
                 read = self._driver.copy(Lane.STORE, marks, batch.copies_of_runs(reach))
-            whole = (read, batch) if batch.is_whole else None  # else `commit` takes checksums
+            whole = (read, batch) if batch.is_whole else None
             transfer.add(touched=read, ended=read, summed=whole)
             return
         with part:
@@ -208,7 +202,7 @@ class DeviceCopier:
             transfer.add(ended=written, summed=(written, batch))
 
     def _part_for_store(self, batch: Batch) -> Slice | None:
-        """Return None for a direct store. Large pieces do not wait for the ring."""
+        """None: a direct store. Large pieces do not wait for the ring."""
         ring = self._ring(Lane.STORE)
         if not batch.is_whole or self._goes_by == "direct" or not ring.fits(batch.nbytes):
             return None
@@ -291,7 +285,7 @@ class DeviceCopier:
 
 
 class DeviceTransfer:
-    """Copies submitted together. One thread waits, once."""
+    """One thread waits, once."""
 
     def __init__(
         self,
@@ -302,9 +296,7 @@ class DeviceTransfer:
         checker: Executor | None,
     ) -> None:
         self.touched: list[DeviceEvent] = []
-        """Events after which the blocks have been read, or written."""
         self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
-        """Each piece's, held until `wait` returns."""
         self.is_lost = False
         """Its submission failed: some copies may run without an event."""
         self._damage: list[set[int]] = [set() for _ in pieces]
@@ -324,8 +316,7 @@ class DeviceTransfer:
         summed: tuple[DeviceEvent, Batch] | None = None,
     ) -> None:
         """touched: after it, the blocks have been read, or written
-        checked: an event, and a batch whose checksums are compared after it
-        summed: an event, and a batch of whole chunks whose checksums are taken after it
+        checked, summed: an event, and a batch whose checksums are compared, or taken, after it
         """
         self._ends.append(ended)
         if touched is not None:
@@ -345,7 +336,6 @@ class DeviceTransfer:
         for check in self._checks:
             try:
                 check()
-            # raised below, when all copies have ended
             except Exception as error:  # noqa: BLE001
                 faults.append(error)
         for event in self._ends:
@@ -364,7 +354,6 @@ class DeviceTransfer:
     def _later(
         self, check: Callable[[DeviceEvent, Batch], None], event: DeviceEvent, batch: Batch
     ) -> Callable[[], None]:
-        """Return a call that runs the check, or waits for the checker."""
         if self._checker is not None:
             # executors refuse work after the main thread, and after `close`
             with suppress(RuntimeError):

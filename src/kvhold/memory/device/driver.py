@@ -14,8 +14,6 @@ from kvhold.memory.copier import Stage
 
 
 class Lane(Enum):
-    """A stream, by its purpose."""
-
     GATHER = "gather"  # kernels that read blocks
     STORE = "store"  # to the arena; low priority
     LOAD = "load"  # from the arena
@@ -23,8 +21,6 @@ class Lane(Enum):
 
 
 class DeviceEvent(Protocol):
-    """A point in a stream."""
-
     def fired(self) -> bool:
         """Whether the stream has reached this point."""
 

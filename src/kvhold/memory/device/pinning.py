@@ -1,10 +1,5 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-    arenas.add(read_only, writable)             # after a join: both mappings
-    held = arenas.hold(buffer)                  # before a transfer
-    with arenas.reaching(held, buffer, begin, end) as reach: ...
-    arenas.release(held)                        # after the transfer
-
 Pinning takes about 0.1 s per GiB, and fails for a large arena at once, so a thread pins slices,
 with pauses for the driver's other calls. It keeps the mappings until it has unpinned them: else the
 device would mistake new memory at the same address for the old memory.
@@ -26,8 +21,8 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, KVHold
 from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import DeviceDriver
 
-SLICE_BYTES = 256 << 20  # 25 ms per call
-_MOST_WAIT_S = 1.0  # for a slice; the engine waits
+SLICE_BYTES = 256 << 20
+_MOST_WAIT_S = 1.0
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -47,14 +42,11 @@ class Reach:
 class PinnedArena:
     """One node's arena, or scratch memory. The lock of `changed` protects the fields.
 
-    report:       called with `pinned_bytes` after each slice
-    pinned_bytes: from the arena's beginning
-    is_pinning:   a slice is being pinned, or will be next
-    is_settled:   no more slices will be pinned
-    users:        running transfers
-    is_leaving:   it is being unpinned, or was unpinned
-    is_left:      it is unpinned
-    thread:       None for scratch memory
+    report:     called with `pinned_bytes`, from the arena's beginning, after each slice
+    is_pinning: a slice is being pinned, or will be next
+    is_settled: no more slices will be pinned
+    is_leaving: it is being unpinned, or was unpinned
+    thread:     None for scratch memory
     """
 
     read_only: Buffer
@@ -116,15 +108,13 @@ class PinnedArenas:
 
     @property
     def refusal(self) -> str | None:
-        """Why the device refuses to pin host memory; None: it does not."""
+        """Why the device refuses to pin host memory, or None."""
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
-        """Later arenas are not pinned."""
         self._refusal = reason
 
     def add(self, read_only: Buffer, writable: Buffer) -> None:
-        """Start to pin an arena, and end earlier ones."""
         assert read_only.size == writable.size, "two mappings of one arena"
         with self._lock:
             if any(arena.writable is writable for arena in self._arenas):
@@ -172,8 +162,8 @@ class PinnedArenas:
         Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block: the
         device would refuse the copy.
 
-        Raises DeviceError if nothing may be copied. Raises CapacityError if only a part is pinned,
-        for good or for too long, or if the arena is being unpinned.
+        Raises DeviceError if nothing may be copied, CapacityError if only a part is pinned, for
+        good or for too long, or if the arena is being unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)
@@ -255,7 +245,7 @@ def _live(
     _pin(driver, arena, slice_bytes, owner)
     with arena.changed:
         arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
-        arena.is_leaving = True  # a transfer that begins now is refused
+        arena.is_leaving = True
         arena.changed.notify_all()
     _unpin(driver, arena, slice_bytes)
     arena.is_left = not arena.pinned_bytes
@@ -337,7 +327,7 @@ def _unpin(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> None:
 
 
 _never_unmapped: list[PinnedArena] = []
-"""Arenas that could not be unpinned stay mapped: no memory reuses their addresses."""
+"""Unpinning failed: they stay mapped, so no memory reuses their addresses."""
 
 
 def _end_all(arenas: list[PinnedArena]) -> None:

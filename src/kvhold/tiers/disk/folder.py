@@ -6,7 +6,7 @@
     <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
 The size detects a torn file. The time makes names unique: a late removal never hits a newer file. A
-file's mtime is its last use. Other files are left alone.
+file's mtime is its last use. No call may overlap `close`.
 """
 
 import fcntl
@@ -31,15 +31,12 @@ _IDENTITY = "kvhold.identity"
 _IDENTITY_BYTES = 16
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _VALUE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-(\d{{1,15}})-([0-9a-f]{{1,16}})")
-# limits of the index
 _LATEST_NS = 2**63 - 1
 _MOST_BYTES = (2**32 - 1) * 512
 
 
 @dataclass(frozen=True)
 class FoundValue:
-    """Times are in nanoseconds since 1970."""
-
     key: bytes
     name: str
     nbytes: int
@@ -53,8 +50,6 @@ class FileLeft(OSError):
 
 
 class Folder:
-    """No call may overlap `close`."""
-
     def __init__(self, tree: FileTree, lock: int, identity: str) -> None:
         self.path = tree.path
         self.identity = identity
@@ -88,13 +83,13 @@ class Folder:
         self._tree.try_to_write()
 
     def batches(self) -> Iterator[list[FoundValue]]:
-        """Yield a batch per subfolder. Removes temporary and torn files."""
+        """By subfolder. Removes temporary and torn files."""
         for name in self._tree.names(NEW):
             if writer_of(name) is not None:
                 self.remove(f"{NEW}/{name}")
         for shard in sorted(self._tree.names(".")):
             if _SHARD.fullmatch(shard):
-                self._count_removal(shard)  # an earlier run's removals may not be durable
+                self._count_removal(shard)
                 yield list(self._whole_values(shard))
 
     def write(
@@ -127,7 +122,7 @@ class Folder:
     def read(
         self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int, stamp_ns: int
     ) -> int | None:
-        """None: the file is missing or its size is another. Raises OSError."""
+        """None: missing, or of another size. Raises OSError."""
         return self._tree.read(name, pieces, at=at, size=size, used_ns=stamp_ns)
 
     def remove(self, name: str) -> None:
@@ -199,7 +194,6 @@ def parts_of_name(name: str) -> tuple[bytes, int, int]:
 
 
 def _identity(tree: FileTree) -> str:
-    """A folder without identity gets one."""
     file = tree.open_file(_IDENTITY, os.O_RDWR)
     try:
         identity = os.pread(file, 64, 0).decode(errors="replace").strip()

@@ -5,11 +5,8 @@
     index.take(entry)  # no longer found
     index.finish(entry)  # its file was removed; or index.restore(entry): the removal failed
 
-`used_bytes` includes orphans, files being written or removed, and removed files with a reader.
-These are never victims.
-
-An *orphan* is a file that could not be removed and that no entry refers to. The next start may find
-it.
+`used_bytes` includes files being written, removed or read. An *orphan* is a file that could not be
+removed and that no entry refers to; the next start may find it. These are never victims.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -25,10 +22,7 @@ _IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
 class DiskEntry:
-    """The file of one value. All its readers share one object.
-
-    `occupied_bytes` is an estimate until the commit.
-    """
+    """All readers share one object. `occupied_bytes` is an estimate until the commit."""
 
     __slots__ = ("key", "leaving", "nbytes", "occupied_bytes", "readers", "removed", "written_ns")
 
@@ -63,11 +57,7 @@ class Index:
         learning: Learning | None = None,
         changes: ValueChanges | None = None,
     ) -> None:
-        """Policies other than lru, fifo, mru and learned add 400 bytes per value.
-
-        learning: for `learned`
-        changes:  told of each value
-        """
+        """Policies other than lru, fifo, mru and learned add 400 bytes per value."""
         self.limit_bytes = limit_bytes
         self._order = policy
         self._policy: Policy | None = None if policy in _IN_ROWS else make_policy(policy)
@@ -97,7 +87,6 @@ class Index:
 
     @property
     def excess_bytes(self) -> int:
-        """Above the limit, after the removals in progress."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
     def find(self, key: bytes) -> DiskEntry | None:
@@ -118,7 +107,7 @@ class Index:
         return (self._entry(row) for row in list(self._rows.oldest()))
 
     def add(self, entry: DiskEntry, used_ns: int) -> None:
-        """Add a listed file. Call `sort` after the last one."""
+        """Call `sort` after the last one."""
         self._used_bytes += entry.occupied_bytes
         self._show(entry, used_ns, UNKNOWN_PAST)
 
@@ -129,7 +118,7 @@ class Index:
         own: Container[str] = (),
         writing: Container[bytes] = (),
     ) -> list[str]:
-        """Add listed files. Return the names of those that a newer one replaces.
+        """Return the names of files that a newer one replaces.
 
         own:     names of files written during the listing: known or removed, and the newest of
                  their key, whatever their times are
@@ -156,7 +145,7 @@ class Index:
         return older
 
     def sort(self) -> None:
-        """Sort all entries by time of use. Policies with their own order keep it."""
+        """Policies with their own order keep it."""
         self._rows.sort()
 
     def sorting(self) -> Sorting:
@@ -165,7 +154,7 @@ class Index:
     def reserve(
         self, key: bytes, written_ns: int, nbytes: int, *, beside: DiskEntry | None = None
     ) -> PlannedFile | None:
-        """Reserve bytes for a file, and take the victims. Without room, return None, take nothing.
+        """Take the victims, too. Without room, return None, take nothing.
 
         beside: the entry to replace, which must be held or read
         """
@@ -185,7 +174,7 @@ class Index:
         return self._occupied_bytes(nbytes) <= left or self._learned.admits(key)
 
     def evict(self, nbytes: int) -> list[DiskEntry] | None:
-        """Take victims of at least `nbytes`, or return None and take none."""
+        """Take at least `nbytes`, or return None and take none."""
         if nbytes <= 0:
             return []
         victims = self._victims(nbytes)
@@ -200,7 +189,7 @@ class Index:
         self._show(entry, entry.written_ns, past)
 
     def swap(self, old: DiskEntry, entry: DiskEntry, occupied_bytes: int) -> None:
-        """Show `entry` instead of `old`, whose file must be removed next."""
+        """`old`'s file must be removed next."""
         past = self._past_on_disk(old.key)
         self._take(old, evicted=False)
         self.commit(entry, occupied_bytes, past)
@@ -234,7 +223,6 @@ class Index:
         self._learned.used(keys, prompt, value, at_s, are_whole=are_whole)
 
     def hold(self, entry: DiskEntry) -> None:
-        """Protect the entry from eviction until `unread`."""
         entry.readers += 1
         self._busy[entry.key] = entry
 
@@ -257,9 +245,8 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def restore(self, entry: DiskEntry, *, writing: Container[bytes] = ()) -> None:
-        """Show a taken entry whose file could not be removed.
-
-        It becomes an orphan if its key has a new entry or is in `writing`.
+        """Show a taken entry whose file could not be removed: an orphan if its key has a new entry
+        or is in `writing`.
         """
         self._leave(entry)
         if self._rows.find(entry.key) == NONE and entry.key not in writing:
@@ -271,7 +258,6 @@ class Index:
         return [entry for entry in self._orphans.values() if chosen(entry.key)]
 
     def add_orphan(self, name: str) -> None:
-        """Add an orphan that is not counted yet."""
         key, nbytes, written_ns = parts_of_name(name)
         entry = DiskEntry(key, nbytes, written_ns, self._occupied_bytes(nbytes))
         self._used_bytes += entry.occupied_bytes

@@ -2,9 +2,7 @@
 
 Memory's policy (`tiers/policies/learned.py`) learns the worths. The rows of one kind and value are
 one list; only its first row is compared. A row that was in no lookup counts as used when it was
-written, or at the start.
-
-Rows with one past have one worth, computed once in a tick of the learner. One event loop.
+written, or at the start. One event loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,19 +27,14 @@ from kvhold.tiers.policies.reuse_times import Worths
 
 UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
-_MOST_AGED = 150  # lists to compare again in a tick of the learner
-_MOST_KNOWN = 4096  # pasts whose worth is remembered
+_MOST_AGED = 150
+_MOST_KNOWN = 4096  # pasts whose worth, equal for their rows, is remembered
 
 # worth, time of the last use, list, past of its first row, tick
 Head: TypeAlias = tuple[float, float, int, int, int]
 
 
 class KnownPast(NamedTuple):
-    """at_s: of the last use
-    number: of the list
-    price: for `Worths.sell`
-    """
-
     worth: float
     at_s: float
     number: int
@@ -49,7 +42,7 @@ class KnownPast(NamedTuple):
 
 
 class Learning:
-    """The knowledge of one tier about the uses of chunks, shared by its disks.
+    """One tier's knowledge about the uses of chunks, shared by its disks.
 
     worths: of memory's policy; None before `DiskTier.learn_from`
     ghosts: the pasts of chunks that are not in this tier
@@ -72,10 +65,10 @@ class LearnedOrder:
     def __init__(self, rows: Rows, learning: Learning) -> None:
         self._rows = rows
         self._learning = learning
-        # a heap of the lists' heads; some are out of date
+        # some are out of date
         self._heads: list[Head] = []
         self._newest: dict[int, Head] = {}
-        self._first: dict[int, int] = {}  # the rows of the newest heads
+        self._first: dict[int, int] = {}
         self._aged: list[int] = []
         self._known: dict[int, KnownPast] = {}
         self._tick, self._now_s = -1, 0.0
@@ -96,7 +89,6 @@ class LearnedOrder:
             self._learning.used_elsewhere(absent, prompt, value, at_s, are_whole=are_whole)
 
     def past_of(self, key: bytes) -> int:
-        """For a chunk that is written now."""
         worths, past = self._learning.worths, self._learning.ghosts.find(key[:NAME_BYTES])
         if past or worths is None:
             return past or UNKNOWN_PAST
@@ -118,7 +110,6 @@ class LearnedOrder:
         self._added = row
 
     def removed(self, key: bytes, row: int, *, evicted: bool) -> None:
-        """Call this before the row is removed."""
         if row == self._added:
             self._added = NONE
         worths = self._learning.worths
@@ -130,7 +121,7 @@ class LearnedOrder:
             self._learning.ghosts.add(key[:NAME_BYTES], past, self._now_s)
 
     def admits(self, key: bytes) -> bool:
-        """Whether a chunk is worth at least as much as the first victim, or was in no lookup."""
+        """A chunk that was in no lookup is admitted."""
         worths, past = self._learning.worths, self.past_of(key)
         if worths is None or not uses_of(past):
             return True
@@ -170,7 +161,6 @@ class LearnedOrder:
         return victims if nbytes <= 0 else []
 
     def _renew(self) -> None:
-        """Compute changed or aged worths of first rows."""
         rows, worths = self._rows, self._learning.worths
         if worths is not None and self._tick != (tick := worths.num_ticks):
             self._tick, self._now_s = tick, worths.now_s

@@ -1,7 +1,7 @@
 """The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
-Rows are in lists, the least recently used first. With `first_past`, each row has a past
-(`tiers/policies/ghosts.py`), and each kind and value has a list. Otherwise there is one list.
+With `first_past`, each row has a past (`tiers/policies/ghosts.py`), and each kind and value has a
+list, the least recently used row first. Otherwise there is one list.
 
 1,024 hash tables with linear probing map keys to rows. A removed row leaves a mark until a rebuild.
 """
@@ -29,7 +29,7 @@ _MIX = 0x9E3779B97F4A7C15
 class Rows:
     """The number of a removed row is reused.
 
-    changed: lists whose first row may have changed since the user last emptied this set
+    changed: lists whose first row may have changed; the user empties this set
     """
 
     def __init__(self, first_past: int | None = None) -> None:
@@ -43,7 +43,6 @@ class Rows:
             (KEY_BYTES, 8, 4, 8, 8, 4, 4, 8)[: None if first_past is not None else -1],
         )
         self._take_views()
-        # by list; absent without rows
         self._oldest: dict[int, int] = {}
         self._newest: dict[int, int] = {}
         self._ordered_to = NONE
@@ -120,7 +119,6 @@ class Rows:
         self._link(row, self._newest.get(number, NONE), number)
 
     def first(self, number: int) -> int:
-        """NONE: the list is empty."""
         return self._oldest.get(number, NONE)
 
     def after(self, row: int) -> int:
@@ -156,7 +154,7 @@ class Rows:
             pass
 
     def used_ns(self) -> "Iterator[np.ndarray[Any, Any]]":
-        """Yield the times of use in parts: int64 [rows], NONE where a row is free."""
+        """In parts: int64 [rows], NONE where a row is free."""
         for begin in range(0, self._columns.num_items, _MOST_TIMES):
             end = min(begin + _MOST_TIMES, self._columns.num_items)
             used_ns = np.array(self._used_ns[begin:end], np.int64)
@@ -226,7 +224,7 @@ class Rows:
             (self._pasts,) = pasts
 
     def _link(self, row: int, before: int, number: int) -> None:
-        """Insert a row into list `number` after the row `before`; NONE: at the start."""
+        """Insert into list `number` after the row `before`; NONE: at the start."""
         after = self._oldest.get(number, NONE) if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
         if before == NONE:
@@ -247,7 +245,7 @@ class Rows:
             self._after[before], self._before[after] = after, before
             return
         number = self.list_of(row)
-        if before == after:  # it was alone
+        if before == after:
             del self._oldest[number], self._newest[number]
         elif before == NONE:
             self._oldest[number], self._before[after] = after, NONE
@@ -257,7 +255,6 @@ class Rows:
             self.changed.add(number)
 
     def _hashes_of(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """uint64 [rows]."""
         used = self._keys[: self._columns.num_items * KEY_BYTES]
         keys = np.frombuffer(used, np.uint8).reshape(-1, KEY_BYTES)[rows]
         head, ends, space = (
@@ -310,7 +307,7 @@ class _Table:
 
     def __init__(self) -> None:
         self.rows = array("i", [NONE]) * _SMALLEST
-        self.num_filled = 0  # places that are not NONE
+        self.num_filled = 0
 
     def add(self, row: int, number: int) -> None:
         mask = len(self.rows) - 1
@@ -340,7 +337,7 @@ class _Table:
         places = (hashes_of(rows) // np.uint64(_TABLES) & np.uint64(size - 1)).astype(np.int64)
         while len(rows):
             free = table[places] == NONE
-            table[places[free]] = rows[free]  # of several rows for one place, one gets it
+            table[places[free]] = rows[free]
             left = table[places] != rows
             rows, places = rows[left], (places[left] + 1) & (size - 1)
         self.rows = array("i", table.tobytes())

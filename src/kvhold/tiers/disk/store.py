@@ -1,7 +1,7 @@
 """One disk of the disk tier: an index used by the loop, and a folder used by threads.
 
-The first call opens the folder, and the first one after a loss opens it again. A call changes the
-index before its threads start, and settles the change afterwards, even if cancelled.
+The first call opens the folder, also after a loss. A call changes the index before its threads
+start, and settles the change afterwards, even if cancelled.
 """
 
 import asyncio
@@ -45,17 +45,16 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
-_FOUND = 4  # listed values between two looks at the clock
+_FOUND = 4  # values between two looks at the clock
 _TURN_S = 0.0005
 _MOST_KEYS = 500
 _SCANS = 3  # a failed removal makes its value visible again
 
 
 class _Opened:
-    """writing:      key -> future of the end of its write
-    leaving:      number of a removal -> its key and the future of its end
-    num_restored: failed removals
-    own:          during the listing: names of files written since the opening
+    """writing: key -> future of the end of its write
+    leaving: number of a removal -> its key and the future of its end
+    own: during the listing: names of files written since the opening
     """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
@@ -90,7 +89,7 @@ class DiskStore:
         self._settings = settings
         self._closing = False
         self._listing: asyncio.Task[None] | None = None
-        self.met: FolderMet | None = None  # awaited before the first use of an opened folder
+        self.met: FolderMet | None = None
         closed = TierUnavailable("disk", "open", f"{path} was closed")
         self._opener = Opener(self._open, _Opened.close, closed=closed)
         self._readers = IoThreads("kvhold-disk-read", settings.io_threads)
@@ -130,7 +129,6 @@ class DiskStore:
     def used(
         self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """See `Learns`."""
         learning = self._settings.learning
         assert learning is not None
         heard = learning.used_elsewhere
@@ -139,11 +137,10 @@ class DiskStore:
         heard(keys, prompt, value, at_s, are_whole=are_whole)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """See `Learns`."""
         return self._opener.place is None or self._opener.place.index.admits(key, nbytes)
 
     async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
-        """Yield the keys with this prefix, in parts. A key may come twice.
+        """In parts. A key may come twice.
 
         Waits for running writes. Raises TierUnavailable if the folder was lost, TierIncomplete if
         files stay that may be values at the next start.
@@ -161,7 +158,6 @@ class DiskStore:
                 async for keys in self._keys_by_shard(opened, prefix):
                     yield keys
                     await next_turn()
-                # a crash could bring back unreported values
                 await self._left(opened)
             if num_restored != opened.num_restored:
                 raise TierIncomplete("disk", "scan", f"{self._path}: removals fail again and again")
@@ -339,7 +335,7 @@ class DiskStore:
         self._check_kept(opened, operation)
 
     def _check_kept(self, opened: _Opened, operation: str) -> None:
-        """Raises TierUnavailable if the folder was lost."""
+        """Raises TierUnavailable."""
         if opened.is_lost:
             raise TierUnavailable("disk", operation, f"{self._path} was lost during the call")
 
@@ -466,7 +462,7 @@ class DiskStore:
             pieces,
             stamp_ns=stamp_ns,
             victims=self._leave(opened, planned.victims),
-            # Not with `sync`: a power cut could leave new bytes under the old name.
+            # with `sync`, a power cut could leave new bytes under the old name
             may_reuse=not self._settings.sync,
         )
 
@@ -477,7 +473,7 @@ class DiskStore:
         job: FileWrite,
         answers: dict[bytes, bool | TierError],
     ) -> DiskEntry | None:
-        """Show the new file. Return the entry to remove, or None."""
+        """Return the entry to remove, or None."""
         index, key = opened.index, old.key
         self._settle_removed(opened, job.victims)
         index.unread(old)
@@ -492,13 +488,13 @@ class DiskStore:
             index.swap(old, job.entry, job.occupied_bytes)
             answers[key] = True
             return old
-        answers[key] = False  # a read has removed the damaged old file
+        answers[key] = False
         index.commit(job.entry, job.occupied_bytes)
         index.take(job.entry)
         return job.entry
 
     async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> bool:
-        """Return whether there were any."""
+        """Whether there were any."""
         waited = False
         while others := {opened.writing[key] for key in keys if key in opened.writing}:
             await asyncio.wait(others)
@@ -526,7 +522,7 @@ class DiskStore:
         return job.fault
 
     async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> bool:
-        """Wait for removals (None: all). Return whether there were any."""
+        """Whether there were any (keys: None: all)."""
         others = [gone for key, gone in opened.leaving.values() if keys is None or key in keys]
         if others:
             await asyncio.wait(others)
@@ -550,7 +546,7 @@ class DiskStore:
     async def _remove_orphans(
         self, opened: _Opened, chosen: Callable[[bytes], bool], operation: str
     ) -> TierIncomplete | None:
-        """Retry the removal of orphans. Return the fault if one stays."""
+        """Return the fault if an orphan stays."""
         async with opened.orphans_turn:
             jobs = [Remove(opened.folder, entry) for entry in opened.index.orphans(chosen)]
             try:
@@ -567,7 +563,7 @@ class DiskStore:
         )
 
     async def _sync_removals(self, opened: _Opened, shards: Collection[str]) -> None:
-        """Make removals durable. Raises TierError."""
+        """Raises TierError."""
         jobs = [SyncRemovals(opened.folder, shard) for shard in shards]
         await self._writers.run([job.run for job in jobs])
         for job in jobs:

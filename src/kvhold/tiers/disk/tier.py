@@ -10,7 +10,7 @@ An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Othe
 checksums detect a damaged file.
 
 Victims' files are overwritten: at 4.1 GB/s (8 MiB values, O_DIRECT), against 1.6 for a new file
-after an eviction and 4.8 for a segment. Reads are equal.
+after an eviction.
 """
 
 import asyncio
@@ -86,7 +86,6 @@ class DiskTier:
                 f"disk: max_bytes = {config.max_bytes}, io_threads = {config.io_threads}: "
                 "max_bytes must be 0, or at least 1 for each path; io_threads at least 1"
             )
-        # the page cache takes only 1 ms a batch; a larger one spreads the fixed cost
         batch_bytes = _CACHED_BATCH_BYTES if config.direct == "never" else TierTraits.batch_bytes
         self.traits = TierTraits(name="disk", durable=True, replaces=True, batch_bytes=batch_bytes)
         self._learning = Learning() if config.policy == "learned" else None
@@ -272,7 +271,7 @@ def _incomplete(operation: str, fault: TierError) -> TierIncomplete:
 
 
 async def _fault_of(work: Callable[[], Awaitable[object]]) -> TierError | None:
-    """Not of a coroutine: cancelled before it begins, this would leave it without a task."""
+    """A coroutine, cancelled before it begins, would be left without a task."""
     try:
         await work()
     except TierError as fault:
@@ -281,7 +280,7 @@ async def _fault_of(work: Callable[[], Awaitable[object]]) -> TierError | None:
 
 
 async def _all(work: Iterable[Awaitable[Answer]]) -> list[Answer]:
-    """Return the results, or raise the first fault, when all have ended, even if cancelled."""
+    """All end, even if cancelled. Raises the first fault."""
     tasks = [asyncio.ensure_future(call) for call in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

@@ -1,8 +1,5 @@
 """Open folders and files that no other user can change.
 
-    folder = open_folder("/var/cache/kvhold")  # a descriptor; made with mode 0700 if it is missing
-    lock = open_own_file("kvhold.lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
-
 A safe folder belongs to this user or root, and others can neither write there nor replace it. No
 folder above is writable by all users, unless sticky, and no symbolic link on the way belongs to
 another user. A safe file is a regular file of this user, with one name. `Unsafe` says how to repair
@@ -68,9 +65,7 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
 def open_own_file(
     name: str, flags: int, *, dir_fd: int, shown: str | None = None, any_owner: bool = False
 ) -> int:
-    """With O_CREAT, a missing file is made with mode 0600. `O_TRUNC` would empty it before the
-    check.
-    """
+    """O_CREAT makes a missing file with mode 0600. `O_TRUNC` would empty it before the check."""
     assert not flags & os.O_TRUNC
     shown = shown or name
     try:
@@ -124,7 +119,6 @@ def user_name(uid: int) -> str:
 
 
 def _parts(path: str) -> list[str]:
-    """The first component is at the end."""
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 

@@ -1,7 +1,7 @@
 """One folder of kvhold: temporary files in `new/`, complete files elsewhere.
 
 Names are relative to a descriptor of the folder, and no symbolic link below it is followed. Every
-call blocks, and raises OSError.
+call blocks, and raises OSError. None may overlap `close`.
 """
 
 import ctypes
@@ -27,8 +27,6 @@ _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FileTree:
-    """No call may overlap `close`."""
-
     def __init__(self, path: str, root: int, *, direct: bool, sync: bool, any_owner: bool) -> None:
         self.path = path
         self._root = root
@@ -39,7 +37,7 @@ class FileTree:
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
-        """Open the folder, and make it if it is missing. Raises `Unsafe` (`safe.py`).
+        """Make a missing folder. Raises `Unsafe` (`safe.py`).
 
         direct:    `always` raises EOPNOTSUPP if there is no O_DIRECT; `auto` works without it
         any_owner: others may own the folder or write to it
@@ -81,7 +79,7 @@ class FileTree:
         return state if stat.S_ISREG(state.st_mode) else None
 
     def open_file(self, name: str, flags: int) -> int:
-        """Return the descriptor. Raises `Unsafe` unless it is a regular file of this user."""
+        """Raises `Unsafe` unless it is a regular file of this user."""
         shown = f"{self.path}/{name}"
         return open_own_file(
             name, flags | os.O_CREAT, dir_fd=self._root, shown=shown, any_owner=self._any_owner
@@ -123,7 +121,7 @@ class FileTree:
             finally:
                 os.close(fd)  # network file systems may report failed writes here
         except OSError:
-            with suppress(OSError):  # the next start removes the file
+            with suppress(OSError):
                 self.remove(temporary)
             raise
 
@@ -137,9 +135,8 @@ class FileTree:
         self._sync_folder(new.rpartition("/")[0])
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchange the names of two files in one step.
-
-        Raises FileNotFoundError if one is missing, EOPNOTSUPP if the file system cannot.
+        """In one step. Raises FileNotFoundError if one is missing, EOPNOTSUPP if it is
+        impossible.
         """
         if self._renameat2 is None or self._renameat2(
             self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE
@@ -190,7 +187,7 @@ class FileTree:
             if fill_parts(fd, pieces, nbytes, at=start, direct=self._direct) != nbytes:
                 return None
             if used_ns is not None:
-                with suppress(OSError):  # only the order after a restart
+                with suppress(OSError):
                     os.utime(fd, ns=(used_ns, used_ns))
             return nbytes
         finally:

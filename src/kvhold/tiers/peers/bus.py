@@ -1,10 +1,5 @@
 """Changes of peers that come over a bus, instead of a connection to each peer.
 
-    inboxes = Inboxes(metrics); inbox = inboxes.open(incarnation, told, asked_ms=..., own=None)
-    inboxes.put(incarnation, data)               # any bytes from the bus
-    if inbox.continues(number): ...              # the bus can go on after this change
-    record = await inbox.next(number)            # None: it cannot
-
 Records are not trusted. A node seals them with a key from its `PeerWelcome`: records that are
 forged or of another incarnation are ignored and counted. The clock in the seal exposes delayed and
 repeated records, which do not count as current. It is compared with this host's clock at the
@@ -34,12 +29,12 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
 
 KEY_BYTES = 32
 MOST_SEALED_BYTES = 256 << 10
-BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
-SILENT_S = 5.0  # a node publishes every second
+BATCH_BYTES = 64 << 10  # a message ends with the record that exceeds this
+SILENT_S = 5.0
 _CANCEL_AGAIN_S = 2.0
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
 _HEAD_BYTES = _MAC_BYTES + _CLOCK_BYTES
-_MOST_WAITING_BYTES = 4 << 20  # of one peer
+_MOST_WAITING_BYTES = 4 << 20
 _record: Decoder[p.Happened] = Decoder(p.Happened)
 
 
@@ -76,14 +71,12 @@ class BusConfig:
 
 
 class BusSession(Protocol):
-    async def publish(self, incarnation: int, data: bytes) -> None:
-        """Its errors are for `Bus.connected`."""
-        ...
+    async def publish(self, incarnation: int, data: bytes) -> None: ...
 
 
 class Bus(Protocol):
     """source: the bus in messages, without secrets
-    fault: why it cannot be used now; empty: it can. Any thread
+    fault: why it cannot be used now; else empty. Any thread
     """
 
     source: str
@@ -97,21 +90,16 @@ class Bus(Protocol):
         """Raises TierUnavailable."""
         ...
 
-    async def check(self) -> list[str]:
-        """Log in at each server and subscribe. Return the faults."""
-        ...
+    async def check(self) -> list[str]: ...
 
 
 def clock_ms() -> int:
-    """Milliseconds from a moment that stays the same while this host runs."""
+    """From a fixed moment while this host runs."""
     return time.monotonic_ns() // 1_000_000
 
 
 async def end_task(task: "asyncio.Task[None]") -> None:
-    """Cancel a task of the bus until it ends.
-
-    `asyncio.wait_for` of Python 3.11, which nats-py uses, may lose a cancellation.
-    """
+    """`asyncio.wait_for` of Python 3.11, which nats-py uses, may lose a cancellation."""
     while not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)
@@ -136,10 +124,10 @@ class Inbox:
     """
 
     def __init__(self, incarnation: int, key: bytes, clock: Callable[[], int]) -> None:
-        """clock: of this host, in milliseconds"""
+        """clock: in milliseconds."""
         self.incarnation, self.key = incarnation, key
         self._clock = clock
-        self._records: deque[tuple[p.Happened, int]] = deque()  # each with its size in bytes
+        self._records: deque[tuple[p.Happened, int]] = deque()
         self._waiting_bytes = 0
         self._begins: int | None = None
         self._ends = 0
@@ -148,12 +136,11 @@ class Inbox:
         self._arrived = asyncio.Event()
 
     def welcomed(self, peer_clock_ms: int, asked_ms: int) -> None:
-        """Compare the clocks: the peer has told its time, at `asked_ms` of this host or later."""
+        """The peer has told its time, at `asked_ms` of this host or later."""
         self._ahead_ms = asked_ms - peer_clock_ms
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the peer sealed a record in the last `SILENT_S`."""
         return self._left_s > 0
 
     @property
@@ -171,7 +158,7 @@ class Inbox:
             return "protocol"
         now_ms = self._clock()
         sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little")
-        # no record is sealed later than now: the peer's clock is ahead
+        # no record is sealed later than now
         self._ahead_ms = min(self._ahead_ms, now_ms - sealed_ms)
         if now_ms - (sealed_ms + self._ahead_ms) <= 1000 * SILENT_S:
             self._fresh_at_ms = now_ms
@@ -183,7 +170,7 @@ class Inbox:
     def _add(self, record: p.Happened, nbytes: int) -> None:
         end = record.after + _num_changes(record)
         if self._begins is not None and end <= self._ends:
-            return  # it came twice
+            return
         if self._begins is None or record.after != self._ends:
             self._records.clear()
             self._waiting_bytes, self._begins, self._ends = 0, record.after, record.after
@@ -202,12 +189,10 @@ class Inbox:
         return self._begins is not None and self._begins <= number and self.is_fresh
 
     def drop(self, number: int) -> None:
-        """Forget the records that begin before `number`."""
         while self._records and self._records[0][0].after < number:
             self._pop()
 
     async def next(self, number: int) -> p.Happened | None:
-        """None: `continues` is false."""
         while self.continues(number):
             if self._records:
                 return self._pop()
@@ -225,11 +210,6 @@ class Inbox:
 
 
 class Inboxes:
-    """The inboxes of all followed peers, one for an incarnation.
-
-    now_ms: this host's clock, see `clock_ms`
-    """
-
     def __init__(self, metrics: Metrics, clock: Callable[[], int] = clock_ms) -> None:
         self._metrics = metrics
         self.now_ms = clock
@@ -238,7 +218,7 @@ class Inboxes:
         self.num_ignored = 0
 
     def open(self, incarnation: int, told: p.PeerBus, *, asked_ms: int, own: Inbox | None) -> Inbox:
-        """Return the inbox of an incarnation, after its welcome. Raises ValueError.
+        """Raises ValueError.
 
         asked_ms: see `Inbox.welcomed`
         own:      the caller's inbox, reused for the same incarnation. Another follower's is
@@ -257,7 +237,6 @@ class Inboxes:
             del self._inboxes[inbox.incarnation]
 
     def put(self, incarnation: int | None, data: bytes) -> None:
-        """incarnation: by the record's subject; None: it names none"""
         if incarnation is not None and incarnation == self.own_incarnation:
             return
         inbox = None if incarnation is None else self._inboxes.get(incarnation)
@@ -273,7 +252,7 @@ class Inboxes:
 
 
 def _records_of(data: memoryview) -> Iterator[tuple[p.Happened, int]]:
-    """Yield the records and their sizes. Raises ProtocolError."""
+    """Raises ProtocolError."""
     while data:
         end = LENGTH_BYTES + body_length(data[:LENGTH_BYTES])
         if end > len(data):

@@ -1,9 +1,5 @@
 """The numbers of clears, by which a clear on one host holds for the chunks of its peers.
 
-    numbers.advance(prefix)            # this host clears
-    numbers.learn(prefix, number)      # a peer has cleared; true: this host must clear, too
-    numbers.announce(prefix)           # nothing older is left here: tell the followers
-
 A host takes chunks from a peer only if the peer has announced the same clears, or later ones. A
 number is larger than every known one of its prefix, and about the time in milliseconds at which
 memory was cleared: larger than forgotten numbers, and smaller than those of later clears, which
@@ -17,7 +13,7 @@ from collections.abc import Callable, Mapping
 from kvhold.core.keys import NAMESPACE_BYTES
 
 EVERYTHING = b""
-MOST_NUMBERS = 20_000  # the journal's limit, too
+MOST_NUMBERS = 20_000
 _MOST_AHEAD_MS = 10 * 366 * 86_400_000  # a larger number is no clear's
 
 
@@ -85,10 +81,7 @@ class ClearNumbers:
 
 
 def keep(numbers: dict[bytes, int], prefix: bytes, number: int) -> None:
-    """Note a clear among at most `MOST_NUMBERS`.
-
-    The clear of everything is kept; else the oldest clear is forgotten.
-    """
+    """The clear of everything is kept; else the oldest one beyond `MOST_NUMBERS` is forgotten."""
     numbers.pop(prefix, None)
     numbers[prefix] = number
     while len(numbers) > MOST_NUMBERS:

@@ -1,13 +1,11 @@
 """Follows one peer: a snapshot, then its changes, into the index.
 
-    await Follower(peer, index, ...).run()     # until cancelled
-
 After a lost connection or a gap, it goes on with the next change if the peer still has it, else
 with a snapshot. Chunks of a peer that is not followed are not found; after `forget_s` they leave
 the index.
 
-**With a bus** (`bus.py`), the connection is closed as soon as the bus continues, and opened after a
-gap or silence of the bus. The peer stays followed.
+With a bus, the connection is closed as soon as the bus continues, and opened after a gap or silence
+of the bus. The peer stays followed.
 """
 
 import asyncio
@@ -31,7 +29,7 @@ from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-_LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0  # over a connection, after the bus failed
+_LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_VERSION, _MOST_NAME = 40, 64
@@ -56,7 +54,6 @@ class Follower:
         """most_chunks: in the index
         is_followed_elsewhere: whether an incarnation is followed at another of its addresses
         learned: called with each namespace that a peer has cleared, b"" means all
-        inboxes: None: there is no bus
         """
         self._peer = peer
         self._index = index
@@ -69,7 +66,7 @@ class Follower:
         self._inboxes = inboxes
         self._inbox: Inbox | None = None
         self._bus_pause_s = _LEAST_BUS_PAUSE_S
-        self._bus_from_s = 0.0  # the bus is not used before
+        self._bus_from_s = 0.0
         self._told = ""
 
     async def run(self) -> None:
@@ -96,7 +93,6 @@ class Follower:
             self._peer.tried.set()
             if self._peer.lost_s is not None and now() - self._peer.lost_s >= self._forget_s:
                 await self._forget()
-            # cancelled by `close`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -115,10 +111,7 @@ class Follower:
             peer.is_open = peer.is_by_bus = False
 
     async def _follow_connection(self) -> Inbox | None:
-        """Follow over a connection until the bus can go on, and return its inbox.
-
-        None: as for `_follow_once`.
-        """
+        """Follow until the bus can go on, and return its inbox. None: as for `_follow_once`."""
         peer = self._peer
         stream: Stream | None = None
         asked_ms = 0 if self._inboxes is None else self._inboxes.now_ms()
@@ -133,7 +126,7 @@ class Follower:
                 return None
             peer.is_open = True
             if welcome.incarnation != peer.incarnation:
-                peer.changed_state()  # if the bus was followed, the peer was followed until now
+                peer.changed_state()
                 await self._forget(welcome.incarnation)
             peer.kvhold = login.quoted(welcome.kvhold, _MOST_VERSION)
             peer.name = login.quoted(welcome.name, _MOST_NAME)
@@ -147,7 +140,7 @@ class Follower:
                     news = _news.decode(await read_body(stream))
                 await self._take(news)
                 if self._inbox is None or not peer.is_followed:
-                    continue  # or a snapshot is not complete
+                    continue
                 self._inbox.drop(peer.after)
                 if self._bus_continues():
                     return self._inbox
@@ -156,7 +149,6 @@ class Follower:
                 stream.close()
 
     def _use_inbox(self, welcome: p.PeerWelcome | None, asked_ms: int = 0) -> None:
-        """Open the inbox of a peer that publishes, and close the one before."""
         before, self._inbox = self._inbox, None
         if self._inboxes is None:
             return
@@ -177,7 +169,7 @@ class Follower:
         )
 
     async def _follow_bus(self, inbox: Inbox) -> None:
-        """Take changes from the bus until changes are missing, or it is not current."""
+        """Ends when changes are missing, or the bus is not current."""
         peer, began_s = self._peer, now()
         peer.is_by_bus = True
         self._is_followed()
@@ -187,7 +179,7 @@ class Follower:
                 if record.after >= peer.after:
                     await self._take(record)
         except (ProtocolError, ValueError) as error:
-            peer.after = 0  # a part of a record may be in the index
+            peer.after = 0
             log.warning("%s: its record on the bus cannot be used: %s", peer.address, error)
         finally:
             peer.is_by_bus = False
@@ -233,7 +225,7 @@ class Follower:
             peer.tried.set()
 
     async def _change(self, digests: bytes, sizes: bytes) -> int:
-        """Add chunks, or remove them if they have no sizes. Returns their number."""
+        """Without sizes, remove the chunks. Returns their number."""
         numbers, nbytes = unpack(digests, sizes)
         peer, index = self._peer.number, self._index
         for begin in range(0, len(numbers), _AT_ONCE):
@@ -259,7 +251,6 @@ class Follower:
                 await next_turn()
 
     async def _forget(self, incarnation: int = 0) -> None:
-        """incarnation: whose chunks come instead"""
         self._peer.incarnation, self._peer.after = incarnation, 0
         self._peer.clears = {}
         self._peer.lost_s = None

@@ -1,13 +1,10 @@
 """Which peers have which chunks: 17 bytes a slot, at most 0.7 of the slots in use, no objects.
 
-    index = PeerIndex(); index.add(digest_of(key), nbytes, peer=0)
-    index.find(digest_of(key))   # -> PeerChunk(nbytes, peers), or None
-
 A chunk is known by a digest of 8 bytes. If two keys share one, a peer is asked in vain: frames name
 their keys.
 
-1,024 tables with linear probing: each growth is short, and a snapshot is read a table at a time. A
-chunk that exists during the whole scan is in exactly one part. One thread.
+1,024 tables with linear probing: each growth is short. In a scan by table, a chunk that stays is in
+exactly one part. One thread.
 """
 
 from array import array
@@ -19,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 MOST_PEERS = 32
 DIGEST_BYTES = 8
-_SLOT_BYTES = 17  # of the four arrays of a table
+_SLOT_BYTES = 17
 _TABLES = 1024
 _SMALLEST = 8
 _MOST_FULL = 0.7
@@ -74,13 +71,13 @@ class PeerIndex:
         self._tables[digest % _TABLES].remove(digest, 1 << peer)
 
     def forget(self, peer: int) -> Iterator[None]:
-        """Remove a peer from all chunks, in steps of one table."""
+        """In steps of one table."""
         for table in self._tables:
             table.forget(1 << peer)
             yield
 
     def parts(self, peer: int) -> Iterator[IndexPart]:
-        """Yield the chunks of one peer, a table at a time. They may change in between."""
+        """The chunks of one peer, a table at a time. They may change in between."""
         for table in self._tables:
             part = table.part(1 << peer)
             if part.digests:
@@ -92,12 +89,10 @@ class PeerIndex:
 
 
 class _Table:
-    """One entry of each array is a slot.
-
-    digests: 0: free
-    sizes:   low and high part of the size, 40 bits together
-    peers:   a mask
-    counts:  chunks of each peer, in all tables
+    """digests: 0: free
+    sizes: low and high part of the size, 40 bits together
+    peers: a mask
+    counts: chunks of each peer, in all tables
     """
 
     __slots__ = ("counts", "digests", "num", "peers", "sizes_high", "sizes_low")
@@ -188,7 +183,7 @@ class _Table:
         self.sizes_low[at], self.sizes_high[at] = nbytes & 0xFFFFFFFF, nbytes >> 32
 
     def _free(self, hole: int) -> None:
-        """Free a slot, and move later chunks that would not be found behind it."""
+        """Move later chunks that would not be found behind the free slot."""
         size, at = len(self.digests), hole
         while True:
             at = (at + 1) % size
@@ -207,7 +202,6 @@ class _Table:
             self._resize(max(_SMALLEST, int(self.num / _MOST_FULL * _GROWTH) + 1))
 
     def _resize(self, size: int) -> None:
-        """Chunks without a peer are dropped."""
         before = (self.digests, self.sizes_low, self.sizes_high, self.peers)
         self._allocate(size)
         self.num = 0
@@ -224,7 +218,6 @@ class _Table:
 
 
 def pack(chunks: Sequence[tuple[int, int]]) -> IndexPart:
-    """chunks: `(digest, size)` pairs."""
     numbers = np.array(chunks, "<u8").reshape(-1, 2)
     return IndexPart(numbers[:, 0].tobytes(), numbers[:, 1].tobytes())
 

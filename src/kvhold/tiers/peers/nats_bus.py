@@ -1,10 +1,5 @@
 """A stream of NATS JetStream that carries the changes of all nodes of a fleet.
 
-    bus = NatsBus(config)                        # raises ConfigError
-    await bus.read(inboxes)                      # until cancelled: all subjects, one subscription
-    async with bus.connected() as session:       # raises TierError
-        await session.publish(incarnation, data)
-
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 
 A missing stream is made. After a lost connection, the reader goes on with the next server. It asks
@@ -56,7 +51,7 @@ _CONNECT_S = 2
 _CALL_S = 2.0
 _CLOSE_S = 1.0
 _PING_S = 5
-_IDLE_S = 15.0  # then the subscription is made again
+_IDLE_S = 15.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000  # more are dropped: a gap
 _MOST_QUOTED = 200
@@ -91,7 +86,6 @@ class NatsBus:
         self.fault, self._is_reported = "not connected yet", False
 
     async def read(self, inboxes: Inboxes) -> None:
-        """Put the records of all nodes into their inboxes, until cancelled."""
         pause_s, number = _FIRST_PAUSE_S, 0
         while True:
             try:
@@ -103,8 +97,7 @@ class NatsBus:
                     finally:
                         number = subscription.number
             except TierUnavailable:
-                pass  # noted by `connected`
-            # cancelled by the tier's `close`
+                pass
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -112,7 +105,7 @@ class NatsBus:
     async def connected(self) -> AsyncIterator["NatsSession"]:
         """Raises TierUnavailable."""
         server = self._servers[0]
-        self._servers.append(self._servers.pop(0))  # the next one is tried after a fault
+        self._servers.append(self._servers.pop(0))
         client = _Client(must_use_tls=self._tls is not None)
         session = NatsSession(client, self._config)
         try:
@@ -151,7 +144,7 @@ class NatsBus:
 
     async def check(self) -> list[str]:
         faults = []
-        for _ in list(self._servers):  # `connected` takes the next one
+        for _ in list(self._servers):
             try:
                 async with self.connected() as session:
                     await session.subscribe(Inboxes(Metrics()), after=0)
@@ -183,7 +176,6 @@ class NatsSession:
         self._ended.set()
 
     async def note(self, error: Exception) -> None:
-        """Log the reports of nats-py, and the errors of a subscription's callback."""
         self.last_error = error
         level = logging.DEBUG if isinstance(error, nats.errors.Error | OSError) else logging.ERROR
         log.log(level, "peers: NATS: %s", type(error).__name__)
@@ -212,7 +204,6 @@ class NatsSession:
         self._last_number = found.state.last_seq
 
     async def publish(self, incarnation: int, data: bytes) -> None:
-        """Raises errors that `connected` maps."""
         stream = self._config.bus_stream
         await self._jetstream.publish(f"{stream}.{incarnation:016x}", data, stream=stream)
 
@@ -240,8 +231,6 @@ class NatsSession:
 
 
 class _Subscription:
-    """number: of the last message in the stream that was read"""
-
     def __init__(self, inboxes: Inboxes, number: int, ended: asyncio.Event) -> None:
         self._inboxes = inboxes
         self.number = number
@@ -256,7 +245,7 @@ class _Subscription:
         self._inboxes.put(_incarnation_of(message.subject), message.data)
 
     async def ended(self) -> None:
-        """Wait until the connection is closed, or idle for `_IDLE_S`."""
+        """Return when the connection is closed, or idle for `_IDLE_S`."""
         before = -1
         while before != self._num_taken:
             before = self._num_taken
@@ -277,7 +266,7 @@ class _Client(Client):  # type: ignore[misc]  # it may not be installed
         self._must_use_tls = must_use_tls
 
     async def end(self) -> None:
-        """Close the connection, even an incomplete one."""
+        """Even an incomplete connection."""
         try:
             with suppress(*_FAULTS):
                 async with asyncio.timeout(_CLOSE_S):
@@ -307,7 +296,6 @@ def _servers_of(text: str) -> list[Address]:
 
 
 def _login_of(config: BusConfig) -> tuple[str, str, str]:
-    """Return user, password and token."""
     password, token = config.bus_password, config.bus_token
     if config.bus_password_file:
         password = read_secret(config.bus_password_file, where="peers: bus_password_file")

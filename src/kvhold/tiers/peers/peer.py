@@ -1,8 +1,5 @@
 """One peer: its connections, its latest state, and whether to ask it.
 
-    stream = await peer.open()                      # logged in
-    await peer.fetch(items, timeout_s=2.0)          # -> a fault, or None; `items` have their sizes
-
 A peer that fails is left alone for a while (`breaker.py`). One event loop.
 """
 
@@ -35,7 +32,7 @@ from kvhold.tiers.peers.faults import (
 )
 from kvhold.tiers.peers.record import PeerRecord
 
-_MOST_KEYS = 128  # of one get: looked up in one turn of the peer
+_MOST_KEYS = 128
 _greeting: Decoder[p.Greeting] = Decoder(p.Greeting)
 _values: Decoder[p.PeerValues] = Decoder(p.PeerValues)
 
@@ -52,9 +49,8 @@ class Peer:
     is_elsewhere: the same node is followed at another of its addresses
     away_for: why it is not followed; None: it is, or was not tried yet
     state_at_s: when one of these four last changed
-    is_listed: not removed from the list of a directory
+    is_listed: in the list of a directory
     is_open: a connection or the bus follows this incarnation
-    is_by_bus: followed over the bus
     tried: set when it is followed, or cannot be
     """
 
@@ -128,7 +124,6 @@ class Peer:
         self.is_self, self.is_elsewhere = is_self, is_elsewhere
 
     def status(self, num_chunks: int) -> FollowedPeerStatus:
-        """num_chunks: in the index. Any thread."""
         record, now_s = self.record, time.monotonic()
         state, fault, since_s = self._state()
         last = record.last_fault
@@ -159,7 +154,6 @@ class Peer:
         }
 
     def _state(self) -> tuple[str, PeerFault | None, float]:
-        """Return the state, its fault, and when it began."""
         fault = self.away_for
         if self.is_self:
             return "itself", None, self.state_at_s
@@ -175,7 +169,7 @@ class Peer:
         return "refused" if is_refused else "away", fault, self.state_at_s
 
     async def fetch(self, items: Sequence[Getting], *, timeout_s: float) -> PeerFault | None:
-        """Sizes of missing values stay None. Returns the fault of those not answered."""
+        """Sizes of missing values stay None. Returns the fault of unanswered ones."""
         batches = [_GetBatch(batch) for batch in batched(items, _MOST_KEYS)]
         nbytes = sum(batch.value_bytes for batch in batches)
         self.asked_bytes += nbytes
@@ -201,7 +195,6 @@ class Peer:
         return None
 
     def introduction(self) -> bytearray:
-        """The record that follows the peer's welcome."""
         return encode(self._introduction())
 
     async def open_to_follow(self) -> tuple[Stream, p.PeerWelcome]:
@@ -216,12 +209,10 @@ class Peer:
         return stream, greeting
 
     def mended(self) -> None:
-        """Ask the peer again: it has a new connection."""
         self._pool.close_idle()
         self._breaker.succeeded()
 
     def _failed(self, fault: PeerFault, items: Sequence[Getting]) -> PeerFault:
-        """Leave the peer alone for a while, then ask it over new connections."""
         self._pool.close_idle()
         self.record.load_failed(fault, num_missed=sum(item.size is None for item in items))
         if not self.is_paused:

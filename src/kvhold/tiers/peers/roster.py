@@ -1,12 +1,10 @@
 """The peers that a tier follows now: those of its URL, or those that a directory lists.
 
-    roster = Roster(...); roster.start(); roster.peers ...; await roster.close()
-
 A directory is read every `refresh_s`. The chunks of an unlisted peer are not found, and leave the
-index after `forget_s`. If it is listed again before, it is followed from where it was.
+index after `forget_s`. If it is listed again before, it is followed from where it was. After
+`keep_list_s` of unreadable or empty lists, only peers that answer stay.
 
-After `keep_list_s` of unreadable or empty lists, only peers that answer stay. One event loop, but
-for `status` and `own`.
+One event loop, but for `status` and `own`.
 """
 
 import asyncio
@@ -27,9 +25,9 @@ from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-_READ_S = 4.0  # less than a check may take, see `GuardConfig.get_timeout_s`
+_READ_S = 4.0
 _LEAVE_S = 2.0
-_MOST_NAMED = 10  # in a line of the log
+_MOST_NAMED = 10
 _GOES_ON = "the last list stays in use"
 TOO_MANY = (
     f"at most {MOST_PEERS} peers are followed; for more hosts use a central cache (kvhold://), or "
@@ -64,7 +62,7 @@ class Roster:
         self._timing = timing or DirectoryConfig()
         self._peers: dict[int, Peer] = {}
         self._following: dict[Peer, asyncio.Task[None]] = {}
-        self._leaving: dict[Peer, asyncio.Task[None]] = {}  # the oldest first
+        self._leaving: dict[Peer, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reading: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -92,7 +90,6 @@ class Roster:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the peers in the index, also of unlisted ones."""
         return list(self._peers)
 
     def by_number(self, number: int) -> Peer | None:
@@ -110,15 +107,14 @@ class Roster:
             self._reading = self._loop.create_task(self._keep_reading(self._directory))
 
     async def wait_for_list(self) -> None:
-        """Wait until the directory was asked once."""
         if self._directory is not None:
             await self._was_read.wait()
 
     def serve_as(self, own: Own) -> None:
-        """Tell the directory about this node, now. Any thread."""
+        """Tell the directory about this node. Any thread."""
         self.own = own
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def is_followed_elsewhere(self, peer: Peer, incarnation: int) -> bool:
@@ -130,7 +126,6 @@ class Roster:
         )
 
     def status(self) -> FollowedPeersStatus:
-        """Any thread."""
         directory, loop = self._directory, self._loop
         return {
             "directory": "" if directory is None else directory.source,
@@ -147,7 +142,6 @@ class Roster:
         }
 
     async def close(self) -> None:
-        """End following, and a registration."""
         self._is_closed = True
         tasks = [*self._following.values(), *self._leaving.values()]
         if self._reading is not None:
@@ -252,7 +246,6 @@ class Roster:
         self._leaving[peer] = self._loop.create_task(self._forget_later(peer))
 
     async def _forget_later(self, peer: Peer) -> None:
-        # cancelled when the peer is listed again
         await asyncio.sleep(self._forget_s)
         await self._forget(peer)
         del self._leaving[peer]

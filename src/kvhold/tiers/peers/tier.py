@@ -3,9 +3,8 @@
     # peers://host-a:7711,host-b:7711?token_file=/etc/kvhold/token&tls=true
 
 Each peer is followed, so a probe sends nothing. A get goes to the least loaded peer that has the
-chunk. A vanished chunk is a miss, and leaves the index. Nothing is written.
-
-A peer's chunks are found only if it has made this host's clears (`clear_numbers.py`).
+chunk. A vanished chunk is a miss, and leaves the index. Nothing is written. A peer's chunks are
+found only if it has made this host's clears (`clear_numbers.py`).
 """
 
 import asyncio
@@ -43,7 +42,7 @@ from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.url import TierUrl
 
-_KEYS_A_TURN = 300  # about a millisecond
+_KEYS_A_TURN = 300
 _OTHERS_S = 1.0
 
 
@@ -132,7 +131,6 @@ class PeersTier:
         self._learned: Callable[[bytes], None] = lambda prefix: None
         self._index = PeerIndex()
         self.metrics = Metrics()
-        """By peer, written by the tiers' loop."""
         self._bus = self.make_bus()
         self._inboxes = None if self._bus is None else Inboxes(self.metrics)
         self._reading: asyncio.Task[None] | None = None
@@ -185,7 +183,7 @@ class PeersTier:
         return self._roster.peers
 
     async def listed(self) -> list[Peer]:
-        """With a directory, its first list is read, and its peers are followed."""
+        """Reads the first list of a directory, and follows its peers."""
         if self._roster.has_directory:
             self._start()
             await self._roster.wait_for_list()
@@ -200,7 +198,6 @@ class PeersTier:
         return len(self._index)
 
     def peers_status(self) -> FollowedPeersStatus:
-        """Any thread."""
         status = self._roster.status()
         if self._bus is not None and self._inboxes is not None:
             status |= {
@@ -211,7 +208,6 @@ class PeersTier:
         return status
 
     def make_bus(self) -> Bus | None:
-        """Return the bus of the settings, for one event loop. Raises ConfigError."""
         if not self._config.bus:
             return None
         try:
@@ -229,8 +225,6 @@ class PeersTier:
         self._roster.serve_as(own)
         if self._inboxes is not None:
             self._inboxes.own_incarnation = own.incarnation
-
-    # Clears, see `guard.KeepsClears`.
 
     @property
     def numbers(self) -> dict[bytes, int]:
@@ -342,7 +336,7 @@ class PeersTier:
     async def close(self) -> None:
         self._is_closed = True
         if self._reading is not None:
-            self._reading.cancel()  # now, because the caller's deadline may cut this off
+            self._reading.cancel()
         await self._roster.close()
         if self._reading is not None:
             await end_task(self._reading)
@@ -371,7 +365,7 @@ class PeersTier:
         )
 
     def _allowed(self, space: bytes) -> int:
-        """The mask of the peers whose chunks of a namespace may be used now."""
+        """A mask of peers."""
         return sum(
             peer.mask
             for peer in self.peers
@@ -388,7 +382,6 @@ class PeersTier:
         }
 
     def _shares(self, items: Sequence[Getting]) -> list["_Share"]:
-        """Give each item to the least loaded peer that has it."""
         shares: dict[int, _Share] = {}
         allowed: dict[bytes, int] = {}
         peers = {peer.number: peer for peer in self.peers}

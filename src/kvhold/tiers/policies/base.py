@@ -5,9 +5,7 @@
         policy.remove(key, evicted=True)
 
 **No policy evicts a prefix before its continuation.** A pinned continuation protects its whole
-prefix, as far as the links reach.
-
-Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
+known prefix. Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,14 +20,14 @@ class Policy(Protocol):
     """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
 
     learns:   whether the policy must be told of lookups
-    declined: whether the last `victims` was empty because `wanted` is worth less than a victim
+    declined: the last `victims` was empty because `wanted` is worth less than a victim
     """
 
     learns: bool
     declined: bool
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
-        """Add a chunk. For a known key, only an unknown parent is set.
+        """For a known key, only an unknown parent is set.
 
         parent: key of the previous chunk, of the same group and shard; it may be absent. One that
                 continues `key` is ignored
@@ -63,7 +61,7 @@ class Policy(Protocol):
         """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
-        """Return how long after its eviction a chunk was expected to be used again.
+        """How long after its eviction a chunk was expected to be used again.
 
         None: unknown, or no use was expected. Call this before `missed`.
 

@@ -1,9 +1,5 @@
 """The shared part of all policies: chains, candidates for eviction, bytes per namespace.
 
-    class FifoPolicy(ChainPolicy):
-        def _inserted(self, chunk: Chunk) -> None:
-            self._rank(chunk, self._now())            # the lowest rank is evicted first
-
 *Leaves* are chunks without a continuation here. Queues order them by rank, per namespace and for
 all. Insert, touch and remove cost O(log leaves), `victims` O((victims + pinned leaves before them)
 log leaves).
@@ -31,7 +27,6 @@ class Chunk:
     uses: a counter for the policy
     use: the last use, for `LearnedPolicy`
     place: in the heaps; None if it is not a leaf
-    space: its namespace
     """
 
     __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "use", "uses")
@@ -48,7 +43,7 @@ class Chunk:
         self.place: Place | None = None
 
 
-Place: TypeAlias = tuple[int, int, Chunk]  # compared by the unique rank
+Place: TypeAlias = tuple[int, int, Chunk]
 
 
 class Queue:
@@ -62,7 +57,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[int, int], list[Place]] = {}
-        self._order: list[tuple[int, int]] = []  # some are obsolete
+        self._order: list[tuple[int, int]] = []
         self._to_sweep: list[tuple[int, int]] = []
         self._credit = 0
 
@@ -86,7 +81,6 @@ class Queue:
         return None
 
     def peek(self) -> Place | None:
-        """Return the place that `pop` would return."""
         while self._order:
             bucket = self._buckets.get(self._order[0], [])
             while bucket:
@@ -137,11 +131,7 @@ class Queue:
 
 
 class ChunkSpace:
-    """The chunks of one namespace, or all chunks.
-
-    queues:      by number
-    small_bytes: bytes in the small queue of S3-FIFO
-    """
+    """small_bytes: in the small queue of S3-FIFO"""
 
     __slots__ = ("nbytes", "num_chunks", "queues", "small_bytes")
 
@@ -159,8 +149,6 @@ class ChunkSpace:
 
 
 class ChainPolicy(ABC):
-    """Subclasses override `_inserted`, and other hooks if needed."""
-
     learns = False
 
     def __init__(self) -> None:
@@ -327,7 +315,7 @@ class ChainPolicy(ABC):
             self._place(above)
 
     def _continues(self, chunk: Chunk, first: Chunk) -> bool:
-        """Whether `chunk` is `first` or continues it. Cheap if chunks come in order."""
+        """`chunk` is `first` or continues it. Cheap if chunks come in order."""
         if chunk is first or first.key not in self._continued:
             return chunk is first
         return any(above.parent == first.key for above in (chunk, *self._above(chunk)))
@@ -342,7 +330,7 @@ class Walk:
         self.space = space
         self.taken: list[bytes] = []
         self.freed_bytes = 0
-        self.declined = False  # the remaining leaves are worth more
+        self.declined = False
         self._policy = policy
         self._pinned = pinned
         self._seen: list[Place] = []
@@ -365,7 +353,7 @@ class Walk:
                 self._push(place)
 
     def next(self, queue: int) -> Chunk | None:
-        """Return the next unpinned leaf of a queue, once each, or None."""
+        """The next unpinned leaf of a queue, once each, or None."""
         while (place := self.space.queue(queue).pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):
@@ -373,7 +361,6 @@ class Walk:
         return None
 
     def take(self, chunk: Chunk) -> None:
-        """A parent without other continuations becomes a leaf."""
         self.taken.append(chunk.key)
         self.freed_bytes += chunk.nbytes
         if chunk.parent is None:
@@ -392,4 +379,4 @@ class Walk:
         self.space.queue(place[2].queue).push(place)
 
     def settle(self) -> None:
-        """Accept the victims. A policy may now move the chunks that it passed over."""
+        """A policy may now move the chunks that it passed over."""

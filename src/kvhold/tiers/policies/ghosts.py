@@ -1,7 +1,7 @@
 """Remembers the last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
 
 A name's hash chooses a set of eight places. A new chunk in a full set replaces the one with the
-oldest use. 32 bits of the hash confuse two names once in 500 million lookups, for a wrong estimate.
+oldest use. 32 bits of the hash confuse two names once in 500 million lookups.
 
     number:  past (tick 22 | value 4 | kind 9 | uses 5) | tag 24
     mark:    one byte, 0 in an empty place; one call searches a set for it
@@ -40,14 +40,14 @@ class Ghost(NamedTuple):
 class Ghosts:
     def __init__(self, most: int = _MOST) -> None:
         """most: a power of 2, 8 or more."""
-        self._firsts = most - _WAYS  # the bits of a set's first place
+        self._firsts = most - _WAYS
         self._places = np.zeros(most, np.uint64).data
         self._marks = bytearray(most)
         self.nbytes = 9 * most
         self.num = 0
 
     def add(self, name: bytes, past: int, now_s: float) -> int:
-        """Return the past that it replaced, of this or another chunk; 0: none."""
+        """Return the replaced past, of this or another chunk; 0: none."""
         number = xxh3_64_intdigest(name)
         place = self._find(number)
         return self._set(number, past, now_s) if place < 0 else self._renew(place, past)
@@ -74,9 +74,7 @@ class Ghosts:
         *,
         if_known: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """Record uses of chunks now.
-
-        pasts:    the past to remember: `[number of earlier uses]`
+        """pasts: the past to remember: `[number of earlier uses]`
         if_known: add no unknown chunks
 
         Returns the earlier pasts of the known chunks, and the pasts of replaced chunks.
@@ -93,7 +91,6 @@ class Ghosts:
         return known, replaced
 
     def _find(self, number: int) -> int:
-        """By its hash; -1: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         mark, end = (number >> 56) % _MARKS + 1, first + _WAYS
         place = self._marks.find(mark, first, end)
@@ -102,13 +99,12 @@ class Ghosts:
         return place
 
     def _renew(self, place: int, past: int) -> int:
-        """Return the old past."""
         number = self._places[place]
         self._places[place] = past << _TAG_BITS | number & _TAG
         return number >> _TAG_BITS
 
     def _set(self, number: int, past: int, now_s: float) -> int:
-        """Return the past of the chunk that it replaced; 0: none."""
+        """Return the replaced past; 0: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         place = self._marks.find(0, first, first + _WAYS)
         if place < 0:
@@ -132,7 +128,6 @@ def pack(ghost: Ghost) -> int:
 
 
 def pack_queue(at_s: float, queue: int, uses: int) -> int:
-    """queue: of `queue_of`."""
     uses = min(uses, MOST_USES)
     return int(at_s / TICK_S) % _TICKS << _PAST_BITS | queue << _USES_BITS | uses
 

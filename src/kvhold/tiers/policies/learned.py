@@ -1,11 +1,9 @@
 """Evicts the chunk with the lowest worth, which is learnt from the times between uses.
 
-A lookup uses the chunks of its prompt. A chunk's *kind*: how often it was used, how long its prompt
-had paused before, and how many chunks of the prompt were new. Its worth follows from its kind, the
-time since its last use and its *value* (`base.py`). Only the oldest leaf of each kind and value is
-compared. A new chunk is declined if a victim is worth more.
-
-`ghosts.py` remembers evicted and missing chunks.
+A chunk's *kind*: how often it was used, how long its prompt had paused before, and how many chunks
+of the prompt were new. Its worth follows from its kind, the time since its last use and its *value*
+(`base.py`). Only the oldest leaf of each kind and value is compared. A new chunk is declined if a
+victim is worth more. `ghosts.py` remembers evicted and missing chunks.
 """
 
 import time
@@ -34,10 +32,10 @@ from kvhold.tiers.table import SPREAD
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
 _UNKNOWN = NEUTRAL * MOST_KINDS  # of a chunk that was in no lookup
-# of at most 4480 queues:
+# 4480 queues at most
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
-_FIRST = place_suffix(0, 0)  # of the keys given to `looked_up` and `missed`
+_FIRST = place_suffix(0, 0)
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
@@ -46,10 +44,9 @@ Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
 class LearnedSpace(ChunkSpace):
     """Each queue with a leaf is in `newest` or in `changed`.
 
-    heads:   a heap of the queues' first leaves; some are out of date
-    newest:  each queue's latest head in the heap
-    changed: queues whose first leaf may have changed
-    aged:    queues whose first leaf may have another worth by now
+    heads:  a heap of the queues' first leaves; some are out of date
+    newest: each queue's latest head in the heap
+    aged:   queues whose first leaf may have another worth by now
     """
 
     __slots__ = ("aged", "changed", "heads", "newest", "tick")
@@ -81,7 +78,7 @@ class LearnedPolicy(ChainPolicy):
         self._begun_s = clock()
         self.times = ReuseTimes((USES, PAUSES, NEW), _FACTORS)
         self.ghosts = Ghosts()
-        self._uses_at: dict[int, Use] = {}  # by past, for `_version`
+        self._uses_at: dict[int, Use] = {}
         self._version = 0
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
@@ -157,7 +154,6 @@ class LearnedPolicy(ChainPolicy):
             self.times.advance(now_s)
 
     def _num_known(self, keys: Sequence[bytes], num_here: int) -> int:
-        """Assumes that the known chunks are the first."""
         low, high = num_here, len(keys)
         while low < high:
             middle = (low + high) // 2
@@ -171,7 +167,6 @@ class LearnedPolicy(ChainPolicy):
         return key in self._chunks or self._ghost(key) != 0
 
     def _pause(self, key: bytes) -> int:
-        """The class of the time since the last use."""
         chunk, now_s = self._chunks.get(key), self.times.now_s
         if chunk is not None:
             assert chunk.use is not None
@@ -181,7 +176,6 @@ class LearnedPolicy(ChainPolicy):
         return 1 + sum(now_s - at_s >= most for most in _PAUSES_S)
 
     def _ghost(self, key: bytes) -> int:
-        """0: unknown."""
         return self.ghosts.find(key[:NAME_BYTES])
 
     def _use_at(self, past: int) -> Use:
@@ -208,7 +202,7 @@ class LearnedPolicy(ChainPolicy):
         else:
             chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
         chunk.use = times.use(chunk.queue % MOST_KINDS)
-        chunk.rank = 0, self._now()  # in no queue yet
+        chunk.rank = 0, self._now()
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -263,7 +257,7 @@ class LearnedPolicy(ChainPolicy):
 
 
 class _LearnedWalk(Walk):
-    """A queue's head is checked only when it is the lowest one."""
+    """A head is checked only when it is the lowest one."""
 
     space: LearnedSpace
 
@@ -303,7 +297,7 @@ class _LearnedWalk(Walk):
                 self._renew(first[2])
                 continue
             space.changed.add(first[2])
-            if (chunk := self.next(first[2])) is None:  # all are pinned
+            if (chunk := self.next(first[2])) is None:
                 continue
             if chunk.rank[1] != first[1]:  # the next leaf may be worth more
                 self._push(self._seen.pop())

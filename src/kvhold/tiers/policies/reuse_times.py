@@ -1,32 +1,21 @@
 """Learns after how long chunks are used again, for each kind of chunk.
 
-    times = ReuseTimes((7, 5, 8))
-    times.advance(now_s)
-    used = times.use(kind, num_chunks)       # used now
-    times.end(used, num_chunks)              # used again now
-    times.worth(used)                        # the worth of keeping such a chunk from now on
-
 An *interval* lies between two uses of a chunk. Chunks last used at about the same time are a
 *cohort*. For each kind and bucket of age, the table counts the intervals that reached the bucket,
-and those that ended there (a period life table). Both counts decay with a half-life.
-
-Several numbers describe a kind. The estimate of a kind with few uses comes mostly from kinds that
-share its first numbers.
+and those that ended there (a period life table). Both counts decay with a half-life. The estimate
+of a kind with few uses comes mostly from kinds that share its first numbers.
 
 The worth of a chunk is the maximum over all times h of
 
     P(used again within h) - price * E[seconds until then, or h]
 
 The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
-of evicted chunks. Chunks with a far lower yield are worth 0; they are evicted by age.
+of evicted chunks. Chunks with a far lower yield are worth 0, and evicted by age. For a new chunk, h
+is at least the end of the first bucket; a worth below 0 saves writes. A *factor* says how much a
+use of a chunk saves, and multiplies the probability.
 
-For a new chunk, h is at least the end of the first bucket. Its worth may be below 0: then it evicts
-nothing, which saves writes.
-
-A *factor* says how much a use of a chunk saves, and multiplies the probability.
-
-Memory has its own price, and so has each disk tier (`add_place`). A disk's thread may read its
-`Worths` while memory's thread calls `ReuseTimes`. Pure.
+Each place has its own price (`add_place`). A disk's thread may read its `Worths` while memory's
+thread calls `ReuseTimes`. Pure.
 """
 
 from bisect import bisect_right
@@ -42,24 +31,23 @@ _SHORTEST_S = 0.5
 _BUCKETS_AN_OCTAVE = 2
 _NUM_BUCKETS = 44  # the last one begins after 12 days
 _COHORTS_A_BUCKET = 4
-_COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s` in `use_at`
+_COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s`
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8
 # many cohorts change their bucket after a pause, so each tick handles some
-_MOST_AGED = 2000  # uses per tick
-_COHORT_UNITS = 20  # a cohort takes as long as this many uses
+_MOST_AGED = 2000
+_COHORT_UNITS = 20
 
-# The prior: an equal hazard in each bucket of the first hour. The worth falls with age.
+# the prior: an equal hazard in each bucket of the first hour
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-# uses after which a kind's own counts weigh as much as those of similar kinds: in total, and for
-# each bucket
+# uses that weigh as much as those of similar kinds: in total, and for each bucket
 _SCALE_USES = 25.0
 _SHAPE_USES = 125.0
-_PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.2  # share of the difference that a round of updates moves the price
+_PRICE = 0.5
+_PRICE_SHARE = 0.2  # of the difference, per round of updates
 _EXPECTED = 0.5  # probability of another use from which one is expected
 
 _EDGES_S = [
@@ -75,8 +63,6 @@ Floats = npt.NDArray[np.float64]
 
 
 class Cohort:
-    """Chunks last used between two moments, by kind."""
-
     __slots__ = ("begun_s", "bucket", "ended_s", "uses")
 
     def __init__(self, now_s: float) -> None:
@@ -87,9 +73,7 @@ class Cohort:
 
 
 class Use:
-    """The last use of some chunks of one kind, in one cohort.
-
-    num:  chunks that were not used again so far
+    """num: chunks that were not used again so far
     into: the use that it was merged into
     """
 
@@ -128,7 +112,6 @@ class Worths:
         return self._times.num_ticks
 
     def worth(self, kind: int, age_s: float, factor: int) -> float:
-        """age_s: since the last use."""
         return self.worth_and_yield(kind, age_s, factor)[0]
 
     def worth_and_yield(self, kind: int, age_s: float, factor: int) -> tuple[float, float]:
@@ -136,7 +119,6 @@ class Worths:
         return self.table[factor][kind][bucket] * by, self._times.yields[kind][bucket] * by
 
     def sell(self, price: float) -> None:
-        """Note the yield of a chunk that was evicted or not admitted."""
         self._sold = self._sold[0] + price, self._sold[1] + 1
 
     def set_price(self) -> None:
@@ -150,7 +132,7 @@ class Worths:
 class ReuseTimes:
     def __init__(self, sizes: Sequence[int], factors: Sequence[float] = (1.0,)) -> None:
         """sizes: for each number that describes a kind: how many values it has
-        factors: see above; calls take an index of this list. It must contain 1.0
+        factors: must contain 1.0; calls take an index
         """
         self.num_kinds = prod(sizes)
         # number of groups of kinds with the same first number, the same first two numbers, ...
@@ -158,7 +140,7 @@ class ReuseTimes:
         self._reached = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._ended = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._num_chunks = self._num_uses = 0.0
-        self._cohorts = [Cohort(0.0)]  # the oldest first
+        self._cohorts = [Cohort(0.0)]
         self._to_update = 0
         self._round_hazards = np.zeros((self.num_kinds, _NUM_BUCKETS))
         yields, (worths,) = _evaluate(_PRIOR[None], [0.0])
@@ -178,17 +160,14 @@ class ReuseTimes:
         return len(self._cohorts)
 
     def num_open(self, use: Use) -> int:
-        """Return the open intervals of a use, with the uses merged into it."""
         return _merged(use).num
 
     def add_place(self) -> Worths:
-        """Add a place below memory. Return its worths."""
         place = Worths(self, list(self._worths[self._factors_used[0]]))
         self._places.append(place)
         return place
 
     def advance(self, now_s: float) -> None:
-        """Set the time. Results of `worth` change only when `num_ticks` changes."""
         if now_s < self.next_tick_s:
             return
         self._count_youngest()
@@ -207,7 +186,7 @@ class ReuseTimes:
         self._update()
 
     def use(self, kind: int, num_chunks: int = 1) -> Use:
-        """Record that chunks of one kind are used now. All uses in one tick share one object."""
+        """All uses in one tick share one object."""
         cohort = self._cohorts[-1]
         use = cohort.uses.get(kind)
         if use is None:
@@ -217,7 +196,6 @@ class ReuseTimes:
         return use
 
     def end(self, use: Use, num_chunks: int = 1) -> None:
-        """Record that chunks of a use are used again."""
         use = _merged(use)
         use.num -= num_chunks
         cohort = use.cohort
@@ -231,7 +209,6 @@ class ReuseTimes:
             after.num += num_chunks
 
     def forget(self, use: Use, num_chunks: int = 1) -> None:
-        """Stop observing chunks of a use."""
         if use.into is not None:
             use = _merged(use)
         use.num -= num_chunks
@@ -246,7 +223,7 @@ class ReuseTimes:
         return Use(kind, cohorts[max(0, place)])
 
     def last_s(self, use: Use) -> float:
-        """Return when the chunks were used, or a little before."""
+        """When the chunks were used, or a little before."""
         return _merged(use).cohort.begun_s
 
     def use_factor(self, factor: int) -> None:
@@ -263,11 +240,11 @@ class ReuseTimes:
         return worth if worth > 0.0 else 0.0
 
     def worth_of_new(self, kind: int, factor: int = 0) -> float:
-        """The result is below 0 if the yield is below the price."""
+        """Below 0 if the yield is below the price."""
         return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
-        """Return the median time to the next use, among chunks of this age that are used again.
+        """The median time to the next use, among chunks of this age that are used again.
 
         None: little is known yet, or most chunks are not used again.
         """
@@ -296,7 +273,6 @@ class ReuseTimes:
         self._num_uses += len(uses)
 
     def _age(self) -> None:
-        """Count the ages that cohorts have reached, the oldest cohorts first."""
         left = _MOST_AGED
         for cohort in self._cohorts:
             before = cohort.bucket
@@ -396,10 +372,7 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
 
 
 def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
-    """Return yields, and worths by price, `[kinds, buckets]`, in the middle of a bucket.
-
-    A bucket's probabilities are conditional on reaching it.
-    """
+    """Return yields, and worths by price, `[kinds, buckets]`, in the middle of a bucket."""
     hazards = np.clip(hazards, 0.0, _MOST_HAZARD)
     # [kinds, from, to]
     left = np.cumprod(np.where(_LATER, 1.0 - hazards[:, None], 1.0), axis=2)

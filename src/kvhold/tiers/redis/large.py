@@ -1,12 +1,9 @@
 """Values stored in parts, in the format of `split.py`.
 
-A put without a time to live has three steps:
-1. Upload the parts, which expire after hours.
-2. Write the head, which makes the value visible and expires after one hour.
-3. Remove the expiry of the head and the parts, in one transaction, if the head is still there.
-
-So the remains of an interrupted put expire. The reader of a head without all parts misses, and
-removes it. With a time to live, the parts expire two hours after the head.
+A put without a time to live uploads the parts, which expire after hours; writes the head, which
+makes the value visible and expires after one hour; and removes both expiries in one transaction, if
+the head is still there. So the remains of an interrupted put expire. With a time to live, the parts
+expire two hours after the head. A head without all parts is a miss, and its reader removes it.
 
 A delete removes the head that it saw and its parts in one transaction. A small string is removed
 without one, for speed; parts of a value that replaces it then are removed next.
@@ -83,40 +80,39 @@ class LargeValues:
         return nbytes
 
     async def put(self, name: bytes, value: Parts, ttl_ms: int | None) -> bool | TierError:
-        """Return true if stored, false if the name has a string, or the fault."""
+        """True if stored, false if the name has a string, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         try:
             return await self._put(name, head, value, ttl_ms)
         except TierError as error:
-            with suppress(TierError):  # otherwise the value expires, or is complete
+            with suppress(TierError):
                 await self.mend(name, head)
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Return whether there was a value, or the fault."""
+        """Whether there was a value, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:
             await self._upload(names, head, value)
             done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
             if done is False:
-                with suppress(TierError):  # otherwise the parts expire
+                with suppress(TierError):
                     await self.remove_parts([(name, head)])
-        except TierError as error:  # keep the parts, which may be in use
+        except TierError as error:
             return error
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
-        """Remove a head that lacks parts, with its parts. A later value stays."""
+        """A later value stays."""
         await self._transact("delete", lambda: _Remove(name, head))
         await self.remove_parts([(name, head)])
 
     async def delete(self, name: bytes) -> bool:
-        """Return whether there was a value."""
         return await self._transact("delete", lambda: _Remove(name)) not in (0, None)
 
     async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
-        """heads: removed ones, with their names"""
+        """heads: removed ones, with their names."""
         calls = [
             RedisCall(part, "UNLINK", part)
             for name, head in heads
@@ -146,7 +142,7 @@ class LargeValues:
         )
         await self._router.run("put", [written], bulk=False)
         if written.reply is None and written.fault is None:
-            with suppress(TierError):  # otherwise the parts expire
+            with suppress(TierError):
                 await self.remove_parts([(name, head)])
             return False
         if written.fault is not None or written.reply != b"OK":
@@ -194,7 +190,7 @@ def peek(name: bytes) -> RedisCall:
 
 
 class RemoveString(RedisCall):
-    """One round trip. The reply is the number of removed strings.
+    """The reply is the number of removed strings.
 
     seen: the string's first bytes, one more than a head has
     """
@@ -214,7 +210,7 @@ class RemoveString(RedisCall):
         refused = next((reply for reply in replies if isinstance(reply, ErrorReply)), None)
         match replies[-1]:
             case [seen, int(removed)]:
-                self.seen = seen if isinstance(seen, bytes) else b""  # a list has none
+                self.seen = seen if isinstance(seen, bytes) else b""
                 self.reply = removed
             case other:
                 self.reply = refused or no_answer(other)
@@ -236,7 +232,7 @@ class _Remove(Transaction):
 
 
 class _Persist(Transaction):
-    """Remove the expiry of a head and its parts, unless it was removed or replaced."""
+    """Unless the head was removed or replaced."""
 
     def __init__(self, name: bytes, head: Head) -> None:
         super().__init__(name)

@@ -26,7 +26,7 @@ from kvhold.tiers.redis.topology import ask, make_topology
 from kvhold.tiers.redis.values import ReadRange, ReadWhole, fill
 from kvhold.tiers.url import TierUrl
 
-_SCAN_COUNT = 1000  # in one round trip
+_SCAN_COUNT = 1000
 _MAX_TTL_MS = 100 * 365 * 86_400_000
 _PROBE_ROUNDS = 3
 _PUT_ROUNDS = 3
@@ -76,7 +76,6 @@ class RedisTier:
                 strict=True,
             ):
                 sizes[i] = nbytes
-            # a part is missing, or a string has replaced the head
             todo = [i for i in unsure if sizes[i] is None]
             if not todo:
                 break
@@ -106,7 +105,6 @@ class RedisTier:
             await self._got(call, parts, start)
             for call, parts, start in zip(calls, into, froms, strict=True)
         ]
-        # an empty range read nothing
         for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):
             (nbytes,) = await self.probe([keys[i]])
             if isinstance(nbytes, int):
@@ -136,7 +134,6 @@ class RedisTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """One by one: each takes two round trips alone on a connection."""
         answers: dict[bytes, bool | TierError] = {}
         for key, parts in items:
             if key not in answers:
@@ -144,7 +141,7 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Values in parts go one by one: each takes two round trips."""
+        """Two round trips for each value in parts."""
         removed, faults = [False] * len(keys), list[TierError]()
         calls: dict[int, RemoveString] = {}
         heads: dict[int, bytes] = {}
@@ -153,7 +150,7 @@ class RedisTier:
             if isinstance(length, TierError):
                 faults.append(length)
             elif length == HEAD_BYTES:
-                heads[i] = name  # may be a head
+                heads[i] = name
             elif length != 0:
                 calls[i] = RemoveString(name)
         if calls:
@@ -163,7 +160,7 @@ class RedisTier:
             if (fault := fault_in(call, "delete")) is not None:
                 faults.append(fault)
         came = [(call.name, head) for call in calls.values() if (head := Head.parse(call.seen))]
-        if came:  # written after the lengths were read
+        if came:
             await self._large.remove_parts(came)
         for i, name in heads.items():
             try:
@@ -196,7 +193,6 @@ class RedisTier:
             raise fault_of(reply, "check")
 
     async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply | TierError]:
-        """An ErrorReply: the key holds no string. A TierError: a fault."""
         names = [self._names.of(key) for key in keys]
         calls = [RedisCall(name, "STRLEN", name) for name in names]
         await self._router.run(operation, calls, bulk=False)
@@ -239,7 +235,7 @@ class RedisTier:
     async def _put_once(
         self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Set each key's entry in `faults`. Return the keys that had a value before."""
+        """Fills `faults`. Returns the keys that had a value before."""
         taken: list[bytes] = []
         small: dict[bytes, RedisCall] = {}
         options = ("NX",) if ttl_ms is None else ("NX", "PX", ttl_ms)
