@@ -90,9 +90,8 @@ def check_loss(header: FrameHeader) -> None:
 
 
 def measured_error(before: Elements, after: Elements, dtype: str) -> float:
-    """The largest |after - before| / the largest |before|. Elements are bits.
-
-    Infinite if an infinity or NaN changed or appeared.
+    """The largest |after - before| / the largest |before|, of elements as bits. Infinite if an
+    infinity or NaN changed or appeared.
     """
     if np.array_equal(before, after):
         return 0.0

@@ -34,11 +34,9 @@ _SYMBOL = Struct("<BH")
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a layer is split.
-
-    parts: the planes, which have separate frequencies
+    """parts: the planes, which have separate frequencies
     width: elements of a token
-    step:  an exponent's step in the first byte; 0: no bias
+    step: an exponent's step in the first byte; 0: no bias
     """
 
     parts: int

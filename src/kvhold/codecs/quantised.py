@@ -1,10 +1,5 @@
 """The base class of codecs with a loss.
 
-    class Halved(Quantised):
-        name, error_bound = "halved", 0.5
-        def _code(self, elements, place, out): ...          # bytes written; None: store unchanged
-        def _restore(self, encoded, place, target): ...     # raises place.wrong(...)
-
 An encoded layer's first byte is its form: RAW, or one of the codec's.
 """
 
@@ -51,7 +46,7 @@ class LayerShape:
 
 
 class Quantised(ABC):
-    """A codec with a loss, for KV of tokens in bfloat16, float16 and float32.
+    """For KV of tokens in bfloat16, float16 and float32.
 
     A layer is stored unchanged if an element is not finite, or if it would not become smaller. No
     decoded value becomes infinite.

@@ -69,7 +69,7 @@ def is_lossy(name: str) -> bool:
         return name not in LOSES_NOTHING
     try:
         return name in _plugins() and not _plugins()[name].load().lossless
-    except (ImportError, AttributeError):  # `make_codec` reports it
+    except (ImportError, AttributeError):
         return False
 
 

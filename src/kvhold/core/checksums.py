@@ -67,14 +67,13 @@ class Checksums:
         return Checksums(self.values[:chunks], self.known[:chunks], self.report)
 
     def take(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """Keep a writer's checksums: [chunks, layers]."""
+        """found: a writer's, [chunks, layers]."""
         self.values[chunks, layers.start : layers.stop] = found
         self.known[chunks, layers.start : layers.stop] = True
 
     def compare(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """Compare a reader's checksums: [chunks, layers].
-
-        Reports damaged chunks, then raises DamagedChunks.
+        """found: a reader's, [chunks, layers]. Reports damaged chunks, then raises
+        DamagedChunks.
         """
         right = self.values[chunks, layers.start : layers.stop] == found
         self.known[chunks, layers.start : layers.stop] |= right

@@ -6,10 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def on_error(*steps: Callable[[], object]) -> Iterator[None]:
-    """Run the steps if the block does not end normally; the error goes on.
-
-    `with on_error(sock.close): connect(sock)`
-    """
+    """Run the steps if the block does not end normally; the error goes on."""
     try:
         yield
     # a cancelled call and Ctrl-C, too

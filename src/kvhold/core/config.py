@@ -415,7 +415,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_kubernetes(variable: str, text: str) -> bool:
-    """The value must match too: a misspelt `KVHOLD_LISTEN_PORT=7710` is reported."""
+    """A misspelt `KVHOLD_LISTEN_PORT=7710` is reported."""
     return any(name.fullmatch(variable) and value.fullmatch(text) for name, value in _KUBERNETES)
 
 
@@ -454,7 +454,7 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {type(error).__name__}") from None
-    except ValueError as error:  # an invalid date
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}

@@ -1,7 +1,5 @@
 """The table of all metrics, and the counters.
 
-    metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000)
-
 An unknown name or label raises KeyError. One thread writes. Another may `add` only if it keeps the
 GIL during both dictionary steps.
 """
@@ -499,7 +497,7 @@ class Metrics:
 
     def samples(self) -> Iterator[Sample]:
         order = {name: i for i, name in enumerate(TABLE)}
-        values = dict(self._values)  # the owner's thread may be counting
+        values = dict(self._values)
         for name, labels in sorted(values, key=lambda key: (order[key[0]], key[1])):
             counts = tuple(accumulate(self._counts.get((name, labels), ())))
             yield Sample(TABLE[name], labels, values[name, labels], counts)

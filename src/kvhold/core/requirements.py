@@ -1,9 +1,5 @@
 """Compare an engine's requirements with the node, at each joining.
 
-    missing = compare(required, offered)
-    missing.refused          # its KV would be stored in clear text
-    missing.different        # see the setting node.on_mismatch
-
 No secrets: URLs have no passwords, and keys are digests. No I/O, no state.
 """
 

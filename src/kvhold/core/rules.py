@@ -1,7 +1,5 @@
 """Rules: how a request may use the cache, from the settings and from the request.
 
-    request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())
-
 A request may ask for less than the settings allow, but may not change a configured tenant. Errors
 quote only the beginning of its values.
 """
@@ -26,7 +24,7 @@ _NAMES = (
     "max_bits",
     "tags",
 )
-_MOST_QUOTED = 100  # of a request in an error
+_MOST_QUOTED = 100
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class RequestRules:
 
     @property
     def uses(self) -> Uses:
-        """See `lookup`."""
         return "all" if self.store else "known"
 
 
@@ -90,7 +87,7 @@ def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
 
 
 def store_options_of(tags: Iterable[tuple[str, str]]) -> StoreOptions | None:
-    """Return the budget and tenant of a namespace's tags; None if invalid."""
+    """The budget and tenant of a namespace's tags; None if invalid."""
     named = dict(tags)
     try:
         budget = {

@@ -1,7 +1,5 @@
-"""Secrets in settings: their names, and references.
-
-resolve("${env:REDIS_PASSWORD}", where="redis://host")
-resolve("${file:/etc/kvhold/password}", where="...")
+"""Secrets in settings: their names, and references such as `${env:REDIS_PASSWORD}` and
+`${file:/etc/kvhold/password}`, which keep them out of command lines.
 """
 
 import logging
@@ -40,7 +38,7 @@ def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) 
 
 
 def referenced_variables(texts: Iterable[str]) -> set[str]:
-    """The variables of `${env:NAME}` and `TENANT=env:NAME`."""
+    """Of `${env:NAME}` and `TENANT=env:NAME`."""
     names = set()
     for text in texts:
         names |= {name for kind, name in REFERENCE.findall(text) if kind == "env"}

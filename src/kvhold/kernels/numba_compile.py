@@ -14,7 +14,7 @@ def compiled(*signatures: Any) -> Any:
     def decorate(source: Any) -> Any:
         try:
             return njit(list(signatures), nogil=True, cache=True)(source)
-        except (RuntimeError, OSError):  # no writable cache
+        except (RuntimeError, OSError):
             return njit(list(signatures), nogil=True)(source)
 
     return decorate

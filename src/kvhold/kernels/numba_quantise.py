@@ -47,9 +47,8 @@ def int8_decode(
 
 
 def column_largest(elements: Elements, dtype: str, planes: int, width: int) -> Floats:
-    """The largest magnitude of each column of [planes, tokens, width], float32.
-
-    It is infinity or NaN if an element is not finite.
+    """float32, of each column of [planes, tokens, width]; infinity or NaN if an element is not
+    finite.
     """
     assert elements.size % (planes * width) == 0
     largest = np.zeros((planes, width), np.float32)

@@ -117,7 +117,7 @@ def _fold(
 
 @intrinsic
 def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
-    """Fold `count` stripes from address `data` on. The first is number `first`."""
+    """From address `data` on. The first stripe is number `first`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _fold(builder, *args)
@@ -130,7 +130,7 @@ def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
 def fold_and_stream(_: Any, state: Any, data: Any, first: Any, count: Any, to: Any) -> Any:
     """`fold`, and copy the stripes to the address `to`, a multiple of LINE.
 
-    Each byte is loaded once. The processor hashes while it waits for memory.
+    The processor hashes while it waits for memory.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -25,7 +25,7 @@ _MOST_RUN, _LEAST_RUN = (
 
 
 def coded_group(group: Group, codec: str) -> Group:
-    """Return the group as chunks store it. Raises LayoutError for blocks that cannot be coded."""
+    """The group as chunks store it. Raises LayoutError for blocks that cannot be coded."""
     coding = _coding(group, codec)
     if coding is None:
         return group
@@ -38,7 +38,7 @@ def coded_group(group: Group, codec: str) -> Group:
 
 
 def coded_view(view: View, codec: str) -> View:
-    """Return a view that encodes and decodes. Raises the errors of `coded_group`."""
+    """It encodes and decodes. Raises the errors of `coded_group`."""
     coding = _coding(view.group, codec)
     if coding is None:
         return view
@@ -62,10 +62,7 @@ def coded_block(view: View, plain: bytes) -> tuple[bytes, bytes]:
 
 
 def infinite_chunks(planned: PlannedCopy) -> set[int]:
-    """Return the chunks with an infinity or a NaN, which cannot be decoded.
-
-    Call it when the gather has ended.
-    """
+    """Chunks with an infinity or a NaN, which cannot be decoded. Call it after the gather."""
     plan = planned.plan
     coding = plan.view.coding
     if coding is None:

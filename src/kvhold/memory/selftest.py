@@ -18,8 +18,6 @@ _DELAYS_S = (0.002, 0.02, 0.2)
 
 
 class Blocks(Protocol):
-    """The engine's access to a piece's blocks, on its stream."""
-
     def write(self, stage: Stage, version: int) -> None:
         """Fill the blocks with a version's bytes."""
 

@@ -1,8 +1,4 @@
-"""Layouts, prompts and chunks for tests of caches.
-
-store(cache, prompt)
-assert read(cache, prompt) == prompt.num_tokens  # and every byte is right
-"""
+"""Layouts, prompts and chunks for tests of caches."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -103,7 +99,7 @@ def store(
     tail: bool = True,
     groups: npt.ArrayLike | None = None,
 ) -> list[int]:
-    """Reserve, fill and commit chunks from `first` on. Return the granted ones."""
+    """From `first` on. Return the granted chunks."""
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
     with cache.reserve(layout, names, shard, groups=groups) as reservation:
         fill(reservation, layout, names, shard)
@@ -137,7 +133,7 @@ def check(lease: Lease, prompt: Prompt, num_tokens: int, shard: int = 0) -> None
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
-    """Look up a prompt, and check every byte. Return the number of found tokens."""
+    """Check every byte. Return the number of found tokens."""
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
             lease = cache.claim(hit.ticket, shard)
@@ -158,8 +154,6 @@ def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
 
 
 class CacheFixtures:
-    """Fixtures for all parts of `CacheContract`."""
-
     lower_tiers = False
     """Whether evicted chunks come back from a lower tier. They stay in memory until written."""
 
@@ -171,7 +165,6 @@ class CacheFixtures:
             assert time.monotonic() < until, (
                 f"chunks are still arriving or being written after {PATIENT_S:g} s"
             )
-            # a status has no event to wait for
             time.sleep(0.002)
 
     @pytest.fixture

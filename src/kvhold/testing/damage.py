@@ -1,8 +1,5 @@
 """Damage a running cache's arena from outside, as a stray write would.
 
-    with OpenArena(pid) as arena:
-        arena.flip(offset, bit=3)
-
 Both processes must belong to the same user.
 """
 

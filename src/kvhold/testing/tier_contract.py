@@ -76,8 +76,6 @@ AWKWARD = (
 
 
 class TierContract(TierReplaces):
-    """Override the fixture `tier`."""
-
     pytestmark = pytest.mark.asyncio
 
     @pytest.fixture

@@ -1,7 +1,6 @@
 """`audit+...`: check a tier's values against the values that were put, and log calls.
 
     # audit+redis://host:6379/0?audit_max_keys=10000&audit_exclude=probe,scan
-    tier.checked, tier.mismatches  # whole values compared; those that differ from the put
 
 It keeps the `max_keys` digests used last (xxh3-128, against faults, not forgers). A whole value
 with another digest is a TierError. Not checked: ranges, keys that existed before the put (it probes
@@ -39,7 +38,7 @@ OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 log = logging.getLogger("kvhold.audit")
 
 _PREFIX = "audit_"
-_LARGE_BYTES = 256 << 10  # more are hashed in a thread; these take about 20 µs
+_LARGE_BYTES = 256 << 10  # more, from about 20 µs on, are hashed in a thread
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,6 @@ class AuditTier:
         with self._logged("replace", len(items)) as line, self._digests.changing(keys):
             digests = await self._hash([parts for _, parts in items])
             done = await replace(self._inner, items)
-            # a key's first value counts
             for (key, parts), digest, outcome in reversed(
                 list(zip(items, digests, done, strict=True))
             ):
@@ -235,7 +233,6 @@ class _Digests:
         self._max_keys = max_keys
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
         self._changing: dict[bytes, int] = {}
-        # changed by overlapping calls
         self._disputed: set[bytes] = set()
 
     def of(self, key: bytes) -> bytes | None:
@@ -259,7 +256,7 @@ class _Digests:
 
     @contextmanager
     def changing(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Drop the digests of keys that several calls change; after a failure, of all `keys`."""
+        """Of keys that several calls change, digests go; after a failure, of all `keys`."""
         for key in keys:
             self._changing[key] = self._changing.get(key, 0) + 1
             if self._changing[key] > 1:

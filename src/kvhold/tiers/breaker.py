@@ -1,7 +1,6 @@
-"""A circuit breaker: whether a tier is used at all.
+"""A circuit breaker: it opens after `failures` failures in a row.
 
-It opens after `failures` failures in a row. `next_try_s`: when to try in the background. Success
-closes it; failure doubles the pause.
+`next_try_s`: when to try in the background. Success closes it; failure doubles the pause.
 """
 
 _LONGEST_PAUSE_S = 30.0
@@ -31,7 +30,6 @@ class Breaker:
         for_good: open at once, because retries cannot help
         """
         self._failures += 1
-        # a background try, or a call that began before
         if not self.allows:
             if now_s >= (self.next_try_s or 0):
                 self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)

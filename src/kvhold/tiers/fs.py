@@ -184,9 +184,8 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """All folders are listed first, so the keys must fit in memory.
-
-        Raises TierIncomplete after the keys of the other folders if one cannot be listed.
+        """The keys must fit in memory. Raises TierIncomplete at the end if a folder cannot be
+        listed.
         """
         async with self._opener.use() as tree:
             shards = (
@@ -252,7 +251,7 @@ class SharedFilesTier:
 
 
 class _Job(Generic[Answer]):
-    """`is_lost`: the folder is no longer the one at its path."""
+    """is_lost: the folder is no longer the one at its path."""
 
     def __init__(
         self, call: Callable[[], Answer], *, operation: str, path: str, tree: FileTree | None = None

@@ -29,7 +29,7 @@ _SMALL_CONNECTIONS = 2
 _DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
 _LONGEST_RELATIVE_S = 30 * 86_400  # longer times to live are dates
 _LAST_DATE_S = 2**31 - 1
-_MAX_PREFIX = 150  # a key is at most 250 bytes
+_MAX_PREFIX = 150
 
 _HIT = re.compile(rb"HD s(\d{1,15})")
 _VALUE = re.compile(rb"VA (\d{1,15})")
@@ -187,7 +187,7 @@ class MemcachedTier:
                         yield key
             finally:
                 writer.close()
-        except (OSError, ValueError, ProtocolError) as error:  # also an endless line
+        except (OSError, ValueError, ProtocolError) as error:
             raise self._fault("scan", error) from None
 
     async def close(self) -> None:
@@ -277,7 +277,6 @@ class _Call(_Exchange):
 
 class _Look(_Exchange):
     """left_s: the remaining time to live; None: for ever
-
     version: for `cas`
     """
 
@@ -373,7 +372,7 @@ def _nonsense(line: bytes) -> ProtocolError:
 
 
 def _expiry(ttl_s: float | None) -> int:
-    """Return whole seconds (at least 1), a date if that is beyond 30 days, or 0 for never."""
+    """Whole seconds (at least 1), a date if that is beyond 30 days, or 0 for never."""
     if ttl_s is None or ttl_s == math.inf:
         return 0
     seconds = max(1, math.ceil(min(ttl_s, _LAST_DATE_S)))

@@ -16,7 +16,6 @@ class TierOutcome(Generic[Result]):
     pending: a task that still uses the caller's memory, which must stay reserved
     failed:  of a read: true for a fault, false for a plain miss
     why:     of a read: the reason of an item that is missing
-    origins: of a read, if the tier tells them
     """
 
     items: list[Result]

@@ -4,8 +4,7 @@
     tier, settings = make_tier(url, plugins=())
 
 A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`
-(`plugin://module:Class`). Wrappers stand before it, with a plus sign. Only plugins in the settings
-are run.
+(`plugin://module:Class`). Only plugins in the settings are run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -81,9 +80,9 @@ class TierClass(Protocol):
 
 
 def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardConfig]:
-    """Make a tier and its guard's settings. Raises ConfigError.
+    """plugins: the allowed ones: names of entry points, and "module:Class"
 
-    plugins: the allowed ones: names of entry points, and "module:Class"
+    Raises ConfigError.
     """
     url = parse_url(text)
     *wrappers, scheme = url.scheme.split("+")
@@ -104,10 +103,9 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 
 
 def place_of(text: str) -> str:
-    """A digest of a tier's URL without its guard's options and its credentials.
+    """A digest of the URL without its guard's options and its credentials. Raises ConfigError.
 
-    Equal places are the same store, but a store may have several (see `journal.py`). Raises
-    ConfigError.
+    Equal places are the same store, but a store may have several (see `journal.py`).
     """
     url = parse_url(text).without(_GUARD_OPTIONS)
     options = sorted(url.options.items())
@@ -124,7 +122,6 @@ def _make(tier_class: TierClass, url: TierUrl) -> Tier:
         return tier_class.from_url(url)
     except KVHoldError:
         raise
-    # a plugin may raise anything
     except Exception as error:
         raise ConfigError(f"tiers: {url.shown}: {type(error).__name__}: {error}") from error
 
@@ -226,7 +223,6 @@ def _load_module(home: _Home, shown: str) -> ModuleType:
     except ImportError as error:
         how = f": pip install 'kvhold[{home.extra}]'" if home.extra is not None else ""
         raise ConfigError(f"tiers: {shown}: {error}{how}") from error
-    # a plugin may raise anything
     except Exception as error:
         raise ConfigError(f"tiers: {shown}: {type(error).__name__}: {error}") from error
 

@@ -1,7 +1,5 @@
-"""Map obstore's exceptions to TierError. Messages say how to repair the fault.
-
-A message contains only the status, the server's code and message, or the system's message: no
-header, key or signature.
+"""Map obstore's exceptions to TierError. Messages say how to repair the fault, without header, key
+or signature.
 """
 
 import re
@@ -12,7 +10,6 @@ from obstore.exceptions import BaseError, InvalidPathError
 
 from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 
-# OSError: a missing object; ValueError: a bad argument
 OBSTORE_FAULTS: Final = (BaseError, OSError, ValueError)
 
 _STATUS = re.compile(r"status code: (\d{3})")

@@ -14,7 +14,7 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.setting import setting, size
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer encodes these
+_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")
 
 _LEAST_PART = 5 << 20  # for all parts but the last
 _NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s
@@ -127,7 +127,7 @@ def open_store(config: S3Config) -> S3Store:
     }
     options |= {name: value for name, value in given.items() if value}
     client: dict[str, Any] = {
-        "allow_http": True,  # a user who writes http:// means it
+        "allow_http": True,
         "connect_timeout": timedelta(seconds=config.connect_timeout_s),
         "timeout": _NO_TIMEOUT,
     }

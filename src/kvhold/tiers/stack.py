@@ -36,7 +36,7 @@ class Stack:
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
     ) -> dict[bytes, TierPlace]:
-        """Return the first tier that has each key. One call per tier.
+        """The first tier that has each key. One call per tier.
 
         silent:  receives the names of tiers that did not answer
         unknown: receives why not
@@ -56,7 +56,7 @@ class Stack:
         return places
 
     async def clear(self, prefix: bytes, *, shared: bool = True) -> int:
-        """Remove all chunks with this prefix. Return their number.
+        """Return the number of removed chunks.
 
         shared: false leaves out shared tiers, which another host has cleared
         """
@@ -65,7 +65,7 @@ class Stack:
     async def begin_clear(
         self, prefix: bytes, *, shared: bool = True, asked_s: float | None = None
     ) -> list[tuple[Guard, PendingClear]]:
-        """Suppress the chunks of a clear, and journal it. Returns the argument of `end_clear`.
+        """Suppress the chunks of a clear, and journal it. Return the argument of `end_clear`.
 
         asked_s: see `KeepsClears.advance`
         """
@@ -86,7 +86,6 @@ class Stack:
         )
 
     def status(self) -> list[TierStatus]:
-        """Any thread."""
         return [guard.status() for guard in self.guards]
 
     async def close(self) -> None:

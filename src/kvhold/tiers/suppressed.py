@@ -4,8 +4,7 @@
 - *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy.
 
 A clear is *pending* until its values are removed. Its number keeps an earlier removal from ending a
-later clear. It is *due* when the writes from before its start have ended: an earlier removal would
-miss their values.
+later clear. It is *due* when the writes from before its start have ended.
 """
 
 import time
@@ -18,7 +17,7 @@ _UNREADABLE_S = 30.0
 
 
 class PendingClear(NamedTuple):
-    """Remove all values with a prefix, b"" for all keys."""
+    """prefix: b"" for all keys."""
 
     prefix: bytes
     number: int
@@ -32,7 +31,7 @@ class Suppressed:
         self._due_s: dict[bytes, float] = {}
         self._lengths: set[int] = set()
         self._num_clears = 0
-        self._unreadable: OrderedDict[bytes, float] = OrderedDict()  # key -> until when
+        self._unreadable: OrderedDict[bytes, float] = OrderedDict()
 
     @property
     def pending(self) -> list[bytes]:
@@ -49,7 +48,7 @@ class Suppressed:
         return self._num_clears
 
     def add_everything_instead(self) -> int:
-        """Replace all pending clears by one of all values. Return its number."""
+        """Return the number of the clear."""
         self._pending.clear()
         self._due.clear()
         self._due_s.clear()
@@ -66,7 +65,6 @@ class Suppressed:
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
-        """When the latest pending clear of `prefix` fell due."""
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
@@ -74,7 +72,7 @@ class Suppressed:
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:
-        """End a pending clear: the values that were there at its start are removed."""
+        """The values from the clear's start are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
         if self._due.get(prefix, 0) <= number:
@@ -91,7 +89,7 @@ class Suppressed:
         self._unreadable.pop(key, None)
 
     def mended(self) -> None:
-        """Try all keys again: after an outage, the tier may be another disk."""
+        """After an outage, the tier may be another disk."""
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:

@@ -1,9 +1,4 @@
-"""Tables of keys in 256 small dictionaries: one of a million keys takes 20 ms to grow once.
-
-    for part in table.parts(): ...  # the table may change between two parts
-
-An entry that exists during the whole scan is in exactly one part.
-"""
+"""Tables of keys in 256 small dictionaries: one of a million keys takes 20 ms to grow once."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -13,9 +8,9 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 Value = TypeVar("Value")
 
-SPREAD = NAMESPACE_BYTES  # index of the key's byte that selects its dictionary
+SPREAD = NAMESPACE_BYTES  # of the key's byte that selects its dictionary
 _MOST = 512
-_PART = 128  # values; a page of a snapshot is one part, and takes half a millisecond
+_PART = 128  # of one part, which takes half a millisecond in a snapshot
 KEYS_A_PART = 256
 
 
@@ -52,7 +47,7 @@ class KeyTable(Generic[Value]):
         return chain.from_iterable(map(dict.values, self.shards))
 
     def parts(self) -> Iterator[list[Value]]:
-        """A part may contain removed values."""
+        """The table may change between parts. Values that stay are in exactly one part."""
         for shard in self.shards:
             if not shard:
                 continue

@@ -55,12 +55,12 @@ class TierUrl:
 
     @property
     def hosts(self) -> list[tuple[str, int | None]]:
-        """Raises ConfigError for an invalid host."""
+        """Raises ConfigError."""
         return [self._host(part) for part in self.netloc.rpartition("@")[2].split(",") if part]
 
     @property
     def shown(self) -> str:
-        """The line without passwords and tokens, for logs, metrics and errors."""
+        """Without passwords and tokens, for logs, metrics and errors."""
         credentials, at, hosts = self.netloc.rpartition("@")
         user, colon, _ = credentials.partition(":")
         shown = f"{user}:***" if colon else "***" if user else ""  # a lone user may be a token
@@ -108,7 +108,7 @@ def parse_url(text: str) -> TierUrl:
         raise ConfigError(f"tiers: {_place(text)!r} is not a URL") from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
-    # a password with '/', '?' or '@' may end there, and `shown` would reveal it
+    # `shown` would reveal a password with '/', '?' or '@'
     if any("@" in word for word in (parts.path, *_options_to_check(parts))):
         raise ConfigError(
             f"tiers: {parts.scheme}://...: in a password, '/' is %2F, '?' is %3F and '@' is %40; "
@@ -127,13 +127,12 @@ def parse_url(text: str) -> TierUrl:
 
 
 def _options_to_check(parts: SplitResult) -> Iterator[str]:
-    """Without the '@' of valid rules of a `faults+` tier."""
     has_faults = "faults" in parts.scheme.split("+")[:-1]
     for word in parts.query.split("&"):
         yield _NTH.sub("", word) if has_faults and word.startswith("faults=") else word
 
 
 def _place(text: str) -> str:
-    """An invalid line without recognisable credentials."""
+    """Without recognisable credentials."""
     line, _, options = text.partition("?")
     return "..." if "@" in options else line.rpartition("@")[2]

@@ -80,7 +80,6 @@ def new_checkers() -> Checkers:
 
 
 def sum_threads() -> int:
-    """For the checksums of a device's copies."""
     return min(_MOST_SUM_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
 
@@ -92,7 +91,7 @@ def proven_copier_for(
     shown_on_nvidia: the caller's copies were shown to be exact on an NVIDIA GPU
 
     Raises LayoutError if the check fails, if the device has no streams, or if the caller's copies
-    were not shown to be exact on such a device, and `allow_unproven` is False. Raises DeviceError.
+    were not shown to be exact on it, and `allow_unproven` is False. Raises DeviceError.
     """
     if device == "cpu":
         return copier_for(device, threads=threads, cache=cache)

@@ -114,7 +114,7 @@ class CudaDriver(TorchDriver):
                 raise DeviceError(f"CUDA: cuMemcpyBatchAsync: error {code}")
 
     def _enter(self) -> None:
-        """Make the device's context current: torch does not always do so. `_here` undoes it."""
+        """torch does not always do so. `_here` undoes it."""
         _checked(cuda.cuCtxSetCurrent(self._context))
 
     def _current(self) -> Any:
@@ -122,8 +122,8 @@ class CudaDriver(TorchDriver):
 
 
 def _find_copy_batch() -> Callable[..., int] | None:
-    """The driver's cuMemcpyBatchAsync, by its address: cuda-bindings takes an object for each
-    piece, which costs more than its copy. None: older than CUDA 13.
+    """By its address: cuda-bindings takes an object for each piece, which costs more than its copy.
+    None: older than CUDA 13.
     """
     flags = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     result = cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", 13000, int(flags))

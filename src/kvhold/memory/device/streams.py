@@ -145,7 +145,7 @@ def device_errors() -> Iterator[None]:
     """Raise torch's errors as DeviceError, and lack of device memory as CapacityError."""
     try:
         yield
-    except torch.OutOfMemoryError as error:  # the device still works
+    except torch.OutOfMemoryError as error:
         raise CapacityError(str(error).strip().splitlines()[0]) from error
     except RuntimeError as error:
         raise DeviceError(str(error).strip().splitlines()[0]) from error

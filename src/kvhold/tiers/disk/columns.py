@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
-_RESERVED = 1 << 24  # items
+_RESERVED = 1 << 24
 _FEWEST = 1 << 12
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which `mmap` lacks before Python 3.13
 
@@ -24,7 +24,7 @@ class Columns:
             try:
                 self._maps = [_reserve(self._capacity * nbytes) for nbytes in item_bytes]
                 break
-            except OSError:  # a limit of addresses, or a strict limit of memory
+            except OSError:
                 if self._capacity == _FEWEST:
                     raise
                 self._capacity //= 8
@@ -39,7 +39,7 @@ class Columns:
         return self.num_items == self._capacity
 
     def append(self) -> int:
-        """Add an item of zeros to each column, which may not be full. Return its number."""
+        """Add an item of zeros to each column. Return its number."""
         self.num_items += 1
         return self.num_items - 1
 
@@ -62,6 +62,6 @@ class Columns:
 
 def _reserve(nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):
         memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a small index takes 2 MiB a column
     return memory

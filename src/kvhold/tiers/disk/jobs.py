@@ -1,7 +1,5 @@
 """The jobs of a disk's threads. A job stores its result in its attributes.
 
-    job = FileWrite(...); await threads.run([job.run]); job.fault, job.occupied_bytes
-
 An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
 """
 
@@ -234,9 +232,7 @@ class Read:
 
 
 class FileWrite:
-    """Writes a file and removes its victims.
-
-    is_left: the write failed, but its file may exist
+    """is_left: the write failed, but its file may exist
     is_lost: the folder is no longer in its place
     """
 

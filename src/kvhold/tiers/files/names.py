@@ -35,7 +35,7 @@ def writer_of(name: str) -> tuple[str, int] | None:
 
 
 def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
-    """Whether the file's process on this host has ended, or it is older than `stale_s`."""
+    """The file's process on this host has ended, or it is older than `stale_s`."""
     writer = writer_of(name)
     if writer is None:
         return False

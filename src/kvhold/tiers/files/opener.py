@@ -1,8 +1,7 @@
 """Open a place once for many calls, and close it after the last one.
 
-    async with opener.use() as folder: ...  # opened by the first call, and by the next after `lose`
-
 `open` runs in its own task: a cancelled caller must not lose a lock that a thread has just taken.
+After `lose`, the next call opens again.
 """
 
 import asyncio
@@ -77,7 +76,7 @@ class Opener(Generic[Place]):
             await held.closed.wait()
 
     async def _get(self) -> _Held[Place]:
-        while True:  # it may be lost again
+        while True:
             if self._is_closed:
                 raise self._closed_error
             if self._held is not None:

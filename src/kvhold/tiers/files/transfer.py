@@ -13,7 +13,7 @@ import numpy as np
 
 from kvhold.tiers.base import Parts
 
-PAGE_BYTES = 4096  # for O_DIRECT
+PAGE_BYTES = 4096
 LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster
 
 _MOST_PIECES = 1024  # IOV_MAX
@@ -21,7 +21,6 @@ _UNSUPPORTED = frozenset({EINVAL, EOPNOTSUPP, ENOSYS})
 
 
 def as_pieces(parts: Parts) -> list[memoryview]:
-    """Flat bytes, without empty parts."""
     return [part.cast("B") for part in parts if part.nbytes]
 
 
@@ -89,7 +88,7 @@ def _transfer(
     is_direct = limit > 0 and set_direct(fd, True)
     done = 0
     while done < nbytes:
-        if is_direct and (done >= limit or done % PAGE_BYTES):  # a short transfer
+        if is_direct and (done >= limit or done % PAGE_BYTES):
             is_direct = set_direct(fd, False)
         batch = _cut(pieces, done, limit if is_direct else nbytes)
         try:

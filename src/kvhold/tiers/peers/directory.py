@@ -1,7 +1,4 @@
-"""Where a list of peers comes from, if it is not in the tier's URL.
-
-The tier reads the list repeatedly (`roster.py`).
-"""
+"""Where a list of peers comes from, if it is not in the tier's URL."""
 
 import re
 from collections.abc import Sequence
@@ -36,11 +33,8 @@ class Listing:
 
 @dataclass(frozen=True)
 class Own:
-    """This node, as it registers itself in a directory.
-
-    address:     where other nodes reach it, `HOST:PORT`; empty: it serves no peers
-    incarnation: 0: it serves no peers
-    port:        where it listens for peers; 0: it does not
+    """address: where other nodes reach it, `HOST:PORT`; empty: it serves no peers
+    incarnation, port: 0: it serves no peers
     """
 
     address: str = ""
@@ -54,18 +48,18 @@ class Directory(Protocol):
     source: str
 
     async def read(self, own: Own) -> Listing:
-        """The caller cancels it at a deadline. Raises TierError.
+        """own: registered here, if the directory keeps registrations
 
-        own: registered here, if the directory keeps registrations
+        Raises TierError.
         """
         ...
 
     def registered_as(self) -> str:
-        """This node's address; empty: not registered."""
+        """Empty: not registered."""
         ...
 
     async def close(self) -> None:
-        """End a registration. The caller cancels it at a deadline. Raises TierError."""
+        """End a registration. Raises TierError."""
         ...
 
 

@@ -25,7 +25,7 @@ from kvhold.tiers.peers.tier import PeersConfig, PeersTier
 from kvhold.tiers.url import TierUrl
 
 Resolve: TypeAlias = Callable[[str], Sequence[str]]
-"""Return the addresses of a name. In a thread. Raises OSError."""
+"""In a thread. Raises OSError."""
 
 
 def resolve(name: str) -> Sequence[str]:

@@ -77,7 +77,7 @@ class EtcdDirectory:
         self._gateway = gateway
         self._prefix = prefix
         self._lease_s = lease_s
-        self._lease = 0  # 0: none
+        self._lease = 0
         self._registration: Registration | None = None
 
     async def read(self, own: Own) -> Listing:
@@ -92,7 +92,7 @@ class EtcdDirectory:
         answer = await self._gateway.call("kv/range", request, RangeAnswer)
         found, num_bad = self._parse(answer.kvs)
         if self._registration is not None and self._registration not in found:
-            self._registration = None  # another client has removed it
+            self._registration = None
         others = [one for one in found if one.incarnation != own.incarnation]
         if num_bad:
             fault = fault or (
@@ -136,7 +136,7 @@ class EtcdDirectory:
             self._registration = wanted
 
     def _parse(self, kvs: Sequence[KeyValue]) -> tuple[list[Registration], int]:
-        """Return the registrations, and the number of invalid keys."""
+        """Also return the number of invalid keys."""
         found = []
         for kv in kvs:
             try:

@@ -1,8 +1,5 @@
 """The JSON gateway of etcd 3.4 and later: the few calls that registrations need.
 
-    gateway = EtcdGateway(["https://etcd-a:2379"], user="", password="", tls=context)
-    answer = await gateway.call("kv/range", RangeRequest(...), RangeAnswer)
-
 Endpoints are tried in turn, each for a part of the time. An answer has at most 1 MiB. Passwords and
 tokens are in no error. One event loop.
 """
@@ -19,7 +16,7 @@ from kvhold.tiers.peers.faults import TIER
 
 _MOST_ANSWER_BYTES = 1 << 20
 _MOST_QUOTED = 200
-_CALLS_S = 3.0  # for all endpoints
+_CALLS_S = 3.0
 _LEAST_CALL_S = 0.5
 # a token has expired, or rights have changed
 _TOKEN_IS_OLD = ("invalid auth token", "revision of auth store is old")

@@ -9,9 +9,6 @@ TierError
  └─ TierDenied
      └─ PeerDenied       the token or a certificate is not accepted
 
-    raise PeerGone("get", address, "closed", "the server closed the connection")
-    fault_of("get", address, error)    # of an error of the connection
-
 `cause` is one word for metrics and tables, `advice` a sentence for `kvhold doctor`.
 """
 

@@ -1,7 +1,6 @@
 """The part of the Redis protocol, version 2, that a tier needs. Replies are not trusted.
 
-An invalid reply raises ProtocolError and ends the stream's use. An error reply is a value: it
-concerns one command.
+An invalid reply raises ProtocolError and ends the stream's use.
 """
 
 import re
@@ -14,7 +13,7 @@ from kvhold.net.pool import Exchange
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 
-_MAX_SMALL_BYTES = 1 << 20  # of a string that is not a value
+_MAX_SMALL_BYTES = 1 << 20
 _MAX_ITEMS = 1 << 16
 _MAX_DEPTH = 5
 _INTEGER = re.compile(rb"-?\d{1,19}")
@@ -126,7 +125,7 @@ async def read_reply(stream: Stream, depth: int = 0) -> Reply:
 
 
 async def read_string_head(stream: Stream) -> int | ErrorReply | None:
-    """The string's length; None: a null string. The string and its CRLF follow."""
+    """None: a null string. The string and its CRLF follow."""
     line = await stream.line()
     if line[:1] == b"-":
         return ErrorReply(_readable(line[1:]))
@@ -155,7 +154,7 @@ def fault_of(reply: Reply, operation: str) -> TierError:
 
 
 def no_answer(reply: Reply) -> ErrorReply:
-    """An error for a reply that does not fit its command."""
+    """The reply does not fit its command."""
     return (
         reply
         if isinstance(reply, ErrorReply)

@@ -37,7 +37,7 @@ class Router:
             raise next(fault for fault in faults if fault)
 
     async def _run(self, operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
-        failed: dict[RedisCall, RedisEndpoint] = {}  # not tried again
+        failed: dict[RedisCall, RedisEndpoint] = {}
         asking: dict[RedisCall, RedisEndpoint] = {}
         pending = list(calls)
         for _ in range(_MAX_ROUNDS):

@@ -1,7 +1,6 @@
 """Find the server of a key: a single one, Sentinel's primary, or a cluster slot's owner.
 
-Sentinels and cluster nodes are asked at the first use, and after `invalidate`; the first good
-answer counts.
+Sentinels and cluster nodes are asked at the first use, and after `invalidate`.
 """
 
 import asyncio
@@ -229,10 +228,7 @@ async def ask(endpoint: RedisEndpoint, *words: bytes | str) -> Reply:
 
 
 async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
-    """Return the first answer, and cancel the other questions.
-
-    If all fail, raises the TierError that a user can most likely repair.
-    """
+    """Cancel the other questions. If all fail, raise the TierError easiest to repair."""
     tasks = [asyncio.ensure_future(question) for question in questions]
     faults: list[TierError] = []
     try:

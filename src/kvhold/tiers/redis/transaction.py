@@ -1,6 +1,6 @@
 """Change a string only if it is unchanged since it was read: WATCH, then MULTI ... EXEC.
 
-Each transaction takes two round trips, alone on its connection.
+It takes two round trips, alone on its connection.
 """
 
 from abc import abstractmethod
@@ -29,7 +29,7 @@ class Transaction(RedisCall):
 
     @abstractmethod
     def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
-        """The changes to make; may be none.
+        """The changes to make, if any.
 
         seen:   the first bytes of the string, one more than a head has
         looked: the replies of the further commands

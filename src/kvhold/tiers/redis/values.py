@@ -10,7 +10,7 @@ _DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
 
 
 class ReadWhole(RedisCall):
-    """The reply is the size; None if missing or too large; or the bytes of a head."""
+    """The size; None if missing or too large; or the bytes of a head."""
 
     def __init__(self, name: bytes, parts: Parts) -> None:
         self.parts = parts
@@ -35,7 +35,7 @@ class ReadWhole(RedisCall):
 
 
 class ReadRange(RedisCall):
-    """The reply is the size of the parts, or None; then see `short_bytes`."""
+    """The size of the parts, or None; then see `short_bytes`."""
 
     def __init__(self, name: bytes, start: int, parts: Parts) -> None:
         self.parts = parts
