@@ -1,4 +1,4 @@
-"""cachegen: coarse bins, coded with probabilities by channel and token. 1/7 of bfloat16's size.
+"""cachegen: coarse bins, coded with probabilities by channel and token (docs/codecs.md).
 
 After CacheGen (Liu et al., SIGCOMM 2024), but a channel has one step (bin width) for all tokens, by
 its spread; its mean, rounded to steps, is subtracted; and up to 16 distributions are shared.
@@ -60,11 +60,7 @@ class Fineness:
 
 
 class CacheGen(Quantised):
-    """|decoded - original| is at most half a step, plus half a unit in the last place of the dtype.
-
-    A step is at most 2/7 of the layer's largest magnitude. Zeros stay zeros. A layer is stored
-    unchanged if its largest magnitude is a denormal or below 2**-100.
-    """
+    """A step is at most 2/7 of the layer's largest magnitude."""
 
     name: ClassVar[str] = "cachegen"
     error_bound: ClassVar[float] = 0.15  # 1/7 + 8/7 * 1/256
@@ -107,7 +103,7 @@ class CacheGen(Quantised):
 
 
 class CacheGenFine(CacheGen):
-    """Steps half as wide, at most 1/8 of the layer's largest magnitude. 1/5 of bfloat16's size."""
+    """Steps half as wide."""
 
     name: ClassVar[str] = "cachegen-fine"
     error_bound: ClassVar[float] = 0.07  # 1/16 + 17/16 * 1/256
@@ -117,7 +113,7 @@ class CacheGenFine(CacheGen):
 
 
 class CacheGenSmall(CacheGen):
-    """Steps 1.6 times as wide, at most 2/5 of the largest magnitude. 1/9 of bfloat16's size."""
+    """Steps 1.6 times as wide."""
 
     name: ClassVar[str] = "cachegen-small"
     error_bound: ClassVar[float] = 0.21  # 1/5 + 6/5 * 1/256
@@ -128,7 +124,7 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """2**share neighbouring channels of a head are a group.
+    """Bins. 2**share neighbouring channels of a head are a group.
 
     octaves: [groups], a step is base * 2**octave
     offsets: [groups], the mean in whole steps
@@ -163,7 +159,6 @@ class _Steps:
         ).astype(np.float64)
         wide = np.sort(spreads[spreads > 0])
         middling = float(wide[wide.size // 2]) if wide.size else largest / 16
-        # a normal distribution's mean deviation is 0.8 standard deviations
         base = np.float32(
             max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126))
         )
@@ -252,7 +247,6 @@ class _Coding:
 
     @classmethod
     def choose(cls, deviations: bins.Deviations, place: LayerShape, groups: Counts) -> "_Coding":
-        """Use shifts if they save more than half a byte per run."""
         bounds = _bounds(place.heads, place.head_dim)
         found = bins.magnitudes(deviations, place.width, bounds)
         sizes = np.bincount(groups)
@@ -264,7 +258,8 @@ class _Coding:
             )
             - bins.SHIFTS
         )
-        # a number off by a factor of sqrt(2) costs 1/7 bit, by a factor of 2 four times as much
+        # Shifts must save half a byte per run. A number off by a factor of sqrt(2) costs 1/7 bit,
+        # by a factor of 2 four times as much.
         if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
             shifts = np.zeros((0, 0))
         else:

@@ -231,7 +231,6 @@ def _target(
         return None
     most = max_frame_bytes(codec, layout, group, num_tokens, align=align)
     if out is None:
-        # page-aligned for direct I/O
         return memoryview(mmap(-1, most))
     if len(target := memoryview(out).cast("B")) < most:
         raise ValueError(f"out has {len(target)} bytes, the frame may need {most}")

@@ -33,7 +33,7 @@ ALIGNMENT = 64
 MAX_RANK = 8
 MAX_LAYERS = 4096
 MAX_HEADER_BYTES = 1 << 17
-MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # encoded or decoded
+MAX_CHUNK_BYTES = MOST_CHUNK_BYTES
 CODEC_BYTES = 16
 PACKING_BYTES = 32
 
@@ -55,8 +55,7 @@ class FrameSize:
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """layout: its fingerprint, 16 bytes
-    first_token: its position in the prompt; K is rotated for it
+    """first_token: its position in the prompt; K is rotated for it
     packing: CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks, block_bytes]
     lengths: [layers] bytes of encoded layers, end to end in the payload
     checksums: [layers] xxh3_64 of encoded layers
@@ -78,7 +77,6 @@ class FrameHeader:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """[layers] bytes from the payload's start."""
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @cached_property
@@ -94,7 +92,6 @@ class FrameHeader:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """`(offset, length)` in the frame."""
         return self.header_bytes + self.offsets[layer], self.lengths[layer]
 
 

@@ -1,7 +1,7 @@
 """KIVI: 4 or 2 bits per element, between the least and the largest of its group.
 
-After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). A
-group is tokens of one channel of keys, or channels of one token of values.
+After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). Error
+bounds: docs/codecs.md.
 """
 
 from typing import ClassVar
@@ -20,10 +20,7 @@ SMALLEST = 2.0**-100
 
 
 class KIVI(Quantised):
-    """|decoded - original| is at most 1/30 of the distance of a group's ends (or 2**-119, if that
-    is more), plus half a unit in the last place of the dtype. Ends are exact, unless less than
-    2**-119 apart. Groups of zeros stay zeros. Latent KV (MLA) is coded like keys.
-    """
+    """Ends are exact, unless less than 2**-119 apart. Latent KV (MLA) is coded like keys."""
 
     name: ClassVar[str] = "kivi4"
     error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256
@@ -58,7 +55,7 @@ class KIVI(Quantised):
 
 
 class KIVI2(KIVI):
-    """Two levels lie between a group's ends, so errors reach 1/6 of the range."""
+    """Two levels lie between a group's ends."""
 
     name: ClassVar[str] = "kivi2"
     error_bound: ClassVar[float] = 0.338  # 1/3 + 1/256

@@ -18,7 +18,7 @@ from kvhold.kernels.numba_floats import KINDS, Floats
 
 @dataclass(frozen=True)
 class LayerShape:
-    """[planes, tokens, heads, head_dim] of `dtype`, one of `layers`."""
+    """[planes, tokens, heads, head_dim] of `dtype`."""
 
     codec: str
     layer: int
@@ -103,9 +103,8 @@ class Quantised(ABC):
 
     @abstractmethod
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
-        """Write the form and the codes. Return the number of bytes, at most `place.nbytes`.
-
-        None: store the layer unchanged.
+        """Write the form and the codes. Return the bytes, at most `place.nbytes`. None: store
+        unchanged.
         """
 
     @abstractmethod

@@ -19,7 +19,6 @@ LOSES_NOTHING = ("raw", "lossless")
 
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
-# importing any codec but raw compiles code
 _OURS: dict[str, EntryPoint] = {
     name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
     for name, place in {

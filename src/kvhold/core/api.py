@@ -83,11 +83,9 @@ class Found:
     """The answer to a lookup.
 
     ticket:       0 when nothing is held
-    sources:      tokens by the place of their KV: `ram` or a lower tier's name, the slowest one of
-                  a chunk
+    sources:      tokens by the place of their KV: `ram` or a lower tier's name
     waits:        another engine computes the missing chunks
-    announcement: number of the caller's announcement that it computes the missing chunks, equal to
-                  a ticket; 0: none
+    announcement: number of the caller's announcement that it computes the missing chunks; 0: none
     """
 
     ticket: int
@@ -100,12 +98,7 @@ class Found:
 
 
 class Hit(Holding):
-    """The pinned result of a lookup: the first `num_tokens` tokens of the prompt.
-
-    ticket:          the number to claim the hit with; 0 when nothing was found
-    arriving:        it may still grow; `settle` ends the wait
-    sources, reason: see `Found`
-    """
+    """The pinned result of a lookup: the first `num_tokens` tokens of the prompt."""
 
     def __init__(
         self,
@@ -116,8 +109,8 @@ class Hit(Holding):
         pause: Callable[[float], None],
         give_back_hit: Callable[[], None] = lambda: None,
     ) -> None:
-        """poll: `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
-              when the hit grows
+        """poll: `(ticket, settle, growth)` -> the current answer. growth: the next pause ends when
+              the hit grows
         pause: sleep for the given seconds, or until the hit is complete
         give_back_hit: ends only the hit; `give_back` its announcement, too
         """
@@ -130,12 +123,11 @@ class Hit(Holding):
 
     @property
     def ticket(self) -> int:
-        """To claim the hit with."""
+        """The number to claim the hit with; 0 when nothing was found."""
         return self._found.ticket
 
     @property
     def num_tokens(self) -> int:
-        """The current length."""
         return self._found.num_tokens
 
     @property
@@ -210,16 +202,15 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
     `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
 
-    stopped:                   why it ended early; else empty
-    over_budget:               `replaced` or `same`, with a more exact codec than requested: their
-                               namespace allows less loss
-    same:                      already encoded as requested
-    kept_lossy:                encoded by another lossy codec: a chunk loses precision only once
-    missing:                   deleted or expired since they were listed
-    bad:                       failed a check, and were removed
-    unknown:                   their layout is not registered, or their codec is not installed
-    failed:                    unchanged: the tier failed, or there is no key for them
-    bytes_before, bytes_after: of the replaced frames
+    stopped:     why it ended early; else empty
+    over_budget: `replaced` or `same`, with a more exact codec than requested: their namespace
+                 allows less loss
+    same:        already encoded as requested
+    kept_lossy:  encoded by another lossy codec: a chunk loses precision only once
+    missing:     deleted or expired since they were listed
+    bad:         failed a check, and were removed
+    unknown:     their layout is not registered, or their codec is not installed
+    failed:      unchanged: the tier failed, or there is no key for them
     """
 
     done: bool = False
@@ -252,7 +243,6 @@ class Reencoding(Holding):
         self._poll = poll
 
     def refresh(self) -> ReencodeProgress:
-        """Return the current progress."""
         if not self.progress.done:
             self.progress = self._poll()
         return self.progress
@@ -280,13 +270,10 @@ class Cache(Protocol):
         """
 
     def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
-        """Report how many arena bytes are registered with a device.
-
-        numa_node: of the device, for later reservations (`node.numa = "near"`); -1: unknown
-        """
+        """Report how many arena bytes are registered with a device on NUMA node `numa_node`."""
 
     def register(self, namespace: Namespace) -> None:
-        """Make a namespace and its layout known, before other calls about it. Repeatable."""
+        """Make a namespace and its layout known, before other calls about it."""
 
     def lookup(
         self,
@@ -408,7 +395,7 @@ class Cache(Protocol):
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """Return the chunks in memory as `admitted` events. Continue with `events(snapshot.next)`."""
+        """Return the chunks in memory as `admitted` events. Go on with `events(snapshot.next)`."""
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
         """Return up to 500 events after number `after`; empty: no more.

@@ -109,7 +109,7 @@ class WholePrompts:
         self.register(prompt.namespace)
         for _ in range(_ATTEMPTS):
             with (
-                suppress(DamagedChunks),  # the cache has removed them
+                suppress(DamagedChunks),
                 self.lookup(prompt.query(), wait_s=wait_s, deadline_s=deadline_s) as hit,
             ):
                 lease = self.claim(hit.ticket, deadline_s=deadline_s) if hit.ticket else None

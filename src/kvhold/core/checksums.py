@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvhold.core.errors import DamagedChunks, ProtocolError
 
-BYTES = 8  # per checksum
+BYTES = 8
 
 Numbers = npt.NDArray[np.int64]
 Values = npt.NDArray[np.uint64]
@@ -20,10 +20,8 @@ Values = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Of one group's chunks. Slices share memory.
-
-    values: [chunks, layers] uint64
-    known:  [chunks, layers] bool: computed by the writer, or verified by a reader
+    """values: [chunks, layers] uint64
+    known: [chunks, layers] bool: computed by the writer, or verified by a reader
     report: called with the numbers of damaged chunks
     """
 
@@ -72,9 +70,7 @@ class Checksums:
         self.known[chunks, layers.start : layers.stop] = True
 
     def compare(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """found: a reader's, [chunks, layers]. Reports damaged chunks, then raises
-        DamagedChunks.
-        """
+        """found: a reader's, [chunks, layers]. Reports damaged chunks, then raises DamagedChunks"""
         right = self.values[chunks, layers.start : layers.stop] == found
         self.known[chunks, layers.start : layers.stop] |= right
         damaged = chunks[~right.all(axis=1)]

@@ -29,8 +29,6 @@ import msgspec
 from kvhold.core.reasons import TIER_DOWN, Reason
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Of msgspec: a wrong form, invalid UTF-8, too deep nesting."""
-
 FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed", "lossy"]
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST = 48
-_FADING = 0.93  # of a measurement relative to the next
-_ALIKE = 0.003  # fits with errors this close are equal
+_FADING = 0.93
+_ALIKE = 0.003
 _ROUNDS = 8
-_LEAST_ERROR = 1e-3  # smaller relative errors count alike
+_LEAST_ERROR = 1e-3
 _OFF = 2.0
 _IN_A_ROW = 3
 
@@ -35,7 +35,7 @@ class Estimate:
         self._measured: deque[tuple[Quantities, float]] = deque(maxlen=_MOST)
         self._costs: Quantities | None = None
         self._unseen = 0
-        self._off = 0  # consecutive measurements off to one side; negative: fast
+        self._off = 0
         self._lock = threading.Lock()
 
     @property
@@ -72,7 +72,6 @@ class Estimate:
                 self._fit()
                 latest = list(islice(self._measured, len(self._measured) - _IN_A_ROW, None))
                 if {self._side(*one) for one in latest} in ({1}, {-1}):
-                    # no single cost explains old and new measurements
                     self._measured = deque(latest, _MOST)
                     self._fit()
 

@@ -13,7 +13,7 @@ from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DeviceError, ProtocolError
 from kvhold.core.layout import Layout
 
-ABSENT = -1  # not granted, or not needed by the hit
+ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,6 @@ class Lease(Holding):
         report: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
         """offsets: [groups, chunks]
-        num_tokens: [chunks]
-        first_chunk: its number in the prompt
         checksums: one item per group, see `Checksums.expected`; None: nothing is compared
         report: called with the offsets of damaged chunks
 
@@ -120,7 +118,6 @@ class Lease(Holding):
             ]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
-        """Return the places of the chunks of `group` in `buffer`."""
         return ChunkBytes(
             self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group]
         )
@@ -185,7 +182,7 @@ class Reservation(Holding):
         return [int(i) for i in np.flatnonzero((self._offsets != ABSENT).any(axis=0))]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
-        """Return the places in `buffer` to write the chunks of `group`; ABSENT: do not write."""
+        """Return the places in `buffer` to write; ABSENT: do not write."""
         return ChunkBytes(self._offsets[group], self.num_tokens, self._sums[group])
 
     def commit(self, chunks: Sequence[int] | None = None) -> int:
@@ -217,7 +214,6 @@ class Reservation(Holding):
 def _sums_of_chunk(
     buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int
 ) -> list[int]:
-    """[layers]. Releases the GIL."""
     at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
     ranges = (
         layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers)

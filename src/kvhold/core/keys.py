@@ -30,14 +30,14 @@ from kvhold.core.store_options import StoreOptions
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
-NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # without group and shard
+NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES
 KEY_BYTES = NAME_BYTES + 4
 
 _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
-_LOSS_BIT = 1  # in the digest's last byte
+_LOSS_BIT = 1
 TENANT = "tenant"
 _MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"
 
@@ -98,10 +98,8 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Insert:
-    """An image, video or audio in a prompt.
-
-    start, length: in tokens
-    digest:        hash of everything that its KV depends on, except its position
+    """An image, video or audio in a prompt. digest: hash of everything that its KV depends on,
+    except its position
     """
 
     start: int
@@ -115,7 +113,6 @@ class Namespace:
 
     shards:     parallel ranks that hold different KV
     cache_salt: text that separates callers
-    hashing:    scheme of the token hashes
     facts:      see `core.naming`
     title:      for people; not in the digest
     """
@@ -421,7 +418,6 @@ class Prompt(_Text):
     def _links(
         self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int
     ) -> list[bytes]:
-        """From number `chunk`, after the hash `parent`."""
         header, step, links = size.to_bytes(4, "little"), 4 * size, []
         start, is_text = (
             chunk * self.namespace.layout.tokens_per_chunk,
@@ -455,7 +451,6 @@ class Prompt(_Text):
 
     @cached_property
     def _hash(self) -> blake2b:
-        """A copy takes half the time of a new one."""
         return blake2b(digest_size=HASH_BYTES, salt=self.namespace.digest, person=_PERSON)
 
     @cached_property

@@ -32,9 +32,9 @@ DTYPE_BYTES = {
 CANONICAL = "canonical"
 MOST_PACKING = 32
 MOST_GROUPS = 256
-MOST_LAYERS = 4096  # limit of a frame's header
+MOST_LAYERS = 4096
 MOST_CHUNK_TOKENS = (1 << 32) - 1
-MOST_CHUNK_BYTES = 1 << 36  # per group; also the limit of a frame
+MOST_CHUNK_BYTES = 1 << 36
 
 Attention = Literal["full", "sliding", "state"]
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-_ALIKE = 1.01  # within 1 %, the longer load wins: it frees the engine
+_ALIKE = 1.01
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -78,10 +78,8 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class LoadedChunks(msgspec.Struct, frozen=True):
-    """Chunks of a prompt that came from one peer.
-
-    place:   its address
-    chunks:  runs of chunks, [first, last]; the last run of a long prompt may be incomplete
+    """chunks: runs of chunks of one peer, [first, last]; the last run of a long prompt may be
+            incomplete
     seconds: from the first request to the last answer
     """
 
@@ -91,8 +89,7 @@ class LoadedChunks(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """at_s: wall clock
-    found: tokens by source, as far as the lookup searched
+    """found: tokens by source, as far as the lookup searched
     hit_tokens: None: it still waits
     missing: why the hit ends, in words; empty: it does not, or still waits
     load_s, compute_s: measured; None: none, or unknown
@@ -142,7 +139,6 @@ def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:
 
 
 def total_s(cost: ComputeCost, options: LoadOptions) -> Floats:
-    """[n] seconds until the first token."""
     return (
         options.wait_s
         + load_s(cost, options.tokens, options.nbytes)
@@ -155,7 +151,7 @@ def choose(cost: ComputeCost, options: LoadOptions) -> int:
     if not cost.is_known:
         return len(options.tokens) - 1
     totals = total_s(cost, options)
-    return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])  # NaN counts as good
+    return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])
 
 
 def alternative(cost: ComputeCost, options: LoadOptions, number: int) -> Alternative:

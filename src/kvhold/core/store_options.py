@@ -1,4 +1,4 @@
-"""The options for storing chunks."""
+"""Options of a store."""
 
 from dataclasses import dataclass
 

@@ -37,7 +37,7 @@ ESCAPE = 0x80
 REACH = 63
 # a magnitude gets a frequency (two bytes) if it or larger ones occur this often
 WORTH_IT = 3
-SHIFTS = 8  # a token's shift is -SHIFTS..SHIFTS - 1
+SHIFTS = 8
 
 
 class Channels(NamedTuple):
@@ -55,7 +55,7 @@ def measure(elements: Elements, dtype: str, tokens: int, width: int) -> Channels
 
 
 def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Doubles:
-    """The sum of |element - mean| over the tokens, float64 [width]."""
+    """Sum |element - mean| over the tokens: float64 [width]."""
     assert elements.size == tokens * means.size
     sums = np.zeros(means.size)
     _distances(elements, KINDS[dtype], means, sums)

@@ -1,10 +1,8 @@
 """The copy in host memory: compiled loops over raw addresses, without the GIL.
 
 Threads take tiles (a run of a plane) from one atomic counter, so a delayed thread costs only its
-share. They are our own: numba's pool and torch's OpenMP starve each other.
-
-Streaming stores do not read the overwritten lines: 10-25% faster than memcpy for copies larger than
-the cache.
+share. They are our own: numba's pool and torch's OpenMP starve each other. Streaming stores are
+10-25% faster than memcpy for copies larger than the cache.
 """
 
 import os
@@ -21,8 +19,8 @@ from numba.extending import intrinsic
 
 from kvhold.kernels.plan import Plan
 
-STREAM_BYTES = 4 << 20  # larger calls use streaming stores
-# per turn of a thread; a smaller copy than two slices has one thread
+STREAM_BYTES = 4 << 20
+# per turn of a thread
 SLICE_BYTES = 1 << 20
 LINE = 64
 LEAD_BYTES = 4 << 10
@@ -61,7 +59,6 @@ def copy(plan: Plan, layers: range, to_arena: bool, threads: int) -> None:
 
 
 def on_threads(work: Any, threads: int, arguments: tuple[Any, ...]) -> None:
-    """The caller's is one of `threads`. A counter divides the work."""
     helpers = [_Helper(work, arguments) for _ in range(threads - 1)]
     _start(helpers)
     work(*arguments)
@@ -107,7 +104,6 @@ class _Helper:
 
 
 def _start(helpers: Sequence[_Helper]) -> None:
-    """Without a thread for it, a helper may begin late, or never."""
     global _pool
     if not helpers:
         return

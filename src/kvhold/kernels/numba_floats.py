@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Codes: TypeAlias = npt.NDArray[np.int8]
 Floats: TypeAlias = npt.NDArray[np.float32]
-Elements: TypeAlias = npt.NDArray[Any]  # uint16 or uint32
+Elements: TypeAlias = npt.NDArray[Any]
 
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}

@@ -1,7 +1,7 @@
 """Quantise numbers to 4 or 2 bits, between the least and largest of a group, and back.
 
-docs/format.md (kivi4) defines the bytes. A group is 32 tokens of a channel (columns), or 32
-channels of a head in one token (rows). Elements are finite; ends are exact.
+A group is 32 tokens of a channel (columns), or 32 channels of a head in one token (rows). Elements
+are finite; ends are exact (docs/format.md, kivi4).
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from kvhold.kernels.numba_floats import (
     store,
 )
 
-GROUP = 32  # as in KIVI
+GROUP = 32
 
 
 def packed_width(width: int, bits: int) -> int:

@@ -71,7 +71,6 @@ class Chunks:
         return bool(self.base.flags.writeable) if isinstance(self.base, np.ndarray) else True
 
     def address_seen_from(self, device: str) -> int | None:
-        """None: the device cannot reach it."""
         return self.address if device == self.device else self.device_address
 
 

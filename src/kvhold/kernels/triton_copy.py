@@ -28,9 +28,7 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class Words:
-    """nbytes: of a word, 1 to 8
-    a_vector: words that a thread moves at once, up to 16 bytes
-    """
+    """a_vector: words of `nbytes` that a thread moves at once, up to 16 bytes."""
 
     nbytes: int
     a_vector: int

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Group
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
-Tensor: TypeAlias = Any  # torch.Tensor or np.ndarray
+Tensor: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Coding:
 
     @property
     def nbytes(self) -> int:
-        """In a chunk."""
+        """Bytes of a row in a chunk."""
         return self.elements + 4 * self.scales
 
     @property
     def plain_bytes(self) -> int:
-        """In the engine's memory."""
+        """Bytes of a row in the engine's memory."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
 

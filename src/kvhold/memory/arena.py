@@ -26,7 +26,7 @@ PAGE_BYTES = 4096
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 # takes 1 ms, during which malloc and mmap wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
-_KEEP_FREE = 256 << 20  # bytes that stay free
+_KEEP_FREE = 256 << 20
 
 # mmap.madvise holds the GIL while the kernel clears pages
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -49,8 +49,6 @@ class Region:
 
 
 class Arena:
-    """`fd` can be sent to other processes over a Unix socket."""
-
     def __init__(self, fd: int, nbytes: int, huge: bool, writable: bool = True) -> None:
         """writable: False: a write ends the process (SIGSEGV)."""
         self.fd = fd
@@ -101,7 +99,7 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int, huge: bool = False, *, writable: bool = False) -> Self:
-        """Map another process's arena. Takes ownership of `fd`. Raises CapacityError."""
+        """Takes ownership of `fd`. Raises CapacityError."""
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             os.close(fd)
@@ -189,7 +187,6 @@ class Toucher:
                 step = min(_TOUCH_STEP, region.nbytes - offset)
                 advice = _MADV_POPULATE_WRITE if region.writable else _MADV_POPULATE_READ
                 if _madvise(region.address + offset, step, advice) != 0:
-                    # later writes fault pages in
                     log.warning(
                         "pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno())
                     )

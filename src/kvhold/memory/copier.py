@@ -33,10 +33,6 @@ from kvhold.memory.views import View
 
 @dataclass(frozen=True)
 class Piece:
-    """ids: int64 [blocks, or slots, of all chunks]
-    buffer: uint8 [arena bytes]
-    """
-
     view: View
     ids: npt.NDArray[np.int64]
     buffer: npt.NDArray[np.uint8]
@@ -63,13 +59,11 @@ class Transfer(Protocol):
 
 
 class Stage(Protocol):
-    """For `selftest.py`."""
-
     def delay(self, seconds: float) -> None:
         """Keep the engine's stream busy."""
 
     def late_mark(self, seconds: float) -> Mark:
-        """In another, busy stream."""
+        """Return a mark in another, busy stream."""
 
     def drain(self) -> None:
         """Wait until the engine's stream is empty."""
@@ -83,7 +77,7 @@ class Copier(Protocol):
         """Yield a stage for each path of copies, used by all copies until the next item."""
 
     def mark(self) -> Mark | None:
-        """The end of the engine's stream. None: copies end in their call."""
+        """None: copies end in their call."""
 
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
@@ -93,7 +87,7 @@ class Copier(Protocol):
     def scatter(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> Transfer:
-        """As `gather`; compares checksums."""
+        """Compares checksums. Raises the errors of `plan_copy`."""
 
     @property
     def stores_block(self) -> bool:

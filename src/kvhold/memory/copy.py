@@ -68,7 +68,7 @@ def gather_slots(
 def scatter_slots(
     view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """slots: as in `gather_slots`, which must differ. Raises DamagedChunks."""
+    """slots: of all chunks, which must differ. Raises DamagedChunks."""
     plan_copy(view, slots, buffer, places, unit="slots").scatter(threads=threads)
 
 
@@ -97,10 +97,6 @@ def plan_copy(
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """numbers: [planned chunks], the number of each in `places`
-    moved: planned chunks with rows to copy
-    """
-
     plan: Plan
     numbers: Int64s
     moved: Int64s
@@ -132,7 +128,7 @@ class PlannedCopy:
         self._compare(layers, found)
 
     def take_sums(self, layers: range, chunks: Int64s, *, threads: int = 1) -> None:
-        """After a device's write. The chunks must be complete in these layers."""
+        """Of a device's write. The chunks must be complete in these layers."""
         if self.sums is None:
             return
         found = self._empty()
@@ -140,7 +136,7 @@ class PlannedCopy:
         self.sums.take(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
 
     def verify(self, layers: range, chunks: Int64s, *, threads: int = 1) -> DamagedChunks | None:
-        """After a device's read."""
+        """Compares a device's read."""
         if self.sums is None:
             return None
         found = self._empty()

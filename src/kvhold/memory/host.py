@@ -25,7 +25,6 @@ def all_huge_pages() -> int:
 
 
 def free_huge_pages() -> int:
-    """Free 2 MiB pages that no mapping has reserved."""
     try:
         return int((_HUGE / "free_hugepages").read_text()) - int(
             (_HUGE / "resv_hugepages").read_text()
@@ -35,7 +34,6 @@ def free_huge_pages() -> int:
 
 
 def resident_bytes() -> int:
-    """This process's memory that is not shared."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 

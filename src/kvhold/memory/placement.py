@@ -113,7 +113,6 @@ def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
 
 
 def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
-    """A system call that the C library does not wrap, by machine. Return whether it succeeded."""
     number = numbers.get(platform.machine())
     if number is None:
         return False
@@ -141,7 +140,7 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 def place_own_threads(cores: str = "") -> None:
     """Move kvhold's threads off the engine's cores, but near its memory.
 
-    If the engine binds no thread, nothing changes. Later threads need another call.
+    Only if the engine binds threads. Later threads need another call.
 
     cores: a list such as "8-15"; "inherit": change nothing
     """

@@ -9,9 +9,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
 
-ALIGNMENT = 4096  # for O_DIRECT and huge pages
+ALIGNMENT = 4096
 SLAB_BYTES = 1 << 20
-LARGE_BYTES = SLAB_BYTES // 8  # a slab of smaller slots loses at most an eighth
+LARGE_BYTES = SLAB_BYTES // 8
 _ZONE_ALIGNMENT = 2 << 20
 _SLACK_PART = 64
 
@@ -29,7 +29,6 @@ class SlabAllocator:
         self._large: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
-        """None: no space."""
         assert nbytes > 0
         size = size_class(nbytes)
         if size >= LARGE_BYTES:

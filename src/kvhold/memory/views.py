@@ -6,9 +6,8 @@
     view = separate_pools(group, [k_pools, v_pools], axes="slot head dim", tokens_per_block=1)
 
 Axes may have any order and strides, but `dim` must be contiguous. `slot` is blocks and tokens in
-one axis. An axis with one entry may be missing: an MLA tensor is "block token dim". A LayoutError
-names the field that disagrees. Elements have the group's dtype, or are unsigned integers of that
-width.
+one axis. An axis with one entry may be missing (MLA). Elements have the group's dtype, or are
+unsigned integers of that width. A LayoutError names the field that disagrees.
 """
 
 from collections.abc import Iterator, Sequence

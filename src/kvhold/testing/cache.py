@@ -62,7 +62,6 @@ PATIENT_S = 60.0
 
 
 def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
-    """A chunk's content by its key, [nbytes]."""
     return np.random.default_rng(int.from_bytes(key, "little")).integers(
         0, 256, nbytes, dtype=np.uint8
     )
@@ -99,7 +98,6 @@ def store(
     tail: bool = True,
     groups: npt.ArrayLike | None = None,
 ) -> list[int]:
-    """From `first` on. Return the granted chunks."""
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
     with cache.reserve(layout, names, shard, groups=groups) as reservation:
         fill(reservation, layout, names, shard)
@@ -144,7 +142,6 @@ def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
 
 
 def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
-    """Store twice the arena's size."""
     layout = namespace.layout
     a_chunk = sum(
         layout.chunk_bytes(group, layout.tokens_per_chunk) for group in range(len(layout.groups))

@@ -53,7 +53,6 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """uint8 for an opaque packing."""
         return layer_shape(self.layout, self.group, self.num_tokens)[0]
 
     @property

@@ -58,7 +58,6 @@ class FakeDevice:
         self.put(self.engine, work)
 
     def put(self, stream: FakeStream, *operations: "Callable[[], None] | FakeEvent") -> FakeEvent:
-        """Append operations and an event."""
         event = FakeEvent(self)
         with self._lock:
             stream.operations += [*operations, lambda: setattr(event, "has_fired", True)]
@@ -130,8 +129,6 @@ def _is_ready(operation: Callable[[], None] | FakeEvent) -> bool:
 
 
 class FakeDriver:
-    """With views of host memory."""
-
     def __init__(
         self, device: FakeDevice, *, has_direct_copies: bool = True, refuses_pinning: bool = False
     ) -> None:

@@ -311,14 +311,12 @@ class PolicyContract(ABC):
         )
 
     def filled(self, count: int) -> Policy:
-        """With `count` keys of 10 bytes."""
         policy = self.make_policy()
         for key in _KEYS[:count]:
             policy.insert(key, 10)
         return policy
 
     def chain(self, count: int, order: Collection[int] = ()) -> Policy:
-        """With one prompt of `count` chunks of 10 bytes, inserted in `order`."""
         policy = self.make_policy()
         for i in order or range(count):
             policy.insert(_KEYS[i], 10, _KEYS[i - 1] if i else None)

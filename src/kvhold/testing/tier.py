@@ -25,14 +25,12 @@ def make_value(seed: int, nbytes: int) -> bytes:
 
 
 async def store(tier: Tier, values: dict[bytes, bytes]) -> list[bool]:
-    """True: the key is present now."""
     faults = await tier.put([(key, [memoryview(value)]) for key, value in values.items()])
     assert len(faults) == len(values)
     return [fault is None for fault in faults]
 
 
 async def overwrite(tier: Tier, values: dict[bytes, bytes]) -> list[bool]:
-    """True: the key was present."""
     done = await replace(tier, [(key, [memoryview(value)]) for key, value in values.items()])
     assert not any(isinstance(answer, TierError) for answer in done), done
     return [answer is True for answer in done]
@@ -50,7 +48,6 @@ async def fetch(tier: Tier, keys: Sequence[bytes], sizes: Sequence[int]) -> list
 
 
 async def scanned(tier: Tier, prefix: bytes = b"") -> list[bytes]:
-    """Sorted, with repetitions."""
     return sorted([key async for key in tier.scan(prefix)])
 
 

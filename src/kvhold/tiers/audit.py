@@ -1,7 +1,5 @@
 """`audit+...`: check a tier's values against the values that were put, and log calls.
 
-    # audit+redis://host:6379/0?audit_max_keys=10000&audit_exclude=probe,scan
-
 It keeps the `max_keys` digests used last (xxh3-128, against faults, not forgers). A whole value
 with another digest is a TierError. Not checked: ranges, keys that existed before the put (it probes
 first), keys with overlapping calls. Changes by other processes are not seen.
@@ -38,7 +36,7 @@ OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 log = logging.getLogger("kvhold.audit")
 
 _PREFIX = "audit_"
-_LARGE_BYTES = 256 << 10  # more, from about 20 µs on, are hashed in a thread
+_LARGE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)

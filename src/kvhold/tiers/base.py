@@ -29,7 +29,7 @@ from kvhold.core.reasons import EVICTED, Reason
 from kvhold.core.status import FollowedPeersStatus
 from kvhold.tiers.policies.reuse_times import Worths
 
-Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
+Parts: TypeAlias = Sequence[memoryview]  # C-contiguous pieces of one value, of any format
 
 FolderMet: TypeAlias = Callable[[str, str], Awaitable[None]]
 
@@ -119,8 +119,8 @@ class Replaces(Protocol):
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Replace each stored value by a new one; true where a value was replaced.
 
-        False: no value is stored, and none is created. A TierError: the old value stays (TierFull
-               if both do not fit), or the answer was lost and either value may be there.
+        False where no value is stored; none is created. A TierError: the old value stays (TierFull
+        if both do not fit), or the answer was lost and either value may be there.
 
         A concurrent reader gets the old value or the new one, whole; in a durable tier also after a
         `kill -9`. The new value keeps the remaining time to live. Of a repeated key, the first
@@ -147,8 +147,6 @@ class Origin:
 
 @runtime_checkable
 class TellsOrigins(Protocol):
-    """A tier of several places."""
-
     async def get_from(
         self,
         keys: Sequence[bytes],

@@ -19,15 +19,14 @@ class Breaker:
         return self.next_try_s is None
 
     def succeeded(self) -> bool:
-        """Return whether the breaker was open."""
         closed = not self.allows
         self._failures, self._pause_s, self.next_try_s = 0, self._first_pause_s, None
         return closed
 
     def failed(self, now_s: float, *, for_good: bool = False) -> bool:
-        """Return whether this opened the breaker.
+        """for_good: open at once, because retries cannot help
 
-        for_good: open at once, because retries cannot help
+        Returns whether this opened the breaker.
         """
         self._failures += 1
         if not self.allows:

@@ -1,9 +1,4 @@
-"""The tier of a central cache: a shared `kvhold serve --listen` on another host.
-
-    # kvhold://:token@cache.example:7710; with TLS: kvholds://... or ?tls=true
-
-A connection that broke, or whose call was cancelled, is closed.
-"""
+"""The tier of a central cache: a shared `kvhold serve --listen` on another host."""
 
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -1,6 +1,5 @@
-"""The pending clears of a tier. A clear is tried again until its values are removed.
-
-Runs on the guard's event loop.
+"""The pending clears of a tier, on the guard's loop. A clear is retried until its values are
+removed.
 """
 
 import asyncio
@@ -32,11 +31,8 @@ _MOST_PENDING = 1000
 
 
 class Clears:
-    """remember_generation: writes a shared tier's generations to the disk"""
-
     def __init__(self, guard: "Guard") -> None:
         self.suppressed = Suppressed(now)
-        # name prefix of old values to remove -> number of their clear
         self.garbage: dict[bytes, int] = {}
         self.remember_generation: Callable[[], Awaitable[None]] | None = None
         self._guard = guard
@@ -54,8 +50,7 @@ class Clears:
         asked_s: see `KeepsClears.advance`
 
         With a journal, the clear is on the disk when this returns. A private tier with too many
-        pending clears gets one clear of everything, after the current writes. In a read-only tier
-        the values stay suppressed.
+        pending clears gets one clear of everything. In a read-only tier the values stay suppressed.
         """
         if (
             not self._guard.traits.shared
@@ -225,10 +220,7 @@ class Clears:
         return removed, True
 
     async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
-        """Return the number of removed values.
-
-        The clear stays pending while an earlier write runs past its deadline.
-        """
+        """The clear stays pending while an earlier write runs past its deadline."""
         may_appear = self._guard.has_late_writes(self.suppressed.due_s(prefix))
         keys, fault = await self._guard.scan_all(prefix)
         num_keys, left = len(keys), set[bytes]()

@@ -10,7 +10,6 @@ from kvhold.net.stream import Stream
 from kvhold.net.wire import LENGTH_BYTES, body_length
 from kvhold.tiers.base import Parts, size_of
 
-# amortises a round trip, and leaves work for several connections
 _BATCH_BYTES = 8 << 20
 
 
@@ -24,8 +23,6 @@ Item = TypeVar("Item", bound=_Sized)
 
 @dataclass
 class Getting:
-    """size: when it has arrived."""
-
     key: bytes
     parts: Parts
     start: int | None

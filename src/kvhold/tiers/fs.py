@@ -1,11 +1,7 @@
 """The shared file system tier: values as files for many hosts.
 
-    # fs:///mnt/shared/kvhold
-
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>                a value; hh is a byte of the key
-
-No lock, no index, no limit: the operator removes values.
 
 A temporary file is linked to its final name, which never overwrites; without links, renamed if no
 value exists. A replacement exchanges two files' names: not on all network file systems.
@@ -251,8 +247,6 @@ class SharedFilesTier:
 
 
 class _Job(Generic[Answer]):
-    """is_lost: the folder is no longer the one at its path."""
-
     def __init__(
         self, call: Callable[[], Answer], *, operation: str, path: str, tree: FileTree | None = None
     ) -> None:

@@ -1,14 +1,13 @@
-"""A shared tier whose clears hold for every host.
+"""A shared tier whose clears hold for every host
+(docs/decisions/0026-a-clear-begins-a-new-generation.md).
 
-**Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
-hash of namespace and generation, then the number of clears of everything (docs/format.md).
+From generation 1 on, names in the tier begin with a hash of namespace and generation, then the
+number of clears of everything (docs/format.md). Marker n: generation n has begun. A search from 0
+probes all numbers a power of two ahead, goes to the largest marker, and repeats. Probes ask for the
+next marker; hosts restore evicted ones.
 
-**Marker** n: generation n has begun. A probe also asks for the next marker. A search from 0 probes
-all numbers a power of two ahead, goes to the largest marker, and repeats. Hosts restore evicted
-markers.
-
-Known: the `_MOST_USED` namespaces last used, and those with chunks in memory. `learned` is called
-       before any key gets a newer name.
+The `_MOST_USED` namespaces last used stay known, and those with chunks in memory. `learned` is
+called before any key gets a newer name.
 """
 
 import math
@@ -28,11 +27,11 @@ from kvhold.tiers.table import KeyList
 Result = TypeVar("Result")
 
 ALL = bytes(NAMESPACE_BYTES)
-_PLACE = b"\xff\xff\xff\xff"  # of no chunk
+_PLACE = b"\xff\xff\xff\xff"
 _SAYS = b"kvhold-clear"
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
 _TOKEN_BYTES = 16
-_EVERY_BYTES = 4  # the number of clears of everything
+_EVERY_BYTES = 4
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
 # Numbers up to this far ahead are not older. A key without a generation has any number there, so
 # the old values of one namespace in 4 million stay.
@@ -50,8 +49,6 @@ _NOT_SEARCHED, _SEARCH_AGAIN = 0, -1
 
 
 class _Use:
-    """contact: number of the contact at the latest search"""
-
     __slots__ = ("contact", "num_refreshes")
 
     def __init__(self) -> None:
@@ -83,9 +80,7 @@ class GenerationTier:
         self._holds = holds
         self._contact = 1
         self._used: dict[bytes, _Use] = {ALL: _Use()}
-        # the next one to refresh first
         self._turns: OrderedDict[bytes, None] = OrderedDict()
-        # to forget; the least recently used first
         self._lately: OrderedDict[bytes, None] = OrderedDict()
         self._own: dict[bytes, int] = {}
         self._is_failing = False
@@ -134,9 +129,8 @@ class GenerationTier:
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """Return a put under the present names.
-
-        A forgotten namespace's names may be old: then no host finds the values.
+        """A put under the present names. Those of a forgotten namespace may be old: then no host
+        finds the values.
         """
         for space in _spaces_of([key for key, _ in items]):
             self.use(space)
@@ -240,7 +234,6 @@ class GenerationTier:
         return garbage
 
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
-        """Return false if another host put the next marker first."""
         await self._meet_forgotten([space])
         number = self._number(space) + 1
         self._own[space] = number
@@ -337,7 +330,6 @@ class GenerationTier:
         return [space for space in spaces if space in self._used]
 
     def _due(self, spaces: Sequence[bytes]) -> list[bytes]:
-        """Count a refresh. Return the namespaces to search."""
         for space in spaces:
             self._used[space].num_refreshes += 1
         return [space for space in spaces if self._used[space].num_refreshes % _ROUNDS == 0]
@@ -536,7 +528,6 @@ def _is_older(name: bytes, every: int) -> bool:
 
 
 def _leading(number: int) -> list[int]:
-    """The numbers through which a search finds `number`: 13 -> 8, 12, 13."""
     leading = {number >> bit << bit for bit in range(number.bit_length())}
     return sorted(
         leading | {1 << bit for bit in range(_BITS_AT_ONCE - 1, number.bit_length(), _BITS_AT_ONCE)}

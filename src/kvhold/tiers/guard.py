@@ -63,7 +63,7 @@ class Guard:
         metrics: Metrics,
         place: str | None = None,
     ) -> None:
-        """place: the tier's name in the journal of clears; None: `name`. It never changes."""
+        """place: the tier's permanent name in the journal of clears; None: `name`."""
         self.name = name
         self.place = name if place is None else place
         self.config = config
@@ -204,7 +204,7 @@ class Guard:
         return TierOutcome(stored, call.pending)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The current names, which change with each clear of a shared tier."""
+        """They change with each clear of a shared tier."""
         return (
             [self._tier.name_of(key) for key in keys]
             if isinstance(self._tier, GenerationTier)
@@ -293,7 +293,7 @@ class Guard:
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """See `Clears.resume`. A folder that returns gets its missed clears."""
+        """See `Clears.resume`."""
         self.clears.resume(journal)
         if isinstance(self._tier, HasFolders):
             self._tier.watch_folders(partial(self._meet_folder, journal))
@@ -422,7 +422,7 @@ class Guard:
             or not self.available
         ):
             return first
-        if call.pending is not None:  # it may still write to the buffers
+        if call.pending is not None:
             return first
         if now() - call.began_s >= call.deadline_s:
             return first

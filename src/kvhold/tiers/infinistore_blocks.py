@@ -4,9 +4,9 @@ The store knows no sizes, overwrites blocks, answers one code per batch, and evi
 So a value has equal blocks under names that only this put uses, and a *head*: a small block under
 the key's own name with the size and the put's name, written last.
 
-Bytes pass through slots: memory registered once, that belongs to its operation until the end. If
-that does not come within seconds, the connection and its slots are given up. One event loop; one
-thread blocks; a client thread reports completions.
+Bytes pass through registered slots. A slot belongs to its operation until the end. If that does not
+come within seconds, the connection and its slots are given up. One event loop; one thread blocks; a
+client thread reports completions.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
 HEAD_BYTES = 64
 _HEAD = struct.Struct("<8sQI16s")  # magic, value bytes, block bytes, put id
 _MAGIC = b"kvholdI1"
-_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
-_LAST_MOVES_S = 5.0  # for the moves of cancelled calls
+_COPY_IN_THREAD = 256 << 10
+_LAST_MOVES_S = 5.0
 _NAMES_AT_ONCE = 1000
 _MOVES_AT_ONCE = 64  # the client aborts beyond its 128 request buffers
 
@@ -73,7 +73,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """slot_bytes: memory of one request, a multiple of `block_bytes`."""
+    """slot_bytes: of one request, a multiple of `block_bytes`."""
 
     root: str
     block_bytes: int
@@ -255,8 +255,8 @@ class BlockTier:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[int] = loop.create_future()
 
-            def ended(code: int) -> None:  # in a thread of the client
-                with suppress(RuntimeError):  # the loop is closed
+            def ended(code: int) -> None:
+                with suppress(RuntimeError):
                     loop.call_soon_threadsafe(done.set_result, code)
 
             with on_error(lambda: free.put_nowait(at)):
@@ -271,7 +271,6 @@ class BlockTier:
             try:
                 code = await asyncio.shield(done)
             except asyncio.CancelledError:
-                # the device uses the slot's memory until then
                 done.add_done_callback(partial(_give_back, free, at, memory))
                 late = loop.call_later(_LAST_MOVES_S, self._give_up, session)
                 done.add_done_callback(lambda _: late.cancel())
@@ -303,7 +302,7 @@ class BlockTier:
             return answer
 
     async def _open(self) -> _Session:
-        await self._hung_up()  # it has not registered the old memory
+        await self._hung_up()
         nbytes = self._layout.slots * self._layout.slot_bytes
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore")
         memory, free = mmap.mmap(-1, nbytes), asyncio.Queue[int]()

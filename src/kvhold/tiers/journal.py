@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 _MOST_JOURNALED = 100_000
 _MOST_REACHED = 20_000
-_MOST_FOLDERS = 64  # the one opened longest ago is forgotten
-_MOST_MISSED = 1000  # more become one clear of everything
+_MOST_FOLDERS = 64
+_MOST_MISSED = 1000
 _MOST_BYTES = 16 << 20
 
 
@@ -52,7 +52,7 @@ class ClearsJournal:
         self._last_places: set[str] = set()
         # tier -> identity of a folder -> clears that ended without it
         self._folders: dict[str, dict[str, dict[bytes, None]]] = {}
-        self._present: dict[str, dict[str, str]] = {}  # tier -> path -> identity
+        self._present: dict[str, dict[str, str]] = {}
         try:
             text = self._read()
         except OSError as error:
@@ -79,7 +79,6 @@ class ClearsJournal:
             self._all_owe = True
 
     def begin(self, tiers: Sequence[str]) -> None:
-        """tiers: the places of the configured tiers."""
         with self._lock:
             if self._all_owe:
                 self._all_owe = False
@@ -130,7 +129,6 @@ class ClearsJournal:
         await asyncio.to_thread(self._reach, numbers)
 
     def _reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
-        # other namespaces' clears are learned again after a restart
         with self._lock:
             new = {
                 tier: dict(list(of_tier.items())[:_MOST_REACHED])
@@ -165,7 +163,7 @@ class ClearsJournal:
         return places + pending + reached + folders
 
     async def meet(self, tier: str, path: str, identity: str) -> list[bytes]:
-        """Note which folder is at a path. Return its missed clears, pending again."""
+        """Return the missed clears of the folder at a path, pending again."""
         return await asyncio.to_thread(self._meet, tier, path, identity)
 
     async def remove(self, tier: str, prefix: bytes) -> None:

@@ -1,9 +1,7 @@
-"""The memcached tier: chunks in one memcached server (1.6 or later).
+"""The memcached tier: chunks in one memcached server (1.6 or later), by the meta protocol.
 
-    # memcached://cache.example:11211?ttl_s=86400
-
-Speaks the meta protocol, pipelined. A value beyond the server's item size (1 MiB by default) is
-TierFull. A range receives the whole value.
+A value beyond the server's item size (1 MiB by default) is TierFull. A range receives the whole
+value.
 """
 
 import asyncio
@@ -26,7 +24,7 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 11211
 _SMALL_CONNECTIONS = 2
-_DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
+_DRAIN_BYTES = 4 << 20
 _LONGEST_RELATIVE_S = 30 * 86_400  # longer times to live are dates
 _LAST_DATE_S = 2**31 - 1
 _MAX_PREFIX = 150

@@ -1,12 +1,10 @@
 """The Mooncake tier: values in the memory of a Mooncake Store.
 
-    # mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB
-
 The client is mooncake-transfer-engine-non-cuda, or the CUDA build. Its threads use the caller's
 memory, so a cancelled call waits for its thread.
 
 **The client listens on all interfaces**, without authentication and without an option to change
-that (0.3.13), so `allow_all_interfaces=true` is required. Use a separate network.
+that (0.3.13), so `allow_all_interfaces=true` is required.
 
 The master leases a value to its readers (5 s by default). `delete` waits for the leases, at most
 `delete_wait_s`. RDMA is untested.
@@ -41,7 +39,7 @@ Result = TypeVar("Result")
 Place = tuple[int, int]
 
 _NO_ROOM = -200
-_NOT_READY = -703  # being written
+_NOT_READY = -703
 _MISSING = -704
 _EXISTS = -705
 _LEASED = -706
@@ -196,7 +194,7 @@ class MooncakeTier:
             return await in_thread(self._threads, lambda: work(client))
 
     async def _open(self) -> Any:
-        await self._reach_master()  # `setup` tries a dead master for a long time
+        await self._reach_master()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(
                 self._config.threads, thread_name_prefix="kvhold-mooncake"
@@ -417,7 +415,6 @@ class MooncakeTier:
 
 
 def _size_in(replicas: Sequence[Any]) -> int | None:
-    """None: no complete replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica() and replica.status.name == "COMPLETE":
             nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size

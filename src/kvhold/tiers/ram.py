@@ -28,7 +28,7 @@ from kvhold.tiers.table import SPREAD, KeyTable
 ADMITTED, REPLACED = "admitted", "replaced"
 NEVER = (1 << 63) - 1
 _REMOVE_UNITS = 8
-_TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
+_TRIES_NEAR = 4
 
 
 @dataclass(slots=True)
@@ -41,8 +41,7 @@ class Wanted:
 
 
 class Entry:
-    """taken_bytes: its memory, with rounding
-    expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
+    """expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
     checksums: of the layers; empty for frames
     epoch: number of clears before the entry
     """
@@ -117,7 +116,7 @@ class RamTier:
         self._num_live = 0
         self._num_pinned = 0
         self._epoch = 0
-        self._cleared: dict[bytes, int] = {}  # prefix -> epoch; earlier entries are cleared
+        self._cleared: dict[bytes, int] = {}  # prefix -> epoch
         self._sweeping = False
         # called with each entry that becomes visible (ADMITTED) or is removed (the reason)
         self.watch: Callable[[str, Entry], None] | None = None
@@ -292,7 +291,6 @@ class RamTier:
         self._policy.touch_all([entry.key for entry in entries])
 
     def hold(self, entry: Entry) -> None:
-        """Pin without counting as used."""
         self.hold_all((entry,))
 
     def hold_all(self, entries: Iterable[Entry]) -> None:

@@ -62,7 +62,7 @@ _TIERS = {
     "peers-dns": _Home("kvhold.tiers.peers.dns", "DnsPeersTier"),
     "null": _Home("kvhold.tiers.null", "NullTier"),
 }
-_ELSEWHERE = {  # LMCache's schemes
+_ELSEWHERE = {
     "lm": "kvhold://HOST:PORT, a central cache (`kvhold serve --listen`)",
     "mooncakestore": "mooncake://HOST:PORT",
     "external": "plugin://module:Class",
@@ -105,7 +105,7 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 def place_of(text: str) -> str:
     """A digest of the URL without its guard's options and its credentials. Raises ConfigError.
 
-    Equal places are the same store, but a store may have several (see `journal.py`).
+    A store may have several (see `journal.py`).
     """
     url = parse_url(text).without(_GUARD_OPTIONS)
     options = sorted(url.options.items())

@@ -1,7 +1,5 @@
 """The S3 tier: values as objects of a bucket, in AWS, Ceph, MinIO, R2 and others.
 
-    # s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
-
 - **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. A HEAD instead, with
   `put_if_absent=false` or from `multipart_bytes` on: the last concurrent writer wins.
 - **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore it.
@@ -39,7 +37,7 @@ __all__ = ["S3Config", "S3Tier"]
 
 Result = TypeVar("Result")
 
-_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
+_COPY_IN_THREAD = 256 << 10
 _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
@@ -74,7 +72,6 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """Test bucket, credentials and the right to list."""
         try:
             await obstore.list(
                 self._client(), self._root or None, offset=f"{self._root}{_LAST}"
@@ -115,7 +112,6 @@ class S3Tier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """S3 does not report which objects it removed."""
         unique = list(dict.fromkeys(keys))
         sizes = [
             _raised(found) for found in await _all([self._size(key, "delete") for key in unique])
@@ -198,7 +194,7 @@ class S3Tier:
                     return 0 if start <= there else None
             except OBSTORE_FAULTS as error:
                 fault = self._fault(error, "get")
-                # 416: the range begins beyond the end
+                # the range begins beyond the end
                 return None if is_missing_object(error) or status_of(error) == 416 else fault
             if data is None or (start is not None and len(data) < wanted):
                 return None

@@ -16,9 +16,9 @@ from kvhold.core.setting import setting, size
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")
 
-_LEAST_PART = 5 << 20  # for all parts but the last
+_LEAST_PART = 5 << 20
 _NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s
-_RETRIES = 1  # for a stale connection or a short overload
+_RETRIES = 1
 _BACKOFF = timedelta(milliseconds=20)
 
 

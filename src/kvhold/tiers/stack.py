@@ -93,7 +93,6 @@ class Stack:
 
 
 def learning_tiers(stack: Stack) -> dict[str, Learns]:
-    """By name, the tiers that need to be told of lookups."""
     return {
         guard.name: guard.tier
         for guard in stack.guards

@@ -17,8 +17,6 @@ _UNREADABLE_S = 30.0
 
 
 class PendingClear(NamedTuple):
-    """prefix: b"" for all keys."""
-
     prefix: bytes
     number: int
 
@@ -55,20 +53,19 @@ class Suppressed:
         return self.add(b"")
 
     def fall_due(self, prefix: bytes, number: int) -> None:
-        """Also earlier ones of its prefix."""
         if prefix in self._pending:
             self._due_s[prefix] = self._clock()
             self._due[prefix] = max(number, self._due.get(prefix, 0))
 
     def due(self, prefix: bytes) -> int:
-        """The number of the due clear; 0: none."""
+        """0: none is due."""
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
-        """The pending clear's number; 0: none."""
+        """0: none is pending."""
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:

@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 SPREAD = NAMESPACE_BYTES  # of the key's byte that selects its dictionary
 _MOST = 512
-_PART = 128  # of one part, which takes half a millisecond in a snapshot
+_PART = 128
 KEYS_A_PART = 256
 
 
@@ -71,7 +71,6 @@ class KeySet:
         self.shards: list[set[bytes]] = [set() for _ in range(256)]
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the new keys, in order."""
         new = []
         for key in keys:
             shard = self.shards[key[SPREAD]]
@@ -103,7 +102,6 @@ class KeyList:
         return self.num
 
     def append(self, key: bytes) -> bool:
-        """True: it began a new part, so let other tasks run."""
         begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
         if begins:
             self.parts.append([])

@@ -20,7 +20,7 @@ from kvhold.core.setting import apply
 Settings = TypeVar("Settings")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
-_NTH = re.compile(r"[a-z]+:[a-z]+:[\d.]*@\d+(?=[:,+%]|$)")  # a rule with '@': see `faults.py`
+_NTH = re.compile(r"[a-z]+:[a-z]+:[\d.]*@\d+(?=[:,+%]|$)")
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,6 +133,5 @@ def _options_to_check(parts: SplitResult) -> Iterator[str]:
 
 
 def _place(text: str) -> str:
-    """Without recognisable credentials."""
     line, _, options = text.partition("?")
     return "..." if "@" in options else line.rpartition("@")[2]

@@ -18,7 +18,6 @@ from kvhold.memory.device.pinning import Reach
 class Batch:
     """number: the piece's number in its transfer
     chunks: numbers in the piece's plan: all chunks with rows, from the first to the last
-    is_whole: all rows of the chunks are copied
     """
 
     piece: Piece
@@ -29,7 +28,6 @@ class Batch:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of these chunks, which keep their numbers."""
         plan = self.piece.planned.plan
         first, last = np.searchsorted(plan.chunk, (self.chunks[0], self.chunks[-1] + 1))
         if last - first == plan.num_runs:

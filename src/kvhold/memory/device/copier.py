@@ -48,8 +48,6 @@ class Settings:
 
 
 class DeviceCopier:
-    """Buffers outside of `arenas` are copied slower."""
-
     def __init__(
         self,
         driver: DeviceDriver,
@@ -60,9 +58,7 @@ class DeviceCopier:
         threads: int = 1,
         checkers: Checkers | None = None,
     ) -> None:
-        """threads: for checksums
-        checkers: take checksums while later batches are copied; None: `Transfer.wait` does
-        """
+        """checkers: take checksums while later batches are copied; None: `Transfer.wait` does."""
         self._driver = driver
         self._arenas = arenas
         self._settings = settings or Settings()
@@ -114,13 +110,11 @@ class DeviceCopier:
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> "DeviceTransfer":
-        """Raises DeviceError."""
         return self._submit(self._gather_batch, Lane.STORE, pieces, after, layers)
 
     def scatter(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> "DeviceTransfer":
-        """Raises DeviceError, and CapacityError for a chunk larger than the ring."""
         return self._submit(self._scatter_batch, Lane.LOAD, pieces, after, layers)
 
     def scratch(self, nbytes: int) -> AbstractContextManager[Buffer]:
@@ -130,7 +124,6 @@ class DeviceCopier:
         self._pin_arenas_of([])
 
     def close(self) -> None:
-        """After the end of all transfers."""
         self._arenas.close()
         for checker in self._checkers.values():
             checker.shutdown(wait=False)
@@ -260,7 +253,7 @@ class DeviceCopier:
     def _ring(self, lane: Lane) -> Ring:
         if lane not in self._rings:
             self._rings[lane] = Ring(self._driver.new_ring(self._ring_bytes(lane)))
-            self._driver.drain()  # the previous owner may still run kernels
+            self._driver.drain()
         return self._rings[lane]
 
     def _ring_bytes(self, lane: Lane) -> int:
@@ -285,8 +278,6 @@ class DeviceCopier:
 
 
 class DeviceTransfer:
-    """One thread waits, once."""
-
     def __init__(
         self,
         pieces: Sequence[Piece],
@@ -298,7 +289,6 @@ class DeviceTransfer:
         self.touched: list[DeviceEvent] = []
         self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
         self.is_lost = False
-        """Its submission failed: some copies may run without an event."""
         self._damage: list[set[int]] = [set() for _ in pieces]
         self._pinned = arenas
         self._noting_faults = noting_faults

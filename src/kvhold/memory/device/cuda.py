@@ -1,7 +1,7 @@
 """A `DeviceDriver` for NVIDIA GPUs. Needs cuda-bindings.
 
-Streams and events are torch's, shared with the engine. Copies and registrations call the CUDA
-driver: one call copies many pieces, and a failed registration leaves no error behind.
+Streams and events are torch's, shared with the engine. The CUDA driver copies many pieces in one
+call, and a failed registration leaves no error behind.
 """
 
 import ctypes
@@ -44,7 +44,6 @@ class CudaDriver(TorchDriver):
         self._attributes.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
     def new_stream(self, *, is_urgent: bool) -> Any:
-        """Lower numbers are more urgent; the engine's own stream has 0."""
         return torch.cuda.Stream(self.device, priority=-1 if is_urgent else 0)
 
     def new_event(self) -> TorchEvent:
@@ -114,7 +113,7 @@ class CudaDriver(TorchDriver):
                 raise DeviceError(f"CUDA: cuMemcpyBatchAsync: error {code}")
 
     def _enter(self) -> None:
-        """torch does not always do so. `_here` undoes it."""
+        """torch does not always make the device's context current. `_here` undoes it."""
         _checked(cuda.cuCtxSetCurrent(self._context))
 
     def _current(self) -> Any:

@@ -14,9 +14,9 @@ from kvhold.memory.copier import Stage
 
 
 class Lane(Enum):
-    GATHER = "gather"  # kernels that read blocks
+    GATHER = "gather"
     STORE = "store"  # to the arena; low priority
-    LOAD = "load"  # from the arena
+    LOAD = "load"
     SCATTER = "scatter"  # kernels that write blocks; high priority
 
 
@@ -30,11 +30,7 @@ class DeviceEvent(Protocol):
 
 @dataclass(frozen=True)
 class Copies:
-    """In one direction.
-
-    host, device, nbytes: int64 [n]
-    pinned:               registered with the device; else the call may block
-    """
+    """One direction. host, device, nbytes: int64 [n]. pinned: else the call may block"""
 
     host: Int64s
     device: Int64s
@@ -43,10 +39,10 @@ class Copies:
 
 
 class DeviceDriver(Stage, Protocol):
-    """One device. Any thread may call."""
+    """Any thread may call."""
 
     has_direct_copies: bool
-    """Whether `copy` reaches all memory of the device, not only its rings."""
+    """`copy` reaches all memory of the device, not only its rings."""
 
     def record(self) -> DeviceEvent:
         """Record an event on the thread's current stream."""

@@ -40,7 +40,7 @@ class Reach:
 
 @dataclass(eq=False)
 class PinnedArena:
-    """One node's arena, or scratch memory. The lock of `changed` protects the fields.
+    """The lock of `changed` protects the fields.
 
     report:     called with `pinned_bytes`, from the arena's beginning, after each slice
     is_pinning: a slice is being pinned, or will be next
@@ -97,7 +97,7 @@ class PinnedArenas:
         self._slice_bytes = slice_bytes
         self._report = report
         self._lock = threading.Lock()
-        self._arenas: list[PinnedArena] = []  # newest last; changed in place, for the finalizer
+        self._arenas: list[PinnedArena] = []  # changed in place, for the finalizer
         self._refusal: str | None = None
         weakref.finalize(self, _end_all, self._arenas)
 
@@ -160,10 +160,8 @@ class PinnedArenas:
         """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
         Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block: the
-        device would refuse the copy.
-
-        Raises DeviceError if nothing may be copied, CapacityError if only a part is pinned, for
-        good or for too long, or if the arena is being unpinned.
+        device would refuse the copy. Raises DeviceError if nothing may be copied, CapacityError if
+        only a part is pinned, or if the arena is being unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)
@@ -241,7 +239,7 @@ class PinnedArenas:
 def _live(
     driver: DeviceDriver, arena: PinnedArena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
-    """`owner` is weak, or the thread would keep it alive."""
+    """`owner` is weak: the thread must not keep it alive."""
     _pin(driver, arena, slice_bytes, owner)
     with arena.changed:
         arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
@@ -266,7 +264,7 @@ def _pin(
 
 
 def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> str | None:
-    """Return why a part is not pinned; None: all is, or the arena ends."""
+    """Return why a part is not pinned, or None."""
     size = arena.writable.size
     for begin in range(0, size, slice_bytes):
         end = min(begin + slice_bytes, size)
@@ -297,7 +295,7 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
         if refusal is not None:
             return refusal
         _report_pinned(arena)
-        if arena.thread is not None:  # pin for at most half of the time
+        if arena.thread is not None:
             with arena.changed:
                 arena.changed.wait_for(lambda: arena.is_ending, time.monotonic() - began_s)
     log.info("kvhold: %s are pinned", format_size(size))

@@ -15,7 +15,7 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, Layout
 from kvhold.kernels.view import Tensor
 from kvhold.memory.device.driver import Copies, DeviceEvent, Lane
 
-_URGENT = (Lane.SCATTER,)  # else a load could wait milliseconds for a prefill's kernel
+_URGENT = (Lane.SCATTER,)  # a load must not wait milliseconds for a prefill's kernel
 
 
 class TorchEvent:
@@ -50,7 +50,7 @@ class TorchDriver:
         return self.new_stream(is_urgent=False)
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Otherwise leaving a stream creates a context on the first device."""
+        """Leaving a stream would create a context on the first device."""
         return (
             self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
         )

@@ -39,7 +39,7 @@ class Columns:
         return self.num_items == self._capacity
 
     def append(self) -> int:
-        """Add an item of zeros to each column. Return its number."""
+        """Return the number of the new item, of zeros in each column."""
         self.num_items += 1
         return self.num_items - 1
 

@@ -99,7 +99,7 @@ class Folder:
 
         Raises OSError; FileLeft if the file may exist.
 
-        reuse: a file to overwrite and rename; twice as fast as a new one, if its size is the same
+        reuse: a file of equal size to overwrite and rename; twice as fast as a new one
         """
         temporary, state = self._tree.write_new(
             pieces, allocate=True, used_ns=stamp_ns, reuse=reuse
@@ -131,7 +131,6 @@ class Folder:
 
     @property
     def unsynced(self) -> list[str]:
-        """The subfolders with removals that a power cut may undo."""
         with self._counting:
             return list(self._removals)
 
@@ -188,7 +187,6 @@ def value_name(key: bytes, nbytes: int, stamp_ns: int) -> str:
 
 
 def parts_of_name(name: str) -> tuple[bytes, int, int]:
-    """Of `value_name`: key, size, time."""
     key, nbytes, stamp = name.rpartition("/")[2].split("-")
     return bytes.fromhex(key), int(nbytes), int(stamp, 16)
 

@@ -6,7 +6,7 @@
     index.finish(entry)  # its file was removed; or index.restore(entry): the removal failed
 
 `used_bytes` includes files being written, removed or read. An *orphan* is a file that could not be
-removed and that no entry refers to; the next start may find it. These are never victims.
+removed and that no entry refers to. These are never victims.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -42,8 +42,6 @@ class DiskEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """It may be written once the victims' files are removed."""
-
     entry: DiskEntry
     victims: list[DiskEntry]
 
@@ -120,8 +118,7 @@ class Index:
     ) -> list[str]:
         """Return the names of files that a newer one replaces.
 
-        own:     names of files written during the listing: known or removed, and the newest of
-                 their key, whatever their times are
+        own:     names of files written during the listing: the newest of their key
         writing: keys whose new file is being written
         """
         older: list[str] = []
@@ -145,7 +142,6 @@ class Index:
         return older
 
     def sort(self) -> None:
-        """Policies with their own order keep it."""
         self._rows.sort()
 
     def sorting(self) -> Sorting:
@@ -195,7 +191,6 @@ class Index:
         self.commit(entry, occupied_bytes, past)
 
     def abandon(self, entry: DiskEntry, *, is_orphan: bool = False) -> None:
-        """is_orphan: its file may exist."""
         if is_orphan:
             self._orphans[entry.name] = entry
         else:
@@ -245,8 +240,8 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def restore(self, entry: DiskEntry, *, writing: Container[bytes] = ()) -> None:
-        """Show a taken entry whose file could not be removed: an orphan if its key has a new entry
-        or is in `writing`.
+        """Show a taken entry whose file stays: an orphan if its key has a new entry or is in
+        `writing`.
         """
         self._leave(entry)
         if self._rows.find(entry.key) == NONE and entry.key not in writing:
@@ -294,7 +289,6 @@ class Index:
         return None if self._learned is None else self._rows.past(self._rows.find(key))
 
     def _show(self, entry: DiskEntry, used_ns: int, past: int | None = None) -> None:
-        """past: None: the value is written now."""
         assert self._rows.find(entry.key) == NONE
         learned, behind = self._learned, NONE
         is_new = learned is not None and past is None

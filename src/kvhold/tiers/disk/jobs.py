@@ -1,6 +1,7 @@
 """The jobs of a disk's threads. A job stores its result in its attributes.
 
-An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
+An OSError in `run` becomes `fault`. `is_lost`: the folder is no longer in its place. With `stop`
+set, a job only cleans up.
 """
 
 import logging
@@ -19,7 +20,6 @@ from kvhold.tiers.files.pauses import with_pauses
 
 _log = logging.getLogger(__name__)
 
-# listed values from which the folder is used
 SERVES_FROM = 20_000
 
 
@@ -100,7 +100,7 @@ class Open:
 
 
 class OpenMore:
-    """`found`: another batch of values, or None at the end."""
+    """found: another batch of values, or None at the end."""
 
     def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
         self.found: list[FoundValue] | None = None
@@ -116,7 +116,7 @@ class OpenMore:
 
 
 class RemoveNames:
-    """`left`: the names of files that could not be removed."""
+    """left: the names of files that could not be removed."""
 
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
         self.left: list[str] = []
@@ -191,9 +191,7 @@ class SyncRemovals:
 
 
 class Read:
-    """is_broken: the file differed from its entry and was removed
-    is_lost: the folder is no longer in its place
-    """
+    """is_broken: the file differed from its entry and was removed."""
 
     def __init__(
         self,
@@ -232,9 +230,7 @@ class Read:
 
 
 class FileWrite:
-    """is_left: the write failed, but its file may exist
-    is_lost: the folder is no longer in its place
-    """
+    """is_left: the write failed, but its file may exist."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The order of eviction with `policy = "learned"`: the row with the lowest worth first.
 
-Memory's policy (`tiers/policies/learned.py`) learns the worths. The rows of one kind and value are
-one list; only its first row is compared. A row that was in no lookup counts as used when it was
-written, or at the start. One event loop.
+Memory's policy learns the worths. The rows of one kind and value are one list; only its first row
+is compared. A row that was in no lookup counts as used when it was written, or at the start. One
+event loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +28,7 @@ from kvhold.tiers.policies.reuse_times import Worths
 UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
 _MOST_AGED = 150
-_MOST_KNOWN = 4096  # pasts whose worth, equal for their rows, is remembered
+_MOST_KNOWN = 4096
 
 # worth, time of the last use, list, past of its first row, tick
 Head: TypeAlias = tuple[float, float, int, int, int]
@@ -42,9 +42,7 @@ class KnownPast(NamedTuple):
 
 
 class Learning:
-    """One tier's knowledge about the uses of chunks, shared by its disks.
-
-    worths: of memory's policy; None before `DiskTier.learn_from`
+    """worths: of memory's policy; None before `DiskTier.learn_from`
     ghosts: the pasts of chunks that are not in this tier
     """
 
@@ -55,7 +53,6 @@ class Learning:
     def used_elsewhere(
         self, keys: Iterable[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """Record uses of chunks that are not in this tier. Tails are left out."""
         if are_whole:
             names = [key[:NAME_BYTES] for key in keys if key.endswith(_FIRST)]
             self.ghosts.use_all(names, pasts_of_use(prompt, value, at_s), at_s)
@@ -65,7 +62,6 @@ class LearnedOrder:
     def __init__(self, rows: Rows, learning: Learning) -> None:
         self._rows = rows
         self._learning = learning
-        # some are out of date
         self._heads: list[Head] = []
         self._newest: dict[int, Head] = {}
         self._first: dict[int, int] = {}

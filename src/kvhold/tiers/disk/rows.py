@@ -1,9 +1,8 @@
 """The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
 With `first_past`, each row has a past (`tiers/policies/ghosts.py`), and each kind and value has a
-list, the least recently used row first. Otherwise there is one list.
-
-1,024 hash tables with linear probing map keys to rows. A removed row leaves a mark until a rebuild.
+list, the least recently used row first. Otherwise there is one list. 1,024 hash tables with linear
+probing map keys to rows. A removed row leaves a mark until a rebuild.
 """
 
 from array import array
@@ -17,7 +16,7 @@ from kvhold.tiers.disk.columns import Columns
 from kvhold.tiers.policies.ghosts import queue_of
 
 NONE, _REMOVED = -1, -2
-_BLOCK = 512  # the unit of `st_blocks`
+_BLOCK = 512
 _TABLES = 1024
 _SMALLEST = 16
 _MOST_KEYS = 500
@@ -112,7 +111,7 @@ class Rows:
         return self._pasts[row]
 
     def set_past(self, row: int, past: int) -> None:
-        """The row becomes the most recently used one of its new list."""
+        """The row becomes the last one of its new list."""
         self._unlink(row)
         self._pasts[row] = past
         number = queue_of(past)
@@ -178,7 +177,7 @@ class Rows:
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Yield the keys in parts. Rows may change between parts."""
+        """Rows may change between the parts."""
         for begin in range(0, self._columns.num_items, _MOST_KEYS):
             rows = range(begin, min(begin + _MOST_KEYS, self._columns.num_items))
             keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
@@ -224,7 +223,6 @@ class Rows:
             (self._pasts,) = pasts
 
     def _link(self, row: int, before: int, number: int) -> None:
-        """Insert into list `number` after the row `before`; NONE: at the start."""
         after = self._oldest.get(number, NONE) if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
         if before == NONE:
@@ -327,7 +325,6 @@ class _Table:
     def make_again(
         self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]"
     ) -> None:
-        """Rebuild without marks, and larger if too full."""
         rows = np.array(self.rows, np.int32)
         rows = rows[rows >= 0]
         size, self.num_filled = len(self.rows), len(rows)

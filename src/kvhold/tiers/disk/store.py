@@ -1,7 +1,7 @@
 """One disk of the disk tier: an index used by the loop, and a folder used by threads.
 
-The first call opens the folder, also after a loss. A call changes the index before its threads
-start, and settles the change afterwards, even if cancelled.
+A call changes the index before its threads start, and settles the change afterwards, even if
+cancelled.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
-_FOUND = 4  # values between two looks at the clock
+_FOUND = 4
 _TURN_S = 0.0005
 _MOST_KEYS = 500
 _SCANS = 3  # a failed removal makes its value visible again
@@ -335,7 +335,6 @@ class DiskStore:
         self._check_kept(opened, operation)
 
     def _check_kept(self, opened: _Opened, operation: str) -> None:
-        """Raises TierUnavailable."""
         if opened.is_lost:
             raise TierUnavailable("disk", operation, f"{self._path} was lost during the call")
 
@@ -473,7 +472,6 @@ class DiskStore:
         job: FileWrite,
         answers: dict[bytes, bool | TierError],
     ) -> DiskEntry | None:
-        """Return the entry to remove, or None."""
         index, key = opened.index, old.key
         self._settle_removed(opened, job.victims)
         index.unread(old)
@@ -494,7 +492,6 @@ class DiskStore:
         return job.entry
 
     async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> bool:
-        """Whether there were any."""
         waited = False
         while others := {opened.writing[key] for key in keys if key in opened.writing}:
             await asyncio.wait(others)
@@ -522,7 +519,6 @@ class DiskStore:
         return job.fault
 
     async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> bool:
-        """Whether there were any (keys: None: all)."""
         others = [gone for key, gone in opened.leaving.values() if keys is None or key in keys]
         if others:
             await asyncio.wait(others)
@@ -546,7 +542,6 @@ class DiskStore:
     async def _remove_orphans(
         self, opened: _Opened, chosen: Callable[[bytes], bool], operation: str
     ) -> TierIncomplete | None:
-        """Return the fault if an orphan stays."""
         async with opened.orphans_turn:
             jobs = [Remove(opened.folder, entry) for entry in opened.index.orphans(chosen)]
             try:
@@ -563,7 +558,6 @@ class DiskStore:
         )
 
     async def _sync_removals(self, opened: _Opened, shards: Collection[str]) -> None:
-        """Raises TierError."""
         jobs = [SyncRemovals(opened.folder, shard) for shard in shards]
         await self._writers.run([job.run for job in jobs])
         for job in jobs:

@@ -1,10 +1,6 @@
 """The disk tier: values as files on this host's own disks.
 
-    # disk:///var/cache/kvhold?max_bytes=100GiB&policy=lru
-    # several disks: disk:///mnt/a/kv,/mnt/b/kv?max_bytes=1TiB
-
-One process per folder, one folder per disk. Rendezvous hashing of key and path chooses the disk: a
-dead disk loses only its own keys.
+Rendezvous hashing of key and path chooses the disk: a dead disk loses only its own keys.
 
 An acknowledged put survives `kill -9`; with `sync=true`, also a power cut. Otherwise the frame's
 checksums detect a damaged file.
@@ -146,7 +142,6 @@ class DiskTier:
             store.met = met
 
     async def check(self) -> None:
-        """Raise TierError if no disk works."""
         faults = await _all(_fault_of(store.check) for store in self._stores)
         for fault in faults:
             if fault is not None and all(faults):

@@ -14,7 +14,6 @@ _CHANCE_BYTES = 8
 
 
 def shard_of(key: bytes) -> str:
-    """One of 256, by the tokens' hash."""
     return key[NAMESPACE_BYTES : NAMESPACE_BYTES + 1].hex()
 
 

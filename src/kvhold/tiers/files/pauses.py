@@ -20,6 +20,5 @@ def with_pauses(items: Iterable[T]) -> Iterator[T]:
     for item in items:
         yield item
         if time.perf_counter() >= until_s:
-            # gives the GIL to the loop's thread
             time.sleep(_PAUSE_S)
             until_s = time.perf_counter() + _WORK_S

@@ -17,7 +17,7 @@ from contextlib import suppress
 from kvhold.core.cleanup import on_error
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_LINKS = 40  # as in Linux
+_MOST_LINKS = 40
 
 
 class Unsafe(PermissionError):

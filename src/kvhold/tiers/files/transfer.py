@@ -16,7 +16,7 @@ from kvhold.tiers.base import Parts
 PAGE_BYTES = 4096
 LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster
 
-_MOST_PIECES = 1024  # IOV_MAX
+_MOST_PIECES = 1024
 _UNSUPPORTED = frozenset({EINVAL, EOPNOTSUPP, ENOSYS})
 
 

@@ -202,7 +202,6 @@ class FileTree:
         return True
 
     def sync_folder(self, name: str) -> None:
-        """Make removals from a folder durable. A missing folder is fine."""
         with suppress(FileNotFoundError):
             self._fsync(name)
 
@@ -242,7 +241,7 @@ class FileTree:
             os.mkdir(name, mode=0o700, dir_fd=self._root)
             fd = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
             try:
-                os.fchmod(fd, 0o700)  # whatever the umask
+                os.fchmod(fd, 0o700)
             finally:
                 os.close(fd)
             self._sync_folder(".")

@@ -1,9 +1,8 @@
-"""Changes of peers that come over a bus, instead of a connection to each peer.
+"""Changes of peers that come over a bus, instead of a connection to each peer (docs/peers.md).
 
-Records are not trusted. A node seals them with a key from its `PeerWelcome`: records that are
-forged or of another incarnation are ignored and counted. The clock in the seal exposes delayed and
-repeated records, which do not count as current. It is compared with this host's clock at the
-request for the welcome, because the welcome may arrive late.
+Records are not trusted. A node seals them with a key from its `PeerWelcome`. The clock in the seal
+exposes delayed and repeated records, which do not count as current. It is compared with this host's
+clock at the request for the welcome, because the welcome may arrive late.
 
     seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
           as they are sent over a connection
@@ -29,7 +28,7 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
 
 KEY_BYTES = 32
 MOST_SEALED_BYTES = 256 << 10
-BATCH_BYTES = 64 << 10  # a message ends with the record that exceeds this
+BATCH_BYTES = 64 << 10
 SILENT_S = 5.0
 _CANCEL_AGAIN_S = 2.0
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
@@ -82,13 +81,9 @@ class Bus(Protocol):
     source: str
     fault: str
 
-    async def read(self, inboxes: "Inboxes") -> None:
-        """Put the records of all nodes into their inboxes, until cancelled."""
-        ...
+    async def read(self, inboxes: "Inboxes") -> None: ...
 
-    def connected(self) -> AbstractAsyncContextManager[BusSession]:
-        """Raises TierUnavailable."""
-        ...
+    def connected(self) -> AbstractAsyncContextManager[BusSession]: ...
 
     async def check(self) -> list[str]: ...
 
@@ -106,7 +101,6 @@ async def end_task(task: "asyncio.Task[None]") -> None:
 
 
 def seal(records: bytes, *, key: bytes, incarnation: int, at_ms: int) -> bytes:
-    """records: joined, each with its length"""
     clock = at_ms.to_bytes(_CLOCK_BYTES, "little")
     return _mac(key, incarnation, clock + records) + clock + records
 
@@ -124,7 +118,6 @@ class Inbox:
     """
 
     def __init__(self, incarnation: int, key: bytes, clock: Callable[[], int]) -> None:
-        """clock: in milliseconds."""
         self.incarnation, self.key = incarnation, key
         self._clock = clock
         self._records: deque[tuple[p.Happened, int]] = deque()
@@ -136,7 +129,7 @@ class Inbox:
         self._arrived = asyncio.Event()
 
     def welcomed(self, peer_clock_ms: int, asked_ms: int) -> None:
-        """The peer has told its time, at `asked_ms` of this host or later."""
+        """asked_ms: this host's clock, not later than the peer's."""
         self._ahead_ms = asked_ms - peer_clock_ms
 
     @property
@@ -158,7 +151,6 @@ class Inbox:
             return "protocol"
         now_ms = self._clock()
         sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little")
-        # no record is sealed later than now
         self._ahead_ms = min(self._ahead_ms, now_ms - sealed_ms)
         if now_ms - (sealed_ms + self._ahead_ms) <= 1000 * SILENT_S:
             self._fresh_at_ms = now_ms
@@ -218,11 +210,10 @@ class Inboxes:
         self.num_ignored = 0
 
     def open(self, incarnation: int, told: p.PeerBus, *, asked_ms: int, own: Inbox | None) -> Inbox:
-        """Raises ValueError.
+        """own: the caller's inbox, reused for the same incarnation. Another follower's is replaced:
+             it has taken records that the caller lacks
 
-        asked_ms: see `Inbox.welcomed`
-        own:      the caller's inbox, reused for the same incarnation. Another follower's is
-                  replaced: it has taken records that the caller lacks
+        Raises ValueError.
         """
         if len(told.key) != KEY_BYTES or not 0 < incarnation < 1 << 64:
             raise ValueError(f"a bus with a key of {len(told.key)} bytes")

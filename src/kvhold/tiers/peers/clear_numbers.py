@@ -1,9 +1,9 @@
 """The numbers of clears, by which a clear on one host holds for the chunks of its peers.
 
-A host takes chunks from a peer only if the peer has announced the same clears, or later ones. A
-number is larger than every known one of its prefix, and about the time in milliseconds at which
-memory was cleared: larger than forgotten numbers, and smaller than those of later clears, which
-also hold for chunks stored in between. Any thread.
+A host takes chunks only from a peer that has announced the same clears, or later ones. A number is
+larger than every known one of its prefix, and about the time in milliseconds at which memory was
+cleared: larger than forgotten numbers, and smaller than those of later clears, which also hold for
+chunks stored in between. Any thread.
 """
 
 import threading
@@ -14,7 +14,7 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 EVERYTHING = b""
 MOST_NUMBERS = 20_000
-_MOST_AHEAD_MS = 10 * 366 * 86_400_000  # a larger number is no clear's
+_MOST_AHEAD_MS = 10 * 366 * 86_400_000
 
 
 class ClearNumbers:

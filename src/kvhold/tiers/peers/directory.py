@@ -43,8 +43,6 @@ class Own:
 
 
 class Directory(Protocol):
-    """source: the directory in messages, without secrets"""
-
     source: str
 
     async def read(self, own: Own) -> Listing:
@@ -54,9 +52,7 @@ class Directory(Protocol):
         """
         ...
 
-    def registered_as(self) -> str:
-        """Empty: not registered."""
-        ...
+    def registered_as(self) -> str: ...
 
     async def close(self) -> None:
         """End a registration. Raises TierError."""

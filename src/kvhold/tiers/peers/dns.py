@@ -1,9 +1,5 @@
-"""The peers whose addresses a DNS name has, such as the name of a headless service.
-
-    # peers-dns://kvhold-peers.ns.svc:7711?token_file=/etc/kvhold/token&tls=true
-
-The host's resolver is asked every `refresh_s`. Each A and AAAA address is a peer; its certificate
-must have the name. SRV records are not read: all peers listen on one port.
+"""The peers whose addresses a DNS name has, such as the name of a headless service
+(docs/peers.md).
 """
 
 import asyncio

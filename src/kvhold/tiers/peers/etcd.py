@@ -1,12 +1,10 @@
-"""The peers that have registered in etcd, each under a lease.
-
-    # peers-etcd://etcd-a:2379,etcd-b:2379/kvhold/peers?token_file=/etc/kvhold/token&tls=true
-
-A node that serves peers (`peers.listen`) keeps one key below the prefix. It goes when the node
-ends, or `lease_s` after a kill. All nodes read the prefix every `refresh_s`.
+"""The peers that have registered in etcd, each under a lease (docs/peers.md).
 
     key:   PREFIX/<incarnation, 16 hexadecimal digits>
     value: {"address": "10.0.0.5:7711", "incarnation": 1234}
+
+A node's key goes when it ends, or `lease_s` after a kill. All nodes read the prefix every
+`refresh_s`.
 """
 
 from collections.abc import Sequence
@@ -44,7 +42,7 @@ MOST_LISTED = 128
 _MOST_PREFIX = 200
 _MOST_ENDPOINTS = 16
 _MOST_VALUE_BYTES = 512
-_LEASE_READS = 3  # a lease outlives two readings that fail
+_LEASE_READS = 3
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -136,7 +134,6 @@ class EtcdDirectory:
             self._registration = wanted
 
     def _parse(self, kvs: Sequence[KeyValue]) -> tuple[list[Registration], int]:
-        """Also return the number of invalid keys."""
         found = []
         for kv in kvs:
             try:

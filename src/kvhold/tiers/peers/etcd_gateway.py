@@ -18,7 +18,6 @@ _MOST_ANSWER_BYTES = 1 << 20
 _MOST_QUOTED = 200
 _CALLS_S = 3.0
 _LEAST_CALL_S = 0.5
-# a token has expired, or rights have changed
 _TOKEN_IS_OLD = ("invalid auth token", "revision of auth store is old")
 
 Answer = TypeVar("Answer")
@@ -90,7 +89,7 @@ class EtcdGateway:
         self, endpoints: Sequence[str], *, user: str, password: str, tls: ssl.SSLContext | None
     ) -> None:
         """endpoints: such as http://127.0.0.1:2379; user: empty: without a login."""
-        self._endpoints = list(endpoints)  # the last one that answered comes first
+        self._endpoints = list(endpoints)
         self._user, self._password = user, password
         self._tls = tls
         self._token = ""
@@ -126,7 +125,7 @@ class EtcdGateway:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 fault = _fault(endpoint, str(error) or f"no answer within {call_s:g} s")
             else:
-                if status != 503:  # no leader, or the server ends
+                if status != 503:
                     self._endpoints.remove(endpoint)
                     self._endpoints.insert(0, endpoint)
                     return _decode(endpoint, path, status, body, kind)

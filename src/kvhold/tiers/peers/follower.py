@@ -1,11 +1,7 @@
-"""Follows one peer: a snapshot, then its changes, into the index.
+"""Follows one peer: a snapshot, then its changes, into the index (docs/peers.md).
 
 After a lost connection or a gap, it goes on with the next change if the peer still has it, else
-with a snapshot. Chunks of a peer that is not followed are not found; after `forget_s` they leave
-the index.
-
-With a bus, the connection is closed as soon as the bus continues, and opened after a gap or silence
-of the bus. The peer stays followed.
+with a snapshot. The peer stays followed while it moves to the bus and back.
 """
 
 import asyncio
@@ -51,8 +47,7 @@ class Follower:
         learned: Callable[[bytes], None],
         inboxes: Inboxes | None = None,
     ) -> None:
-        """most_chunks: in the index
-        is_followed_elsewhere: whether an incarnation is followed at another of its addresses
+        """is_followed_elsewhere: whether an incarnation is followed at another of its addresses
         learned: called with each namespace that a peer has cleared, b"" means all
         """
         self._peer = peer
@@ -83,7 +78,7 @@ class Follower:
                 pause_s = _FIRST_PAUSE_S
                 self._peer.lost_s = now()
             elif self._peer.lost_s is None and self._index.count(self._peer.number):
-                self._peer.lost_s = now()  # of a cut snapshot, or from before it left the list
+                self._peer.lost_s = now()
             if fault is not None:
                 self._peer.changed_state(away_for=fault)
                 self._peer.record.failed(fault)
@@ -194,7 +189,7 @@ class Follower:
         peer = self._peer
         if isinstance(news, p.Page):
             if news.is_first:
-                peer.is_followed, peer.after = False, 0  # its index is not complete
+                peer.is_followed, peer.after = False, 0
                 await self._forget_chunks()
                 peer.clears = {}
             await self._take_clears(news.clears)

@@ -41,7 +41,7 @@ class IndexPart(NamedTuple):
 
 
 def digest_of(key: bytes) -> int:
-    return xxh3_64_intdigest(key) or 1  # 0 is a free slot
+    return xxh3_64_intdigest(key) or 1
 
 
 class PeerIndex:
@@ -71,7 +71,6 @@ class PeerIndex:
         self._tables[digest % _TABLES].remove(digest, 1 << peer)
 
     def forget(self, peer: int) -> Iterator[None]:
-        """In steps of one table."""
         for table in self._tables:
             table.forget(1 << peer)
             yield
@@ -84,14 +83,12 @@ class PeerIndex:
                 yield part
 
     def count(self, peer: int) -> int:
-        """Any thread."""
         return self._counts[peer]
 
 
 class _Table:
     """digests: 0: free
     sizes: low and high part of the size, 40 bits together
-    peers: a mask
     counts: chunks of each peer, in all tables
     """
 
@@ -183,7 +180,7 @@ class _Table:
         self.sizes_low[at], self.sizes_high[at] = nbytes & 0xFFFFFFFF, nbytes >> 32
 
     def _free(self, hole: int) -> None:
-        """Move later chunks that would not be found behind the free slot."""
+        """Move later chunks that would not be found behind it."""
         size, at = len(self.digests), hole
         while True:
             at = (at + 1) % size

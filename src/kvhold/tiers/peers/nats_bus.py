@@ -2,10 +2,8 @@
 
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 
-A missing stream is made. After a lost connection, the reader goes on with the next server. It asks
-for no acknowledgements: the numbers of the changes show gaps.
-
-Each event loop has its own `NatsBus`. No password or token is in an error.
+A lost reader goes on with the next server, without acknowledgements: the numbers of the changes
+show gaps. Each event loop has its own `NatsBus`. No password or token is in an error.
 """
 
 import asyncio
@@ -53,7 +51,7 @@ _CLOSE_S = 1.0
 _PING_S = 5
 _IDLE_S = 15.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000  # more are dropped: a gap
+_MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000
 _MOST_QUOTED = 200
 _FAULTS = (nats.errors.Error, OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError)
 
@@ -103,7 +101,6 @@ class NatsBus:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator["NatsSession"]:
-        """Raises TierUnavailable."""
         server = self._servers[0]
         self._servers.append(self._servers.pop(0))
         client = _Client(must_use_tls=self._tls is not None)
@@ -211,7 +208,6 @@ class NatsSession:
         """after: number of the last message that was read; 0: only new ones"""
         stream = self._config.bus_stream
         subscription = _Subscription(inboxes, after, self._ended)
-        # a stream that was made again counts from 1
         resumes = 0 < after <= self._last_number
         await self._jetstream.subscribe(
             f"{stream}.*",
@@ -245,7 +241,6 @@ class _Subscription:
         self._inboxes.put(_incarnation_of(message.subject), message.data)
 
     async def ended(self) -> None:
-        """Return when the connection is closed, or idle for `_IDLE_S`."""
         before = -1
         while before != self._num_taken:
             before = self._num_taken
@@ -266,7 +261,6 @@ class _Client(Client):  # type: ignore[misc]  # it may not be installed
         self._must_use_tls = must_use_tls
 
     async def end(self) -> None:
-        """Even an incomplete connection."""
         try:
             with suppress(*_FAULTS):
                 async with asyncio.timeout(_CLOSE_S):

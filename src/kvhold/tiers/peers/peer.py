@@ -43,13 +43,10 @@ class Peer:
     """number: its bit in the index
     incarnation: of the node whose chunks are in the index; 0: none
     after: number of the last change in the index
-    clears: the announced ones
-    is_followed: the index is complete and current
     is_self: this node itself, named in a list that all hosts share
     is_elsewhere: the same node is followed at another of its addresses
     away_for: why it is not followed; None: it is, or was not tried yet
     state_at_s: when one of these four last changed
-    is_listed: in the list of a directory
     is_open: a connection or the bus follows this incarnation
     tried: set when it is followed, or cannot be
     """
@@ -224,7 +221,6 @@ class Peer:
         return fault_of(operation, self.address, error)
 
     def close(self) -> None:
-        """Its metrics go, too."""
         self._pool.close()
         self.record.close()
 

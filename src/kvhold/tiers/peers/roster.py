@@ -1,10 +1,8 @@
 """The peers that a tier follows now: those of its URL, or those that a directory lists.
 
-A directory is read every `refresh_s`. The chunks of an unlisted peer are not found, and leave the
-index after `forget_s`. If it is listed again before, it is followed from where it was. After
-`keep_list_s` of unreadable or empty lists, only peers that answer stay.
-
-One event loop, but for `status` and `own`.
+The chunks of an unlisted peer are not found, and leave the index after `forget_s`. After
+`keep_list_s` of unreadable or empty lists, only peers that answer stay. One event loop, but for
+`status` and `own`.
 """
 
 import asyncio
@@ -51,7 +49,7 @@ class Roster:
         directory: Directory | None = None,
         timing: DirectoryConfig | None = None,
     ) -> None:
-        """make_peer: its arguments are the peer's number and its address
+        """make_peer: called with the peer's number and its address
         addresses: without a directory: all peers, at most MOST_PEERS
         """
         self._index = index
@@ -96,7 +94,6 @@ class Roster:
         return self._peers.get(number)
 
     def start(self) -> None:
-        """Idempotent."""
         if self._loop is not None or self._is_closed:
             return
         self._loop = asyncio.get_running_loop()

@@ -1,10 +1,7 @@
-"""The tier of peers: the chunks of other nodes, which serve them (`peers.listen`).
+"""The tier of peers: the chunks of other nodes, which serve them (docs/peers.md).
 
-    # peers://host-a:7711,host-b:7711?token_file=/etc/kvhold/token&tls=true
-
-Each peer is followed, so a probe sends nothing. A get goes to the least loaded peer that has the
-chunk. A vanished chunk is a miss, and leaves the index. Nothing is written. A peer's chunks are
-found only if it has made this host's clears (`clear_numbers.py`).
+Each peer is followed, so a probe sends nothing. A peer's chunks are found only if it has made this
+host's clears (`clear_numbers.py`).
 """
 
 import asyncio
@@ -183,7 +180,6 @@ class PeersTier:
         return self._roster.peers
 
     async def listed(self) -> list[Peer]:
-        """Reads the first list of a directory, and follows its peers."""
         if self._roster.has_directory:
             self._start()
             await self._roster.wait_for_list()
@@ -365,7 +361,6 @@ class PeersTier:
         )
 
     def _allowed(self, space: bytes) -> int:
-        """A mask of peers."""
         return sum(
             peer.mask
             for peer in self.peers
@@ -373,7 +368,6 @@ class PeersTier:
         )
 
     def _faults(self, space: bytes) -> dict[int, TierError]:
-        """Why the other peers' chunks may not be used, by mask."""
         return {
             peer.mask: fault
             for peer in self.peers

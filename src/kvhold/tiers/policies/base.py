@@ -61,9 +61,10 @@ class Policy(Protocol):
         """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
-        """How long after its eviction a chunk was expected to be used again.
+        """How long after its eviction a chunk was expected to be used again. Call it before
+        `missed`.
 
-        None: unknown, or no use was expected. Call this before `missed`.
+        None: unknown, or no use was expected.
 
         ago_s: seconds since the eviction, or since the chunk was declined
         """
@@ -83,7 +84,7 @@ class Policy(Protocol):
         No victim is pinned, and each comes after all its continuations. Removes nothing. `pinned`
         is called with known keys only.
 
-        namespace: choose only among its keys, for a quota
+        namespace: choose only among its keys
         wanted:    the chunk that needs the bytes; if it is worth less than a victim, return nothing
         """
 

@@ -19,12 +19,11 @@ from kvhold.tiers.table import KeyTable
 
 _BUCKET_BITS = 8
 _SWEPT_AT_ONCE = 128
-_SWEPT_A_CALL = 3  # about two places per leaf remain
+_SWEPT_A_CALL = 3
 
 
 class Chunk:
     """rank: unique; the lowest is evicted first
-    uses: a counter for the policy
     use: the last use, for `LearnedPolicy`
     place: in the heaps; None if it is not a leaf
     """
@@ -47,7 +46,7 @@ Place: TypeAlias = tuple[int, int, Chunk]
 
 
 class Queue:
-    """Leaves that are ranked together, of one namespace or of all.
+    """Leaves that are ranked together.
 
     Each heap has the places of 256 neighbouring ranks. A chunk's older places are stale; each call
     sweeps a few.
@@ -131,8 +130,6 @@ class Queue:
 
 
 class ChunkSpace:
-    """small_bytes: in the small queue of S3-FIFO"""
-
     __slots__ = ("nbytes", "num_chunks", "queues", "small_bytes")
 
     def __init__(self) -> None:
@@ -315,7 +312,6 @@ class ChainPolicy(ABC):
             self._place(above)
 
     def _continues(self, chunk: Chunk, first: Chunk) -> bool:
-        """`chunk` is `first` or continues it. Cheap if chunks come in order."""
         if chunk is first or first.key not in self._continued:
             return chunk is first
         return any(above.parent == first.key for above in (chunk, *self._above(chunk)))

@@ -1,7 +1,7 @@
-"""Remembers the last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
+"""The last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
 
 A name's hash chooses a set of eight places. A new chunk in a full set replaces the one with the
-oldest use. 32 bits of the hash confuse two names once in 500 million lookups.
+oldest use. Two names are confused once in 500 million lookups.
 
     number:  past (tick 22 | value 4 | kind 9 | uses 5) | tag 24
     mark:    one byte, 0 in an empty place; one call searches a set for it
@@ -23,7 +23,7 @@ _MARKS = 255
 TICK_S = 2.0
 _TICKS = 1 << 22
 _KIND_BITS, _USES_BITS = 9, 5
-_PAST_BITS = 4 + _KIND_BITS + _USES_BITS  # below the tick
+_PAST_BITS = 4 + _KIND_BITS + _USES_BITS
 MOST_KINDS = 1 << _KIND_BITS
 MOST_USES = (1 << _USES_BITS) - 1
 
@@ -62,7 +62,6 @@ class Ghosts:
         return self._places[place] >> _TAG_BITS
 
     def find(self, name: bytes) -> int:
-        """0: none."""
         place = self._find(xxh3_64_intdigest(name))
         return 0 if place < 0 else self._places[place] >> _TAG_BITS
 
@@ -142,7 +141,6 @@ def age_s_of(past: int, now_s: float) -> float:
 
 
 def queue_of(past: int) -> int:
-    """value * MOST_KINDS + kind."""
     return past >> _USES_BITS & (1 << _PAST_BITS - _USES_BITS) - 1
 
 

@@ -1,4 +1,4 @@
-"""The kinds of chunks that `learned` distinguishes: by uses, pause and new chunks of the prompt.
+"""The kinds of chunks that `learned` distinguishes (docs/eviction.md).
 
 A *prompt* (`LearnedPolicy.looked_up`): pause and new chunks in one number.
 """

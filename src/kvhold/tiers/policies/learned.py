@@ -1,9 +1,8 @@
-"""Evicts the chunk with the lowest worth, which is learnt from the times between uses.
+"""Evicts the chunk with the lowest worth, learnt from the times between uses (docs/eviction.md).
 
-A chunk's *kind*: how often it was used, how long its prompt had paused before, and how many chunks
-of the prompt were new. Its worth follows from its kind, the time since its last use and its *value*
-(`base.py`). Only the oldest leaf of each kind and value is compared. A new chunk is declined if a
-victim is worth more. `ghosts.py` remembers evicted and missing chunks.
+A worth follows from the chunk's kind, the time since its last use and its *value* (`base.py`). Only
+the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is worth
+more. `ghosts.py` remembers evicted and missing chunks.
 """
 
 import time
@@ -31,8 +30,7 @@ from kvhold.tiers.table import SPREAD
 
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
-_UNKNOWN = NEUTRAL * MOST_KINDS  # of a chunk that was in no lookup
-# 4480 queues at most
+_UNKNOWN = NEUTRAL * MOST_KINDS
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
 _FIRST = place_suffix(0, 0)
@@ -217,7 +215,6 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
-        """Otherwise up to 4480 empty queues would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)
@@ -299,7 +296,7 @@ class _LearnedWalk(Walk):
             space.changed.add(first[2])
             if (chunk := self.next(first[2])) is None:
                 continue
-            if chunk.rank[1] != first[1]:  # the next leaf may be worth more
+            if chunk.rank[1] != first[1]:
                 self._push(self._seen.pop())
                 continue
             if first[0] > self._most_worth:

@@ -1,18 +1,17 @@
-"""Learns after how long chunks are used again, for each kind of chunk.
+"""Learns after how long chunks are used again, for each kind of chunk (docs/eviction.md).
 
-An *interval* lies between two uses of a chunk. Chunks last used at about the same time are a
-*cohort*. For each kind and bucket of age, the table counts the intervals that reached the bucket,
-and those that ended there (a period life table). Both counts decay with a half-life. The estimate
-of a kind with few uses comes mostly from kinds that share its first numbers.
+Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
+age: intervals between two uses that reached the bucket, and that ended there. The estimate of a
+kind with few uses comes mostly from kinds that share its first numbers.
 
 The worth of a chunk is the maximum over all times h of
 
     P(used again within h) - price * E[seconds until then, or h]
 
-The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
-of evicted chunks. Chunks with a far lower yield are worth 0, and evicted by age. For a new chunk, h
-is at least the end of the first bucket; a worth below 0 saves writes. A *factor* says how much a
-use of a chunk saves, and multiplies the probability.
+The *yield* is the price at which the worth is 0 (a Gittins index). Chunks whose yield is far below
+the price are worth 0, and evicted by age. For a new chunk, h is at least the end of the first
+bucket; a worth below 0 saves writes. A *factor* says how much a use of a chunk saves, and
+multiplies the probability.
 
 Each place has its own price (`add_place`). A disk's thread may read its `Worths` while memory's
 thread calls `ReuseTimes`. Pure.
@@ -43,12 +42,11 @@ _COHORT_UNITS = 20
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-# uses that weigh as much as those of similar kinds: in total, and for each bucket
 _SCALE_USES = 25.0
 _SHAPE_USES = 125.0
 _PRICE = 0.5
-_PRICE_SHARE = 0.2  # of the difference, per round of updates
-_EXPECTED = 0.5  # probability of another use from which one is expected
+_PRICE_SHARE = 0.2
+_EXPECTED = 0.5
 
 _EDGES_S = [
     0.0,
@@ -73,9 +71,7 @@ class Cohort:
 
 
 class Use:
-    """num: chunks that were not used again so far
-    into: the use that it was merged into
-    """
+    """into: the use that it was merged into."""
 
     __slots__ = ("cohort", "into", "kind", "num")
 
@@ -90,17 +86,16 @@ NO_USE = Use(-1, Cohort(0.0))
 
 
 class Worths:
-    """The worths of chunks in one place, at its price.
-
-    table: `[factor][kind][bucket]`, not multiplied by the factor. Unused factors share one list
+    """table: `[factor][kind][bucket]`, not multiplied by the factor. Unused factors share one
+    list
     """
 
     def __init__(self, times: "ReuseTimes", worths: list[list[float]]) -> None:
         self.table = [worths] * len(times.factors)
         self.price = 0.0
         self._times = times
-        self._sold = (0.0, 0)  # sum of yields of evicted chunks, their number
-        self._counted = (0.0, 0)  # at the last `set_price`
+        self._sold = (0.0, 0)
+        self._counted = (0.0, 0)
 
     @property
     def now_s(self) -> float:
@@ -135,7 +130,6 @@ class ReuseTimes:
         factors: must contain 1.0; calls take an index
         """
         self.num_kinds = prod(sizes)
-        # number of groups of kinds with the same first number, the same first two numbers, ...
         self._groups = list(accumulate(sizes, mul))
         self._reached = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._ended = np.zeros((self.num_kinds, _NUM_BUCKETS))
@@ -153,7 +147,7 @@ class ReuseTimes:
         self.now_s = 0.0
         self.next_tick_s = _TICK_S
         self.num_ticks = 0
-        self.version = 0  # changes with the results of `use_at`
+        self.version = 0
 
     @property
     def num_cohorts(self) -> int:
@@ -223,7 +217,6 @@ class ReuseTimes:
         return Use(kind, cohorts[max(0, place)])
 
     def last_s(self, use: Use) -> float:
-        """When the chunks were used, or a little before."""
         return _merged(use).cohort.begun_s
 
     def use_factor(self, factor: int) -> None:
@@ -233,7 +226,6 @@ class ReuseTimes:
                 place.table[factor] = list(place.table[self._factors_used[0]])
 
     def worth(self, use: Use, factor: int = 0) -> float:
-        """Return the worth of a chunk, 0 or more."""
         if use.into is not None:
             use = _merged(use)
         worth = self._worths[factor][use.kind][use.cohort.bucket] * self.factors[factor]
@@ -374,7 +366,6 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
 def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
     """Return yields, and worths by price, `[kinds, buckets]`, in the middle of a bucket."""
     hazards = np.clip(hazards, 0.0, _MOST_HAZARD)
-    # [kinds, from, to]
     left = np.cumprod(np.where(_LATER, 1.0 - hazards[:, None], 1.0), axis=2)
     hits = 1.0 - left
     spent_s = np.where(_LATER, _WIDTHS_S * (1.0 - 0.5 * hazards)[:, None], 0.0)

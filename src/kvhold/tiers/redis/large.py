@@ -104,7 +104,6 @@ class LargeValues:
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
-        """A later value stays."""
         await self._transact("delete", lambda: _Remove(name, head))
         await self.remove_parts([(name, head)])
 
@@ -112,7 +111,6 @@ class LargeValues:
         return await self._transact("delete", lambda: _Remove(name)) not in (0, None)
 
     async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
-        """heads: removed ones, with their names."""
         calls = [
             RedisCall(part, "UNLINK", part)
             for name, head in heads
@@ -232,8 +230,6 @@ class _Remove(Transaction):
 
 
 class _Persist(Transaction):
-    """Unless the head was removed or replaced."""
-
     def __init__(self, name: bytes, head: Head) -> None:
         super().__init__(name)
         self._head = head

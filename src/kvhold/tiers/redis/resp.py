@@ -70,7 +70,6 @@ class RedisCall(Exchange):
         self.reply = None
 
     def asking_request(self) -> Sequence[Bytes]:
-        """For a server that takes over the key's slot."""
         return (command("ASKING"), *self.request)
 
     async def take_asked(self, stream: Stream) -> None:
@@ -154,7 +153,7 @@ def fault_of(reply: Reply, operation: str) -> TierError:
 
 
 def no_answer(reply: Reply) -> ErrorReply:
-    """The reply does not fit its command."""
+    """An error for a reply that does not fit its command."""
     return (
         reply
         if isinstance(reply, ErrorReply)

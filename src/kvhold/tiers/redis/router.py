@@ -127,7 +127,6 @@ class Router:
 
 
 def outage(call: RedisCall, operation: str) -> TierError | None:
-    """A call's fault, if its server caused it."""
     fault = fault_in(call, operation)
     return (
         fault

@@ -1,7 +1,5 @@
 """The Redis tier: chunks in Redis or Valkey; one server, one behind Sentinel, or a cluster.
 
-    # redis://:secret@cache.example:6379/0?ttl_s=86400
-
 A value is one string, written by `SET ... NX`, or parts (`split.py`). Only primaries are used.
 Needs Redis 6.2 or later, and a user with these commands on the keys of the prefix: get, getrange,
 strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan, ping and select; also pttl
@@ -141,7 +139,6 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Two round trips for each value in parts."""
         removed, faults = [False] * len(keys), list[TierError]()
         calls: dict[int, RemoveString] = {}
         heads: dict[int, bytes] = {}
@@ -289,7 +286,6 @@ class RedisTier:
         return broken
 
     async def _mended(self, name: bytes) -> bool:
-        """Remove a head that lacks parts. Return whether there was one."""
         if await self._large.sizes([name]) != [None]:
             return False
         look = peek(name)

@@ -69,7 +69,6 @@ class Transaction(RedisCall):
         done = await read_reply(stream)
         refused = _first_error(queued)
         if refused is not None and refused.code == "ASK":
-            # a part is on the other server, but not the string
             refused = ErrorReply(f"TRYAGAIN the slot is moving: {refused.text}")
         if refused is None and isinstance(done, list) and len(done) == len(commands):
             self.reply = _first_error(done) or done[0]
