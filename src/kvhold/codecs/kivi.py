@@ -98,7 +98,6 @@ def read_keys(encoded: memoryview, place: LayerShape, bits: int, plane: Elements
 
 
 def write_values(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
-    """As `write_keys`."""
     ends = np.empty((place.tokens, 2, groups.num_groups(place.width, place.head_dim)), plane.dtype)
     codes = np.frombuffer(out, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
     groups.rows_encode(

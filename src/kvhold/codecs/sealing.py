@@ -30,8 +30,6 @@ Parts = Sequence[memoryview]
 
 @dataclass(frozen=True)
 class _Key:
-    """identity: 8 bytes that reveal nothing about the key."""
-
     secret: bytes
     identity: bytes
 

@@ -65,7 +65,6 @@ class Checksums:
         return Checksums(self.values[:chunks], self.known[:chunks], self.report)
 
     def take(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """found: a writer's, [chunks, layers]."""
         self.values[chunks, layers.start : layers.stop] = found
         self.known[chunks, layers.start : layers.stop] = True
 

@@ -59,7 +59,6 @@ class Estimate:
             return min((quantities[quantity] for quantities, _ in self._measured), default=0.0)
 
     def measured(self, quantities: Quantities, seconds: float) -> None:
-        """Add a measurement, unless all quantities are below 1."""
         assert len(quantities) == self._num_quantities
         if seconds <= 0 or max(quantities) < 1:
             return

@@ -14,7 +14,7 @@ from kvhold.core.errors import ConfigError
 REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 log = logging.getLogger(__name__)
 
-_public: set[str] = set()  # already named in a warning
+_public: set[str] = set()
 _MOST_BYTES = 64 << 10
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
 # paths, and numbers of tokens
@@ -38,7 +38,6 @@ def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) 
 
 
 def referenced_variables(texts: Iterable[str]) -> set[str]:
-    """Of `${env:NAME}` and `TENANT=env:NAME`."""
     names = set()
     for text in texts:
         names |= {name for kind, name in REFERENCE.findall(text) if kind == "env"}

@@ -158,7 +158,7 @@ def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
         raise ValueError("must be a number")
     try:
         number = kind(value)
-    except (ValueError, OverflowError):  # an infinite number
+    except (ValueError, OverflowError):
         raise ValueError("must be a whole number" if kind is int else "must be a number") from None
     if kind is int and isinstance(value, float) and value != number:
         raise ValueError("must be a whole number")

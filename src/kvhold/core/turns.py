@@ -4,5 +4,4 @@ import asyncio
 
 
 async def next_turn() -> None:
-    # no time passes
     await asyncio.sleep(0)

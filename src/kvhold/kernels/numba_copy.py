@@ -20,7 +20,6 @@ from numba.extending import intrinsic
 from kvhold.kernels.plan import Plan
 
 STREAM_BYTES = 4 << 20
-# per turn of a thread
 SLICE_BYTES = 1 << 20
 LINE = 64
 LEAD_BYTES = 4 << 10
@@ -87,8 +86,6 @@ _pool: ThreadPoolExecutor | None = None
 
 
 class _Helper:
-    """A call that another thread may take, unless it is cancelled before."""
-
     def __init__(self, work: Any, arguments: tuple[Any, ...]) -> None:
         self.ended: Future[None] = Future()
         self._work, self._arguments = work, arguments
@@ -191,8 +188,6 @@ def _take(_: Any, counter: Any, count: Any) -> Any:
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Order streaming stores before later ones."""
-
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
         return context.get_dummy_value()

@@ -83,7 +83,6 @@ def to_bfloat16(value: Any) -> Any:
 
 @njit(inline="always")
 def load(elements: Any, begin: int, count: int, kind: int, row: Any) -> None:
-    """Load bfloat16, float16 or float32 numbers into `row`, float32."""
     source = elements[begin : begin + count]
     if kind == BFLOAT16:
         for i in range(count):

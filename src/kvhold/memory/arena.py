@@ -121,7 +121,6 @@ class Arena:
         return [Region(np.frombuffer(self._map, np.uint8).ctypes.data, self.nbytes, self._writable)]
 
     def close(self) -> None:
-        """At once, or when the last view is deleted."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -151,7 +150,6 @@ class Toucher:
         *,
         after_s: float = 0.0,
     ) -> None:
-        """on_progress: called with `touched_bytes` after each step."""
         self._regions = regions
         self._after_s = after_s
         self._on_progress = on_progress

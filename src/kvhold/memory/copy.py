@@ -136,7 +136,6 @@ class PlannedCopy:
         self.sums.take(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
 
     def verify(self, layers: range, chunks: Int64s, *, threads: int = 1) -> DamagedChunks | None:
-        """Compares a device's read."""
         if self.sums is None:
             return None
         found = self._empty()

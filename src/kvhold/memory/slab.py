@@ -115,7 +115,6 @@ class ZonedSlabs:
         return sum(zone.free_bytes for zone in self._zones)
 
     def allocate(self, nbytes: int, zone: int | None = None) -> int | None:
-        """zone: None: the emptiest."""
         if zone is not None:
             offset = self._zones[zone].allocate(nbytes)
             if offset is not None:

@@ -24,8 +24,6 @@ RATIOS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """tokens: in whole chunks."""
-
     place: str
     size_bytes: int
     codec: str

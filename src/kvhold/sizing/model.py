@@ -26,8 +26,6 @@ DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Other names for the types of `core.layout`."""
-
 _MOST_BYTES = 16 << 20
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

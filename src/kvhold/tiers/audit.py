@@ -234,7 +234,6 @@ class _Digests:
         self._disputed: set[bytes] = set()
 
     def of(self, key: bytes) -> bytes | None:
-        """None: unknown or changing."""
         if key in self._changing or key not in self._kept:
             return None
         self._kept.move_to_end(key)

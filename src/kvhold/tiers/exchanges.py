@@ -52,7 +52,6 @@ def gettings(
 
 
 def batched(items: Sequence[Item], most: int | None = None) -> list[list[Item]]:
-    """most: items in a batch; None: any number."""
     batches: list[list[Item]] = []
     left = 0
     for item in items:

@@ -11,8 +11,6 @@ from heapq import heappop, heappush
 
 
 class Urgency(IntEnum):
-    """A lower number goes first."""
-
     READ = 0
     DELETE = 1
     WRITE = 2
@@ -47,7 +45,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the caller will not use its turn
+            if turn.done() and not turn.cancelled():
                 self._leave(urgency)
             raise
 

@@ -293,7 +293,6 @@ class Guard:
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """See `Clears.resume`."""
         self.clears.resume(journal)
         if isinstance(self._tier, HasFolders):
             self._tier.watch_folders(partial(self._meet_folder, journal))

@@ -348,7 +348,6 @@ class MooncakeTier:
         return faults
 
     def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
-        """Return keys leased or being written."""
         codes = client.batch_remove([self._name_of(key) for key in keys])
         leased = []
         for key, code in zip(keys, codes, strict=True):
@@ -372,7 +371,6 @@ class MooncakeTier:
 
     @contextmanager
     def _known(self, client: Any, values: Sequence[Parts]) -> Iterator[list[list[Place]]]:
-        """Registered for RDMA in the `with`."""
         arrays = [
             [np.frombuffer(part.cast("B"), np.uint8) for part in parts if part.nbytes]
             for parts in values

@@ -110,7 +110,6 @@ class KeyList:
         return begins
 
     def taken(self) -> Iterator[list[bytes]]:
-        """Remove the parts and yield them, the last one first."""
         while self.parts:
             self.num -= len(self.parts[-1])
             yield self.parts.pop()

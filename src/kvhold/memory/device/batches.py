@@ -88,7 +88,6 @@ class Batch:
         return _within_slices(Copies(arena, device, nbytes, reach.pinned), reach)
 
     def copies_of_runs(self, reach: Reach) -> Copies:
-        """Pieces are runs, rows, or heads of rows."""
         plan, view = self.plan, self.plan.view
         arena, offsets, nbytes = plan.chunk_offsets, plan.view_offsets, plan.rows * view.row_bytes
         strides = plan.plane_strides

@@ -30,7 +30,6 @@ class CudaDriver(TorchDriver):
     has_direct_copies = True
 
     def __init__(self, device: torch.device) -> None:
-        """Raises DeviceError."""
         super().__init__(device)
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._context = _checked(
@@ -47,7 +46,6 @@ class CudaDriver(TorchDriver):
         return torch.cuda.Stream(self.device, priority=-1 if is_urgent else 0)
 
     def new_event(self) -> TorchEvent:
-        """A thread that waits for it sleeps."""
         return TorchEvent(torch.cuda.Event(blocking=True))
 
     def delay(self, seconds: float) -> None:

@@ -264,7 +264,6 @@ def _pin(
 
 
 def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> str | None:
-    """Return why a part is not pinned, or None."""
     size = arena.writable.size
     for begin in range(0, size, slice_bytes):
         end = min(begin + slice_bytes, size)

@@ -39,7 +39,6 @@ class Columns:
         return self.num_items == self._capacity
 
     def append(self) -> int:
-        """Return the number of the new item, of zeros in each column."""
         self.num_items += 1
         return self.num_items - 1
 

@@ -275,7 +275,6 @@ async def _fault_of(work: Callable[[], Awaitable[object]]) -> TierError | None:
 
 
 async def _all(work: Iterable[Awaitable[Answer]]) -> list[Answer]:
-    """All end, even if cancelled. Raises the first fault."""
     tasks = [asyncio.ensure_future(call) for call in work]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

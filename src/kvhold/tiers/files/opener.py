@@ -66,7 +66,6 @@ class Opener(Generic[Place]):
         return True
 
     async def close(self) -> None:
-        """Wait for the calls under way. Idempotent."""
         self._is_closed = True
         if self._opening is not None:
             await asyncio.wait((self._opening,))

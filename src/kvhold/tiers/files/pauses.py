@@ -15,7 +15,6 @@ _PAUSE_S = 0.0001
 
 
 def with_pauses(items: Iterable[T]) -> Iterator[T]:
-    """Sleep for a moment after every half millisecond."""
     until_s = time.perf_counter() + _WORK_S
     for item in items:
         yield item

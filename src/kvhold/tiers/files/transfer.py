@@ -64,7 +64,6 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Return whether O_DIRECT is on now."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)

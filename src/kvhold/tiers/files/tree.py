@@ -71,7 +71,6 @@ class FileTree:
             os.close(fd)
 
     def stat_file(self, name: str) -> os.stat_result | None:
-        """None: not a regular file."""
         try:
             state = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):

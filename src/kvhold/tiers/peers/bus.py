@@ -243,7 +243,6 @@ class Inboxes:
 
 
 def _records_of(data: memoryview) -> Iterator[tuple[p.Happened, int]]:
-    """Raises ProtocolError."""
     while data:
         end = LENGTH_BYTES + body_length(data[:LENGTH_BYTES])
         if end > len(data):

@@ -115,7 +115,6 @@ class Roster:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def is_followed_elsewhere(self, peer: Peer, incarnation: int) -> bool:
-        """Whether another address of the same node is in use."""
         return any(
             other.is_open and other.incarnation == incarnation
             for other in self._peers.values()
