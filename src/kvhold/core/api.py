@@ -69,7 +69,9 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """next: the number to pass to the next call of `events`
+    """Events in order.
+
+    next: the number to pass to the next call of `events`
     lost: events are missing; start again from a snapshot
     """
 
@@ -128,6 +130,7 @@ class Hit(Holding):
 
     @property
     def num_tokens(self) -> int:
+        """The current length."""
         return self._found.num_tokens
 
     @property
@@ -243,6 +246,7 @@ class Reencoding(Holding):
         self._poll = poll
 
     def refresh(self) -> ReencodeProgress:
+        """Return the current progress."""
         if not self.progress.done:
             self.progress = self._poll()
         return self.progress
@@ -257,7 +261,7 @@ class Reencoding(Holding):
 
 
 class Cache(Protocol):
-    """Every offset counts from the start of `arena_buffer`, its host memory."""
+    """One cache. Every offset counts from the start of `arena_buffer`, its host memory."""
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:

@@ -41,7 +41,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class LoadedKV:
-    """kv: for each group [layers, planes, num_tokens, heads, head_dim]."""
+    """KV of a prompt: for each group [layers, planes, num_tokens, heads, head_dim]."""
 
     num_tokens: int
     kv: list[npt.NDArray[Any]]

@@ -118,6 +118,7 @@ class Lease(Holding):
             ]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
+        """Return the places of the chunks of `group` in `buffer`."""
         return ChunkBytes(
             self._offsets[group], self.num_tokens, None if self._sums is None else self._sums[group]
         )

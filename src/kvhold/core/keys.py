@@ -61,6 +61,7 @@ class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
         return len(self.hashes) // HASH_BYTES
 
     def num_tokens(self, layout: Layout) -> npt.NDArray[np.int64]:
+        """Return [n] int64."""
         counts = np.full(len(self), layout.tokens_per_chunk, dtype=np.int64)
         if self.tail_tokens:
             counts[-1] = self.tail_tokens

@@ -50,7 +50,9 @@ def packing_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """planes: 2 for K and V, 1 for a latent plane (MLA) or a state
+    """Layers that share one geometry.
+
+    planes: 2 for K and V, 1 for a latent plane (MLA) or a state
     attention: a hit needs all chunks, the last `window` tokens, or the last chunk ("state")
     packing: CANONICAL, or an engine's opaque arrangement inside a block
     block_bytes: of one opaque block in one layer

@@ -42,6 +42,8 @@ from kvhold.testing.cache_stores import CacheStores
 
 
 class CacheContract(CacheLookups, CacheStores):
+    """Override the fixture `make_cache`."""
+
     def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(
         self, cache: Cache, space: Namespace
     ) -> None:

@@ -76,6 +76,8 @@ AWKWARD = (
 
 
 class TierContract(TierReplaces):
+    """Override the fixture `tier`."""
+
     pytestmark = pytest.mark.asyncio
 
     @pytest.fixture

@@ -38,7 +38,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TierTraits:
-    """name: the kind of tier
+    """The capabilities of a tier.
+
     durable: an acknowledged put survives the death of this process, also by `kill -9`
     shared: others may read, write and delete the same values
     expires: removes values when their `ttl_s` has passed
@@ -59,7 +60,7 @@ class TierTraits:
 
 
 class Tier(Protocol):
-    """Keys are KEY_BYTES long. Values are opaque, of one byte or more."""
+    """A place of values. Keys are KEY_BYTES long, values opaque, of one byte or more."""
 
     @property
     def traits(self) -> TierTraits:
@@ -116,6 +117,8 @@ class Tier(Protocol):
 
 @runtime_checkable
 class Replaces(Protocol):
+    """A tier that can replace a value in one step."""
+
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Replace each stored value by a new one; true where a value was replaced.
 
@@ -147,6 +150,8 @@ class Origin:
 
 @runtime_checkable
 class TellsOrigins(Protocol):
+    """A tier of several places."""
+
     async def get_from(
         self,
         keys: Sequence[bytes],
@@ -159,6 +164,8 @@ class TellsOrigins(Protocol):
 
 
 class ValueChanges:
+    """Tells one watcher of the values of a tier."""
+
     def __init__(self) -> None:
         self.tell: Callable[[bytes, int], None] = _tell_nobody
         """Called with each visible value, and its bytes; 0: it was removed. It must be quick."""
@@ -204,6 +211,8 @@ class KeepsClears(Protocol):
 
 @runtime_checkable
 class FollowsPeers(Protocol):
+    """A tier that reads the chunks of other nodes."""
+
     def peers_status(self) -> FollowedPeersStatus:
         """Any thread."""
         ...
@@ -263,6 +272,7 @@ def raise_if_all_failed(answers: Sequence[object]) -> None:
 
 
 def size_of(parts: Parts) -> int:
+    """Return the bytes in all parts."""
     return sum(part.nbytes for part in parts)
 
 
