@@ -334,7 +334,7 @@ class _Text(ABC):
 
     @property
     def tail_lengths(self) -> tuple[int, ...]:
-        """In tokens: one per block end, or only the text's end."""
+        """Possible tails in tokens: one per block end, or only the text's end."""
         step = self.namespace.layout.tail_tokens
         rest = self.num_tokens % self.namespace.layout.tokens_per_chunk
         if step == 1:
@@ -537,7 +537,7 @@ def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> byt
 
 
 def allows_loss(key: bytes) -> bool:
-    """By key or namespace digest."""
+    """Whether lossy codecs may encode it. key: or a namespace's digest"""
     return bool(key[NAMESPACE_BYTES - 1] & _LOSS_BIT)
 
 

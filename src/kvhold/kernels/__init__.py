@@ -75,7 +75,7 @@ def scatter(
     sums: Sums | None = None,
     worker: Worker | None = None,
 ) -> None:
-    """As `gather`. sums: of all bytes of the layers, taken after the copy"""
+    """Copy chunks into rows, as `gather`. sums: of all bytes of the layers, after the copy"""
     if not plan.view.writable:
         raise ValueError("scatter would write a view of read-only tensors")
     _copy(plan, layers, False, threads, sums, worker)

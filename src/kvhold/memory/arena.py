@@ -141,7 +141,7 @@ class Arena:
 
 
 class Toucher:
-    """In its own thread. Stop it before the pages are unmapped."""
+    """Faults in pages, in its own thread. Stop it before the pages are unmapped."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ def default_arena_bytes() -> int:
 
 
 def has_room(nbytes: int, huge_pages: str) -> bool:
-    """In huge pages if the host has enough, free or not."""
+    """Whether an arena fits, in huge pages if the host has enough, free or not."""
     if huge_pages != "never" and all_huge_pages() * HUGE_PAGE_BYTES >= nbytes:
         return free_huge_pages() * HUGE_PAGE_BYTES >= nbytes
     return nbytes + _KEEP_FREE <= available_bytes()

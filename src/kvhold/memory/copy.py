@@ -128,7 +128,7 @@ class PlannedCopy:
         self._compare(layers, found)
 
     def take_sums(self, layers: range, chunks: Int64s, *, threads: int = 1) -> None:
-        """Of a device's write. The chunks must be complete in these layers."""
+        """Keep checksums of a device's write. The chunks must be complete in these layers."""
         if self.sums is None:
             return
         found = self._empty()

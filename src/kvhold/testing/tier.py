@@ -52,7 +52,7 @@ async def scanned(tier: Tier, prefix: bytes = b"") -> list[bytes]:
 
 
 async def partly_scanned(tier: Tier) -> list[bytes]:
-    """Of a scan that must end with TierIncomplete."""
+    """Keys of a scan that must end with TierIncomplete."""
     keys: list[bytes] = []
 
     async def scan() -> None:

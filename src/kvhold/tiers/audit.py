@@ -253,7 +253,7 @@ class _Digests:
 
     @contextmanager
     def changing(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Of keys that several calls change, digests go; after a failure, of all `keys`."""
+        """Drop the digests of keys that several calls change; after a failure, of all `keys`."""
         for key in keys:
             self._changing[key] = self._changing.get(key, 0) + 1
             if self._changing[key] > 1:

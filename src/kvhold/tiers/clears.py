@@ -152,7 +152,7 @@ class Clears:
         return removed
 
     async def _ended(self, prefix: bytes, pending_clear: int) -> None:
-        """First in the journal: otherwise a restart would repeat it."""
+        """End it first in the journal: otherwise a restart would repeat it."""
         async with self._journal_turn:
             if self._journal is not None and self.suppressed.number(prefix) == pending_clear:
                 await self._journal.remove(self._guard.place, prefix)

@@ -204,7 +204,7 @@ class Guard:
         return TierOutcome(stored, call.pending)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """They change with each clear of a shared tier."""
+        """The names change with each clear of a shared tier."""
         return (
             [self._tier.name_of(key) for key in keys]
             if isinstance(self._tier, GenerationTier)

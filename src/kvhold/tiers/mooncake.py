@@ -246,7 +246,7 @@ class MooncakeTier:
             raise self._fault(code, "check")
 
     def _sizes(self, client: Any, keys: Sequence[bytes], operation: str) -> list[int | None]:
-        """With a dead master, the call for sizes takes 4 s."""
+        """Ask which keys exist first: with a dead master, the call for sizes takes 4 s."""
         names = [self._name_of(key) for key in keys]
         codes = dict(zip(names, client.batch_is_exist(names), strict=True))
         if any(code < 0 for code in codes.values()):

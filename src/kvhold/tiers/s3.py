@@ -164,7 +164,7 @@ class S3Tier:
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
-        """Without traceback: obstore may keep the error, and frames hold the caller's memory."""
+        """Drop the traceback: obstore may keep the error, and frames hold the caller's memory."""
         error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
 

@@ -58,14 +58,14 @@ class Suppressed:
             self._due[prefix] = max(number, self._due.get(prefix, 0))
 
     def due(self, prefix: bytes) -> int:
-        """0: none is due."""
+        """The number of the due clear; 0: none."""
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
-        """0: none is pending."""
+        """The number of the pending clear; 0: none."""
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:
@@ -86,7 +86,7 @@ class Suppressed:
         self._unreadable.pop(key, None)
 
     def mended(self) -> None:
-        """After an outage, the tier may be another disk."""
+        """Try all keys again: after an outage, the tier may be another disk."""
         self._unreadable.clear()
 
     def hides(self, key: bytes) -> bool:

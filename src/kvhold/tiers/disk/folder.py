@@ -83,7 +83,7 @@ class Folder:
         self._tree.try_to_write()
 
     def batches(self) -> Iterator[list[FoundValue]]:
-        """By subfolder. Removes temporary and torn files."""
+        """Yield a batch per subfolder. Removes temporary and torn files."""
         for name in self._tree.names(NEW):
             if writer_of(name) is not None:
                 self.remove(f"{NEW}/{name}")

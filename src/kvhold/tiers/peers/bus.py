@@ -89,7 +89,7 @@ class Bus(Protocol):
 
 
 def clock_ms() -> int:
-    """From a fixed moment while this host runs."""
+    """Count milliseconds from a fixed moment while this host runs."""
     return time.monotonic_ns() // 1_000_000
 
 

@@ -220,7 +220,7 @@ class Follower:
             peer.tried.set()
 
     async def _change(self, digests: bytes, sizes: bytes) -> int:
-        """Without sizes, remove the chunks. Returns their number."""
+        """Add chunks; without sizes, remove them. Returns their number."""
         numbers, nbytes = unpack(digests, sizes)
         peer, index = self._peer.number, self._index
         for begin in range(0, len(numbers), _AT_ONCE):

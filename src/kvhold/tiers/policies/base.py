@@ -37,7 +37,7 @@ class Policy(Protocol):
         """Ignores unknown keys."""
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
-        """In this order."""
+        """Count chunks as used, in this order."""
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
         """Record a lookup, if `learns`. Return the `prompt` argument of `used` and `missed`.

@@ -197,7 +197,7 @@ class ReuseTimes:
             self._ended[use.kind, cohort.bucket] += num_chunks
 
     def move(self, before: Use, after: Use, num_chunks: int) -> None:
-        """As `end`. after: a result of `use`."""
+        """Record that chunks are used again now. after: a result of `use`."""
         if num_chunks:
             self.end(before, num_chunks)
             after.num += num_chunks
