@@ -1,7 +1,7 @@
 """Choose a chunk's codec: the tier's, or another one to meet the request's options.
 
-A lossy codec encodes only a chunk whose name allows a loss. If its error bound exceeds `max_error`,
-the frame's actual error is measured. `lossless` encodes the chunk if no other codec can.
+If a codec's error bound exceeds `max_error`, the frame's actual error is measured. `lossless`
+encodes the chunk if no other codec can.
 """
 
 from collections.abc import Iterator, Sequence

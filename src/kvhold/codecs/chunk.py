@@ -1,8 +1,5 @@
 """Encode a whole chunk to a frame, and decode frames.
 
-    frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
-    unframe_layer(header, 3, arrived, into[a:b], layout=layout)       # layers in any order
-
 A packing that the codec does not accept is converted to the canonical one, where possible. Any
 thread but an engine's. The GIL is released.
 """

@@ -1,9 +1,5 @@
 """The frame: the only format of chunks outside the arena (docs/format.md).
 
-    header = read_header(buffer, frame_bytes=size)
-    check_identity(header, key=key, layout=layout, num_tokens=256)
-    verify(header, payload)                                             # verify_layer: one layer
-
 Checksums find accidents, not forgeries. Any thread; xxhash releases the GIL.
 """
 

@@ -90,7 +90,6 @@ class LoadedChunks(msgspec.Struct, frozen=True):
 
 class Decision(msgspec.Struct, frozen=True):
     """found: tokens by source, as far as the lookup searched
-    hit_tokens: None: it still waits
     missing: why the hit ends, in words; empty: it does not, or still waits
     load_s, compute_s: measured; None: none, or unknown
     loaded: the chunks that came from peers

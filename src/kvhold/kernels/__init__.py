@@ -1,9 +1,5 @@
 """Copy KV between an engine's blocks (a view) and chunks in the arena.
 
-    plan = plan_blocks(view, block_ids, Chunks(arena, offsets, num_tokens))
-    gather(plan)                                    # all layers, one call
-    scatter(plan, layers=range(4, 5), threads=2)    # one layer, two threads
-
 Three workers give the same bytes: numba for host memory, Triton for a GPU that can address the
 arena, and the reference. On a device a copy follows the current stream, and may end after the call.
 Any thread; concurrent calls must not write the same bytes.

@@ -1,8 +1,7 @@
 """The copy in host memory: compiled loops over raw addresses, without the GIL.
 
 Threads take tiles (a run of a plane) from one atomic counter, so a delayed thread costs only its
-share. They are our own: numba's pool and torch's OpenMP starve each other. Streaming stores are
-10-25% faster than memcpy for copies larger than the cache.
+share. They are our own: numba's pool and torch's OpenMP starve each other.
 """
 
 import os

@@ -1,11 +1,4 @@
-"""Copies between an engine's blocks and the arena.
-
-    mark = copier.mark()                                # the engine's stream, up to here
-    transfer = copier.gather(pieces, after=mark)        # or scatter
-    copier.fence([transfer])                            # the engine's later work runs after it
-    transfer.wait()                                     # all bytes are copied
-
-On a device, the caller keeps four rules:
+"""Copies between an engine's blocks and the arena. On a device, the caller keeps four rules:
 
 - Give each copy the mark of the work that computed or last used its blocks.
 - Write the blocks again only after a `fence`. It delays the device, not the thread.

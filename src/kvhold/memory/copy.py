@@ -4,7 +4,7 @@ Arrays hold the ids, or slots, of all chunks, end to end. Negative ids and slots
 those of ABSENT chunks. Any thread.
 
 A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does. A scatter
-raises DamagedChunks after it has copied all chunks: only the blocks of damaged chunks are wrong.
+copies all chunks before it raises DamagedChunks.
 """
 
 from dataclasses import dataclass

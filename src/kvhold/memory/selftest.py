@@ -1,7 +1,7 @@
 """Check at start that copies are ordered with the engine's own work.
 
 A wrong order is rare and silent, so the check delays a stream. A copy that waits for it must be
-right. Without the wait it must be wrong, or the check tries a longer delay.
+right, and a copy that does not wait must be wrong.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,7 @@
-"""A shared tier whose clears hold for every host
-(docs/decisions/0026-a-clear-begins-a-new-generation.md).
+"""A shared tier whose clears hold for every host (docs/format.md).
 
-From generation 1 on, names in the tier begin with a hash of namespace and generation, then the
-number of clears of everything (docs/format.md). Marker n: generation n has begun. A search from 0
-probes all numbers a power of two ahead, goes to the largest marker, and repeats. Probes ask for the
-next marker; hosts restore evicted ones.
+Marker n: generation n has begun. A search from 0 probes all numbers a power of two ahead, goes to
+the largest marker, and repeats. Probes ask for the next marker; hosts restore evicted ones.
 
 The `_MOST_USED` namespaces last used stay known, and those with chunks in memory. `learned` is
 called before any key gets a newer name.

@@ -1,7 +1,7 @@
 """Guard one tier with deadlines, fault counters and a circuit breaker: a fault is a miss.
 
-While the breaker is open, calls return misses at once. A background task tries `check`; its success
-closes the breaker. A late call is cancelled, but not awaited. One event loop.
+While the breaker is open, calls return misses at once; a background task tries `check`. A late call
+is cancelled, but not awaited. One event loop.
 """
 
 import asyncio

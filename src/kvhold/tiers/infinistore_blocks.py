@@ -4,9 +4,8 @@ The store knows no sizes, overwrites blocks, answers one code per batch, and evi
 So a value has equal blocks under names that only this put uses, and a *head*: a small block under
 the key's own name with the size and the put's name, written last.
 
-Bytes pass through registered slots. A slot belongs to its operation until the end. If that does not
-come within seconds, the connection and its slots are given up. One event loop; one thread blocks; a
-client thread reports completions.
+A slot of registered memory belongs to its operation until the end, else its connection is given up
+after seconds. One event loop; one thread blocks; a client thread reports completions.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
 - a clear that ended without a folder: the folder's line, the prefix in hex
 
-A clear may end while a folder, such as an unmounted disk, is away, and is pending again when it is
+A clear that ended while a folder, such as an unmounted disk, was away is pending again when it is
 back. A new place may be any store under another URL, so it gets the pending clears of all removed
 places.
 

@@ -1,13 +1,11 @@
 """The Mooncake tier: values in the memory of a Mooncake Store.
 
-The client is mooncake-transfer-engine-non-cuda, or the CUDA build. Its threads use the caller's
-memory, so a cancelled call waits for its thread.
+The client is mooncake-transfer-engine-non-cuda, or the CUDA build. A cancelled call waits for its
+thread, which uses the caller's memory.
 
 **The client listens on all interfaces**, without authentication and without an option to change
-that (0.3.13), so `allow_all_interfaces=true` is required.
-
-The master leases a value to its readers (5 s by default). `delete` waits for the leases, at most
-`delete_wait_s`. RDMA is untested.
+that (0.3.13), so `allow_all_interfaces=true` is required. `delete` waits for the leases of readers,
+at most `delete_wait_s`. RDMA is untested.
 """
 
 import asyncio

@@ -1,8 +1,5 @@
 """Make tiers from URLs.
 
-    url = "audit+redis://host:6379/0?audit_max_keys=1000&get_timeout_s=2"
-    tier, settings = make_tier(url, plugins=())
-
 A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`
 (`plugin://module:Class`). Only plugins in the settings are run.
 """

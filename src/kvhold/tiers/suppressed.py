@@ -1,7 +1,7 @@
 """A tier's values that must not be found: `suppressed.hides(key)`.
 
-- *Cleared*, but not removed yet. `journal.py` keeps these through a restart.
-- *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy.
+They are cleared, but not removed yet, or unreadable: suppressed for 30 s, so that a tier below can
+deliver its copy.
 
 A clear is *pending* until its values are removed. Its number keeps an earlier removal from ending a
 later clear. It is *due* when the writes from before its start have ended.

@@ -1,10 +1,7 @@
 """A tier's address and settings in one line: `redis://user:secret@host:6379/0?ttl_s=3600`.
 
-    url = parse_url("disk:///var/cache/kvhold?max_bytes=100GiB")
-    config = url.apply(DiskConfig(path=url.path))    # sets the options; raises ConfigError
-
-A password or an option may be a reference, such as `${env:REDIS_PASSWORD}` or
-`${file:/etc/kvhold/password}`, read when the tier is made.
+A password or an option may be a reference, such as `${env:REDIS_PASSWORD}`, read when the tier is
+made.
 """
 
 import re

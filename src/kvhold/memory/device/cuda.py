@@ -119,7 +119,7 @@ class CudaDriver(TorchDriver):
 
 
 def _find_copy_batch() -> Callable[..., int] | None:
-    """cuMemcpyBatchAsync by its address: cuda-bindings takes an object for each piece, which is slow.
+    """cuMemcpyBatchAsync by its address: cuda-bindings needs an object for each piece, too slow.
     None: older than CUDA 13.
     """
     flags = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT

@@ -1,9 +1,8 @@
 """Open folders and files that no other user can change.
 
-A safe folder belongs to this user or root, and others can neither write there nor replace it. No
-folder above is writable by all users, unless sticky, and no symbolic link on the way belongs to
-another user. A safe file is a regular file of this user, with one name. `Unsafe` says how to repair
-the fault.
+A safe folder belongs to this user or root, and others can neither write there nor replace it, a
+folder above or a symbolic link on the way. A safe file is a regular file of this user, with one
+name. `Unsafe` says how to repair the fault.
 """
 
 import errno

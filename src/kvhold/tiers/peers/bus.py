@@ -1,8 +1,8 @@
 """Changes of peers that come over a bus, instead of a connection to each peer (docs/peers.md).
 
 Records are not trusted. A node seals them with a key from its `PeerWelcome`. The clock in the seal
-exposes delayed and repeated records, which do not count as current. It is compared with this host's
-clock at the request for the welcome, because the welcome may arrive late.
+exposes delayed and repeated records. It is compared with this host's clock at the request for the
+welcome, because the welcome may arrive late.
 
     seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
           as they are sent over a connection

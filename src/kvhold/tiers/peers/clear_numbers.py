@@ -2,8 +2,7 @@
 
 A host takes chunks only from a peer that has announced the same clears, or later ones. A number is
 larger than every known one of its prefix, and about the time in milliseconds at which memory was
-cleared: larger than forgotten numbers, and smaller than those of later clears, which also hold for
-chunks stored in between. Any thread.
+cleared: later clears, which also hold for chunks stored in between, have larger ones. Any thread.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Follows one peer: a snapshot, then its changes, into the index (docs/peers.md).
 
 After a lost connection or a gap, it goes on with the next change if the peer still has it, else
-with a snapshot. The peer stays followed while it moves to the bus and back.
+with a snapshot.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 """Which peers have which chunks: 17 bytes a slot, at most 0.7 of the slots in use, no objects.
 
-A chunk is known by a digest of 8 bytes. If two keys share one, a peer is asked in vain: frames name
-their keys.
-
-1,024 tables with linear probing: each growth is short. In a scan by table, a chunk that stays is in
-exactly one part. One thread.
+If two keys share a digest of 8 bytes, a peer is asked in vain: frames name their keys. 1,024 tables
+with linear probing: each growth is short. In a scan by table, a chunk that stays is in exactly one
+part. One thread.
 """
 
 from array import array

@@ -2,8 +2,8 @@
 
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 
-A lost reader goes on with the next server, without acknowledgements: the numbers of the changes
-show gaps. Each event loop has its own `NatsBus`. No password or token is in an error.
+Records are not acknowledged: the numbers of the changes show gaps. Each event loop has its own
+`NatsBus`. No password or token is in an error.
 """
 
 import asyncio

@@ -46,8 +46,6 @@ class Peer:
     is_self: this node itself, named in a list that all hosts share
     is_elsewhere: the same node is followed at another of its addresses
     away_for: why it is not followed; None: it is, or was not tried yet
-    state_at_s: when one of these four last changed
-    is_open: a connection or the bus follows this incarnation
     tried: set when it is followed, or cannot be
     """
 

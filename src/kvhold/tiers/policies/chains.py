@@ -1,8 +1,7 @@
 """The shared part of all policies: chains, candidates for eviction, bytes per namespace.
 
 *Leaves* are chunks without a continuation here. Queues order them by rank, per namespace and for
-all. Insert, touch and remove cost O(log leaves), `victims` O((victims + pinned leaves before them)
-log leaves).
+all. Insert, touch and remove cost O(log leaves).
 """
 
 from abc import ABC, abstractmethod

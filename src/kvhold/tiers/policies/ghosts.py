@@ -1,7 +1,7 @@
 """The last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
 
 A name's hash chooses a set of eight places. A new chunk in a full set replaces the one with the
-oldest use. Two names are confused once in 500 million lookups.
+oldest use.
 
     number:  past (tick 22 | value 4 | kind 9 | uses 5) | tag 24
     mark:    one byte, 0 in an empty place; one call searches a set for it

@@ -1,8 +1,7 @@
 """Evicts the chunk with the lowest worth, learnt from the times between uses (docs/eviction.md).
 
-A worth follows from the chunk's kind, the time since its last use and its *value* (`base.py`). Only
-the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is worth
-more. `ghosts.py` remembers evicted and missing chunks.
+Only the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is
+worth more. `ghosts.py` remembers evicted and missing chunks.
 """
 
 import time

@@ -1,8 +1,7 @@
 """Learns after how long chunks are used again, for each kind of chunk (docs/eviction.md).
 
 Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
-age: intervals between two uses that reached the bucket, and that ended there. The estimate of a
-kind with few uses comes mostly from kinds that share its first numbers.
+age: intervals between two uses that reached the bucket, and that ended there.
 
 The worth of a chunk is the maximum over all times h of
 
@@ -13,8 +12,8 @@ the price are worth 0, and evicted by age. For a new chunk, h is at least the en
 bucket; a worth below 0 saves writes. A *factor* says how much a use of a chunk saves, and
 multiplies the probability.
 
-Each place has its own price (`add_place`). A disk's thread may read its `Worths` while memory's
-thread calls `ReuseTimes`. Pure.
+Each place has its own price. A disk's thread may read its `Worths` while memory's thread calls
+`ReuseTimes`. Pure.
 """
 
 from bisect import bisect_right

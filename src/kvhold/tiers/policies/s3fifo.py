@@ -1,9 +1,8 @@
 """S3-FIFO (Yang et al., SOSP 2023): evicts chunks without a second use early.
 
-- **Small** queue: new keys, a tenth of the bytes. At its turn, a used key moves to the main queue
-  with its prefix; an unused key is the victim.
-- **Ghost** queue: keys of these victims, not cleared ones. They enter the main queue next time.
-- **Main** queue: at its turn, a used key goes to the end.
+New keys are in the small queue, a tenth of the bytes. At its turn, a used key moves to the main
+queue with its prefix; an unused one is the victim, and a ghost unless cleared. A ghost's key enters
+the main queue next time. There, a used key goes to the end at its turn.
 """
 
 from collections import OrderedDict

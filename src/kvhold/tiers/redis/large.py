@@ -1,9 +1,9 @@
 """Values stored in parts, in the format of `split.py`.
 
-A put without a time to live uploads the parts, which expire after hours; writes the head, which
-makes the value visible and expires after one hour; and removes both expiries in one transaction, if
-the head is still there. So the remains of an interrupted put expire. With a time to live, the parts
-expire two hours after the head. A head without all parts is a miss, and its reader removes it.
+A put uploads the parts, writes the head, which makes the value visible, and then removes their
+expiry in one transaction, if the head is still there. So an interrupted put expires. With a time to
+live, the parts expire two hours after the head. A head without all parts is a miss, and its reader
+removes it.
 
 A delete removes the head that it saw and its parts in one transaction. A small string is removed
 without one, for speed; parts of a value that replaces it then are removed next.
