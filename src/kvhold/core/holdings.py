@@ -41,7 +41,7 @@ kept: list["Holding"] = []
 
 
 class Holding:
-    """A hit, a lease or a reservation, until it is closed; again is harmless.
+    """A hit, a lease or a reservation, until it is closed. Closing twice is harmless.
 
     If its `with` ends with DeviceError, it is kept.
     """

@@ -99,8 +99,9 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Insert:
-    """An image, video or audio in a prompt. digest: hash of everything that its KV depends on,
-    except its position
+    """An image, video or audio in a prompt.
+
+    digest: hash of everything that its KV depends on, except its position
     """
 
     start: int
