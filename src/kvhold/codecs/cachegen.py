@@ -103,8 +103,6 @@ class CacheGen(Quantised):
 
 
 class CacheGenFine(CacheGen):
-    """Steps half as wide."""
-
     name: ClassVar[str] = "cachegen-fine"
     error_bound: ClassVar[float] = 0.07  # 1/16 + 17/16 * 1/256
     fineness: ClassVar[Fineness] = Fineness(
@@ -113,8 +111,6 @@ class CacheGenFine(CacheGen):
 
 
 class CacheGenSmall(CacheGen):
-    """Steps 1.6 times as wide."""
-
     name: ClassVar[str] = "cachegen-small"
     error_bound: ClassVar[float] = 0.21  # 1/5 + 6/5 * 1/256
     fineness: ClassVar[Fineness] = Fineness(
@@ -124,9 +120,7 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """Bins. 2**share neighbouring channels of a head are a group.
-
-    octaves: [groups], a step is base * 2**octave
+    """octaves: [groups], a step is base * 2**octave
     offsets: [groups], the mean in whole steps
     """
 
@@ -234,8 +228,7 @@ def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Byt
 
 @dataclass(frozen=True)
 class _Coding:
-    """classes: [groups], the kind before the shift
-    shifts: [tokens, runs], or empty
+    """shifts: [tokens, runs], or empty
     kinds: [tokens * width], numbers of distributions
     """
 

@@ -78,8 +78,7 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk:     `layout.chunk_bytes(group, num_tokens)` bytes; do not change them: a raw frame uses
-               them
+    chunk:     `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame uses them
     checksums: [layers], if known; only for a raw frame
     out:       at least `max_frame_bytes`; without it raw copies nothing
     align:     of the payload's start, a multiple of 8; direct I/O needs 4096
@@ -200,10 +199,7 @@ def unframe_layer(
     layout: Layout,
     find: FindCodec = find_codec,
 ) -> None:
-    """Verify and decode one layer, after `check_identity`. Errors as for `unframe_chunk`.
-
-    encoded: the bytes at `header.layer_range(layer)`
-    """
+    """As `unframe_payload`. encoded: the bytes at `header.layer_range(layer)`"""
     source, target = memoryview(encoded).cast("B"), memoryview(into).cast("B")
     if len(target) != header.layer_bytes:
         raise ValueError(f"into has {len(target)} bytes, a layer has {header.layer_bytes}")

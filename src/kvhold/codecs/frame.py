@@ -55,7 +55,6 @@ class FrameHeader:
     packing: CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks, block_bytes]
     lengths: [layers] bytes of encoded layers, end to end in the payload
     checksums: [layers] xxh3_64 of encoded layers
-    expires_at: Unix time in seconds; 0: never
     """
 
     key: bytes

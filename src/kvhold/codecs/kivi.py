@@ -20,7 +20,7 @@ SMALLEST = 2.0**-100
 
 
 class KIVI(Quantised):
-    """Ends are exact, unless less than 2**-119 apart. Latent KV (MLA) is coded like keys."""
+    """Latent KV (MLA) is coded like keys."""
 
     name: ClassVar[str] = "kivi4"
     error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256
@@ -55,8 +55,6 @@ class KIVI(Quantised):
 
 
 class KIVI2(KIVI):
-    """Two levels lie between a group's ends."""
-
     name: ClassVar[str] = "kivi2"
     error_bound: ClassVar[float] = 0.338  # 1/3 + 1/256
     bits: ClassVar[int] = 2
@@ -117,7 +115,7 @@ def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elemen
 
 
 def is_too_small(largest: float, place: LayerShape) -> bool:
-    """Whether a layer is stored unchanged to keep the error bound: below 2**-100, or a denormal."""
+    """Then the layer is stored unchanged, to keep the error bound."""
     return 0 < largest < max(LEAST_NORMAL[place.dtype], SMALLEST)
 
 

@@ -34,11 +34,6 @@ _SYMBOL = Struct("<BH")
 
 @dataclass(frozen=True)
 class _Cut:
-    """parts: the planes, which have separate frequencies
-    width: elements of a token
-    step: an exponent's step in the first byte; 0: no bias
-    """
-
     parts: int
     elements: int
     size: int

@@ -22,7 +22,7 @@ LIMIT = 0.145  # of the layer's largest magnitude
 
 class TurboQuant4(Quantised):
     """A vector is a run of 128 channels of a head in one token, stored unchanged if an error
-    exceeds LIMIT. Zeros may change, but vectors of zeros do not.
+    exceeds LIMIT.
     """
 
     name: ClassVar[str] = "turboquant4"

@@ -81,7 +81,6 @@ class Estimate:
         self._off = 0 if not side else max(self._off, 0) + 1 if side > 0 else min(self._off, 0) - 1
 
     def _side(self, quantities: Quantities, seconds: float) -> int:
-        """1: far slower than predicted, -1: far faster, else 0."""
         if self._costs is None:
             return 0
         thought = sum(
@@ -138,7 +137,7 @@ def fit(
 def _deviations(
     columns: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64] | None:
-    """Return costs that make each row's sum near 1; None if negative or undetermined."""
+    """None: negative or undetermined."""
     factors, costs = weights, np.zeros(columns.shape[1])
     for _ in range(_ROUNDS):
         weighted = columns * factors[:, None]

@@ -60,7 +60,6 @@ class NamingRules:
     """tables: by class name; the nearest base class applies
     opens: whether a class is split into attributes
     atoms: functions that give the text of a type
-    not_keys: keys to leave out
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)

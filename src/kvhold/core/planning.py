@@ -78,8 +78,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class LoadedChunks(msgspec.Struct, frozen=True):
-    """chunks: runs of chunks of one peer, [first, last]; the last run of a long prompt may be
-            incomplete
+    """chunks: runs of chunks of one peer, [first, last]; the last run may be incomplete
     seconds: from the first request to the last answer
     """
 
@@ -89,10 +88,8 @@ class LoadedChunks(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """found: tokens by source, as far as the lookup searched
-    missing: why the hit ends, in words; empty: it does not, or still waits
+    """missing: why the hit ends, in words; empty: it does not, or still waits
     load_s, compute_s: measured; None: none, or unknown
-    loaded: the chunks that came from peers
     """
 
     request: str

@@ -12,8 +12,6 @@ _UNUSED = -(10**9)
 
 
 class LastMinute:
-    """Sums of the last 12 parts of 5 seconds."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began_s = clock()

@@ -87,7 +87,7 @@ def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
 
 
 def store_options_of(tags: Iterable[tuple[str, str]]) -> StoreOptions | None:
-    """The budget and tenant of a namespace's tags; None if invalid."""
+    """None: invalid tags."""
     named = dict(tags)
     try:
         budget = {

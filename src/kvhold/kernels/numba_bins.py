@@ -1,8 +1,7 @@
-"""Quantise numbers to few bins and back, compiled.
+"""Quantise a plane of a layer, [tokens, width], finite, to few bins and back, compiled.
 
-For one plane of a layer, [tokens, width], finite. A bin is number / step, rounded, in -127..127,
-with a step per channel. A deviation is a bin minus the bin of the channel's mean. A symbol is a
-deviation as one byte, or ESCAPE; then the bin is an exception.
+A bin is number / step, rounded, in -127..127. A deviation is a bin minus the bin of the channel's
+mean. A symbol is a deviation as one byte, or ESCAPE; then the bin is an exception (docs/format.md).
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -122,7 +121,7 @@ def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
     counts: [kinds, REACH + 2]
 
     Returns uint8 [kinds], the number of frequencies, and uint16 [kinds, REACH + 1], the frequency
-    of 0, of 1 and -1 each, ... ESCAPE has the rest.
+    of 0, of 1 and -1 each, ...
     """
     assert counts.shape[1] == REACH + 2 and scale >= 4 * (REACH + 1)
     lengths, found = (

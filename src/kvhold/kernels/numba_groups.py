@@ -1,7 +1,7 @@
-"""Quantise numbers to 4 or 2 bits, between the least and largest of a group, and back.
+"""Quantise numbers to 4 or 2 bits and back, compiled (docs/format.md, kivi4).
 
 A group is 32 tokens of a channel (columns), or 32 channels of a head in one token (rows). Elements
-are finite; ends are exact (docs/format.md, kivi4).
+are finite.
 """
 
 from typing import Any
@@ -54,10 +54,7 @@ def columns_decode(
 def rows_encode(
     elements: Elements, dtype: str, *, head_dim: int, bits: int, ends: Elements, codes: Bytes
 ) -> None:
-    """elements: [tokens, width]
-    ends: [tokens, 2, num_groups], least and largest
-    codes: [tokens, packed_width]
-    """
+    """As `columns_encode`. elements: [tokens, width]; ends: [tokens, 2, num_groups]"""
     _check_rows(elements, head_dim, bits, ends, codes)
     _rows_encode(elements, KINDS[dtype], head_dim, bits, ends, codes)
 

@@ -1,9 +1,4 @@
-"""Rotate vectors and code them in 4 bits, compiled.
-
-A vector is a run of 128 channels of a head, zero-padded to a power of two. Random signs and a
-Hadamard matrix make its numbers nearly normal. Each becomes the nearest of 16 levels (Lloyd and
-Max).
-"""
+"""Rotate vectors and code them in 4 bits, compiled (docs/format.md, turboquant4)."""
 
 from hashlib import blake2b
 from typing import Any

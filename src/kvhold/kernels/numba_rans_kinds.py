@@ -1,7 +1,6 @@
 """rANS as in numba_rans.py, with frequencies per kind of symbols.
 
-A segment is whole rows of `width` symbols. A symbol's lane is its column modulo LANES. A kind with
-one symbol costs nothing.
+A segment is whole rows of `width` symbols. A symbol's lane is its column modulo LANES.
 """
 
 from typing import Any, TypeAlias

@@ -1,7 +1,7 @@
 """The copy in host memory with each layer's checksum: bytes cross memory once.
 
 Streamed bytes are hashed in the registers that they are copied through, other pieces in the core's
-cache after the copy: the arena's bytes, to find earlier damage.
+cache after the copy.
 """
 
 from typing import Any

@@ -22,7 +22,7 @@ class Chunks:
     base:           uint8 [bytes], contiguous: a numpy array, or a torch tensor
     offsets:        int64 [n], bytes from `base`
     num_tokens:     int64 [n]
-    device_address: of `base`, on a view's device that can address this host memory
+    device_address: of `base`, on a view's device
     """
 
     base: Tensor
@@ -166,8 +166,6 @@ def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) ->
     """Pair whole blocks with each chunk. A chunk's last block may be used in part.
 
     block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))], as `slots` in `plan_slots`
-
-    Raises ValueError for ids or chunks out of bounds.
     """
     _check_int64s("block_ids", block_ids)
     chunk_rows = _chunk_rows(view, chunks)

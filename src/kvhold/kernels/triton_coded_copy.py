@@ -1,6 +1,6 @@
 """The copy on a GPU of a view with a `Coding`: the same bytes as `numba_coded_copy.py`.
 
-A tile is some runs of one row, so a run's largest element is found in registers.
+A tile is some runs of one row.
 """
 
 from contextlib import AbstractContextManager, nullcontext

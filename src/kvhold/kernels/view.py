@@ -24,8 +24,6 @@ class Coding:
     """The 8-bit form of a row: `elements` codes (int8), then a scale (float32) for each run.
 
     A scale is the largest magnitude of its run: infinity or NaN if an element is not finite.
-
-    elements: per row; a multiple of `run`, a power of two
     """
 
     dtype: str

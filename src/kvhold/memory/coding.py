@@ -1,7 +1,7 @@
 """Chunks with 8 bits per element in memory: `memory_codec = "int8"`.
 
-Each `run` of consecutive elements of a block shares a scale. The packing's name contains the codec,
-so an engine finds only chunks of the same codec. States, and KV with 8 bits, are not coded.
+Each `run` of consecutive elements of a block shares a scale. The packing's name contains the codec.
+States, and KV with 8 bits, are not coded.
 """
 
 from dataclasses import replace

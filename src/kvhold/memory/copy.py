@@ -1,7 +1,7 @@
 """Copies for integrations: an engine's blocks into a reservation, a lease into blocks.
 
-Arrays hold the ids, or slots, of all chunks, end to end. Negative ids and slots are skipped, and
-those of ABSENT chunks. Any thread.
+Arrays hold the ids, or slots, of all chunks, end to end. Negative ones are skipped, and those of
+ABSENT chunks. Any thread.
 
 A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does. A scatter
 copies all chunks before it raises DamagedChunks.

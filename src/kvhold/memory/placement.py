@@ -77,7 +77,6 @@ def memory_nodes() -> list[int]:
 
 
 def engine_memory_nodes() -> list[int]:
-    """NUMA nodes of the thread's memory binding, or of its cores."""
     mode, mask = ctypes.c_int(), _mask_of([])
     if (
         system_call(
@@ -124,7 +123,6 @@ def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
 
 
 def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
-    """Cores of threads bound to one core each, and of the OpenMP settings."""
     own = {
         thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_PREFIX)
     }
@@ -138,11 +136,10 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 
 
 def place_own_threads(cores: str = "") -> None:
-    """Move kvhold's threads off the engine's cores, but near its memory.
+    """Move kvhold's threads off the engine's cores, but near its memory, if the engine binds
+    threads.
 
-    Only if the engine binds threads. Later threads need another call.
-
-    cores: a list such as "8-15"; "inherit": change nothing
+    Later threads need another call. cores: a list such as "8-15"; "inherit": change nothing
     """
     if cores == "inherit":
         return

@@ -64,11 +64,9 @@ def separate_pools(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """One tensor per layer and plane.
+    """One tensor per layer and plane, such as "slot head dim" (SGLang).
 
     planes: `group.planes` sequences of `group.layers` tensors
-    axes:   "slot head dim" (SGLang; tokens_per_block is its page size), or "block head token dim"
-            (transformers; a block is a sequence)
     """
     if len(planes) != group.planes:
         raise LayoutError(f"planes: {len(planes)} pools given, group.planes is {group.planes}")

@@ -83,10 +83,6 @@ _NOT_UNDERSTOOD = {
 
 @dataclass(frozen=True)
 class ModelKV:
-    """groups: one per kind of layer, with all ranks
-    state_layers: number of layers with a state, whose size is unknown
-    """
-
     groups: tuple[Group, ...]
     state_layers: int = 0
     notes: tuple[str, ...] = ()
@@ -374,7 +370,6 @@ def _within(group: Group, num_tokens: int) -> int:
 
 
 def _divided(group: Group, tp: int) -> int:
-    """The number of parts of the heads; several workers may hold one part."""
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be 1 or more")
     if group.planes == 1:

@@ -26,7 +26,6 @@ class FakeEvent:
         self._device = device
 
     def fired(self) -> bool:
-        """Sometimes runs the device first."""
         self._device.run_seldom()
         return self.has_fired
 
@@ -86,7 +85,6 @@ class FakeDevice:
                 pass
 
     def run_seldom(self) -> None:
-        """Polling must not make the device fast."""
         with self._lock:
             if self._random.random() < 0.02:
                 self.run_some()

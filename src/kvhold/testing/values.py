@@ -21,7 +21,6 @@ def as_float64(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
 
 
 def from_float64(values: Floats, dtype: str) -> bytes:
-    """Return the nearest finite value of `dtype` for each finite value."""
     if dtype == "bfloat16":
         bits = np.clip(values, -_BFLOAT16_MAX, _BFLOAT16_MAX).astype("<f4").view("<u4")
         return bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))

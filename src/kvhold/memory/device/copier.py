@@ -38,7 +38,7 @@ Checkers: TypeAlias = Mapping[Lane, Executor]
 @dataclass(frozen=True)
 class Settings:
     """batch_bytes: chunks that are copied together; half as much in the first batch
-    direct_bytes: larger pieces are loaded directly, and stored directly if the ring is full
+    direct_bytes: larger pieces are loaded directly
     """
 
     store_ring_bytes: int = 256 << 20
@@ -265,7 +265,6 @@ class DeviceCopier:
 
     @contextmanager
     def _noting_faults(self, *, before: bool = True) -> Iterator[None]:
-        """before: raise an earlier fault first; False: wait for copies even after a fault."""
         if before and self._fault is not None:
             raise self._fault
         try:

@@ -15,9 +15,9 @@ from kvhold.memory.copier import Stage
 
 class Lane(Enum):
     GATHER = "gather"
-    STORE = "store"  # to the arena; low priority
+    STORE = "store"  # low priority
     LOAD = "load"
-    SCATTER = "scatter"  # kernels that write blocks; high priority
+    SCATTER = "scatter"  # high priority
 
 
 class DeviceEvent(Protocol):

@@ -43,7 +43,6 @@ class PinnedArena:
     """The lock of `changed` protects the fields.
 
     report:     called with `pinned_bytes`, from the arena's beginning, after each slice
-    is_pinning: a slice is being pinned, or will be next
     is_settled: no more slices will be pinned
     is_leaving: it is being unpinned, or was unpinned
     thread:     None for scratch memory
@@ -160,8 +159,8 @@ class PinnedArenas:
         """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
         Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block: the
-        device would refuse the copy. Raises DeviceError if nothing may be copied, CapacityError if
-        only a part is pinned, or if the arena is being unpinned.
+        device would refuse the copy. Raises DeviceError, and CapacityError if only a part is
+        pinned, or if the arena is being unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)
