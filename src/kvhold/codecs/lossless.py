@@ -38,7 +38,7 @@ class _Cut:
     elements: int
     size: int
     width: int
-    step: int
+    step: int  # 0: no bias
 
     @property
     def kind(self) -> str:

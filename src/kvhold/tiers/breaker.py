@@ -24,10 +24,7 @@ class Breaker:
         return closed
 
     def failed(self, now_s: float, *, for_good: bool = False) -> bool:
-        """for_good: open at once, because retries cannot help
-
-        Returns whether this opened the breaker.
-        """
+        """for_good: open at once, because retries cannot help."""
         self._failures += 1
         if not self.allows:
             if now_s >= (self.next_try_s or 0):

@@ -135,7 +135,6 @@ class Clears:
             self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
 
     async def _clear_pending(self, prefix: bytes) -> int:
-        """Values stored after the clear's start stay."""
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()

@@ -88,7 +88,6 @@ class SharedFilesTier:
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:
-        """A read-only folder passes."""
         async with self._opener.use() as tree:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:

@@ -398,9 +398,8 @@ class GenerationTier:
                 del self._numbers[first]
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Call `learned` before a newer generation is used.
-
-        Skips a generation that this host is beginning: its clear checks whose marker it is.
+        """Call `learned` before a newer generation is used. Skip one that this host is
+        beginning.
         """
         for some in _sliced(spaces):
             uses = {space: self._used.get(space) for space in some}

@@ -113,8 +113,9 @@ class Guard:
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
     ) -> list[int | None]:
-        """Return the size of each value. Add the tier to `silent` if it failed for a key.
+        """Return the size of each value.
 
+        silent:  receives the tier's name if it failed for a key
         unknown: receives the reasons of failures
         """
         call = TierCall[Sequence[int | TierError | None]](
@@ -537,7 +538,6 @@ class Guard:
                 await self.check()
 
     def has_late_writes(self, from_before_s: float = inf) -> bool:
-        """A write that began before this time runs past its deadline."""
         return any(
             call.operation in _WRITES and call.began_s <= from_before_s
             for call in self._stuck.values()

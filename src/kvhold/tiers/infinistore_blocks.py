@@ -283,7 +283,6 @@ class BlockTier:
                 free.put_nowait(at)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
-        """Stop at a missing batch, because the head is not trusted."""
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
             if not await self._drop(
                 self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))
@@ -343,7 +342,6 @@ class BlockTier:
     async def _item(
         self, operation: str, call: Callable[[], Awaitable[Result]]
     ) -> Result | TierError | None:
-        """None: a missing block. A TierError: other refusals."""
         try:
             return await call()
         except _Refused as refused:

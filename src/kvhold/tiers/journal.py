@@ -50,7 +50,7 @@ class ClearsJournal:
         self._pending: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
         self._last_places: set[str] = set()
-        # tier -> identity of a folder -> clears that ended without it
+        # tier -> identity of a folder -> clears that it missed
         self._folders: dict[str, dict[str, dict[bytes, None]]] = {}
         self._present: dict[str, dict[str, str]] = {}
         try:

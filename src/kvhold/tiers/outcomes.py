@@ -27,9 +27,7 @@ class TierOutcome(Generic[Result]):
 
 @dataclass
 class Unknown:
-    """The keys whose place a probe did not learn.
-
-    why:  the reason of all keys that no tier has; None: all tiers answered
+    """why: the reason of all keys that no tier has; None: all tiers answered
     keys: single keys, each with the reason
     """
 

@@ -253,7 +253,6 @@ class RamTier:
         return entries
 
     def commit(self, entry: Entry) -> None:
-        """A doomed entry is freed."""
         assert not entry.committed
         self._is_continued(entry.parent)
         if self.is_doomed(entry):
@@ -339,7 +338,6 @@ class RamTier:
         ]
 
     def parts(self) -> Iterator[list[Entry]]:
-        """Yield all visible entries, which may change in between."""
         for part in self._entries.parts():
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 

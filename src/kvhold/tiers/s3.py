@@ -363,7 +363,6 @@ def _fill(parts: Parts, data: memoryview) -> None:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All calls end, even if cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

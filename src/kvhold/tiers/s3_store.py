@@ -88,7 +88,6 @@ def check_config(config: S3Config) -> None:
 
 
 def prefix_of(config: S3Config) -> str:
-    """Empty, or with a final `/`."""
     segments = [segment for segment in config.prefix.split("/") if segment]
     for segment in segments:
         if not _SEGMENT.fullmatch(segment):

@@ -36,9 +36,7 @@ class Stack:
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
     ) -> dict[bytes, TierPlace]:
-        """The first tier that has each key. One call per tier.
-
-        silent:  receives the names of tiers that did not answer
+        """silent: receives the names of tiers that did not answer
         unknown: receives why not
         """
         places: dict[bytes, TierPlace] = {}

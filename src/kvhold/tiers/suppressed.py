@@ -46,7 +46,6 @@ class Suppressed:
         return self._num_clears
 
     def add_everything_instead(self) -> int:
-        """Return the number of the clear."""
         self._pending.clear()
         self._due.clear()
         self._due_s.clear()

@@ -8,7 +8,7 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 Value = TypeVar("Value")
 
-SPREAD = NAMESPACE_BYTES  # of the key's byte that selects its dictionary
+SPREAD = NAMESPACE_BYTES
 _MOST = 512
 _PART = 128
 KEYS_A_PART = 256

@@ -107,7 +107,6 @@ class Folder:
         try:
             self._tree.rename(temporary, name)
         except OSError as error:
-            # only the folder's sync may have failed
             try:
                 self.remove(temporary)
                 self.remove(name)

@@ -179,13 +179,11 @@ class Index:
         return victims or None
 
     def commit(self, entry: DiskEntry, occupied_bytes: int, past: int | None = None) -> None:
-        """past: of the value that it replaces, with `learned`."""
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry, entry.written_ns, past)
 
     def swap(self, old: DiskEntry, entry: DiskEntry, occupied_bytes: int) -> None:
-        """`old`'s file must be removed next."""
         past = self._past_on_disk(old.key)
         self._take(old, evicted=False)
         self.commit(entry, occupied_bytes, past)

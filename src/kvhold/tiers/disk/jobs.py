@@ -191,8 +191,6 @@ class SyncRemovals:
 
 
 class Read:
-    """is_broken: the file differed from its entry and was removed."""
-
     def __init__(
         self,
         folder: Folder,
@@ -230,8 +228,6 @@ class Read:
 
 
 class FileWrite:
-    """is_left: the write failed, but its file may exist."""
-
     def __init__(
         self,
         folder: Folder,

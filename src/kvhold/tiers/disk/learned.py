@@ -116,7 +116,6 @@ class LearnedOrder:
             self._learning.ghosts.add(key[:NAME_BYTES], past, self._now_s)
 
     def admits(self, key: bytes) -> bool:
-        """A chunk that was in no lookup is admitted."""
         worths, past = self._learning.worths, self.past_of(key)
         if worths is None or not uses_of(past):
             return True
@@ -131,7 +130,6 @@ class LearnedOrder:
         return False
 
     def victims(self, nbytes: int, is_held: Callable[[int], bool]) -> Sequence[int]:
-        """Rows of at least `nbytes`, the least worth first; empty if impossible."""
         self._renew()
         rows, heads, newest, first = self._rows, self._heads, self._newest, self._first
         victims: list[int] = []

@@ -70,9 +70,7 @@ class Rows:
         past: int | None = None,
         behind: int = NONE,
     ) -> int:
-        """Add a new key as the most recently used one of its list.
-
-        behind: insert the row just before this row of its list instead
+        """behind: insert the row just before this row instead of last
 
         Raises OSError: there is no memory for more rows.
         """
@@ -111,7 +109,6 @@ class Rows:
         return self._pasts[row]
 
     def set_past(self, row: int, past: int) -> None:
-        """The row becomes the last one of its new list."""
         self._unlink(row)
         self._pasts[row] = past
         number = queue_of(past)

@@ -406,7 +406,6 @@ class DiskStore:
         todo: Sequence[int],
         faults: list[TierError | None],
     ) -> tuple[dict[int, FileWrite], list[int]]:
-        """Return write jobs by position, and the positions that other calls are writing."""
         jobs: dict[int, FileWrite] = {}
         waiting = []
         for i in todo:

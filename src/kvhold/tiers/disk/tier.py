@@ -182,7 +182,6 @@ class DiskTier:
         )
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Raises TierIncomplete if the disk of a key failed."""
         faults: list[TierError] = []
 
         def lost(fault: TierError) -> bool:
@@ -197,7 +196,6 @@ class DiskTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncGenerator[bytes, None]:
-        """If a disk fails, raise TierIncomplete after the keys of the others."""
         opened = await _all(_fault_of(partial(store.probe, [])) for store in self._stores)
         faults = [fault for fault in opened if fault is not None]
         if len(faults) == len(self._stores):
@@ -224,10 +222,7 @@ class DiskTier:
         call: Callable[[DiskStore, Sequence[int]], Awaitable[list[Answer]]],
         lost: Callable[[TierError], Answer],
     ) -> list[Answer]:
-        """Raise TierError if all disks fail.
-
-        lost: the answer for each key of a failed disk
-        """
+        """lost: the answer for each key of a failed disk."""
         if len(self._stores) == 1:
             return await call(self._stores[0], range(len(keys)))
         shares = self._by_store(keys)

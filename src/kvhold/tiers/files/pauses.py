@@ -1,7 +1,6 @@
 """Pauses of a thread that works on many files.
 
-Thousands of short system calls drop and retake the GIL, and starve the node's loop: each drop wakes
-its thread, which then finds the GIL taken.
+Thousands of short system calls drop and retake the GIL, and starve the node's loop.
 """
 
 import time

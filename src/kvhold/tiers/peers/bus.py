@@ -177,7 +177,6 @@ class Inbox:
         self._ends = end
 
     def continues(self, number: int) -> bool:
-        """Whether the bus is current, and no change after `number` is missing."""
         return self._begins is not None and self._begins <= number and self.is_fresh
 
     def drop(self, number: int) -> None:

@@ -36,13 +36,11 @@ class ClearNumbers:
             return dict(self._announced)
 
     def resume(self, numbers: Mapping[bytes, int]) -> None:
-        """Take the numbers of the last run. Older chunks that are left are suppressed."""
         with self._lock:
             self._numbers.update(numbers)
             self._announced.update(numbers)
 
     def advance(self, prefix: bytes, asked_s: float | None = None) -> int:
-        """asked_s: Unix time at which memory was cleared; None: now."""
         with self._lock:
             asked_s = self._clock() if asked_s is None else asked_s
             number = max(self._numbers.get(prefix, 0) + 1, int(asked_s * 1000))

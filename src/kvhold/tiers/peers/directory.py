@@ -18,7 +18,6 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 @dataclass(frozen=True)
 class Listing:
     """addresses: of other nodes, and of this one if the directory does not know it
-    fault: of a list that could be read; empty: none
     is_alone: only this node is listed: an empty list is no fault
     """
 
@@ -70,7 +69,6 @@ class DirectoryConfig:
 
 
 def is_host_name(text: str) -> bool:
-    """IP addresses match, too."""
     return len(text) <= MOST_NAME and _NAME.fullmatch(text) is not None
 
 

@@ -115,7 +115,7 @@ class EtcdDirectory:
             await self._gateway.close()
 
     async def _keep_registered(self, wanted: Registration) -> None:
-        """Keep the lease, or take another one. Raises TierError."""
+        """Raises TierError."""
         if self._lease:
             kept = await self._gateway.call(
                 "lease/keepalive", LeaseRequest(self._lease), KeepAliveAnswer

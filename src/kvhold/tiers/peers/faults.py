@@ -123,7 +123,7 @@ def fault_of(operation: str, address: Address, error: Exception) -> PeerFault:
             text = f"its certificate is not accepted: {text}"
             return PeerDenied(operation, address, "certificate", text)
         case ssl.SSLError():
-            if "CERTIFICATE" in text or "UNKNOWN_CA" in text:  # an alert of the other side
+            if "CERTIFICATE" in text or "UNKNOWN_CA" in text:
                 text = f"it does not accept this node's certificate: {text}"
                 return PeerDenied(operation, address, "certificate", text)
             return PeerGone(operation, address, "tls", text)

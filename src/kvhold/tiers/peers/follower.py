@@ -29,7 +29,7 @@ _LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_VERSION, _MOST_NAME = 40, 64
-_AT_ONCE = 500  # changes between two turns of the loop
+_AT_ONCE = 500
 _news: Decoder[p.News] = Decoder(p.News)
 
 
@@ -164,7 +164,6 @@ class Follower:
         )
 
     async def _follow_bus(self, inbox: Inbox) -> None:
-        """Ends when changes are missing, or the bus is not current."""
         peer, began_s = self._peer, now()
         peer.is_by_bus = True
         self._is_followed()

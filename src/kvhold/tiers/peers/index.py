@@ -154,7 +154,6 @@ class _Table:
         return IndexPart(digests.astype("<u8").tobytes(), sizes.tobytes())
 
     def _slot(self, digest: int) -> int:
-        """The chunk's slot, or the free one where it belongs."""
         digests, size = self.digests, len(self.digests)
         at = digest // _TABLES % size
         while (there := digests[at]) and there != digest:

@@ -99,7 +99,6 @@ class Peer:
         return self.is_followed and not self.is_paused
 
     def why_not_asked(self) -> PeerFault | None:
-        """Why its chunks are not found; None: they are."""
         if self.is_followed:
             return self.last_fault if self.is_paused else None
         return self.away_for or PeerGone("probe", self.address, "closed", "not followed yet")

@@ -34,7 +34,6 @@ class PeerRecord:
         return median(times) if times else None
 
     def close(self) -> None:
-        """Remove the peer from the metrics. Calls that still end are not counted there."""
         self._metrics.forget("peer", self._address)
         self._metrics = Metrics()
 

@@ -74,7 +74,6 @@ class Roster:
 
     @property
     def peers(self) -> list[Peer]:
-        """In the order of their numbers. Any thread."""
         return [peer for _, peer in sorted(dict(self._peers).items()) if peer.is_listed]
 
     @property

@@ -45,10 +45,8 @@ Place: TypeAlias = tuple[int, int, Chunk]
 
 
 class Queue:
-    """Leaves that are ranked together.
-
-    Each heap has the places of 256 neighbouring ranks. A chunk's older places are stale; each call
-    sweeps a few.
+    """Each heap has the places of 256 neighbouring ranks. A chunk's older places are stale; each
+    call sweeps a few.
     """
 
     __slots__ = ("_buckets", "_credit", "_order", "_to_sweep")
@@ -348,7 +346,6 @@ class Walk:
                 self._push(place)
 
     def next(self, queue: int) -> Chunk | None:
-        """The next unpinned leaf of a queue, once each, or None."""
         while (place := self.space.queue(queue).pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):

@@ -53,7 +53,6 @@ class Ghosts:
         return self._set(number, past, now_s) if place < 0 else self._renew(place, past)
 
     def take(self, name: bytes) -> int:
-        """Return a chunk's past and forget it; 0: none."""
         place = self._find(xxh3_64_intdigest(name))
         if place < 0:
             return 0
@@ -103,7 +102,6 @@ class Ghosts:
         return number >> _TAG_BITS
 
     def _set(self, number: int, past: int, now_s: float) -> int:
-        """Return the replaced past; 0: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         place = self._marks.find(0, first, first + _WAYS)
         if place < 0:

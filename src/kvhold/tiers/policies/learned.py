@@ -253,8 +253,6 @@ class LearnedPolicy(ChainPolicy):
 
 
 class _LearnedWalk(Walk):
-    """A head is checked only when it is the lowest one."""
-
     space: LearnedSpace
 
     def __init__(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 _SHORTEST_S = 0.5
 _BUCKETS_AN_OCTAVE = 2
-_NUM_BUCKETS = 44  # the last one begins after 12 days
+_NUM_BUCKETS = 44
 _COHORTS_A_BUCKET = 4
 _COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s`
 _TICK_S = 0.25
@@ -179,7 +179,6 @@ class ReuseTimes:
         self._update()
 
     def use(self, kind: int, num_chunks: int = 1) -> Use:
-        """All uses in one tick share one object."""
         cohort = self._cohorts[-1]
         use = cohort.uses.get(kind)
         if use is None:

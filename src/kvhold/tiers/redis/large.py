@@ -90,7 +90,6 @@ class LargeValues:
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Whether there was a value, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:
@@ -215,8 +214,6 @@ class RemoveString(RedisCall):
 
 
 class _Remove(Transaction):
-    """Remove a string, and the parts of a head. With `only`, only this head."""
-
     def __init__(self, name: bytes, only: Head | None = None) -> None:
         super().__init__(name)
         self._only = only

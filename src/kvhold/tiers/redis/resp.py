@@ -153,7 +153,6 @@ def fault_of(reply: Reply, operation: str) -> TierError:
 
 
 def no_answer(reply: Reply) -> ErrorReply:
-    """An error for a reply that does not fit its command."""
     return (
         reply
         if isinstance(reply, ErrorReply)

@@ -271,9 +271,8 @@ class RedisTier:
     async def _unreadable(
         self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Remove values that lack parts. Return their keys, which can be put again.
-
-        Sets a fault for a key that holds no string. An empty key was stored and removed.
+        """Sets a fault for a key that holds no string. Returns keys whose damaged values were
+        removed.
         """
         broken: list[bytes] = []
         for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):

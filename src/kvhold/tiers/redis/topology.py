@@ -228,7 +228,7 @@ async def ask(endpoint: RedisEndpoint, *words: bytes | str) -> Reply:
 
 
 async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
-    """Cancel the other questions. If all fail, raise the TierError easiest to repair."""
+    """If all fail, raise the TierError easiest to repair."""
     tasks = [asyncio.ensure_future(question) for question in questions]
     faults: list[TierError] = []
     try:

@@ -81,7 +81,6 @@ class Transaction(RedisCall):
 async def transact(
     router: Router, operation: str, make: Callable[[], Transaction], *, bulk: bool
 ) -> Reply | TierError:
-    """Return the transaction's reply, or its fault. Raises TierError if the server failed."""
     for _ in range(_ROUNDS):
         call = make()
         await router.run(operation, [call], bulk=bulk)

@@ -63,7 +63,6 @@ class ReadRange(RedisCall):
 
 
 def fill(parts: Parts, data: bytes) -> int | None:
-    """Return the size; None: it does not fit or is empty."""
     if len(data) > size_of(parts) or not data:
         return None
     at = 0
