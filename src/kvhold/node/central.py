@@ -1,8 +1,6 @@
 """The central cache of many hosts: `kvhold serve --listen HOST:PORT`.
 
-One event loop; values are not copied.
-
-`login_server.py` authenticates clients. Sizes are checked before memory is reserved.
+One event loop; values are not copied. Sizes are checked before memory is reserved.
 """
 
 import asyncio
@@ -131,7 +129,6 @@ class Central(LoginServer):
         await stream.send([encode(c.Stored(faults))])
 
     async def _receive(self, stream: Stream, key: bytes, nbytes: int, ttl_s: float | None) -> str:
-        """Return the value's entry of `Stored`."""
         room: Entry | NotReserved = (
             self.central_store.reserve(key, nbytes, ttl_s)
             if nbytes <= self._config.max_value_bytes

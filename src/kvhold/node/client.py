@@ -4,8 +4,8 @@ Any thread may call. A call past its deadline raises DeadlineExceeded; the conne
 Calls raise NodeError at once after the node has owed an answer for `client.call_timeout_s`, or has
 ended. A thread then joins the next node.
 
-A broken connection closes after its last lease or reservation, so the node never reuses memory
-that a caller writes to.
+A broken connection closes after its last lease or reservation, so the node never reuses memory that
+a caller writes to.
 """
 
 import logging
@@ -82,11 +82,10 @@ class NodeClient(WholePrompts):
         self._name = name
         self._requires = requires
         self._revive = revive
-        self._lock = threading.Lock()  # for the membership
+        self._lock = threading.Lock()
         self._lost_at_s: float | None = None
         self._pid = os.getpid()
         self._closed = threading.Event()
-        # wakes the keeper
         self._wake = Notifier()
         with on_error(self._wake.close):
             self._membership = Membership(
@@ -111,16 +110,16 @@ class NodeClient(WholePrompts):
 
     @property
     def lost_at_s(self) -> float | None:
-        """Monotonic time of the last loss; None: none yet."""
+        """Monotonic; None: none yet."""
         return self._lost_at_s
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes] of the current node. Leases keep their own."""
+        """[arena bytes] of the current node."""
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """See `Cache`. From now on the node takes memory back only after this process has ended."""
+        """The node takes memory back only after this process has ended."""
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(), m.Done, None, link)
@@ -132,7 +131,7 @@ class NodeClient(WholePrompts):
         self._call(m.UseDevice(nbytes, numa_node), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
-        """Register a namespace with this and each later node."""
+        """With this and each later node."""
         request = m.Register(
             namespace.layout,
             namespace.digest,
@@ -141,7 +140,6 @@ class NodeClient(WholePrompts):
         )
         with self._lock:
             self._membership.register(request)
-        # often the first call to a new node
         self._call(request, m.Done, self._config.connect_timeout_s)
 
     def lookup(
@@ -197,7 +195,7 @@ class NodeClient(WholePrompts):
     def names(
         self, prefix: str = "", *, deadline_s: float | None = None
     ) -> tuple[list[m.KnownSpace], int, int]:
-        """Return the namespaces with descriptions, and the number and bytes of the others."""
+        """Return described namespaces, and the number and bytes of the others."""
         spaces: list[m.KnownSpace] = []
         while True:
             page = self._call(
@@ -219,7 +217,7 @@ class NodeClient(WholePrompts):
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Lease | None:
-        """See `Cache`. Tickets of other processes are valid."""
+        """Tickets of other processes are valid."""
         link = self._current("claim")
         buffer = link.hold()
         leased: m.Answer | None = None
@@ -289,11 +287,11 @@ class NodeClient(WholePrompts):
     def repeat_clear(
         self, namespace: bytes, at_ns: int, *, deadline_s: float | None = None
     ) -> None:
-        """Repeat another host's clear, unless the namespace was cleared here since `at_ns`."""
+        """Unless the namespace was cleared here since `at_ns`."""
         self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
 
     def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
-        """Return when the node last cleared a namespace; 0: never."""
+        """0: never."""
         return self._call(m.LastClear(namespace), m.Done, deadline_s).count
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -319,7 +317,7 @@ class NodeClient(WholePrompts):
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Reencoding:
-        """See `Cache`. deadline_s: per request"""
+        """deadline_s: per request"""
         link = self._current("reencode")
         begun = self._call(
             m.Reencode(tier, codec, namespace, query), m.ReencodeStatus, deadline_s, link
@@ -338,7 +336,7 @@ class NodeClient(WholePrompts):
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """See `Cache`. deadline_s: per page"""
+        """deadline_s: per page"""
         link = self._current("snapshot")
         part = self._call(m.Snapshot(0), m.Happened, deadline_s, link)
         events, pages = list(part.events), 1
@@ -353,11 +351,11 @@ class NodeClient(WholePrompts):
         return EventBatch(part.events, part.next, part.lost)
 
     def status(self, *, deadline_s: float | None = None) -> NodeStatus:
-        """Return the status, unchecked (see `check_status`)."""
+        """Unchecked (see `check_status`)."""
         return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
-        """Return the node's clients. deadline_s: per page"""
+        """deadline_s: per page"""
         part = self._call(m.Clients(), m.ClientList, deadline_s)
         found = list(part.clients)
         while part.more:
@@ -368,7 +366,7 @@ class NodeClient(WholePrompts):
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.ClientInfo]:
-        """End clients. Return them as they were before."""
+        """Return the ended clients as they were before."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
@@ -378,7 +376,7 @@ class NodeClient(WholePrompts):
         self._call(m.Stop(), m.Done, None)
 
     def close(self) -> None:
-        """Leave the node, which takes the client's holdings back. Idempotent."""
+        """Idempotent."""
         with self._lock:
             self._closed.set()
             self._wake.set()
@@ -448,7 +446,7 @@ class NodeClient(WholePrompts):
         except OSError as error:
             self._break(link, str(error))
             raise NodeLost(f"{request.operation}: lost the node on {self.path}: {error}") from None
-        # an interrupt, too: a request that was cut short breaks the link
+        # an interrupt cuts the request short
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)
@@ -486,11 +484,11 @@ class NodeClient(WholePrompts):
             log.warning("damaged chunks could not be reported: %s", error)
 
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
-        """Never raises: when a broken link closes, the node takes everything back."""
+        """Never raises: when a link closes, the node takes everything back."""
         if held:
             link.let_go()
             if link.closed:
-                self._wake.set()  # the keeper may have to send `Departed`
+                self._wake.set()  # to send `Departed`
         within_s = self._membership.return_within_s(link, self._config.call_timeout_s)
         if request is not None and within_s is not None:
             try:
@@ -500,7 +498,7 @@ class NodeClient(WholePrompts):
 
     def _break(self, link: Link, why: str) -> None:
         with self._lock:
-            # before `lose`, because others read it without the lock
+            # others read it without the lock
             if self._membership.link is link:
                 self._lost_at_s = time.monotonic()
             lost = self._membership.lose(link)

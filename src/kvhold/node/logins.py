@@ -1,8 +1,7 @@
 """Connections before their login, and log lines about strangers.
 
-They are limited in total and per network. At a network's limit, its oldest connection is closed; at
-the total limit, the oldest one of the largest network. A login takes milliseconds, so silent
-connections only displace each other. One event loop.
+At a network's limit, its oldest connection is closed; at the total limit, the oldest of the largest
+network. A login takes milliseconds, so only silent connections are closed. One event loop.
 """
 
 import logging
@@ -29,7 +28,7 @@ class Logins(Generic[Connection]):
         return len(self._network_of)
 
     def add(self, connection: Connection, network: str) -> Connection | None:
-        """Return the connection to close in its place, or None."""
+        """Return the connection to close, or None."""
         victim = None
         own = self._networks.get(network, {})
         if len(own) >= self._most_of_network:
@@ -52,7 +51,7 @@ class Logins(Generic[Connection]):
 
 
 class StrangersLog:
-    """Logs refused strangers, with a limit per minute."""
+    """Limited per minute."""
 
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log

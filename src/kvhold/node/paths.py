@@ -19,10 +19,9 @@ _MAX_PATH = 107
 
 
 def default_socket() -> Path:
-    """Return the node's socket, in this user's first usable folder.
+    """Return the socket in this user's first usable folder.
 
-    Engines with the same environment get the same path: the folders' owners and modes do not
-    change.
+    Engines with the same environment get the same path.
     """
     places = list(_places())
     for number, folder in enumerate(places):
@@ -30,11 +29,11 @@ def default_socket() -> Path:
             if number:
                 _warn_once(places[0], folder)
             return folder / "node.sock"
-    return places[0] / "node.sock"  # `prepare_folder` raises
+    return places[0] / "node.sock"
 
 
 def socket_path(configured: str) -> Path:
-    """Return the configured socket, or the default. Raises NodeError: too long."""
+    """Raises NodeError: too long."""
     path = Path(configured).expanduser().absolute() if configured else default_socket()
     if len(os.fsencode(path)) > _MAX_PATH:
         raise NodeError(
@@ -49,10 +48,8 @@ def lock_path(path: Path) -> Path:
 
 
 def clears_path(path: Path) -> Path:
-    """Return the file of pending clears.
-
-    It is in `$XDG_STATE_HOME/kvhold`, because a reboot usually removes the socket's folder. It has
-    the host's name, because hosts may share a home.
+    """Of pending clears, in `$XDG_STATE_HOME/kvhold`: a reboot usually removes the socket's folder.
+    Hosts may share a home, so the name has the host's.
     """
     beside = Path(f"{path}.clears")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
@@ -79,9 +76,9 @@ def watch_path(path: Path) -> Path:
 
 
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
-    """Make and check the socket's folder. any_owner: allow one that others can change
+    """Make and check the socket's folder. any_owner: others may change it
 
-    Raises NodeError: the folder cannot be made or written, or others can change it.
+    Raises NodeError.
     """
     folder = path.parent
     try:
@@ -101,7 +98,7 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
 
 
 def open_beside(path: Path, flags: int) -> int:
-    """Open a file next to the socket. Follows no link and truncates nothing.
+    """Follows no link and truncates nothing.
 
     Raises OSError; `Unsafe`: a link, another user's file, or no regular file.
     """
@@ -137,7 +134,6 @@ def _places() -> Iterator[Path]:
 
 
 def _is_free_or_ours(folder: Path) -> bool:
-    """Whether the folder is this user's alone, or can be made."""
     try:
         state = folder.lstat()
     except FileNotFoundError:

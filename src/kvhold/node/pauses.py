@@ -1,7 +1,7 @@
 """Keep Python's garbage collector from stopping a node's loop.
 
-With a million chunks, a full collection takes half a second, that of one young list 160 ms. Skipped
-young objects become old, which is safe: chunks, names and requests are in no cycles.
+With a million chunks, a full collection takes half a second. Chunks, names and requests are in no
+cycles, so young objects may become old without it.
 """
 
 import gc
@@ -12,7 +12,7 @@ _is_ours = False
 
 
 def avoid_pauses() -> None:
-    """Only this module collects from now on. Sets the switch interval to 0.5 ms."""
+    """Also sets the switch interval to 0.5 ms."""
     global _is_ours
     gc.collect()
     gc.freeze()

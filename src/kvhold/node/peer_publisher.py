@@ -1,10 +1,9 @@
-"""Publishes a node's changes, as followers read them over TCP, to the bus of its tier of peers.
+"""Publishes a node's changes to the bus of its tier of peers.
 
     publisher = PeerPublisher(feed, bus); publisher.start() ... await publisher.stop()
 
-The records, their numbers and the beats are those of `PeerServer`. If the bus is away, changes wait
-in the feed. Changes that the feed has forgotten are a gap, and followers ask this node. Runs in the
-loop of the peers' thread.
+Records are those of `PeerServer`. While the bus is away, changes wait in the feed. If it forgets
+some, followers see a gap and ask this node. Runs in the peers' loop.
 """
 
 import asyncio
@@ -43,12 +42,12 @@ class PeerPublisher:
                 pass  # the bus has noted it
             if self._number != before:
                 pause_s = _FIRST_PAUSE_S
-            # a retry after a growing pause, cancelled by `stop`
+            # cancelled by `stop`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _publish(self, session: BusSession) -> None:
-        """Publish without end. Records whose answer is lost are published again."""
+        """Records without an answer are published again."""
         feed = self._feed
         while True:
             records, number = self._next_records()
@@ -58,14 +57,14 @@ class PeerPublisher:
             await feed.wait(number)
 
     def _next_records(self) -> tuple[bytes, int]:
-        """Return the next records, joined, and the number of their last change.
+        """Return joined records, and the last change's number.
 
-        Many small ones are one message, because each message waits for the answer to the last.
+        Each message waits for the last one's answer, so small records are joined.
         """
         records, number = bytearray(), self._number
         while not records or (len(records) < BATCH_BYTES and number != self._feed.number):
             found = self._feed.changes_after(number)
-            if found is None:  # forgotten: a gap, which followers notice
+            if found is None:  # forgotten: followers see a gap
                 number = self._feed.number
                 continue
             record, number = found
