@@ -1,10 +1,8 @@
 """Bytes that may be in use at once, shared by owners.
 
-    async with budget.taken(nbytes, owner): ...
-
-An owner that uses some gets more only up to the bytes that then stay free. So one stuck owner uses
-at most half, two use two thirds. Calls are served in order; those that wait for their own share are
-passed over. One event loop.
+An owner that uses some gets more only up to the bytes that then stay free, so a stuck owner uses at
+most half. Calls are served in order, but a call that waits for its owner's share delays no other.
+One event loop.
 """
 
 import asyncio

@@ -29,10 +29,7 @@ _request: Decoder[c.Request] = Decoder(c.Request)
 
 class Central(LoginServer):
     def __init__(self, config: Config, central_store: CentralStore | None = None) -> None:
-        """central_store: `serve` closes it
-
-        Raises ConfigError: an address that may not be exposed; CapacityError.
-        """
+        """Raises ConfigError: an address that may not be exposed; CapacityError."""
         super().__init__(config.listen, "listen", config.listen.address, _PROTOCOL)
         self._config = config.listen
         self.central_store = CentralStore(config) if central_store is None else central_store

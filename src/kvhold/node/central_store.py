@@ -1,9 +1,7 @@
 """The store of a central cache: opaque values in memory, and in tiers below.
 
-One event loop. A put is answered before lower tiers have its value.
-
 A cancelled caller only stops waiting. A given-up read may still write, so its memory stays reserved
-until it ends.
+until it ends. One event loop.
 """
 
 import asyncio
@@ -91,7 +89,7 @@ class CentralStore:
         )
         self.scans = Scans(self.ram, self._stack.guards)
         self._bringing: dict[bytes, _Reading] = {}
-        self._deleting: Counter[bytes] = Counter()  # by tiers
+        self._deleting: Counter[bytes] = Counter()
 
     async def start(self) -> None:
         self._toucher.start()
@@ -111,7 +109,6 @@ class CentralStore:
         ]
 
     async def bring(self, keys: Sequence[bytes]) -> None:
-        """Load values into memory, if there is space."""
         if not len(self._stack):
             return
         missing = [key for key in dict.fromkeys(keys) if not self.ram.holds(key)]
@@ -146,7 +143,6 @@ class CentralStore:
                     self.ram.unpin(entry)
 
     def reserve(self, key: bytes, nbytes: int, ttl_s: float | None) -> Entry | NotReserved:
-        """Return reserved memory, or why there is none."""
         if self.ram.holds(key):
             return "stored" if self.ram.find(key) else "busy"
         if ttl_s is None:
@@ -233,12 +229,12 @@ class CentralStore:
         self._tasks.start(self._remove_again(guard, [entry.key for entry in entries]))
 
     async def _remove_again(self, guard: Guard, keys: list[bytes]) -> None:
-        """Values whose write ended after their delete."""
+        """Remove values whose write ended after their delete."""
         await remove(guard, keys)
         self._write_again(keys)
 
     def _write_again(self, keys: Sequence[bytes]) -> None:
-        """Values that came during a delete of their keys, which may have hit them."""
+        """Write values that came during a delete, which may have removed them."""
         for key in keys:
             if len(self._stack) and (entry := self.ram.find(key)) is not None:
                 self._writes.add(entry, None)

@@ -1,7 +1,7 @@
 """The cache of this host's node, as one process sees it.
 
 Any thread may call. A call past its deadline raises DeadlineExceeded; the connection stays in use.
-Calls raise NodeError at once after the node has owed an answer for `client.call_timeout_s`, or has
+Calls raise NodeError at once when the node has owed an answer for `client.call_timeout_s`, or has
 ended. A thread then joins the next node.
 
 A broken connection closes after its last lease or reservation, so the node never reuses memory that
@@ -71,13 +71,12 @@ class NodeClient(WholePrompts):
         revive: Callable[[threading.Event], None] | None = None,
     ) -> None:
         """requires: packed requirements (`node/requirements.py`)
-        revive:   starts a node before each attempt to rejoin; returns when its argument is set
+        revive:   starts a node before each attempt to rejoin
 
         Raises NodeError: no node; NodeRefused: unmet requirements.
         """
         self.path = path
         self._config = config or ClientConfig()
-        # a benchmark changes it between requests
         self.checks_memory = self._config.check_memory
         self._name = name
         self._requires = requires
@@ -110,16 +109,16 @@ class NodeClient(WholePrompts):
 
     @property
     def lost_at_s(self) -> float | None:
-        """Monotonic; None: none yet."""
+        """Monotonic time of the last loss; None: none yet."""
         return self._lost_at_s
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes] of the current node."""
+        """The current node's arena: [bytes]."""
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """The node takes memory back only after this process has ended."""
+        """From now on, the node takes memory back only after this process has ended."""
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(), m.Done, None, link)
@@ -131,7 +130,7 @@ class NodeClient(WholePrompts):
         self._call(m.UseDevice(nbytes, numa_node), m.Done, None, link)
 
     def register(self, namespace: Namespace) -> None:
-        """With this and each later node."""
+        """Register a namespace with this and each later node."""
         request = m.Register(
             namespace.layout,
             namespace.digest,
@@ -287,11 +286,11 @@ class NodeClient(WholePrompts):
     def repeat_clear(
         self, namespace: bytes, at_ns: int, *, deadline_s: float | None = None
     ) -> None:
-        """Unless the namespace was cleared here since `at_ns`."""
+        """Repeat another host's clear, unless the namespace was cleared here since `at_ns`."""
         self._call(m.Clear(namespace, at_ns), m.Done, deadline_s)
 
     def cleared_ns(self, namespace: bytes, *, deadline_s: float | None = None) -> int:
-        """0: never."""
+        """Return the last clear's time; 0: none."""
         return self._call(m.LastClear(namespace), m.Done, deadline_s).count
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
@@ -366,7 +365,7 @@ class NodeClient(WholePrompts):
     def kick(
         self, *, number: int = 0, pid: int = 0, deadline_s: float | None = None
     ) -> list[m.ClientInfo]:
-        """Return the ended clients as they were before."""
+        """End clients. Return their state before."""
         return self._call(m.Kick(number, pid), m.ClientList, deadline_s).clients
 
     def ping(self) -> None:
@@ -376,7 +375,7 @@ class NodeClient(WholePrompts):
         self._call(m.Stop(), m.Done, None)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Leave the node, which takes the client's holdings back. Idempotent."""
         with self._lock:
             self._closed.set()
             self._wake.set()
@@ -393,7 +392,6 @@ class NodeClient(WholePrompts):
         self.close()
 
     def renew_locks_in_child(self) -> None:
-        """The parent's threads may hold the old locks."""
         was_closed = self._closed.is_set()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._wake.close_in_child()
@@ -446,7 +444,7 @@ class NodeClient(WholePrompts):
         except OSError as error:
             self._break(link, str(error))
             raise NodeLost(f"{request.operation}: lost the node on {self.path}: {error}") from None
-        # an interrupt cuts the request short
+        # an interrupt, too
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)
@@ -488,7 +486,7 @@ class NodeClient(WholePrompts):
         if held:
             link.let_go()
             if link.closed:
-                self._wake.set()  # to send `Departed`
+                self._wake.set()
         within_s = self._membership.return_within_s(link, self._config.call_timeout_s)
         if request is not None and within_s is not None:
             try:

@@ -31,8 +31,7 @@ _request_decoder: Decoder[m.Request] = Decoder(m.Request)
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """A client's connection in the node's loop: bytes to messages for the session, and answers to
-    bytes.
+    """A client's connection, in the node's loop.
 
     A client that breaks the rules is disconnected. With a lease or a reservation, it may still be
     writing: its requests are ignored, and its memory is taken back after it closes its end.
@@ -62,7 +61,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _join(self, transport: asyncio.Transport, peer: SocketPeer) -> None:
         self._transport, self._peer = transport, peer
         self._node.joined(self)
-        if self._node.is_ending:  # accepted before the listener closed
+        if self._node.is_ending:
             transport.close()
         elif self._peer.uid != os.getuid():
             self._refuse(
@@ -236,7 +235,9 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._refuse("this client was ended by `kvhold kick`", "kicked")
 
     def drop_if_dead(self) -> None:
-        """A child may keep a dead process's connection open. Not while a device copies."""
+        """A dead process's child may keep the connection open. Does nothing while a device
+        copies.
+        """
         if self._process_end is not None:
             return
         if (

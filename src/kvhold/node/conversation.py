@@ -1,7 +1,7 @@
 """A client's side of one connection, as a state machine without I/O.
 
-A call whose caller has given up is dropped if none of it was sent. Otherwise its late answer's hit,
-announcement, lease or reservation is released.
+If a caller has given up, its unsent call is dropped; otherwise the late answer's hit, announcement,
+lease or reservation is released.
 
 Threads hold one lock around each call, except `prepare`, and `read` of one reader.
 """
@@ -67,7 +67,6 @@ class Conversation:
         self._outbox.append(call)
 
     def give_up(self, call: Call) -> None:
-        """Idempotent."""
         if call.late:
             return
         call.late = True
@@ -79,7 +78,7 @@ class Conversation:
     # Sending.
 
     def to_send(self) -> memoryview | None:
-        """The same until `sent`."""
+        """Return the same bytes until `sent`."""
         while self._outbox:
             call = self._outbox[0]
             if not call.late or call.begun or call.keep:
@@ -165,7 +164,7 @@ class Conversation:
 
 
 def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
-    """Without traceback, whose frames would keep the arena mapped."""
+    """Return it without traceback, whose frames would keep the arena mapped."""
     return type(error)(*error.args)
 
 

@@ -1,6 +1,6 @@
 """Free a detached node from its engine's process settings (docs/node.md).
 
-A refused change makes the node slower, not wrong, so nothing raises.
+Nothing raises: a refused change only makes the node slower.
 """
 
 import logging
@@ -42,7 +42,6 @@ _KEPT_NAME = re.compile("|".join(f"(?:{names})" for names in _KEPT))
 
 
 def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Variables of `_KEPT`, of `node.environment`, and of secrets in the settings."""
     named = set(config.node.environment) | referenced_variables(
         (*config.tiers, *config.encryption.keys)
     )
@@ -54,7 +53,7 @@ def node_environment(environ: Mapping[str, str], config: Config) -> dict[str, st
 
 
 def spawn_attributes() -> dict[str, Any]:
-    """A new session, no signal blocked or ignored."""
+    """Begin a new session; block and ignore no signal."""
     usual = [
         number
         for number in signal.valid_signals()
@@ -64,8 +63,7 @@ def spawn_attributes() -> dict[str, Any]:
 
 
 def belong_to_host(keep: Iterable[int] = ()) -> None:
-    """Reset cores, memory policy, scheduling, descriptor limit and working folder, and close
-    descriptors.
+    """Reset cores, memory policy, scheduling, descriptor limit and folder; close descriptors.
 
     Call it before any thread starts and before memory is mapped.
     """
@@ -91,7 +89,6 @@ def raise_descriptor_limit() -> int:
 
 
 def raise_priority(nice: int) -> None:
-    """Of this process and its autogroup."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError as error:

@@ -65,7 +65,7 @@ class _Mapping:
 class Link:
     def __init__(self, path: Path, name: str, timeout_s: float, requires: bytes = b"") -> None:
         """Raises NodeError; NodeRefused."""
-        self._retiring = _event()  # ends all waits
+        self._retiring = _event()
         with on_error(lambda: os.close(self._retiring)):
             self._socket, welcome, self._arena_fd = _join(path, name, timeout_s, requires)
         self._socket.setblocking(False)
@@ -90,12 +90,11 @@ class Link:
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
-        """Read-only."""
         with self._count_lock:
             return self._mapped(writable=False)
 
     def mappings(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Read-only and writable. Raises NodeError."""
+        """Return a read-only and a writable one. Raises NodeError."""
         with self._count_lock:
             return self._mapped(writable=False), self._mapped(writable=True)
 
@@ -124,7 +123,6 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Then no thread uses the arena."""
         return self._socket.fileno() < 0
 
     def call(self, request: m.Message, deadline_s: float, *, keep: bool = False) -> m.Answer:
@@ -148,7 +146,6 @@ class Link:
             if (answer := self._answer_of(call)) is None:
                 raise DeadlineExceeded(request.operation, deadline_s)
             return answer
-        # an interrupt, too
         except BaseException:
             with self._lock:
                 self._conversation.give_up(call)
@@ -157,7 +154,7 @@ class Link:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Wait for `seconds`, or until News, which only one of several callers may get."""
+        """Wait for `seconds`, or until News. Of several callers, only one may get it."""
         try:
             self._enter()
         except ConnectionError:
@@ -207,10 +204,10 @@ class Link:
             self._close_if_unused()
 
     def retire(self, *, at_once: bool = True) -> None:
-        """Accept no more calls. Close when the arena is not held: else the node takes the memory
-        back.
+        """Accept no more calls. The link closes when the arena is not held, because then the node
+        takes the memory back.
 
-        at_once=False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s.
+        at_once: False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s
         """
         with self._count_lock:
             self._lifetime.retired = True
@@ -225,7 +222,7 @@ class Link:
                 self.retire()
 
     def forget_in_child(self) -> None:
-        """A child's copy of the socket would keep the parent's holdings alive."""
+        """The socket's copy would keep the parent's holdings alive."""
         self._count_lock, self._send_lock, self._lock = (
             threading.Lock(),
             threading.Lock(),
@@ -289,7 +286,6 @@ class Link:
     # Sending.
 
     def _send(self, until: float) -> None:
-        """Raises TimeoutError, OSError."""
         if not self._send_lock.acquire(blocking=False) and not self._send_lock.acquire(
             timeout=max(0.0, until - time.monotonic())
         ):
@@ -304,7 +300,7 @@ class Link:
             self._send_lock.release()
 
     def _send_some(self, data: memoryview, until: float) -> memoryview | None:
-        """Return the next bytes. Raises TimeoutError, OSError."""
+        """Return the next bytes."""
         try:
             nbytes = self._socket.send(data)
             with self._lock:
@@ -312,9 +308,8 @@ class Link:
         except BlockingIOError:
             self._wait_until_writable(until)
             with self._lock:
-                # if this one was given up
                 return self._conversation.to_send()
-        # an interrupt, too: the sent part is unknown
+        # the sent part is unknown
         except BaseException as error:
             self._fail(error, "a call was cut short while it sent a request")
             raise
@@ -322,8 +317,9 @@ class Link:
     # Receiving.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """`is_done` is called under the lock. False: the deadline came first. Raises the
-        connection's error.
+        """Call `is_done` under the lock. Return False after the deadline.
+
+        Raises the connection's error.
         """
         me = object()
         while True:
@@ -355,7 +351,6 @@ class Link:
                             self._change.notify_all()
 
     def _read(self, until: float) -> None:
-        """Raises TimeoutError, OSError, ProtocolError."""
         if not self._readable.poll(max(0.0, until - time.monotonic()) * 1e3):
             raise TimeoutError
         if self.retired:
@@ -371,7 +366,7 @@ class Link:
                     self._conversation.deliver(number, answer)
         except BlockingIOError:
             return
-        # an interrupt, too: the read part is unknown
+        # the read part is unknown
         except BaseException as error:
             self._fail(error, "a call was cut short while it read an answer")
             raise
@@ -486,9 +481,8 @@ def _join(
 
 
 def _receive_with_descriptors(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Raises OSError, also when no descriptor is free.
-
-    Not `socket.recv_fds`: children would inherit its descriptors.
+    """Raises OSError, also without a free descriptor. `socket.recv_fds` would let children inherit
+    the descriptors.
     """
     fds = array("i")
     data, ancillary, flags, _ = sock.recvmsg(

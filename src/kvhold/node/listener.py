@@ -1,7 +1,7 @@
 """The node's listening Unix socket.
 
-Without a free descriptor, asyncio's server leaves clients waiting. This one keeps a spare
-descriptor to send the reason. In the loop's thread.
+It keeps a spare descriptor to send a reason when none is free; asyncio's server leaves clients
+waiting.
 """
 
 import asyncio

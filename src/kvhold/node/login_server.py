@@ -1,10 +1,8 @@
 """A TCP server with a login, for central caches and a node's peers.
 
 Beyond the loopback interface a client needs the token, or a certificate of the configured
-authorities.
-
-Before its login, a client's bytes, time and connections (`logins.py`) are limited, and its text is
-neither logged nor sent back. One event loop.
+authorities. Before its login, a client's bytes, time and connections (`logins.py`) are limited, and
+its text is neither logged nor sent back. One event loop.
 """
 
 import asyncio
@@ -42,8 +40,6 @@ _hello: Decoder[login.LoginHello] = Decoder(login.LoginHello)
 
 @dataclass(frozen=True)
 class ServedProtocol:
-    """what: the server's name in refusals"""
-
     magic: str
     version: int
     what: str
@@ -77,8 +73,6 @@ class _Stranger(Exception):
 
 
 class LoginServer(ABC):
-    """address_setting: the setting that names the address"""
-
     metrics: Metrics
     address_setting = "address"
 
@@ -102,11 +96,11 @@ class LoginServer(ABC):
 
     @abstractmethod
     def _welcome(self) -> msgspec.Struct:
-        """Return the answer to a client that has logged in."""
+        """Return the answer to a client's login."""
 
     @abstractmethod
     async def _converse_with(self, stream: Stream) -> None:
-        """Serve a client until it leaves. Errors end this conversation only."""
+        """Serve a client until it leaves."""
 
     def _note_refused(self, host: str, reason: str) -> None:  # noqa: B027 - only some need it
         """Called with each client that is refused."""
@@ -135,7 +129,6 @@ class LoginServer(ABC):
             )
 
     def _listen(self) -> socket.socket:
-        """Raises NodeError."""
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM
@@ -159,7 +152,6 @@ class LoginServer(ABC):
         while True:
             try:
                 sock, where = await loop.sock_accept(listener)
-            # no descriptor, or the client has left
             except OSError as error:
                 self._strangers.refused(
                     "the network", f"it could not be accepted: {error.strerror or error}"
@@ -180,7 +172,7 @@ class LoginServer(ABC):
     def _ended(self, task: "asyncio.Task[None]", sock: socket.socket) -> None:
         self._conversations.discard(task)
         self._logins.remove(task)
-        sock.close()  # cancelled before its first step
+        sock.close()
 
     async def _converse(self, sock: socket.socket, host: str) -> None:
         stream = None

@@ -1,7 +1,7 @@
 """Connections before their login, and log lines about strangers.
 
 At a network's limit, its oldest connection is closed; at the total limit, the oldest of the largest
-network. A login takes milliseconds, so only silent connections are closed. One event loop.
+network. One event loop.
 """
 
 import logging
@@ -51,8 +51,6 @@ class Logins(Generic[Connection]):
 
 
 class StrangersLog:
-    """Limited per minute."""
-
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock

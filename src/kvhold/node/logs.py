@@ -46,7 +46,7 @@ class RepeatFilter(logging.Filter):
 
 
 def write_log(path: Path, *, max_bytes: int, files: int) -> None:
-    """files: including the current one. Raises OSError."""
+    """files: with the current one. Raises OSError."""
     handler = _LogFile(path, maxBytes=max_bytes, backupCount=files - 1)
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.addFilter(RepeatFilter())

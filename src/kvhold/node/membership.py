@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from kvhold.core.errors import NodeError, NodeLost
 from kvhold.net import messages as m
 
-_NO_TIME_S = 0.001  # to a silent node: send, do not wait
+_NO_TIME_S = 0.001
 _HOPELESS = 10  # failed attempts to join; then no lookup waits
 _FIRST_PAUSE_S = 0.01
 
@@ -26,7 +26,6 @@ class Lifetime:
         self._held = 0
 
     def enter(self) -> None:
-        """Raises ConnectionError: retired."""
         if self.retired:
             raise ConnectionError("the connection is closed")
         self._callers += 1
@@ -35,7 +34,6 @@ class Lifetime:
         self._callers -= 1
 
     def hold(self) -> None:
-        """Raises NodeError: retired."""
         if self.retired:
             raise NodeError("the connection to the node is closed")
         self._held += 1
@@ -95,13 +93,12 @@ class Departures:
         return _of_process.setdefault(path.absolute(), cls())
 
     def add(self, link: UsedLink) -> None:
-        """Ignored if no device uses the link."""
         with self._lock:
             if link.uses_device and link not in self._links:
                 self._links.append(link)
 
     def due(self, link: UsedLink) -> list[m.Departed]:
-        """Also forgets links to earlier nodes."""
+        """Return messages to send. Forgets links to earlier nodes."""
         run = link.welcome.run
         with self._lock:
             self._links = [left for left in self._links if left.welcome.run == run]
@@ -152,7 +149,7 @@ class Membership(Generic[AnyLink]):
         self._failures = 0
 
     def current(self, operation: str) -> AnyLink:
-        """Raises NodeLost: there is none; NodeError: the client is closed."""
+        """Raises NodeLost: no link; NodeError: the client is closed."""
         link = self.link
         if self.closed:
             raise NodeError(f"{operation}: this client is closed")
@@ -172,7 +169,7 @@ class Membership(Generic[AnyLink]):
         )
 
     def return_within_s(self, link: AnyLink, call_timeout_s: float) -> float | None:
-        """When a grant is returned. None: send nothing, the link closes."""
+        """Return the time for returning a grant. None: send nothing, the link closes."""
         if link.retired:
             return None
         return _NO_TIME_S if self.is_silent(link, call_timeout_s) else call_timeout_s
@@ -226,7 +223,6 @@ class Membership(Generic[AnyLink]):
         return Duty.REST
 
     def close(self) -> AnyLink | None:
-        """Return the used link, to retire."""
         self.closed = True
         link, self.link = self.link, None
         if link is not None:

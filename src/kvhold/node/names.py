@@ -1,6 +1,6 @@
-"""The namespaces that clients have registered, for `kvhold names`.
+"""The latest MAX_SPACES namespaces that clients have registered, for `kvhold names`.
 
-The latest MAX_SPACES, with MAX_BYTES of descriptions.
+Descriptions take at most MAX_BYTES.
 """
 
 import time
@@ -22,7 +22,7 @@ class Names:
         self._clock = clock
 
     def learn(self, digest: bytes, client: str, description: bytes) -> None:
-        """Not without a description, or with a large one."""
+        """Ignore a namespace with an empty or large description."""
         if not description or len(description) > MAX_DESCRIPTION_BYTES:
             return
         before = self._spaces.pop(digest, None)

@@ -20,7 +20,6 @@ class Notifier:
             raise NodeError(f"cannot join a node: {error}") from None
 
     def fileno(self) -> int:
-        """Readable while the event is set."""
         return self._fd
 
     def set(self) -> None:

@@ -43,13 +43,12 @@ def socket_path(configured: str) -> Path:
 
 
 def lock_path(path: Path) -> Path:
-    """Locked by the node until its memory is freed."""
     return Path(f"{path}.lock")
 
 
 def clears_path(path: Path) -> Path:
-    """Of pending clears, in `$XDG_STATE_HOME/kvhold`: a reboot usually removes the socket's folder.
-    Hosts may share a home, so the name has the host's.
+    """It is in `$XDG_STATE_HOME/kvhold`, which a reboot keeps. Its name has the host's, because
+    hosts may share a home.
     """
     beside = Path(f"{path}.clears")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
@@ -71,12 +70,11 @@ def clears_path(path: Path) -> Path:
 
 
 def watch_path(path: Path) -> Path:
-    """The watcher (`node/watcher.py`) locks this file."""
     return Path(f"{path}.watch")
 
 
 def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
-    """Make and check the socket's folder. any_owner: others may change it
+    """any_owner: others may change the folder
 
     Raises NodeError.
     """
@@ -98,7 +96,7 @@ def prepare_folder(path: Path, *, any_owner: bool = False) -> None:
 
 
 def open_beside(path: Path, flags: int) -> int:
-    """Follows no link and truncates nothing.
+    """Open without following links or truncating.
 
     Raises OSError; `Unsafe`: a link, another user's file, or no regular file.
     """

@@ -1,13 +1,13 @@
 """Keep Python's garbage collector from stopping a node's loop.
 
 With a million chunks, a full collection takes half a second. Chunks, names and requests are in no
-cycles, so young objects may become old without it.
+cycles and need none.
 """
 
 import gc
 import sys
 
-_MOST_YOUNG = 2000  # a fraction of a millisecond
+_MOST_YOUNG = 2000
 _is_ours = False
 
 
@@ -22,10 +22,7 @@ def avoid_pauses() -> None:
 
 
 def collect_young(*, may_look: bool) -> None:
-    """Collect young objects, then count them as old. Call it every second.
-
-    may_look: False after a long call, which may have made a large object
-    """
+    """Call it every second. may_look: False after a call that may have made a large object"""
     if _is_ours:
         if may_look and gc.get_count()[0] < _MOST_YOUNG:
             gc.collect(0)

@@ -1,9 +1,5 @@
 """A node's chunks as numbered changes for its followers, and as snapshots.
 
-    feed.note(key, nbytes)      # nbytes: of the frame in memory; 0: removed from memory
-    feed.changes_after(number)  # -> the changes' records, or None: a snapshot is needed
-    for page in feed.pages(): ...
-
 Any thread notes changes. The peers' loop numbers them and keeps an index of its own, so a snapshot
 does not stop the node's loop.
 """
@@ -22,7 +18,7 @@ from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import PeerIndex, digest_of, pack, unpack
 
 _MOST_CHANGES = 500  # per record: about a millisecond
-_MOST_KEPT = 200_000  # changes, for followers that were away
+_MOST_KEPT = 200_000
 _PAGE_CHUNKS = 4000
 
 SizeOf = Callable[[bytes, int, int], int]
@@ -53,7 +49,7 @@ class PeerFeed:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_woken = False
         self._changed = asyncio.Event()
-        # number before the changes -> record, number after them
+        # number before the changes -> record, number after
         self._kept: dict[int, tuple[bytes, int]] = {}
         self._num_kept = 0
 
@@ -107,7 +103,7 @@ class PeerFeed:
         return self._size(digest_of(key))
 
     async def wait(self, number: int) -> None:
-        """At most `BEAT_S`."""
+        """Wait for at most `BEAT_S`."""
         if number == self.number:
             self._changed.clear()
             # Python 3.11's `wait_for` swallows a cancellation that comes with the change
@@ -145,7 +141,7 @@ class PeerFeed:
             yield pack([one for one in chunks if self._size(one[0]) == one[1]])
 
     def _number_notes(self) -> None:
-        self._is_woken = False  # so a later note wakes again
+        self._is_woken = False
         runs: list[p.Run] = []
         removed, changes = False, list[tuple[int, int]]()
         num_changes = 0

@@ -1,9 +1,7 @@
 """Publishes a node's changes to the bus of its tier of peers.
 
-    publisher = PeerPublisher(feed, bus); publisher.start() ... await publisher.stop()
-
-Records are those of `PeerServer`. While the bus is away, changes wait in the feed. If it forgets
-some, followers see a gap and ask this node. Runs in the peers' loop.
+While the bus is away, changes wait in the feed. If it forgets some, followers see a gap and ask
+this node. Runs in the peers' loop.
 """
 
 import asyncio
@@ -39,15 +37,13 @@ class PeerPublisher:
                 async with self._bus.connected() as session:
                     await self._publish(session)
             except TierUnavailable:
-                pass  # the bus has noted it
+                pass
             if self._number != before:
                 pause_s = _FIRST_PAUSE_S
-            # cancelled by `stop`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _publish(self, session: BusSession) -> None:
-        """Records without an answer are published again."""
         feed = self._feed
         while True:
             records, number = self._next_records()
@@ -57,9 +53,9 @@ class PeerPublisher:
             await feed.wait(number)
 
     def _next_records(self) -> tuple[bytes, int]:
-        """Return joined records, and the last change's number.
+        """Return the joined records, and the last change's number.
 
-        Each message waits for the last one's answer, so small records are joined.
+        Small records are joined, because each message waits for the last answer.
         """
         records, number = bytearray(), self._number
         while not records or (len(records) < BATCH_BYTES and number != self._feed.number):

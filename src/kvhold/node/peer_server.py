@@ -1,8 +1,5 @@
 """Serves this node's chunks and changes to its followers, read-only.
 
-    server = PeerServer(config.peers, source, feed, metrics)
-    await server.start(server.listen()) ... await server.stop()
-
 Values go from the pinned chunk to the socket without a copy in Python. Their bytes are limited, in
 total and per peer (`byte_budget.py`). One event loop, in `peer_thread.py`.
 """
@@ -29,7 +26,7 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.peers.bus import clock_ms
 
 _PROTOCOL = ServedProtocol(p.PEERS_MAGIC, p.PEERS_VERSION, "kvhold node for peers", p.DEFAULT_PORT)
-_GROUP_BYTES = 8 << 20  # pinned at once for one get
+_GROUP_BYTES = 8 << 20  # per get
 _GROUP_KEYS = 128  # per turn of the node's loop
 _request: Decoder[p.Request] = Decoder(p.Request)
 
@@ -38,9 +35,7 @@ class ChunkSource(Protocol):
     def lent(
         self, keys: Sequence[bytes], room: Sequence[int]
     ) -> AbstractAsyncContextManager[list[Parts | None]]:
-        """The frames stay in place until the block ends. None: not here, or larger than its
-        room.
-        """
+        """Frames stay in place until the block ends. None: not here, or larger than its room."""
 
 
 class PeerServer(LoginServer):
@@ -64,7 +59,7 @@ class PeerServer(LoginServer):
         self._listener: socket.socket | None = None
 
     def listen(self) -> None:
-        """Take the port. Raises NodeError."""
+        """Raises NodeError."""
         self._listener = self._listen()
 
     def start(self) -> None:
@@ -178,7 +173,6 @@ class PeerServer(LoginServer):
         starts: list[int] | None,
         most: list[int],
     ) -> None:
-        """most: of each frame"""
         nbytes = min(self.budget.limit, sum(max(0, one) for one in most))
         async with self.budget.taken(nbytes, peer), self._source.lent(keys, most) as frames:
             sizes: list[int | None] = []
@@ -198,7 +192,6 @@ class PeerServer(LoginServer):
 
 
 def _group_end(most: Sequence[int], begin: int, limit_bytes: int) -> int:
-    """At least one key."""
     nbytes, end = 0, begin
     while end < min(len(most), begin + _GROUP_KEYS):
         nbytes += max(0, most[end])

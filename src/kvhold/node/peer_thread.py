@@ -68,7 +68,6 @@ class PeerThread:
             self._source.read_disks = tier_worker.read_for_peer
         if tier is not None:
             self._tier = tier
-            # the tier may introduce itself before `start`
             tier.serve_as(Own(incarnation=self.feed.incarnation, port=self._server.port))
             self.feed.follow_clears(tier.clear_numbers)
             if (bus := tier.make_bus()) is not None:
@@ -79,7 +78,6 @@ class PeerThread:
         return numbers
 
     def start(self) -> None:
-        """Raises NodeError: cannot listen."""
         self._server.listen()
         if self._tier is not None:
             address = self._advertise or self.address

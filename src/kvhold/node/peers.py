@@ -1,9 +1,7 @@
 """The process at the other end of a Unix socket.
 
-A forked child may keep a dead process's socket open, so the node also asks the kernel; without a
-descriptor per process, which 256 engines would exhaust.
-
-A device copies until its file is closed, so `watch` waits for the end of the whole process.
+A forked child may keep a dead process's socket open, so the node also asks the kernel. A device
+copies until its file is closed, so `watch` waits for the end of the whole process.
 """
 
 import asyncio
@@ -59,14 +57,13 @@ class SocketPeer:
             return False
 
     def watch(self, connection: socket.socket) -> "ProcessEnd":
-        """Raises NodeError."""
         try:
             (fd,) = struct.unpack(
                 "i", connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
             )
             return ProcessEnd(fd)
         except OSError as error:
-            if error.errno != errno.ENOPROTOOPT:  # Linux before 6.5
+            if error.errno != errno.ENOPROTOOPT:
                 raise NodeError(f"process {self.pid} cannot be watched: {error}") from None
         if self.pid <= 0 or self.start is None:
             raise NodeError(
@@ -87,11 +84,9 @@ class ProcessEnd:
     """The end of a process and its device copies. Used in an event loop."""
 
     def __init__(self, fd: int) -> None:
-        """fd: a pidfd, owned"""
         self._fd = fd
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Unless `close` comes first."""
         asyncio.get_running_loop().add_reader(self._fd, callback)
 
     def close(self) -> None:
@@ -102,7 +97,7 @@ class ProcessEnd:
 
 
 def _proc_is_ours() -> bool:
-    """Another PID namespace's pids differ."""
+    """Pids differ in another PID namespace."""
     try:
         return Path("/proc/self").readlink() == Path(str(os.getpid()))
     except OSError:
@@ -110,7 +105,6 @@ def _proc_is_ours() -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """None: not known."""
     try:
         fields = _stat(pid) if pid > 0 else None
     except OSError:

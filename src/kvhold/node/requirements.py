@@ -31,7 +31,7 @@ def pack(requirements: Requirements) -> bytes:
 
 
 def unpack(packed: bytes) -> Requirements:
-    """Empty: none. Raises ProtocolError."""
+    """Raises ProtocolError."""
     try:
         return _decoder.decode(packed) if packed else Requirements()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

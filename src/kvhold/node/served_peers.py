@@ -1,7 +1,7 @@
 """The nodes that read this one's chunks, for `kvhold peers` and metrics.
 
-At most 32 are told apart; a new one replaces the one that left first. If none left, new ones count
-as one. Written in the peers' loop; any thread reads.
+At most 32 are told apart; a new one replaces the one that left first. Written in the peers' loop;
+any thread reads.
 """
 
 import time
@@ -22,9 +22,7 @@ OTHERS = "others"
 
 
 class ServedPeer:
-    """address: with its port, if it serves peers
-    since_s: its first connection
-    """
+    """address: with its port, if it serves peers"""
 
     def __init__(
         self, address: str, name: str, metrics: Metrics, clock: Callable[[], float]
@@ -108,7 +106,6 @@ class ServedPeers:
         return [peer.status(in_flight(peer)) for peer in (*peers, *others)]
 
     def status_of_refused(self) -> list[RefusedPeerStatus]:
-        """The latest first."""
         now_s = self._clock()
         return [
             {

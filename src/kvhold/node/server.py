@@ -102,7 +102,7 @@ class Node:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.connections: dict[ClientConnection, None] = {}
         self.numbers = count(1)
-        self.run = randbits(60)  # tells two nodes' client numbers apart
+        self.run = randbits(60)  # distinguishes two nodes' client numbers
         self._most_clients = _LEAST_CLIENTS
         self._listener: Listener | None = None
         # from then on, clients' memory is not taken back
@@ -119,7 +119,6 @@ class Node:
         self._empty_since_s = time.monotonic()
 
     async def serve(self, on_ready: Callable[["Node"], None] | None = None) -> None:
-        """Raises NodeError: cannot listen."""
         loop = self._loop = asyncio.get_running_loop()
         self._most_clients = _most_clients(raise_descriptor_limit())
         watch, chores = None, None
@@ -293,7 +292,6 @@ class Node:
             collect_all()
 
     def _post(self, event: Callable[[], None]) -> None:
-        """The tier worker's thread may outlive the loop."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._happen, event)
@@ -341,14 +339,12 @@ class Node:
     async def _watch_clients(self) -> None:
         """See `peers.py`."""
         while True:
-            # cancelled at the end
             await asyncio.sleep(_WATCH_S)
             collect_young(may_look=not self._was_busy and not self._busy)
             self._was_busy = False
             for number, connection in enumerate(list(self.connections), 1):
                 try:
                     connection.drop_if_dead()
-                # one client's bug must not end the watch
                 except Exception:
                     log.exception("a client could not be checked")
                 if number % _WATCHED_AT_ONCE == 0:
@@ -406,7 +402,6 @@ def _most_clients(descriptors: int) -> int:
 
 
 def _place_arena(arena: Arena, numa: str) -> None:
-    """Raises ConfigError."""
     nodes = memory_nodes()
     if numa == "near":
         _place_zones(arena, nodes)
@@ -434,7 +429,6 @@ def _place_arena(arena: Arena, numa: str) -> None:
 
 
 def _place_zones(arena: Arena, nodes: Sequence[int]) -> None:
-    """As `RamTier` divides it."""
     if len(nodes) < 2:
         return
     nbytes = zone_bytes(arena.nbytes, len(nodes))

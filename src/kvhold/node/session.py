@@ -21,7 +21,7 @@ from kvhold.net import messages as m
 from kvhold.node.names import Names
 from kvhold.tiers.ram import Entry
 
-_CLEAR_STEPS = 400  # about 20,000 chunks
+_CLEAR_STEPS = 400
 _MOST_PARTS = 32
 # enough for 1.2 million tokens of 80 layers
 _MOST_CHECKSUMS = m.MAX_MESSAGE_BYTES * 3 // 4
@@ -80,9 +80,7 @@ class Session:
         *,
         watch_process: Callable[[], None] = _watch_nothing,
     ) -> None:
-        """pid: 0: unknown
-        watch_process: called when a device copies; raises NodeError
-        """
+        """watch_process: called when a device copies; raises NodeError"""
         self.name = hello.name[:_MAX_NAME]
         self.pid = pid if pid > 0 else hello.pid
         self._state = state
@@ -136,7 +134,6 @@ class Session:
             return m.Refused(str(error), fatal=False)
 
     def take_news(self) -> bool:
-        """Each change is reported once."""
         news = [
             ticket
             for ticket, told in self._arriving.items()
@@ -157,7 +154,6 @@ class Session:
         """The client must no longer touch the arena."""
         self._state.release_owner(self)
         self._verbs.clear()  # a reference cycle; a busy node does not collect them
-        # the same
         self._watch_process = _watch_nothing
 
     def _in_turns(
@@ -226,7 +222,6 @@ class Session:
         )
 
     def _leased(self, leased: ClaimAnswer) -> m.Answer:
-        """Refuse checksums too large for a message."""
         nbytes = sum(len(packed) for packed in leased.checksums)
         if nbytes > _MOST_CHECKSUMS:
             self._state.release(self, leased.lease)

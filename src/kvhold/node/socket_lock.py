@@ -23,15 +23,12 @@ def _lock(fd: int) -> None:
         except BlockingIOError:
             if left == 1:
                 raise
-            # a blocking flock has no deadline
             time.sleep(_LOCK_PAUSE_S)
         else:
             return
 
 
 class SocketLock:
-    """A file with the owner's pid, locked while the owner lives."""
-
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
         prepare_folder(path, any_owner=any_owner)
         self._file = lock_path(path)
@@ -61,12 +58,12 @@ class SocketLock:
         os.write(self._fd, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """The file is kept: otherwise two owners could lock two files of one name."""
+        """Keep the file: two owners could lock two files of one name."""
         os.close(self._fd)
 
 
 def remove_stale(path: Path) -> None:
-    """Raises NodeError for another file. The caller holds the lock."""
+    """The caller holds the lock. Raises NodeError for another file."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise NodeError(

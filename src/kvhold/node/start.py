@@ -1,7 +1,4 @@
-"""Join this host's node, or start it: `connect()`.
-
-A node is a process that outlives the engine.
-"""
+"""Join this host's node, or start it: `connect()`."""
 
 import fcntl
 import logging
@@ -32,8 +29,8 @@ _LOG_TAIL_BYTES = 2000
 
 
 def connect(config: Config | None = None, *, name: str = "python", **settings: Any) -> NodeClient:
-    """Return a client of this host's node; start the node if `node.autostart` allows, also later
-    when the node is lost.
+    """Return a client of this host's node. Start the node if `node.autostart` allows, also later
+    when it is lost.
 
     `node.on_mismatch` and `node.require_encryption` apply to a running node.
 
@@ -67,10 +64,8 @@ def end_node(path: Path, *, timeout_s: float = 60.0) -> None:
 
 
 def ensure_node(config: Config, path: Path, given_up: threading.Event | None = None) -> None:
-    """Start a node on `path` unless one listens.
-
-    Raises NodeError: the node ends while starting, `given_up` is set, or it does not listen within
-    `node.start_timeout_s`.
+    """Raises NodeError: the node ends while starting, `given_up` is set, or it does not listen
+    within `node.start_timeout_s`.
     """
     if _listens(path):
         return
@@ -97,7 +92,6 @@ class _Patience:
     given_up: threading.Event
 
     def pause(self, why: Callable[[], str]) -> None:
-        """Raises NodeError at a limit."""
         if time.monotonic() > self.until_s:
             raise NodeError(f"no node on {self.path} within node.start_timeout_s: {why()}")
         if self.given_up.wait(_POLL_S):
@@ -114,16 +108,14 @@ def _wait_for(lock: int, patience: _Patience) -> None:
 
 
 def _has_node(patience: _Patience) -> bool:
-    """Waits for a start or end under way."""
+    """Wait for a start or end under way."""
     while not (listens := _listens(patience.path)) and _is_taken(patience.path):
         patience.pause(lambda: "another node has the socket's lock, and does not listen")
     return listens
 
 
 def _is_taken(path: Path) -> bool:
-    """A check locks a free file for an instant. So the node's lock is not checked while a watcher
-    lives, whose next node needs it.
-    """
+    """A check locks a free file for an instant, so it would disturb a watcher's next node."""
     return _is_locked(watch_path(path)) or _is_locked(lock_path(path))
 
 
@@ -182,7 +174,6 @@ def _spawn(config: Config, patience: _Patience) -> None:
 
 
 def _at_home(config: Config) -> Config:
-    """Resolve `node.numa = engine`."""
     if config.node.numa != "engine":
         return config
     nodes = format_list(engine_memory_nodes())

@@ -1,7 +1,6 @@
 """The watcher: a waiting process that restarts a killed node at once.
 
-It has done the slow imports. Its lock keeps engines from starting a node. It holds no socket, tier
-file or arena.
+It has done the slow imports. Its lock keeps engines from starting a node.
 """
 
 import fcntl
@@ -15,7 +14,7 @@ from kvhold.memory.arena import has_room
 from kvhold.node.paths import open_beside, watch_path
 
 _LEAST_LIFE_S = 5.0
-_ROOM_WITHIN_S = 2.0  # for engines to unmap the last arena
+_ROOM_WITHIN_S = 2.0
 _ROOM_PAUSE_S = 0.01
 
 

@@ -1,8 +1,7 @@
 """The hosts of a spanning engine, as its scheduler asks them.
 
-`OwnHost` asks the scheduler's node. `OtherHost` asks a relay: one connection, one request at a
-time, in a thread for all of them. A host that is away, or silent for a call's deadline, counts as
-lost.
+`OwnHost` asks the scheduler's node. `OtherHost` asks a relay, one request at a time. A host that is
+away, or silent for a call's deadline, counts as lost.
 """
 
 import asyncio
@@ -49,7 +48,7 @@ class Host(Protocol):
     def look_up(
         self, query: Query, *, have_tokens: int, uses: Uses, deadline_s: float
     ) -> Callable[[], s.LookedUp]:
-        """Ask, and return the wait for the answer."""
+        """Return the wait for the answer."""
 
     def look_again(
         self, ticket: int, *, settle: bool, deadline_s: float
@@ -105,7 +104,7 @@ class OwnHost:
         return True
 
     def _looked_up(self, ticket: int, hit: Hit, namespace: bytes, deadline_s: float) -> s.LookedUp:
-        """After the pins, as a relay does."""
+        """Ask for the last clear after the pins, so a later clear shows."""
         try:
             cleared_ns = self._cache.cleared_ns(namespace, deadline_s=deadline_s)
         except KVHoldError:
@@ -121,10 +120,7 @@ class OwnHost:
 
 @dataclass(frozen=True)
 class RelayPlace:
-    """A relay's address, and its host's shards.
-
-    name: for logs
-    """
+    """A relay's address, and its host's shards."""
 
     name: str
     address: str
@@ -156,7 +152,7 @@ class OtherHost:
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._owed: _Call | None = None
         self._owed_since_s = 0.0
-        self._is_told = True  # whether its loss was logged
+        self._is_told = True
         self.tried = threading.Event()
         """Set when it is connected, or could not be."""
 
@@ -209,7 +205,7 @@ class OtherHost:
     def _submit(self, call: _Call) -> bool:
         if self.lost is not None or self._loop is None:
             return False
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._enqueue, call)
             return True
         return False
@@ -221,7 +217,6 @@ class OtherHost:
             call.answer.cancel()
 
     async def keep(self) -> None:
-        """Connect and reconnect until cancelled."""
         self._loop = asyncio.get_running_loop()
         while True:
             why = "its relay has closed the connection"
@@ -276,7 +271,7 @@ class OtherHost:
             self._owed = None
             try:
                 call.answer.set_result(answer)
-            except InvalidStateError:  # the caller has given up
+            except InvalidStateError:
                 if isinstance(answer, s.LookedUp) and answer.ticket:
                     self._calls.put_nowait(_Call(s.LetGo(answer.ticket), s.SILENT_S))
 
@@ -306,8 +301,6 @@ class OtherHost:
 
 
 class OtherHosts:
-    """The other hosts, and the thread of their connections."""
-
     def __init__(
         self, places: Sequence[RelayPlace], config: SpanConfig, *, cores: str = "inherit"
     ) -> None:

@@ -3,8 +3,8 @@
 A hit is the part that all hosts have, pinned on all. Hosts with a longer hit are asked again for
 the shortest length until all are equal: a shorter prompt may need other chunks.
 
-A lost host is a miss. So is a cleared one, and the others repeat its clear: no hit mixes chunks
-from before and after a clear.
+A lost or cleared host is a miss. The others repeat the clear, so no hit mixes chunks from before
+and after it.
 """
 
 import logging
@@ -70,8 +70,6 @@ class Span:
 
 @dataclass
 class _Lookup:
-    """answers: by host; empty: a miss, nothing is held"""
-
     hosts: Sequence[Host]
     prompt: Prompt
     have_tokens: int
@@ -130,7 +128,6 @@ class _Lookup:
                 host.let_go(answer.ticket)
 
     def _go_on(self) -> None:
-        """Make the hits equal, unless an arriving one may still count."""
         while self.answers:
             empty = [one for one in self.answers if not one.arriving and not one.num_tokens]
             is_arriving = any(answer.arriving for answer in self.answers)
@@ -177,10 +174,7 @@ class _Lookup:
                     host.let_go(answer.ticket)
 
     def _ask(self, asks: Sequence[Callable[[], Callable[[], s.LookedUp]] | None]) -> None:
-        """Ask hosts at once. None: its answer stays.
-
-        A lost host is a miss. Raises the errors of the scheduler's own node.
-        """
+        """Ask hosts at once. None: its answer stays. Raises the own node's errors."""
         before = self.answers or [s.LookedUp()] * len(self.hosts)
         waits = [None if ask is None else ask() for ask in asks]
         answers, failure = list[s.LookedUp](), None
@@ -205,7 +199,6 @@ class _Lookup:
                 return
 
     def _differ_in_clears(self) -> bool:
-        """Repeat the last clear where it is missing; then it is a miss."""
         latest_ns = max(answer.cleared_ns for answer in self.answers)
         behind = [
             host

@@ -34,8 +34,6 @@ _request: Decoder[s.Request] = Decoder(s.Request)
 
 @dataclass(frozen=True)
 class _Held:
-    """deadline_s: of each call to the node"""
-
     hit: Hit
     namespace: bytes
     deadline_s: float
@@ -115,7 +113,6 @@ class Relay(LoginServer):
                 async with asyncio.timeout(s.SILENT_S):
                     await stream.send([encode(answer)])
         finally:
-            # after a running call
             self._caller.submit(_close_all, hits)
 
     def _answer(self, hits: dict[int, _Held], request: s.Request) -> s.Answer:
@@ -173,7 +170,7 @@ class Relay(LoginServer):
         return self._looked_up(hits, request.ticket, held)
 
     def _looked_up(self, hits: dict[int, _Held], ticket: int, held: _Held) -> s.LookedUp:
-        """The last clear is asked for after the pins, so a later clear shows."""
+        """See `OwnHost`."""
         hit = held.hit
         try:
             cleared_ns = self._cache.cleared_ns(held.namespace, deadline_s=held.deadline_s)
