@@ -1,8 +1,8 @@
 """The records of the node's protocol.
 
 A client sends Hello, and the node answers Welcome with the arena's descriptor. Each answer has its
-request's number. `->` names the answer, which is Done if not named. Number 0 marks News and fatal
-refusals.
+request's number; 0 marks News and fatal refusals. `->` names the answer, which is Done if not
+named.
 
 After a fatal Refused the node closes the connection. A client with a lease or a reservation closes
 it itself, once it no longer uses that memory.
@@ -29,11 +29,8 @@ _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base record."""
-
     @property
     def operation(self) -> str:
-        """The message's name in errors."""
         return type(self).__name__.lower()
 
 
@@ -176,7 +173,7 @@ class KnownSpace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Named(Message, frozen=True):
-    """other_spaces: namespaces without a description"""
+    """other_spaces: without a description"""
 
     spaces: list[KnownSpace]
     more: bool
@@ -191,7 +188,7 @@ class Prefetch(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """Ask for a lease of one shard's part of a hit. -> Leased, or NotFound"""
+    """Lease one shard's part of a hit. -> Leased, or NotFound"""
 
     ticket: int
     shard: int
@@ -200,9 +197,7 @@ class Claim(Message, frozen=True):
 
 
 class Leased(Message, frozen=True):
-    """Places of the claimed chunks.
-
-    offsets:   `[group][chunk]`, bytes from the arena's start; or ABSENT
+    """offsets:   `[group][chunk]`, bytes from the arena's start; or ABSENT
     checksums: `[group]`, 8 bytes per layer of each present chunk
     """
 
@@ -213,7 +208,7 @@ class Leased(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """Report damaged chunks, which the node removes."""
+    """The node removes these chunks."""
 
     lease: int
     offsets: list[int]
@@ -224,7 +219,7 @@ class NotFound(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Release a ticket and its announcement, a lease or a re-encoding. A re-encoding stops.
+    """Release a ticket and its announcement, or a lease; stop a re-encoding.
 
     keep_announcement: only the ticket
     """
@@ -247,17 +242,14 @@ class Reserve(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """Reserved places: `[group][chunk]`, bytes from the arena's start."""
+    """`[group][chunk]`, bytes from the arena's start."""
 
     reservation: int
     offsets: list[list[int]]
 
 
 class Commit(Message, frozen=True):
-    """Make chunks of a reservation visible.
-
-    checksums: xxh3_64, 8 bytes per layer; by chunk, each once, then by granted group
-    """
+    """checksums: xxh3_64, 8 bytes per layer; by chunk, each once, then by granted group"""
 
     reservation: int
     chunks: list[int]
@@ -273,7 +265,7 @@ class Abandon(Message, frozen=True):
 class Clear(Message, frozen=True):
     """Clear one namespace, or everything. -> Done, count: removed chunks
 
-    at_ns: repeat another host's clear of the namespace, unless there was one since; 0: an own clear
+    at_ns: time of another host's clear, repeated unless there was one since; 0: own clear
     """
 
     namespace: bytes | None
@@ -281,13 +273,13 @@ class Clear(Message, frozen=True):
 
 
 class LastClear(Message, frozen=True):
-    """Ask when a namespace was last cleared. -> Done, count: nanoseconds; 0: never"""
+    """-> Done, count: nanoseconds of a namespace's last clear; 0: never"""
 
     namespace: bytes
 
 
 class Flushed(Message, frozen=True):
-    """Ask whether all commits up to `mark` have ended, and no clear runs. -> Done, count 1: yes"""
+    """-> Done, count 1: all commits up to `mark` have ended, and no clear runs"""
 
     mark: int
 
@@ -302,7 +294,7 @@ class Reencode(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Ask for progress. -> ReencodeStatus, or NotFound"""
+    """-> ReencodeStatus, or NotFound"""
 
     number: int
 
@@ -317,20 +309,20 @@ class ReencodeStatus(Message, frozen=True):
 class Snapshot(Message, frozen=True):
     """Ask for one page of visible chunks. -> Happened
 
-    Page 0 begins a snapshot. Later changes are in the events after its number.
+    Page 0 begins a snapshot. Later changes are in later events.
     """
 
     page: int
 
 
 class Events(Message, frozen=True):
-    """Ask for the events after number `after`. -> Happened"""
+    """-> Happened"""
 
     after: int
 
 
 class Happened(Message, frozen=True):
-    """lost: some events are missing"""
+    """lost: some are missing"""
 
     events: list[Event]
     next: int
@@ -339,7 +331,7 @@ class Happened(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Ask for the status. -> Report"""
+    """-> Report"""
 
 
 class Report(Message, frozen=True):
@@ -347,15 +339,14 @@ class Report(Message, frozen=True):
 
 
 class Clients(Message, frozen=True):
-    """Ask for one page of clients. -> ClientList"""
+    """-> ClientList"""
 
     first: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class UseDevice(Message, frozen=True):
-    """Report that a device copies for this client.
-
-    Then its memory is taken back only after its process has ended or sent `Departed`.
+    """A device copies for this client, so its memory is taken back only after its process has ended
+    or sent `Departed`.
 
     numa_node: of the device; -1: unknown
     """
@@ -365,7 +356,7 @@ class UseDevice(Message, frozen=True):
 
 
 class Departed(Message, frozen=True):
-    """Report that no device copies for a closed client.
+    """No device copies for a closed client.
 
     run, number: from that client's Welcome
     """
@@ -382,7 +373,7 @@ class Kick(Message, frozen=True):
 
 
 class ClientInfo(msgspec.Struct, frozen=True):
-    """A client. nbytes: arena bytes in its leases and reservations"""
+    """nbytes: arena bytes in its leases and reservations"""
 
     number: int
     name: str
@@ -412,11 +403,11 @@ class Ping(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """A hit or a flush under way has ended or grown, or a wait for computing is over."""
+    """A hit or flush has ended or grown, or a wait for computing is over."""
 
 
 class Done(Message, frozen=True):
-    """mark: stands for all commits so far; only in the answers to Commit and Flushed"""
+    """mark: stands for all commits so far; only for Commit and Flushed"""
 
     count: int = 0
     mark: int | None = None

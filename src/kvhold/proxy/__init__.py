@@ -7,5 +7,5 @@
     engines.py    the engines and their load; chooses one; no I/O
     health.py     probes the engines
 
-It has no routing policy but the least load and the affinity of sessions. One event loop.
+Its routing policy is the least load and the affinity of sessions. One event loop.
 """
