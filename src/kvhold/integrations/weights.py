@@ -2,7 +2,7 @@
 
 Every file counts, except `HARMLESS_FILES`. Whole files are hashed (xxh3, 128 bits: against
 accidents, not forgery). Digests are kept in the user's cache folder, by path, size, times and
-inode. A kept digest counts only if it is undamaged and belongs to this user.
+inode, and count only if undamaged and this user's.
 """
 
 import logging
@@ -62,7 +62,7 @@ def model_identity(model: str, revision: str | None, *, cache_dir: str | None = 
 
     cache_dir: the weights' hub cache; None: the hub's default
 
-    Raises LayoutError if the weights cannot be identified.
+    Raises LayoutError.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -75,7 +75,7 @@ def model_identity(model: str, revision: str | None, *, cache_dir: str | None = 
 
 
 def adapter_identity(folder: str) -> str:
-    """Return the name of an adapter's files. Raises LayoutError."""
+    """Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return f"content:{_digest_of(path, files_of(path, subfolders=False))}"
@@ -83,7 +83,7 @@ def adapter_identity(folder: str) -> str:
 
 
 def adapter_places(folder: str) -> list[Path]:
-    """Return the files that may change the adapter. Raises LayoutError."""
+    """Files that may change the adapter. Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return files_of(path, subfolders=False)
@@ -94,9 +94,9 @@ def adapter_places(folder: str) -> list[Path]:
 
 
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
-    """Return the names of the hub code in `auto_map`, except `model` at its own revision.
+    """Names of the hub code in `auto_map`, except `model` at its own revision.
 
-    Raises LayoutError for code outside the local hub cache.
+    Raises LayoutError: code outside the local hub cache.
     """
     found = set()
     for repository, file in _code_files(auto_map):
@@ -107,9 +107,9 @@ def code_identity(model: str, auto_map: object, code_revision: str | None) -> li
 
 
 def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
-    """Return the sorted files that may shape KV. Follows links.
+    """Sorted files that may shape KV. Follows links.
 
-    Raises LayoutError for more than `_MAX_FILES`.
+    Raises LayoutError: more than `_MAX_FILES`.
     """
     found: list[Path] = []
     seen: set[str] = set()
@@ -199,7 +199,7 @@ def _hash(path: Path) -> str:
 
 
 def _noted(note: Path, state: bytes) -> str | None:
-    """Return the kept digest; None: no note, another user's, or damaged."""
+    """None: no note, another user's, or damaged."""
     try:
         with os.fdopen(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -212,7 +212,7 @@ def _noted(note: Path, state: bytes) -> str | None:
 
 
 def _keep(note: Path, state: bytes, digest: str) -> None:
-    """Write a note with a digest, whole or not at all."""
+    """Write the whole note or none."""
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(note.parent):
@@ -231,7 +231,7 @@ def _check(state: bytes, digest: str) -> str:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder belongs to this user. Denies other users access."""
+    """Denies other users access."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -252,7 +252,7 @@ def _hub_commit(model: str, revision: str | None, names: Sequence[str] = _SETTIN
 
 
 def _commit_in(folder: Path, model: str, revision: str | None) -> str:
-    """Return the commit of a hub cache's snapshot, which may hold weights only."""
+    """Of a hub cache's snapshot, which may hold weights only."""
     place = folder / f"models--{model.replace('/', '--')}"
     reference = place / "refs" / (revision or "main")
     with suppress(OSError, UnicodeError):
@@ -285,7 +285,7 @@ def _snapshot_of(path: Path) -> str:
 
 
 def _code_files(auto_map: object) -> list[tuple[str, str]]:
-    """Return (repository, file) of each class. An empty repository is the model's own."""
+    """(repository, file) of each class. An empty repository is the model's own."""
     found = []
     for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
         for reference in value if isinstance(value, (list, tuple)) else (value,):

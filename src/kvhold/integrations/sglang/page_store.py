@@ -1,9 +1,9 @@
 """Count, load and store the pages of one pool, by SGLang's hashes.
 
-A lookup ends at the first missing page, so each missing page costs another lookup. SGLang counts or
-finds the pages of a request before it loads and stores them: only the first lookup is a use.
+Each missing page costs another lookup. SGLang counts or finds a request's pages first, so only the
+first lookup is a use.
 
-Errors are logged, never raised: the page is a miss or is not stored. Any thread.
+Errors are logged: the page is a miss or is not stored. Any thread.
 """
 
 import logging
@@ -34,8 +34,6 @@ Take: TypeAlias = Callable[[int, Lease], None]  # (first key, lease)
 
 
 class StorageTally:
-    """Pages and GB/s of the last 1,000 calls."""
-
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=1000)
 
@@ -67,11 +65,11 @@ class PageStore:
             self._cache.register(self.namespace)
 
     def count(self, keys: Sequence[str]) -> int:
-        """Count the pages before the first missing one. Loads them into memory."""
+        """Count the pages before the first missing one, and load them into memory."""
         return self._find(keys, self._until(), uses=self._rules.uses) or 0
 
     def find(self, keys: Sequence[str], *, again: bool = False) -> Hit | None:
-        """Pin the pages before the first missing one; None: there are none.
+        """Pin the pages before the first missing one, if any.
 
         again: another lookup of a request
         """
@@ -91,18 +89,18 @@ class PageStore:
         return None
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Return which pages are present. Loads them into memory."""
+        """Which pages are present; they are loaded into memory."""
         return self._present(keys, self._until(), uses=self._rules.uses)
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
-        """Copy the present pages out. Return which ones arrived; others may be partly written."""
+        """Return which pages arrived; others may be partly written."""
         started_s, arrived = time.monotonic(), [False] * len(keys)
 
         def take(first: int, lease: Lease) -> None:
             first += lease.first_chunk
             places = tuple(lease.chunks(group) for group in self._groups)
             scatter(first, lease.buffer, places)
-            lease.verify(self.namespace.layout)  # chunks that no copier has verified
+            lease.verify(self.namespace.layout)  # no copier has verified them
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 
@@ -114,7 +112,7 @@ class PageStore:
     def store(
         self, keys: Sequence[str], prefix_keys: Sequence[str] | None, gather: Copy
     ) -> list[bool]:
-        """Copy the missing pages in. Return which are present afterwards."""
+        """Store missing pages. Return which are present afterwards."""
         if not self._rules.store:
             return [False] * len(keys)
         started_s, there = time.monotonic(), [False] * len(keys)
@@ -197,7 +195,7 @@ class PageStore:
 
 
 def _whole(places: tuple[ChunkBytes, ...]) -> list[bool]:
-    """[pages]: whether all groups have the page."""
+    """[pages]"""
     return [
         bool(whole)
         for whole in np.logical_and.reduce([place.offsets != ABSENT for place in places])

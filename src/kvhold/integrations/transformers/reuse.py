@@ -1,7 +1,7 @@
 """Generate and forward with KV from the cache: `Reuse(model, cache)`.
 
-The model is not patched: it gets the filled cache as `past_key_values`. A prompt's last token is
-always computed, for its logits.
+The model gets the filled cache as `past_key_values`. A prompt's last token is always computed, for
+its logits.
 
 The constructor raises errors. Later faults of the cache are logged, and the model computes. Nothing
 is pinned between calls. One `Reuse` per thread.
@@ -55,9 +55,7 @@ class ReuseResult:
 
 @dataclass
 class _Work:
-    """One call under way.
-
-    known: [rows] tokens that the cache had
+    """known: [rows] tokens that the cache had
     kv: past_key_values, [rows * expand, heads, tokens, head_dim] per layer
     """
 
@@ -133,7 +131,7 @@ class Reuse:
 
     @rules.setter
     def rules(self, rules: RequestRules) -> None:
-        """Raises ConfigError for another tenant than the configured one."""
+        """Raises ConfigError: another tenant."""
         check_tags(rules.tags, self._settings)
         self._rules = rules
 
@@ -165,8 +163,8 @@ class Reuse:
 
         input_ids: [rows, tokens]
 
-        The output has the logits of the computed tokens. `logits_to_keep=n` computes the last n
-        tokens, 0 computes all and loads nothing.
+        The output has the logits of the computed tokens: with `logits_to_keep=n` the last n; 0
+        computes all and loads nothing.
         """
         work = self._begin(forward_call(self.model, input_ids, options))
         if work is None:
@@ -226,13 +224,13 @@ class Reuse:
                         raise KVHoldError("the hit was lost before it was claimed")
                     transfers.append(self._fill_row(view, row, held.enter_context(lease)))
             finally:
-                wait_for(transfers)  # before the leases are closed
+                wait_for(transfers)
         kv.batch_repeat_interleave(work.call.expand)
         work.kv, work.num_loaded = kv, num_tokens * len(hits)
 
     def _fill_row(self, view: View, row: int, lease: Lease) -> Transfer:
         places = lease.chunks()
-        if (places.offsets == ABSENT).any():  # full attention needs all
+        if (places.offsets == ABSENT).any():
             raise KVHoldError(
                 f"the hit has no KV for {int((places.offsets == ABSENT).sum())} of its chunks"
             )
@@ -244,7 +242,7 @@ class Reuse:
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
         """sequences: [rows * expand, tokens], the output of `generate`."""
-        if work.reason or not self.rules.store:  # after a fault: a call waits for one deadline only
+        if work.reason or not self.rules.store:  # a call waits for one deadline only
             return
         try:
             view = _filled(work)
@@ -264,7 +262,7 @@ class Reuse:
     def _store(
         self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True
     ) -> int:
-        """Store a prompt's KV after its first `known` tokens, from `block`. Return the tokens."""
+        """Store KV after the first `known` tokens, from `block`. Return the tokens."""
         length, layout = len(prompt.tokens), prompt.namespace.layout
         # a tail of one token is never read
         names = prompt.chunks(
@@ -294,7 +292,7 @@ class Reuse:
         return int(places.num_tokens[granted].sum())
 
     def _store_sequences(self, view: View, prompt: Prompt, sequences: Any) -> int:
-        """Store the whole chunks after the prompt's. A sequence's last token has no KV."""
+        """Whole chunks after the prompt's. A sequence's last token has no KV."""
         size = prompt.namespace.layout.tokens_per_chunk
         first = len(prompt.tokens) // size * size
         rows = sequences[:, : view.rows_per_block].cpu().numpy()
@@ -321,16 +319,16 @@ class Reuse:
                     threads=self._threads,
                     cache=self.cache,
                     allow_unproven=self._allow_unproven,
-                    shown_on_nvidia=True,  # `kvhold bench gpu --part model`
+                    shown_on_nvidia=True,
                 )
             except (LayoutError, DeviceError) as error:
                 self._refused = looks, str(error)
                 raise
             self._copies_on = device
-        # later caches have rows of the same width, so their copy kernel is compiled now
-        with device_errors():  # it may lack device memory, as KV may
+        # later caches have equal rows, so their copy kernel is compiled now
+        with device_errors():  # it may lack device memory
             warm_up(device, [geometry.view(geometry.allocated(1, self._tokens_per_chunk))])
-        self._looked_at = looks  # last: a refused device must not count as the one in use
+        self._looked_at = looks  # a refused device must not count as the one in use
         return geometry
 
     def _failed(self, work: _Work, what: str, error: Exception) -> None:
@@ -345,7 +343,7 @@ class Reuse:
 
 
 def _filled(work: _Work) -> View:
-    """Raise LayoutError unless the cache holds every prompt token."""
+    """Raises LayoutError unless the cache holds every prompt token."""
     view = work.geometry.view(work.kv)
     rows, length = len(work.prompts) * work.call.expand, len(work.prompts[0].tokens)
     if view.num_blocks != rows or view.rows_per_block < length:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _SLOW_TOKEN_S = 0.002  # half a billion parameters on two cores
-_MOST_STEPS = 64  # with more planned steps, vLLM never ran some of them
+_MOST_STEPS = 64  # planned; vLLM never ran some of them
 
 
 @dataclass(frozen=True)
 class Took:
-    """A request's times for loading (None: no load) and for computing the rest."""
+    """loading: None: no load. computing: the rest"""
 
     request_id: str
     load_s: float | None
@@ -35,10 +35,8 @@ class Took:
 
 @dataclass
 class _Step:
-    """A planned step.
-
-    quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no prompt.
-                Tokens come first: after one measurement, the first cost gets all the time
+    """quantities: (tokens, 1 step, pairs of a token with an earlier token); None: computes no
+        prompt. Tokens come first: after one measurement, the first cost gets all the time
     done:       requests whose prompts are complete after the step
     """
 
@@ -82,10 +80,7 @@ class Costs:
         )
 
     def compute_s(self, num_tokens: int, computed_tokens: int) -> float:
-        """Return the seconds to compute the rest of a prompt.
-
-        Without a measurement, assumes a slow engine.
-        """
+        """Without a measurement, assumes a slow engine."""
         cost = self.cost("", num_tokens, computed_tokens)
         if not cost.is_known:
             return (num_tokens - computed_tokens) * _SLOW_TOKEN_S
@@ -107,7 +102,7 @@ class Costs:
             )
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request, unless a step will report it."""
+        """Unless a step will report the request."""
         if not any(request_id in step.done for step in self._steps):
             self._requests.pop(request_id, None)
 
@@ -124,7 +119,7 @@ class Costs:
         if not output.scheduled_new_reqs and output.total_num_scheduled_tokens - drafts == len(
             output.num_scheduled_tokens
         ):
-            return  # one token per request, and its drafts
+            return  # one token per request, and drafts
         tokens, pairs = 0, 0.0
         for request_id, computed in _computed(output):
             count = output.num_scheduled_tokens[request_id]
@@ -137,7 +132,7 @@ class Costs:
         step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
-        """End the oldest step. Return the times of requests whose prompts it completed."""
+        """End the oldest step. Return the times of requests that it completed."""
         if not self._steps:
             return []
         step, now_s = self._steps.popleft(), self._clock()

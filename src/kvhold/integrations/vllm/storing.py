@@ -1,4 +1,4 @@
-"""Stores in progress: chunks are reserved, copied, and committed if all copies have ended."""
+"""Stores in progress: chunks are reserved, copied, and committed after their copies."""
 
 import logging
 from concurrent.futures import CancelledError, Future
@@ -23,11 +23,11 @@ class Reserving:
     layers: "list[Future[Transfer]]" = field(default_factory=list)
 
     def layer_copies(self) -> list[Transfer]:
-        """Return the submitted layer copies. Call it after the pass."""
+        """Call it after the pass."""
         return [layer.result() for layer in self.layers if layer.exception() is None]
 
     def has_lost_copies(self) -> bool:
-        """Whether the device failed in a layer's copy, which may still run."""
+        """Whether the device failed in a copy, which may still run."""
         return any(isinstance(layer.exception(), DeviceError) for layer in self.layers)
 
 
@@ -59,7 +59,7 @@ def settle(one: Reserving, read: "Future[Reading] | None") -> None:
         wait_for(reading.transfers)
     except DeviceError:
         reading.is_lost = True
-    # a thread's edge: after any error, the chunks are not committed
+    # after any error, the chunks are not committed
     except Exception:
         reading.is_whole = False
         log.exception("kvhold: chunks of request %s were not stored", one.store.request_id)
