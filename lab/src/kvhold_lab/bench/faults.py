@@ -1,6 +1,6 @@
-"""The fault matrix: what each fault of each tier does to a node and its client.
+"""The fault matrix: the effect of each fault of each tier on a node and its client.
 
-Every byte of a chunk follows from its key. A row has these checks:
+Every byte of a chunk follows from its key. The checks of a row:
 
   right        all loaded bytes were right
   alive        no call raised, and the node still served
@@ -53,7 +53,7 @@ _FAULT_COUNTERS = (
 
 @dataclass(frozen=True)
 class FaultRow:
-    """counted: None: the fault is not visible."""
+    """counted: None: not visible"""
 
     tier: str
     fault: str
@@ -69,7 +69,7 @@ class Trial:
         self._folder = tempfile.TemporaryDirectory(prefix="kvhold-trial-")
         socket = Path(self._folder.name) / "node.sock"
         command = serve_command("--socket", str(socket), "--ram-bytes", "64MiB")
-        # the URL may have a password in it
+        # the URL may have a password
         environ = os.environ | {"KVHOLD_TIERS": with_guard(url)}
         self._log = (Path(self._folder.name) / "log").open("wb")
         self._node = subprocess.Popen(
@@ -88,7 +88,7 @@ class Trial:
             self._timed(_CALL_S, partial(store, self.client, prompt(seed)))
 
     def read(self, *seeds: int) -> int:
-        """Look up and check every byte. Returns the number of tokens."""
+        """Check every byte. Return the tokens."""
         return sum(
             self._timed(_ARRIVAL_S + _CALL_S, partial(read, self.client, prompt(seed))) or 0
             for seed in seeds
@@ -339,7 +339,7 @@ FAULTS: dict[str, Callable[[BenchPlace], FaultRow | None]] = {
 
 
 def rows(tiers: Sequence[str], faults: Sequence[str]) -> Iterator[FaultRow]:
-    """Raises NotInstalled for a tier without its server."""
+    """Raises NotInstalled."""
     for tier in tiers:
         with open_place(tier) as place:
             for fault in faults:

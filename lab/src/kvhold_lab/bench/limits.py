@@ -1,10 +1,4 @@
-"""Limits of tiers: the plainest programs for the same bytes. Each call moves all values once.
-
-RawFiles(folder, values, threads=4, direct=True).write()    # or .read(into)
-RawRedis(port, password, values, connections=4).set()       # or .get(into)
-RawSocket(values, receive=True).send()
-PingPong(100, 20).exchange()
-"""
+"""Limits of tiers: the plainest programs for the same bytes. Each call moves all values once."""
 
 import os
 import socket
@@ -33,7 +27,7 @@ class RawFiles:
             path.unlink()
 
     def read(self, into: Values, then: Callable[[int], None] | None = None) -> None:
-        """Read the last write. then: called with each value's number, in its thread."""
+        """then: called with each value's number, in its thread"""
 
         def read_one(at: int) -> None:
             self._read_one(at, into[at])
@@ -170,7 +164,7 @@ while sock.recv(1):
 
 
 class PingPong:
-    """A process behind a socket pair: it takes so many bytes and answers with so many."""
+    """A process behind a socket pair takes so many bytes and answers with so many."""
 
     _PEER = """
 import socket, sys

@@ -1,8 +1,8 @@
 """One overloaded node: its longest loop turns, its index sizes, and the start of a full disk.
 
-Chunks have one byte a token and are never written. 64 engines store while one client looks up. Each
-longest turn is the median of five runs; there is only one clear. The goals assume an idle machine:
-the first row shows how long the machine itself interrupts a busy thread.
+Chunks have one byte a token and are never written. Each longest turn is the median of five runs;
+there is only one clear. The goals assume an idle machine: the first row shows how long the machine
+itself interrupts a busy thread.
 """
 
 import json
@@ -45,7 +45,7 @@ _answers: Decoder[m.Answer | m.Welcome | m.News] = Decoder(m.Answer | m.Welcome 
 
 @dataclass(frozen=True)
 class OverloadRow:
-    """goal: the largest allowed `value`."""
+    """goal: the largest allowed `value`"""
 
     name: str
     value: float
@@ -194,7 +194,7 @@ def _stores_and_lookups(
 
 
 def store_steadily(path: str, count: int) -> None:
-    """Store with all clients until standard input ends. The entry point of a process."""
+    """The entry point of a process. Ends with standard input."""
     with ExitStack() as stack:
         clients = [stack.enter_context(_Client(Path(path))) for _ in range(count)]
         sys.stdout.write("\n")
@@ -209,7 +209,7 @@ def store_steadily(path: str, count: int) -> None:
 
 
 def _store_all(client: "_Client", load: OverloadSizes) -> tuple[Query, Query]:
-    """Fill memory's index. Returns a long stored prompt, and one of 32,000 tokens."""
+    """Return a long stored prompt, and one of 32,000 tokens."""
     size = WIDE.layout.tokens_per_chunk
     long = _fresh(WIDE, load.long_tokens // size)
     for shard in range(WIDE.shards):
@@ -281,7 +281,7 @@ def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
 
 
 class _TurnTimer(selectors.DefaultSelector):
-    """Times a loop's turns: from the end of one wait to the start of the next.
+    """A turn is from the end of one wait to the start of the next.
 
     A loop that spins to time itself would starve the thread which lists folders.
     """
@@ -302,7 +302,7 @@ class _TurnTimer(selectors.DefaultSelector):
         return ready
 
     def take_longest(self) -> tuple[float, float]:
-        """Return the longest turn so far, by wall clock and by its thread, and begin anew."""
+        """By wall clock and by its thread. Starts again."""
         longest, self.longest = self.longest, (0.0, 0.0)
         return longest
 
@@ -378,7 +378,7 @@ def _row(name: str, value: float, unit: str, goal: float) -> OverloadRow:
 
 
 def _longest_pause_s(duration_s: float) -> tuple[float, float]:
-    """Return the longest step of a thread that does nothing else: wall and CPU time."""
+    """Of a thread that does nothing else: wall and CPU time."""
     longest_s = longest_cpu_s = 0.0
     now_s, now_cpu_s = time.perf_counter(), time.thread_time()
     until_s = now_s + duration_s
@@ -433,7 +433,7 @@ class _Client:
         return values
 
     def longest_turn_s(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Return the longest loop turn during `work` and its background work: wall and CPU time."""
+        """With background work: wall and CPU time."""
         self.status()
         longest: list[tuple[float, float]] = []
 

@@ -162,7 +162,7 @@ class _Host:
 
     @classmethod
     def of(cls, model_size: str, threads: int | None, peer: Path | None) -> "_Host":
-        """Print the set-up. Raises ClickException without vLLM."""
+        """Raises ClickException without vLLM."""
         if not is_vllm_available():
             raise click.ClickException(
                 "vLLM is not installed here: this command measures a real one"
@@ -185,7 +185,7 @@ class _Host:
 
 @dataclass(frozen=True)
 class _Result:
-    """stopped: why the run ended early, if it failed"""
+    """stopped: why the run ended early"""
 
     measured: CompareMeasurement
     began: float
@@ -236,7 +236,6 @@ def _report(
 
 
 def _end(plan: ComparePlan, result: _Result) -> None:
-    """Exit with 1 after a failure or a stop."""
     if bad := failed(result.rows, most_reuse=plan.most_reuse, strict=plan.strict):
         places = sorted({f"{row.system} ({row.tier}, {row.workload})" for row in bad})
         click.echo(f"kvhold bench {plan.command}: FAILED: {', '.join(places)}", err=True)

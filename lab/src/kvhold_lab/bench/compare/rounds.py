@@ -1,9 +1,8 @@
 """The plan of `kvhold bench vllm`: rounds of all shares of reuse, in memory.
 
-A prompt begins with a text of the previous round. A round computes several times as much KV as an
-engine's memory holds, so the memory has forgotten the text. Without cells of no reuse, all engines
-but the limit clear their prefix cache before each request. The first round does not count. Small
-effects are measured within one engine, because processes differ.
+A prompt begins with a text of the previous round, which engines' memory has forgotten. Without
+cells of no reuse, all engines but the limit clear their prefix cache before each request. The first
+round does not count. Small effects are measured within one engine, because processes differ.
 """
 
 from collections.abc import Sequence

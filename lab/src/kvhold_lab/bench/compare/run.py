@@ -1,7 +1,7 @@
-"""The rounds: every system gets the same prompts, in an order that changes from cell to cell.
+"""The rounds: every system gets the same prompts, in a changing order.
 
-Times are compared within a cell. Systems without tiers are asked once for all tiers. A system that
-fails, or answers differently from "recompute", is dropped; with a strict plan it ends the run.
+Systems without tiers are asked once for all tiers. A system that fails, or answers differently from
+"recompute", is dropped; with a strict plan it ends the run.
 """
 
 import random
@@ -37,9 +37,8 @@ def measure(
     *,
     say: Callable[[str], None],
 ) -> None:
-    """Raises EngineFailed if "recompute" fails; with a strict plan if any system does.
-
-    Raises OutputsDiffer with a strict plan.
+    """Raises EngineFailed if "recompute" fails; with a strict plan if any does, or
+    OutputsDiffer.
     """
     measured.errors = running.errors
     chance = random.Random(len(plan.stages))
@@ -117,7 +116,7 @@ def _systems_of(running: RunningSystem, visit: Visit) -> list[str]:
 
 
 def differing(answers: Mapping[str, list[list[int]]]) -> dict[str, str]:
-    """Return why a system's answer differs from that of "recompute", or of the first system."""
+    """Why an answer differs from that of "recompute", or of the first system."""
     if not answers:
         return {}
     right = RECOMPUTE if RECOMPUTE in answers else next(iter(answers))

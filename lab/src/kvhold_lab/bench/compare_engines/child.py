@@ -48,7 +48,7 @@ Layers = Sequence[npt.NDArray[np.uint16]]
 
 @dataclass(frozen=True)
 class ChildOptions:
-    """The cache to start. Stores read one region of the engine's pool, retrieves write another.
+    """Stores read one region of the engine's pool, retrieves write another.
 
     tier:       source of retrieves: ram, disk or redis
     num_tokens: of the longest prompt
@@ -88,19 +88,19 @@ class ChildDriver(Protocol):
 
     @property
     def layers(self) -> Layers:
-        """The engine's pool, [2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
+        """[2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce the next store for `settle`. Not timed."""
+        """The next store, for `settle`. Not timed."""
 
     def store(self, tokens: list[int], block_ids: list[int]) -> None:
-        """Returns when the engine may write to its blocks again."""
+        """Return when the engine may write to its blocks again."""
 
     def settle(self) -> None:
         """Wait until the last store is in `tier`."""
 
     def lookup(self, tokens: list[int]) -> tuple[int, Callable[[], None]]:
-        """Return the number of tokens found, and a function that releases them."""
+        """Return the tokens found, and a function that releases them."""
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
         pass
@@ -125,7 +125,7 @@ class ComparedEngine:
             options, self._layers
         )
         self.started_s = time.perf_counter() - began
-        del self._layers  # the driver may have moved them
+        del self._layers
         # block 0 means "none" to some engines
         ids = 1 + np.random.default_rng(0).permutation(2 * options.num_blocks)
         self._from, self._to = np.split(ids, 2)
@@ -225,7 +225,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def own_bytes(pid: int, cache_bytes: int) -> int:
-    """Return the proportional set size without mappings of KV, known by name or by size."""
+    """The proportional set size without mappings of KV, known by name or size."""
     return sum(
         nbytes
         for name, size, nbytes in _mappings(pid)
@@ -280,7 +280,7 @@ def main(driver_name: str, *of_the_engine: str) -> int:
                 raise ValueError("the first operation must be start")
             elif engine is not None:
                 answer = engine.do(operation)
-        # the edge of this process: the parent gets the reason
+        # the parent gets the reason
         except Exception as error:  # noqa: BLE001
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer).encode() + b"\n")
@@ -293,7 +293,7 @@ def main(driver_name: str, *of_the_engine: str) -> int:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep stdin and stdout for the protocol; libraries print to the log."""
+    """Libraries print to the log."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -4,7 +4,7 @@
   engine-driven   server; this process copies through shared memory (default on CPUs)
   lmcache-driven  server; it maps this process's blocks and copies
 
-LMCache would guess the layout of blocks wrongly and copy more slowly, so the layout is given.
+The layout of blocks is given, because LMCache would guess it wrongly.
 """
 
 import itertools
@@ -61,8 +61,6 @@ class _Pool:
 
 
 class InProcess(_Pool):
-    """A `ChildDriver` around `LMCacheEngine`."""
-
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
@@ -153,11 +151,11 @@ class InProcess(_Pool):
         return []
 
     def close(self) -> None:
-        """Do nothing: LMCache's close can hang above Redis."""
+        """LMCache's close can hang above Redis."""
 
 
 class _HostCopies:
-    """A "GPU connector" for host memory, with LMCache's own copies."""
+    """With LMCache's own copies."""
 
     def __init__(self, pool: InProcess) -> None:
         from lmcache.v1.multiprocess.transfer_context import (
@@ -210,8 +208,6 @@ class _HostCopies:
 
 
 class Server(_Pool):
-    """A `ChildDriver` around `lmcache server`."""
-
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
         from lmcache.v1.multiprocess.transfer_context import create_transfer_context

@@ -41,7 +41,7 @@ _AT_MOST = {  # (operation, tier) -> the peers, the largest ratio
 
 @dataclass
 class Measured:
-    """Values by operation and tier.
+    """By operation and tier.
 
     cells:  seconds, or bytes of memory
     nbytes: KV that an operation moves
@@ -66,8 +66,7 @@ class Measured:
 class CompareRow:
     """One operation of one system in one tier. None: not measured or not applicable.
 
-    ratio_to_best_peer: below 1, the system is faster or smaller
-    ratios:             to each other system and limit
+    ratio_to_best_peer: below 1: faster or smaller
     """
 
     operation: str
@@ -204,5 +203,5 @@ def _value(row: CompareRow) -> float:
 
 
 def _are_peers(name: str, other: str) -> bool:
-    """Whether a comparison is useful: not two modes of ours, and no limit."""
+    """Not two modes of ours, and no limit."""
     return not (other in LIMITS or (name in OURS and other in OURS))

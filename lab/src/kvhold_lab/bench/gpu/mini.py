@@ -1,4 +1,4 @@
-"""Real requests of the mini engine: without kvhold, with stores, and with another engine's KV.
+"""The mini engine without kvhold, with stores, and with another engine's KV.
 
 Tokens and KV bytes must be equal. The models are too small for realistic TTFTs.
 """

@@ -1,6 +1,6 @@
 """One workload on several demo servers of one model, whose nodes have different policies.
 
-All servers run at the same time. Each request goes to one after the other (`in_turns.py`).
+Each request goes to one server after the other (`in_turns.py`).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def compare(name: str, common: Common, workload: Workload, gates: Gates) -> None:
-    """Measure, show and write the rows. Exits with 1 as `run` does."""
+    """Exits with 1 as `run` does."""
     from kvhold_lab.bench.load.measure import LoadMeasurement, measure_in_turns
 
     _check(common, gates)
@@ -86,7 +86,7 @@ def _check(common: Common, gates: Gates) -> None:
 
 @contextmanager
 def _servers(common: Common) -> "Iterator[dict[str, Endpoint]]":
-    """Servers by policy, without a prefix cache of their own: hits come from kvhold."""
+    """By policy, without a prefix cache, so that hits come from kvhold."""
     from kvhold_lab.bench.load.demo_server import demo_server
 
     assert common.serve_demo is not None

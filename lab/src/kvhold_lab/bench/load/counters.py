@@ -1,8 +1,6 @@
 """The server's counters: hit tokens by tier, from its /metrics (docs/metrics.md).
 
-    before = read(page); ...; spent = hits(before, read(page))
-
-Other users of the server count, too.
+before = read(page); ...; spent = hits(before, read(page))
 """
 
 import math
@@ -27,11 +25,11 @@ Counts = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens between two readings.
+    """Prompt tokens between two readings; other users count, too.
 
     looked_up, by_tier, missed: by kvhold
-    loaded: by the engine from its connector, or None
-    own: in the engine's prefix cache, or None
+    loaded: by the engine from its connector
+    own: in the engine's prefix cache
     """
 
     looked_up: int

@@ -1,6 +1,6 @@
-"""A measurement as a picture, or as one HTML page with the picture.
+"""A measurement as a picture, or as an HTML page with the picture.
 
-Needs matplotlib (`kvhold[lab]`). The page loads and runs nothing, and escapes outside text.
+Needs matplotlib (`kvhold[lab]`). The page loads nothing, and escapes outside text.
 """
 
 import base64

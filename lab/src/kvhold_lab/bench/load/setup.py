@@ -1,5 +1,3 @@
-"""Make prompts, endpoint, JSON file and arguments from the options of a load test."""
-
 import asyncio
 import json
 import os
@@ -88,7 +86,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def arguments_of(workload: Workload) -> dict[str, Any]:
-    """Return the arguments, with the size of a data set in place of its content."""
+    """A data set counts by its size."""
     given = {field.name: getattr(workload, field.name) for field in fields(workload)}  # type: ignore[arg-type]
     return {
         name: len(value) if name in ("examples", "recorded") else _plain(value)

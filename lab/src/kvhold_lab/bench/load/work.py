@@ -21,7 +21,7 @@ COLD, WARM = "cold", "warm"
 
 @dataclass(frozen=True)
 class Turn:
-    """A part of a prompt. Completions join all parts without roles."""
+    """Completions join all parts without roles."""
 
     role: Literal["system", "user", "assistant"]
     content: Content
@@ -29,9 +29,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    at_s:  arrival in seconds from the phase's start; None: when the phase's limit allows it
+    """at_s:  arrival in seconds from the phase's start; None: when the phase's limit allows it
     score: rates the answer's text, 0 to 1
     """
 
@@ -49,7 +47,6 @@ class Reply:
     """Times are in seconds from sending.
 
     gaps_s: between arrivals of tokens
-    input_tokens, cached_tokens: reported by the server, or None
     content: text or token ids, like the prompt
     error: a kind such as "http 503"
     """
@@ -68,7 +65,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Result:
-    """late_s: delay after the arrival time."""
+    """late_s: after the arrival time"""
 
     group: str
     labels: Mapping[str, int | str]
@@ -83,9 +80,7 @@ Session: TypeAlias = Generator[Request, Reply, None]
 
 @dataclass(frozen=True)
 class Phase:
-    """Concurrent sessions.
-
-    max_in_flight: None: no limit but arrivals
+    """max_in_flight: None: no limit but arrivals
     pause_s: idle before the phase
     """
 

@@ -1,7 +1,6 @@
-"""From cells to a row: planning, always loading and always computing are compared. No I/O.
+"""From cells to a row: planning, always loading and always computing. No I/O.
 
-An engine's times are summed and divided by its compute times. Intervals: 95 %, by bootstrap over
-requests.
+Times are divided by the engine's compute times. Intervals: 95 %, by bootstrap over requests.
 """
 
 from collections.abc import Sequence
@@ -24,9 +23,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class PlannerRow:
-    """One link.
-
-    speed: 1 loads KV as fast as the engine computes it
+    """speed: 1 loads KV as fast as the engine computes it
     load, plan: times / compute times
     to_best: planning / the better of loading and computing
     """

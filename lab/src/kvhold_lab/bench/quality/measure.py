@@ -1,7 +1,6 @@
-"""Compare answers on KV that a codec has encoded and decoded with answers on the unchanged KV.
+"""Compare answers on encoded and decoded KV with answers on the unchanged KV.
 
-Differences are paired. Standard errors are over contexts, because answers of one context depend on
-each other.
+Differences are paired. Standard errors are over contexts, whose answers depend on each other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +22,9 @@ _NAMES = {mark: name for name, mark in KINDS.items()}
 
 @dataclass(frozen=True)
 class QualityRow:
-    """The costs of one codec.
-
-    accuracy:         share of answer tokens that were the first guess; None without recall
+    """accuracy:         share of answer tokens that were the first guess; None without recall
     accuracy_drop:    points (hundredths) lost; None also if accuracy without a codec is below
-                      `LEAST_ACCURACY`
-    accuracy_drop_se: its standard error
+        `LEAST_ACCURACY`
     kl:               mean KL(unchanged || codec) before each answer token, in nats
     perplexity_ratio: of the answer tokens, codec / unchanged
     error:            largest |decoded - original| / largest |original|, in the worst layer
@@ -111,7 +107,7 @@ class _Guesses:
 
 @dataclass
 class _Tally:
-    """Sums over batches, by context."""
+    """By context."""
 
     codec: str
     plain_bytes: int = 0

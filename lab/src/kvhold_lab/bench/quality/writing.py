@@ -1,4 +1,4 @@
-"""Questions for any language model: numbers in the context, or a text's continuation."""
+"""Questions for any language model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def written_recall(
 
 
 def continued(tokens: Sequence[int], *, num_contexts: int, num_tokens: int) -> Iterator[Exams]:
-    """Cut evenly spread pieces. Raises ConfigError for a text that is too short."""
+    """Evenly spread pieces. Raises ConfigError: a short text."""
     step = num_tokens + CONTINUED_TOKENS
     most = len(tokens) // step
     if most < 1:

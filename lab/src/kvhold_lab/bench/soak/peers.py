@@ -1,9 +1,8 @@
 """Nodes that serve each other, with random requests, while nodes are killed and the network fails.
 
-Each node reaches each other one over a relay of its own (`bench/relay.py`). One thread for each
-node stores prompts, and looks prompts up that all nodes store. The main thread kills nodes, starts
-them again, cuts the links of a node, and makes links forget their connections. At the end the
-network is whole, one node clears, and all nodes must be empty.
+Nodes reach each other over relays (`bench/relay.py`). One thread for each node stores prompts, and
+looks up prompts that all nodes store. The main thread kills and starts nodes, cuts links, and drops
+connections. At the end the network is whole, one node clears, and all nodes must be empty.
 """
 
 import json
@@ -37,7 +36,7 @@ SPACE = Namespace(
         tokens_per_chunk=16,
     ),
 )
-_PROMPTS = 200  # of up to 1,000 tokens, 1 MB each: several times one node's memory
+_PROMPTS = 200  # 1 MB each: several times one node's memory
 _MOST_TOKENS = 1000
 _RAM_BYTES = 32 << 20
 _CALL_S, _ARRIVAL_S = 5.0, 5.0
@@ -50,10 +49,10 @@ _KINDS = ("kills", "cuts", "forgotten")
 
 @dataclass(frozen=True)
 class PeersSoak:
-    """The result. wrong, late and left must be 0.
+    """wrong, late and left must be 0.
 
     loaded_tokens: found on another node
-    refused:       calls that raised an error, such as of a node that is dead
+    refused:       calls that raised an error, such as of a dead node
     late:          calls that took longer than their deadlines
     left:          nodes that hold bytes, pins or leases at the end
     """
@@ -161,7 +160,7 @@ def _break(
     tally: _Tally,
     until_s: float,
 ) -> None:
-    """Kill nodes and break links at random. At most one node is down, or cut off, at a time."""
+    """At most one node is down, or cut off, at a time."""
     kinds: list[str] = []
     while time.monotonic() < until_s:
         number = chance.randrange(len(fleet))
@@ -239,7 +238,7 @@ def _read(client: NodeClient, prompt: Prompt, tally: _Tally) -> None:
 
 
 def _at_baseline(fleet: list["_Node"], tally: _Tally) -> int:
-    """Clear on the first node. Returns the number of nodes that are not empty afterwards."""
+    """Clear on the first node. Return the number of nodes that are not empty."""
     until_s = time.monotonic() + _PATIENCE_S
     with ExitStack() as stack:
         clients = [stack.enter_context(node.client()) for node in fleet]

@@ -1,7 +1,6 @@
-"""A real vLLM whose Redis tier is killed again and again.
+"""A real vLLM whose Redis tier is killed every minute, and is down for ten seconds.
 
-Most hits come through Redis, which is killed every minute and is down for ten seconds. Answers are
-compared with those of vLLM alone. Memory must not grow after a fifth of the time.
+Answers are compared with those of vLLM alone. Memory must not grow after a fifth of the time.
 """
 
 import os
@@ -43,7 +42,7 @@ class RedisSoak:
 
 
 def run(minutes: float, every_s: float, seed: int) -> RedisSoak:
-    """Raises NotInstalled without redis-server, EngineFailed if vLLM does not start."""
+    """Raises NotInstalled, EngineFailed."""
     model, prompts = make_model("tiny"), _prompts(seed)
     with _engine(model, None, "") as plain:
         expected = plain.generate_many(prompts, max_tokens=_OUTPUT_TOKENS).token_ids

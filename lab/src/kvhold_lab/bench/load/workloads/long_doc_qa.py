@@ -1,5 +1,3 @@
-"""Long documents: the gain of a prefilled document."""
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

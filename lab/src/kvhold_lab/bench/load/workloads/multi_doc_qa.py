@@ -1,7 +1,6 @@
 """Several documents in each prompt: the gain of KV that is reused at another place.
 
-The beginning of a prompt is reused by any prefix cache. The rest needs reuse beyond prefixes, which
-recognises documents by the separator.
+Only the beginning of a prompt is a known prefix. Blending recognises documents by the separator.
 """
 
 import random
