@@ -29,7 +29,7 @@ from kvhold_lab.simulation.world import World
 
 EVERY = 6
 """One in this many seeds simulates several hosts."""
-# left out: these faults would lose markers, and `Hosts` loses markers itself
+# left out: they would lose markers, which `Hosts` does itself
 _LIES = (("probe", "stale"), ("probe", "truncate"))
 # left out with a central cache, where each damaged frame is a finding
 _DAMAGES = ("corrupt", "truncate", "swap", "stale")
@@ -71,7 +71,7 @@ class HostNode(SimNode):
         return tier_worker
 
     def _watch_births(self, tier_worker: Any) -> None:
-        """Record when each value in a tier, and each chunk read from a tier, was stored."""
+        """When each value in a tier, and each chunk from a tier, was stored."""
         frame, frames = tier_worker._write_behind._frame, {}
         born = self.host.promise.shared.born
 
@@ -222,7 +222,7 @@ class SimHost(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """Start a node, and use it before it has learned of clears."""
+        """And use it before it has learned of clears."""
         super()._start_node()
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.num_nodes > 1 and random.random() < 0.7:
@@ -270,7 +270,7 @@ class SimHost(Simulation):
             self.world.later(random.random() * 4.0, works_again)
 
     def _flip(self) -> None:
-        """Flip a bit, unless a damaged frame would reach other hosts."""
+        """Unless a damaged frame would reach other hosts."""
         if self.hosts.central is None:
             super()._flip()
 
@@ -427,7 +427,7 @@ class Hosts:
         self.world.later(self.random.expovariate(self.trouble), self._trouble)
 
     def _lose_a_marker(self) -> None:
-        """Remove a marker that a running host knows and can put again."""
+        """One that a running host knows and can put again."""
         names = [name for name in self.shared.markers.names() if self._is_known(name)]
         if names:
             name = self.random.choice(names)
@@ -508,7 +508,7 @@ class Hosts:
             yield self.central.check_end
 
     def _all_learn(self) -> None:
-        """Wait until each host knows each clear that it can still learn of."""
+        """Wait until each host knows each clear that it can still learn."""
 
         def has_learned(host: SimHost) -> bool:
             known = host.promise.known
@@ -524,7 +524,7 @@ class Hosts:
             )
 
     def _told(self) -> dict[bytes, int]:
-        """Return each namespace's latest generation that a host can still learn of."""
+        """Each namespace's latest generation that a host can still learn."""
         told: dict[bytes, int] = {}
         spaces = {name[:16] for name in self.shared.markers.names()}
         for space in spaces:

@@ -2,7 +2,7 @@
 
     network = LinkedNetwork(world); network.cut("10.0.0.1", "10.0.0.2"); network.heal()
 
-While two hosts are cut, nothing that one sends reaches the other, not even the end of a connection.
+A cut link passes nothing, not even the end of a connection.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class LinkedNetwork(Network):
         self._sockets_of: dict[str, list[SimSocket]] = {}
 
     def cut(self, sender: str, receiver: str) -> None:
-        """Cut one direction."""
+        """One direction."""
         self._cut.add((sender, receiver))
 
     def slow_down(self, one: str, other: str, seconds: float) -> None:
@@ -37,7 +37,7 @@ class LinkedNetwork(Network):
             self._slow_s[pair] = seconds
 
     def heal(self) -> None:
-        """What is on its way goes on. Links are as fast as before."""
+        """Deliver all bytes. Links are as fast as before."""
         self._cut.clear()
         self._slow_s.clear()
         self._go_on()
@@ -47,7 +47,6 @@ class LinkedNetwork(Network):
         self._go_on()
 
     def leave(self, host: str, *, without_power: bool) -> None:
-        """Close all sockets of a host whose node has ended."""
         if without_power:
             self._off.add(host)
         for sock in self._sockets_of.pop(host, ()):
@@ -55,7 +54,7 @@ class LinkedNetwork(Network):
                 sock.vanish() if without_power else sock.close()
 
     def break_one(self) -> None:
-        """Reset a connection at both ends, or only at one."""
+        """At both ends, or only at one."""
         living = [
             sock
             for socks in self._sockets_of.values()
@@ -83,7 +82,7 @@ class LinkedNetwork(Network):
     ) -> SimSocket:
         far = address.rpartition(":")[0]
         while not (self._passes(host, far) and self._passes(far, host)):  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)  # as a lost packet: nothing tells the caller
+            await asyncio.sleep(_LOOK_S)  # a lost packet: nothing tells the caller
         near = await super().connect(address, loop, host, touch)
         near.peer._touch = self.touch_of_server.get(far)
         for sock in (near, near.peer):

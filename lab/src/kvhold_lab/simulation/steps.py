@@ -1,4 +1,4 @@
-"""Sizes in the real code that the simulation's small values would never reach.
+"""Small sizes for the real code, whose own the simulation would never reach.
 
 steps = Steps((module, "_PAGE_CHUNKS", (1, 3, 4000)), ...); steps.draw(random) ... steps.restore()
 """
