@@ -6,7 +6,7 @@ from typing import Any
 
 _RANK = 8
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_ADAPTER_STD = 0.5  # makes each adapter's output distinct
+_ADAPTER_STD = 0.5  # distinct outputs
 
 
 def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
@@ -56,7 +56,7 @@ def save_adapter(folder: Path, settings: dict[str, Any], seed: int) -> None:
 
 
 def save_image_processor(folder: Path, settings: dict[str, Any], tokenizer: Any) -> None:
-    """It makes one square of each image."""
+    """One square of each image."""
     from transformers import Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 

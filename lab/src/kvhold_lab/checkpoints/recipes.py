@@ -16,7 +16,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class Recipe:
-    """config: settings class of transformers.
+    """config: settings class of transformers
 
     kind:   "adapters": with two LoRA adapters; "image": takes images
     engine: necessary arguments of vLLM; `why` explains them

@@ -1,5 +1,3 @@
-"""The demo's result as text and as a picture."""
-
 import statistics
 from dataclasses import dataclass
 from pathlib import Path

@@ -16,14 +16,14 @@ DriverName = Literal["vllm", "transformers"]
 
 
 class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
-    """The options of an engine. None: the driver chooses."""
+    """None: the driver chooses."""
 
     model_path: str
     max_model_len: int  # prompt and output
     kv_cache_bytes: int
     driver: DriverName = "vllm"
     kv_transfer_config: dict[str, Any] | None = (
-        None  # as for vLLM's --kv-transfer-config; None: no connector
+        None  # for vLLM's --kv-transfer-config; None: no connector
     )
     prefix_caching: bool = True
     max_num_batched_tokens: int | None = None  # of one step
@@ -42,7 +42,7 @@ class Generate(ChildOperation, frozen=True, kw_only=True, tag="generate"):
 
 
 class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many"):
-    """Decode prompts greedily at once."""
+    """Greedily, at once."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -50,20 +50,18 @@ class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many
 
 
 class CheckMemory(ChildOperation, frozen=True, kw_only=True, tag="check_memory"):
-    """Set `client.check_memory` for later requests. -> MemoryChecked"""
+    """-> MemoryChecked"""
 
     enabled: bool
 
 
 class MemoryChecked(ChildReply, frozen=True, kw_only=True, tag="memory_checked"):
-    """clients: connections to nodes that were set."""
+    """clients: connections to nodes that were set"""
 
     clients: int
 
 
 class Ready(ChildReply, frozen=True, kw_only=True, tag="ready"):
-    """The engine is warmed up."""
-
     tokens_per_block: int
     num_blocks: int
 
@@ -71,7 +69,7 @@ class Ready(ChildReply, frozen=True, kw_only=True, tag="ready"):
 class Generated(ChildReply, frozen=True, kw_only=True, tag="generated"):
     """Times are taken in the engine's process, without transport."""
 
-    # to the end of the step that made the first token
+    # to the end of the step with the first token
     ttft_s: float
     total_s: float
     token_ids: list[int]

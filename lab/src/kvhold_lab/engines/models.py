@@ -1,7 +1,5 @@
 """Models for the demo: Llamas with random weights of a fixed seed, and a tokenizer.
 
-    model = make_model("small")
-
 The text is meaningless, but times, KV bytes and equality of outputs are real. The checkpoint is
 made once in the user's cache folder.
 
@@ -33,7 +31,7 @@ Weights = npt.NDArray[np.float32]
 MAX_MODEL_LEN = 32_768
 _RECIPE = 1  # increase when the weights change
 _SEED = 20_260
-# standard deviation 1.6**2 of attention logits: some ten of 4,000 tokens carry most weight
+# standard deviation of attention logits: 1.6**2; some ten of 4,000 tokens carry most weight
 _QUERY_KEY_GAIN = 1.6
 # with 1.5 and an _MLP_GAIN of 1.2 all positions become alike
 _ATTENTION_GAIN = 1.2
@@ -48,7 +46,7 @@ class ModelGeometry:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and more
+    head_dim: int  # a size of vLLM's CPU attention
     vocab_size: int = VOCAB_SIZE
 
     @property
@@ -60,7 +58,7 @@ class ModelGeometry:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
-        """Name, shape and standard deviation of each weight; 0 is a norm of ones."""
+        """Name, shape and standard deviation; 0: a norm of ones."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         fan_in = hidden**-0.5
@@ -129,10 +127,10 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """Return a checkpoint (tiny, small or mid) under `root`; make it if missing.
+    """Make a checkpoint (tiny, small or mid) if it is missing under `root`. Safe in several
+    processes.
 
-    Safe in several processes. Raises ValueError for an unknown size, OSError if the folder cannot
-    be written.
+    Raises ValueError: an unknown size; OSError.
     """
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")

@@ -1,9 +1,7 @@
 """Programs that start with vLLM imported, in half of the time.
 
-    process = spawn("kvhold_lab.engines.engine", environment, stderr=log)  # None: not from here
-
-PRELOAD_VLLM=1 turns this on. Each environment that vLLM may read during its import has a server of
-its own. Beyond `_MOST_SERVERS` environments, a start is an ordinary one.
+PRELOAD_VLLM=1 turns this on. Each environment that vLLM may read during its import has a server.
+Beyond `_MOST_SERVERS`, starts are ordinary.
 """
 
 import atexit
@@ -25,7 +23,7 @@ from kvhold_lab.engines.fork_server import MOST_REQUEST_BYTES, READY, Fork
 
 VARIABLE = "PRELOAD_VLLM"
 _MOST_SERVERS = 3  # each keeps half a gigabyte
-# not read while vLLM is imported
+# not read by vLLM's import
 _LATE = ("KVHOLD_", "XDG_", "PYTEST_", "COVERAGE_", "TMPDIR", "_=")
 _START_S = 120.0
 
@@ -35,7 +33,7 @@ _servers: "dict[_Environment, _Server | None]" = {}  # None: it has failed
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` is for a child: here it is another process's."""
+    """`subprocess.Popen` for another process's child."""
 
     def __init__(self, pid: int, end: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -52,7 +50,7 @@ class ForkedProcess:
         if self.returncode is None:
             if not select.select([self._end], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            # the server has died without the exit code
+            # the server died without the exit code
             self.returncode = int(os.read(self._end, 16) or -signal.SIGKILL)
             os.close(self._end)
         return self.returncode
@@ -63,9 +61,9 @@ class ForkedProcess:
 
 
 def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess | None:
-    """Run the module in a process group of its own, with pipes for stdin and stdout.
+    """Run the module in a new process group, with pipes for stdin and stdout.
 
-    environment: the whole environment of the program
+    environment: the program's whole environment
     """
     if os.environ.get(VARIABLE) != "1":
         return None
@@ -75,7 +73,7 @@ def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> For
             return None
         try:
             return server.fork(module, environment, stderr)
-        except OSError:  # from now on, starts are ordinary ones
+        except OSError:  # later starts are ordinary
             server.close()
             _servers[_early(environment)] = None
             return None
@@ -112,7 +110,7 @@ class _Server:
         self._is_ready = False
 
     def fork(self, module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess:
-        """Raises OSError when the server has died."""
+        """Raises OSError: the server has died."""
         if not self._is_ready:
             self._receive()
             self._is_ready = True

@@ -5,7 +5,7 @@
     engine.run()                    # {"a": [17, 4, ...]}
 
 A request has the same tokens and KV bytes in every batch, with and without kvhold. There is no
-sampling, LoRA, media, speculation, state model or second worker. Used from one thread.
+sampling, LoRA, media, speculation, state model or second worker. One thread.
 """
 
 from kvhold_lab.mini_engine.config import SHAPES, MiniEngineOptions, ModelShape

@@ -33,7 +33,7 @@ class CentralServer(ServerProcess):
         )
 
     def environ(self) -> dict[str, str]:
-        """Return the environment without the user's settings."""
+        """Without the user's settings."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
         } | self._environ

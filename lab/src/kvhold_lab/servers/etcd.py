@@ -1,5 +1,3 @@
-"""A real etcd of one member, with its data in a folder of its own."""
-
 import json
 import ssl
 import urllib.request
@@ -13,7 +11,7 @@ _CALL_S = 20.0
 
 
 class EtcdServer(ServerProcess):
-    """One server on loopback.
+    """One member on loopback, with its data in its folder.
 
     tls: TLS only, with client certificates: `certificates`
     """
@@ -31,10 +29,7 @@ class EtcdServer(ServerProcess):
         return self._made
 
     def call(self, path: str, *, token: str = "", **request: Any) -> Any:
-        """Call the JSON gateway. token: of a login
-
-        Raises OSError, of which urllib's HTTPError is one.
-        """
+        """The JSON gateway. token: of a login. Raises OSError."""
         headers = {"Authorization": token} if token else {}
         return self._open(f"/v3/{path}", data=json.dumps(request).encode(), headers=headers)
 

@@ -1,7 +1,6 @@
 """The master of a Mooncake Store.
 
-It listens on loopback, but its clients do not (see `kvhold.tiers.mooncake`). The clients provide
-the memory.
+Its clients provide the memory, and do not listen on loopback (see `kvhold.tiers.mooncake`).
 """
 
 import importlib.util
@@ -11,7 +10,7 @@ from urllib.parse import urlencode
 
 from kvhold_lab.servers.base import NotInstalled, ServerProcess, free_port
 
-LEASE_MS = 200  # time after a read without removal
+LEASE_MS = 200  # without removal, after a read
 
 
 class MooncakeMaster(ServerProcess):

@@ -34,9 +34,9 @@ _NAMESPACE = bytes(NAMESPACE_BYTES)
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replay, in chunks.
+    """In chunks.
 
-    found:    [requests, 2] int32, found in memory, and promoted
+    found:    [requests, 2] int32, in memory, and promoted
     victims:  int32, the first chunks evicted from memory
     """
 
@@ -50,7 +50,7 @@ class Replayed:
 
 
 def find_policy(name: str) -> Callable[[], Policy]:
-    """Find a policy of kvhold, such as lru, or a module:Class. Raises ConfigError."""
+    """Such as lru, or a module:Class. Raises ConfigError."""
     if name in POLICIES:
         return POLICIES[name]
     try:

@@ -249,9 +249,7 @@ class FleetHost(Simulation):
             known, there = _digests(tier._index, one.number), other.running.has()
             ghosts = known - there
             missing = there - known - tier.given_up.get(one.number, set())
-            if (
-                not self.fleet.has_one_size
-            ):  # the index keeps one size, and the peers with this size
+            if not self.fleet.has_one_size:  # the index keeps one size
                 missing = set()
             if not one.is_followed or ghosts or missing:
                 return (

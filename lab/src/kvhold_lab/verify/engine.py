@@ -1,7 +1,7 @@
 """vLLM engines in a child process, one after the other.
 
-They share the child because importing vLLM takes longer than starting a small engine. After a
-failure the next engine gets a new child. Used from one thread.
+They share the child because importing vLLM is slow. After a failure the next engine gets a new
+child. One thread.
 """
 
 import sys

@@ -23,7 +23,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """tokens: the prompt, or the text after its images; images: seeds."""
+    """tokens: the prompt, or the text after its images; images: seeds"""
 
     tokens: list[int]
     adapter: int | None = None
@@ -31,7 +31,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Start(ChildOperation, frozen=True, kw_only=True, tag="start"):
-    """adapters: folders of LoRA adapters."""
+    """adapters: folders of LoRA adapters"""
 
     engine: dict[str, Any]
     adapters: list[str] = msgspec.field(default_factory=list)
@@ -53,7 +53,7 @@ class VerifyArrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     abort:       abort at this stage, or the next later one reached
     abort_after: steps to wait after that stage
-    rules:       the request's `kv_transfer_params` for kvhold
+    rules:       `kv_transfer_params` for kvhold
     """
 
     tokens: list[int]
@@ -81,10 +81,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
-    """The settings that vLLM derived from the arguments.
+    """The settings that vLLM derived.
 
-    block_sizes: tokens of a block, by KV cache group; that of a recurrent group does not limit
-                 prompts
+    block_sizes: tokens of a block, by KV cache group; a recurrent group does not limit prompts
     token_bytes: KV of one token in all layers and workers
     """
 
@@ -101,7 +100,7 @@ class Started(ChildReply, frozen=True, kw_only=True, tag="started"):
 
 
 class Answered(ChildReply, frozen=True, kw_only=True, tag="answered"):
-    """Outputs in order. cached: prompt tokens not computed; num_passes: steps with output."""
+    """In order. cached: prompt tokens not computed; num_passes: steps with output"""
 
     token_ids: list[list[int]]
     cached: list[int]
@@ -111,7 +110,7 @@ class Answered(ChildReply, frozen=True, kw_only=True, tag="answered"):
 
 
 class VerifyServed(ChildReply, frozen=True, kw_only=True, tag="served"):
-    """Results in order.
+    """In order.
 
     ends:       vLLM's `finish_reason` (normally "length"), or "abort"
     aborted_in: the stage, or ""

@@ -1,5 +1,3 @@
-"""The ways to run a model."""
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +9,7 @@ ITSELF = "{model}"
 
 @dataclass(frozen=True)
 class Path:
-    """One way to run a model.
-
-    is_on:     whether vLLM accepted `engine`
+    """is_on:     whether vLLM accepted `engine`
     config:    kvhold's settings
     in_pieces: prefill in steps of one and a half blocks
     crowded:   all prompts at once, in too few blocks
