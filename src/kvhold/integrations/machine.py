@@ -58,7 +58,6 @@ HARMLESS = Table.of(
 
 @lru_cache(maxsize=1)
 def processor_facts() -> Mapping[str, str]:
-    """The maker and vector instructions decide which kernels run."""
     maker, flags = "", ""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

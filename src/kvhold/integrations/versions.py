@@ -16,7 +16,6 @@ def is_tested(engine: str, version: str) -> bool:
 
 
 def warn_if_untested(engine: str, version: str) -> None:
-    """Once per engine and process."""
     if is_tested(engine, version) or engine in _said:
         return
     _said.add(engine)

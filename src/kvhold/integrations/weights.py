@@ -29,8 +29,8 @@ _SETTINGS = ("config.json", "adapter_config.json")
 _PIECE_BYTES = 8 << 20
 _WORTH_A_LINE = 1 << 30
 _MAX_FILES = 20_000
-_SETTLED_NS = 2_000_000_000  # file systems round times
-_NOTE_BYTES = 65  # digest, blank, check
+_SETTLED_NS = 2_000_000_000
+_NOTE_BYTES = 65
 _DIGEST = re.compile("[0-9a-f]{32}")
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -58,11 +58,9 @@ _HARMLESS = tuple(pattern for patterns in HARMLESS_FILES.values() for pattern in
 
 
 def model_identity(model: str, revision: str | None, *, cache_dir: str | None = None) -> str:
-    """Return "content:<digest>" or "hub:<name>@<commit>".
+    """Return "content:<digest>" or "hub:<name>@<commit>". Raises LayoutError.
 
     cache_dir: the weights' hub cache; None: the hub's default
-
-    Raises LayoutError.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -75,7 +73,6 @@ def model_identity(model: str, revision: str | None, *, cache_dir: str | None = 
 
 
 def adapter_identity(folder: str) -> str:
-    """Raises LayoutError."""
     path = Path(folder).expanduser()
     if path.is_dir():
         return f"content:{_digest_of(path, files_of(path, subfolders=False))}"
@@ -94,10 +91,7 @@ def adapter_places(folder: str) -> list[Path]:
 
 
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
-    """Names of the hub code in `auto_map`, except `model` at its own revision.
-
-    Raises LayoutError: code outside the local hub cache.
-    """
+    """Except `model` at its own revision. Raises LayoutError: code outside the local hub cache."""
     found = set()
     for repository, file in _code_files(auto_map):
         if repository or (code_revision and not Path(model).expanduser().exists()):
@@ -107,10 +101,7 @@ def code_identity(model: str, auto_map: object, code_revision: str | None) -> li
 
 
 def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
-    """Sorted files that may shape KV. Follows links.
-
-    Raises LayoutError: more than `_MAX_FILES`.
-    """
+    """Sorted; follows links. Raises LayoutError: more than `_MAX_FILES`."""
     found: list[Path] = []
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -134,7 +125,6 @@ def files_of(folder: Path, *, subfolders: bool = True) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Raises OSError."""
     return _file_digest(path)
 
 
@@ -212,7 +202,7 @@ def _noted(note: Path, state: bytes) -> str | None:
 
 
 def _keep(note: Path, state: bytes, digest: str) -> None:
-    """Write the whole note or none."""
+    """Whole or not at all."""
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(note.parent):
@@ -220,7 +210,7 @@ def _keep(note: Path, state: bytes, digest: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=note.parent, delete=False) as draft:
             draft.write(f"{digest} {_check(state, digest)}")
             draft.flush()
-            os.fsync(draft.fileno())  # a power failure would leave an empty note
+            os.fsync(draft.fileno())
         Path(draft.name).replace(note)
     except OSError as error:
         log.debug("kvhold: digests are not kept: %s", error)
@@ -252,7 +242,7 @@ def _hub_commit(model: str, revision: str | None, names: Sequence[str] = _SETTIN
 
 
 def _commit_in(folder: Path, model: str, revision: str | None) -> str:
-    """Of a hub cache's snapshot, which may hold weights only."""
+    """The snapshot may hold weights only."""
     place = folder / f"models--{model.replace('/', '--')}"
     reference = place / "refs" / (revision or "main")
     with suppress(OSError, UnicodeError):

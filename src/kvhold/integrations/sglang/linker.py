@@ -8,8 +8,7 @@
     insert         -> offload
 
 SGLang aborts a request whose load fails, so a single rank accepts a load only if its pages are
-pinned. Several ranks must decide alike, so they accept every load. SGLang's scheduler thread calls;
-two other threads copy.
+pinned. Several ranks must decide alike, so they accept every load. SGLang's scheduler thread calls.
 """
 
 import logging
@@ -46,7 +45,7 @@ from kvhold.memory.placement import place_own_threads, place_this_thread
 log = logging.getLogger(__name__)
 
 _PINNED_S = 30.0
-_AGAIN_S = 30.0  # SGLang looks up a waiting request in each pass
+_AGAIN_S = 30.0
 _MOST_REQUESTS = 1 << 12
 
 
@@ -59,8 +58,6 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Load:
-    """found: None: not pinned in time"""
-
     rid: str
     keys: tuple[str, ...]
     ids: Int64s
@@ -123,7 +120,7 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         self._page_store.register()
         self._copier.prepare()
         self._found: dict[str, _Found] = {}
-        self._asked_s: dict[str, float] = {}  # last lookup of each request, in order
+        self._asked_s: dict[str, float] = {}
         self._queued: dict[str, _Load] = {}
         self._under_way = 0
         self._idle = threading.Condition()
@@ -278,7 +275,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
                     load.found.hit.close()
 
     def _claimed(self, load: _Load, held: ExitStack) -> list[Piece]:
-        """Raises KVHoldError: the pages are gone."""
         lease = None if load.found is None else self._cache.claim(load.found.hit.ticket)
         if lease is None:
             raise KVHoldError("its pages have left the cache")
@@ -286,7 +282,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
         return self._pages.pieces_of(lease, load.ids)
 
     def _offload(self, keys: list[str], ids: Int64s, events: list[Any]) -> None:
-        """Report the end even after errors."""
         stored = False
         try:
             for event in events:
@@ -310,7 +305,6 @@ class KVHoldLinker(UnifiedCacheLinker):  # type: ignore[misc, unused-ignore]
             found.hit.close()
 
     def _is_again(self, rid: str) -> bool:
-        """Whether this is another lookup of the same request."""
         now = time.monotonic()
         is_again = now - self._asked_s.pop(rid, -inf) < _AGAIN_S
         self._asked_s[rid] = now

@@ -1,10 +1,7 @@
 """Name SGLang's pages: page hashes as chunk names, the engine's settings as a namespace.
 
-A page's hash covers all tokens up to its end, the adapter's id and the cache salt. Tensor parallel
-ranks with equal KV (MLA) share one part.
-
-blake2b (RFC 7693), salted with the namespace, shortens a hash to 20 bytes. So names tell nothing
-about another namespace.
+Tensor parallel ranks with equal KV (MLA) share one part. blake2b (RFC 7693), salted with the
+namespace, shortens a page's hash to 20 bytes, so names tell nothing about another namespace.
 """
 
 import logging
@@ -95,7 +92,7 @@ def engine_of(settings: SGLangSettings) -> SGLangEngine:
     if args.quantization_param_path:
         facts["scales"] = repr(_file_digest(args.quantization_param_path))
     if args.load_format == "dummy":
-        facts["sglang.random_seed"] = repr(args.random_seed)  # for dummy weights
+        facts["sglang.random_seed"] = repr(args.random_seed)
     model = model_id or model_identity(args.model_path, args.revision, cache_dir=args.download_dir)
     kv_dtype = settings.kv_dtype or KV_DTYPES.get(str(args.kv_cache_dtype), "")
     return SGLangEngine(model, Facts.of(facts), kv_dtype, title=str(args.model_path))
@@ -111,7 +108,6 @@ def _server_facts(args: Any, settings: SGLangSettings) -> dict[str, str]:
             )
     facts: dict[str, str] = {}
     given = {name: getattr(args, name) for name in args.__struct_fields__}
-    # resolved values are kept by handler
     resolved = {
         name: value
         for _, changes in getattr(args, "_resolved_overrides", ())
@@ -175,10 +171,7 @@ def namespace_of(
 def names_of(
     namespace: Namespace, keys: Sequence[str], prefix_keys: Sequence[str] | None
 ) -> ChunkNames:
-    """In prompt order.
-
-    prefix_keys: hashes of the preceding pages; None: unknown
-    """
+    """prefix_keys: hashes of the preceding pages; None: unknown"""
     before = [] if prefix_keys is None else list(prefix_keys)
     return ChunkNames(
         namespace=namespace.digest,
@@ -199,7 +192,6 @@ def query_of(namespace: Namespace, keys: Sequence[str]) -> Query:
 
 
 def check_keys(keys: Sequence[object]) -> None:
-    """Raises ValueError: not a page's hash."""
     for number, key in enumerate(keys):
         if not isinstance(key, str) or not key:
             raise ValueError(f"keys[{number}] is {key!r}; a page's hash, as text, was expected")
@@ -214,7 +206,7 @@ def _hashes(namespace: Namespace, keys: Sequence[str]) -> bytes:
 
 
 def _adapter(ref: Any) -> str:
-    """SGLang's id covers name and path only, so add the content."""
+    """Name the content, too: SGLang's id covers name and path only."""
     try:
         return f"{ref.lora_id} {adapter_identity(ref.lora_path)}"
     except LayoutError as error:

@@ -1,9 +1,7 @@
 """Count, load and store the pages of one pool, by SGLang's hashes.
 
-Each missing page costs another lookup. SGLang counts or finds a request's pages first, so only the
-first lookup is a use.
-
-Errors are logged: the page is a miss or is not stored. Any thread.
+SGLang counts or finds a request's pages first, so only the first lookup is a use. Errors are
+logged: the page is a miss or is not stored. Any thread.
 """
 
 import logging
@@ -28,9 +26,8 @@ from kvhold.integrations.sglang.pools import Bytes
 
 log = logging.getLogger(__name__)
 
-# (first key, arena, chunks by group)
 Copy: TypeAlias = Callable[[int, Bytes, tuple[ChunkBytes, ...]], None]
-Take: TypeAlias = Callable[[int, Lease], None]  # (first key, lease)
+Take: TypeAlias = Callable[[int, Lease], None]
 
 
 class StorageTally:
@@ -81,7 +78,7 @@ class PageStore:
             with on_error(hit.close):
                 more = hit.arriving
                 hit.settle()
-                if more:  # in memory when SGLang asks again
+                if more:
                     self._cache.prefetch(query)
             if hit.num_tokens:
                 return hit
@@ -89,7 +86,7 @@ class PageStore:
         return None
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Which pages are present; they are loaded into memory."""
+        """Return which pages are present; load them into memory."""
         return self._present(keys, self._until(), uses=self._rules.uses)
 
     def load(self, keys: Sequence[str], scatter: Copy) -> list[bool]:
@@ -100,7 +97,7 @@ class PageStore:
             first += lease.first_chunk
             places = tuple(lease.chunks(group) for group in self._groups)
             scatter(first, lease.buffer, places)
-            lease.verify(self.namespace.layout)  # no copier has verified them
+            lease.verify(self.namespace.layout)
             whole = _whole(places)
             arrived[first : first + len(whole)] = whole
 
@@ -195,7 +192,6 @@ class PageStore:
 
 
 def _whole(places: tuple[ChunkBytes, ...]) -> list[bool]:
-    """[pages]"""
     return [
         bool(whole)
         for whole in np.logical_and.reduce([place.offsets != ABSENT for place in places])

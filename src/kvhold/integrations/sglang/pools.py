@@ -1,10 +1,8 @@
 """Find a page in SGLang's pools, and copy it to and from a chunk.
 
-Plain KV (MHA, MLA) becomes canonical chunks, which servers with other layouts can use. K and V of
-different widths are two groups. Other pages are opaque bytes, if SGLang can flatten them
-completely. A pool's class must match exactly: a subclass may keep more data.
-
-Threads must not write the same pages.
+Plain KV (MHA, MLA) becomes canonical chunks, which servers with other layouts can use. Other pages
+are opaque bytes, if SGLang can flatten them completely. A pool's class must match exactly: a
+subclass may keep more data. Threads must not write the same pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +33,6 @@ _FIELD_OF = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Pages(Protocol):
-    """A chunk is a page."""
-
     @property
     def layout(self) -> Layout:
         """A page's layout."""
@@ -58,7 +54,7 @@ class Pages(Protocol):
         """Copy chunks into pages."""
 
     def takes_flat(self, page: object) -> bool:
-        """Whether this flat page can be read and written."""
+        """Whether it can be read and written."""
 
     def gather_flat(self, pages: "Sequence[torch.Tensor]", buffer: Bytes, places: Places) -> None:
         """Copy flat pages into chunks."""
@@ -222,7 +218,6 @@ def _plain(
     flat: str | None,
     identity: str,
 ) -> "PlainPages":
-    """planes: (heads, width, one tensor per layer) of each plane."""
     alike = len({(heads, dim) for heads, dim, _ in planes}) == 1
     parts = [planes] if alike else [[plane] for plane in planes]
     views = []
@@ -373,8 +368,6 @@ def _opaque_host_pages(pool: Any) -> "OpaquePages":
 
 @dataclass(frozen=True)
 class OpaquePages:
-    """Flat pages that only SGLang understands."""
-
     layout: Layout
     pool: Any
     dtype: "torch.dtype"

@@ -1,7 +1,7 @@
 """Move pages between SGLang's host pools and the cache.
 
-SGLang's prefetch and backup threads call. Wrong arguments raise ValueError before any copy. A fault
-of the cache is a miss or an unstored page. `interface_v1: 1` saves one copy per direction.
+Wrong arguments raise ValueError before any copy. A fault of the cache is a miss or an unstored
+page. `interface_v1: 1` saves one copy per direction.
 """
 
 import logging
@@ -29,7 +29,7 @@ from kvhold.integrations.versions import warn_if_untested
 log = logging.getLogger(__name__)
 
 _KV = str(PoolName.KV)
-_SHARDED = frozenset({str(PoolName.MAMBA)})  # it differs between ranks with equal KV
+_SHARDED = frozenset({str(PoolName.MAMBA)})
 
 
 class KVHoldStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]

@@ -22,7 +22,6 @@ _SERVED_MODES = (
     GenerationMode.BEAM_SAMPLE,
 )
 
-# other values change cache, prompt or results
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, True),
     "cache_implementation": (None,),
@@ -46,7 +45,7 @@ class AsIs:
 @dataclass(frozen=True)
 class GenerateCall:
     """input_ids: [rows, tokens]
-    most: loadable tokens of each row; the model computes at least one
+    most: loadable tokens of each row
     expand: sequences that `generate` makes from each row
     searched: a row of the cache may mix sequences (beams)
     """
@@ -117,7 +116,6 @@ def generate_call(
 
 
 def _unfit(model: Any, input_ids: Any, mask: Any) -> str | None:
-    """Return why a prompt cannot be served, or None."""
     if (
         not isinstance(input_ids, torch.Tensor)
         or input_ids.ndim != 2
@@ -149,7 +147,6 @@ def _settings(
 
 
 def _has_pads(settings: Any, input_ids: Any) -> bool:
-    """Pad tokens that are no end tokens."""
     pad, end = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
     if pad is None or not bool((input_ids == pad).any()):
         return False

@@ -1,7 +1,7 @@
 """Find the shape of a model's KV: let the model fill a cache, and inspect it.
 
-The probe is two prompts of two tokens with the same first token. If its KV differs, the model looks
-ahead. A model is refused unless its KV is one K and V per token and layer.
+The probe is two prompts with the same first token. If its KV differs, the model looks ahead. A
+model is refused unless its KV is one K and V per token and layer.
 """
 
 import json
@@ -41,7 +41,7 @@ class CacheGeometry:
             keys, values = (
                 torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)
             )
-            layer.update(keys[:, :, :0], values[:, :, :0])  # sets type and device
+            layer.update(keys[:, :, :0], values[:, :, :0])
             layer.keys, layer.values = keys, values
         return cache
 
@@ -59,7 +59,7 @@ class CacheGeometry:
 
 
 def geometry_of(model: Any, *, tokens_per_chunk: int) -> CacheGeometry:
-    """Run four tokens through the model. Raises LayoutError: an unsupported model."""
+    """Raises LayoutError: an unsupported model."""
     _refuse_unproven(model)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)

@@ -1,8 +1,4 @@
-"""Name the namespace of a model's KV.
-
-Values that are not plain data are refused. Each call names the model as it is then. One thread at a
-time.
-"""
+"""Name the namespace of a model's KV, from plain data only. One thread at a time."""
 
 import sys
 from hashlib import blake2b
@@ -61,9 +57,7 @@ _VOLATILE_IN_ADAPTERS = frozenset(
 
 
 class Identity:
-    """model_id:   a name for weights and adapters, which are then not read
-    cache_salt: separates callers who must not share KV
-    """
+    """model_id: a name for weights and adapters, which are then not read"""
 
     def __init__(self, model: Any, *, model_id: str = "", cache_salt: str = "") -> None:
         self._model = model
@@ -121,7 +115,6 @@ def _quantization(config: Any) -> str:
 
 
 def _adapters(model: Any) -> str:
-    """Their weights are part of the model's."""
     if "peft" not in sys.modules:
         return ""
     tuner_layer = import_module("peft.tuners.tuners_utils").BaseTunerLayer

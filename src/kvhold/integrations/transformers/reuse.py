@@ -1,10 +1,8 @@
 """Generate and forward with KV from the cache: `Reuse(model, cache)`.
 
 The model gets the filled cache as `past_key_values`. A prompt's last token is always computed, for
-its logits.
-
-The constructor raises errors. Later faults of the cache are logged, and the model computes. Nothing
-is pinned between calls. One `Reuse` per thread.
+its logits. The constructor raises errors; later faults of the cache are logged, and the model
+computes. Nothing is pinned between calls. One `Reuse` per thread.
 """
 
 import logging
@@ -120,7 +118,7 @@ class Reuse:
         self._registered = b""
         self._noted = ""
         self._copies_on = ""
-        self._refused: tuple[Any, str] | None = None  # the device and dtype that failed, and why
+        self._refused: tuple[Any, str] | None = None
         self._copier: Copier
         self._geometry = self._look()
         self._identity.namespace(self._geometry.layout)
@@ -242,7 +240,7 @@ class Reuse:
 
     def _finish(self, work: _Work, sequences: Any = None) -> None:
         """sequences: [rows * expand, tokens], the output of `generate`."""
-        if work.reason or not self.rules.store:  # a call waits for one deadline only
+        if work.reason or not self.rules.store:
             return
         try:
             view = _filled(work)
@@ -262,9 +260,8 @@ class Reuse:
     def _store(
         self, view: View, block: int, prompt: Prompt, known: int, *, tail: bool = True
     ) -> int:
-        """Store KV after the first `known` tokens, from `block`. Return the tokens."""
+        """Store KV from `block` on, after the first `known` tokens. Return the tokens."""
         length, layout = len(prompt.tokens), prompt.namespace.layout
-        # a tail of one token is never read
         names = prompt.chunks(
             known // layout.tokens_per_chunk, tail=tail and length % layout.tokens_per_chunk > 1
         )
@@ -326,9 +323,9 @@ class Reuse:
                 raise
             self._copies_on = device
         # later caches have equal rows, so their copy kernel is compiled now
-        with device_errors():  # it may lack device memory
+        with device_errors():
             warm_up(device, [geometry.view(geometry.allocated(1, self._tokens_per_chunk))])
-        self._looked_at = looks  # a refused device must not count as the one in use
+        self._looked_at = looks
         return geometry
 
     def _failed(self, work: _Work, what: str, error: Exception) -> None:

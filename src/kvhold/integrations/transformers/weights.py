@@ -45,7 +45,7 @@ class Weights:
         except (
             RuntimeError,
             TypeError,
-        ) as error:  # tensors without plain bytes
+        ) as error:
             raise ConfigError(
                 f"model_id must be given: the weights' content cannot be read: {error}"
             ) from error
@@ -107,7 +107,6 @@ def _marks(tensors: dict[str, Any]) -> dict[str, _Mark]:
 
 
 def _samples(tensor: Any) -> Any:
-    """[_SAMPLES] elements along the diagonal."""
     if not tensor.numel():
         return tensor.new_zeros(_SAMPLES)
     step = sum(

@@ -1,6 +1,6 @@
 """The class that vLLM loads. It forwards calls to the scheduler's or the worker's side.
 
-No call may raise into the engine's step: a lost node means misses or failed blocks.
+No call may raise into the engine's step.
 """
 
 import logging
@@ -170,7 +170,7 @@ class KVHoldConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether layers load inside a pass: one graph of a whole pass cannot wait for a layer."""
+        """One graph of a whole pass could not wait for a layer."""
         return load_config(extra_config).layerwise
 
     def set_xfer_handshake_metadata_pp_aware(

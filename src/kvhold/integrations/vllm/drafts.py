@@ -2,7 +2,7 @@
 
 Near the drafter's maximum length, vLLM runs a pass without it. vLLM's prefix cache may give such
 blocks to other requests, so a block is tracked until it is filled again. Blocks computed after it
-are tracked, too: a drafter of several layers has read the missing KV. Scheduler's thread only.
+are tracked, too: the drafter has read the missing KV. Scheduler's thread only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 class DraftLimit(NamedTuple):
     """num_tokens: with a longer request, a pass may run without the drafter
-    late:       with asynchronous scheduling a pass may begin this many tokens earlier than planned,
-        because drafts were rejected
+    late:       with asynchronous scheduling, a pass may begin so many tokens earlier
     """
 
     num_tokens: int
@@ -26,7 +25,7 @@ class DraftLimit(NamedTuple):
 
 
 def draft_limit(config: "VllmConfig") -> DraftLimit | None:
-    """None: no drafter. vLLM counts a pass's drafts too, so they are subtracted."""
+    """None: no drafter. vLLM counts a pass's drafts, so they are subtracted."""
     if not drafts(config):
         return None
     speculation = config.speculative_config
@@ -43,7 +42,7 @@ class Undrafted:
         self._parts = parts
         self._limit = limit
         self._blocks: list[set[int]] = [set() for _ in parts]
-        self._lacking: set[str] = set()  # requests whose earlier blocks lack its KV
+        self._lacking: set[str] = set()
 
     def planned(self, output: "SchedulerOutput") -> None:
         spans = list(_spans(output))
@@ -74,7 +73,6 @@ class Undrafted:
                 known.difference_update(filled) if is_exact else known.update(filled)
 
     def _lacks_before(self, start: int, tables: Sequence[Sequence[int]]) -> bool:
-        """Whether the drafter then reads missing KV."""
         return any(
             not known.isdisjoint(tables[part.table][: -(-start // part.group.block_tokens)])
             for part, known in zip(self._parts, self._blocks, strict=True)
@@ -91,7 +89,6 @@ class Undrafted:
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int]]:
-    """Yield (request, first token, end)."""
     for new in output.scheduled_new_reqs:
         yield (
             new.req_id,

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EVENT_BUFFER = 100_000  # minutes of constant eviction
-_MOST_DESCRIBED = 4096  # about 10 KB each
-_PACE_S, _RETRY_S = 0.05, 1.0  # between two calls, and after a failure
+_EVENT_BUFFER = 100_000
+_MOST_DESCRIBED = 4096
+_PACE_S, _RETRY_S = 0.05, 1.0
 
 
 def with_events(settings: Config, config: "VllmConfig") -> Config:
@@ -103,8 +103,6 @@ class Described:
 
 @dataclass(frozen=True)
 class Describer:
-    """A block hash covers `hashed_tokens` tokens."""
-
     layout: Layout
     shards: int
     tables: tuple[ChunkTable, ...]
@@ -169,10 +167,9 @@ class Announced:
             frozenset(place_suffix(group, shard) for shard in range(shards))
             for group in range(len(tables))
         ]
-        # groups and shards by name, of other models too
+        # of other models, too
         self._present: dict[bytes, set[bytes]] = {}
         self._described: OrderedDict[bytes, Described] = OrderedDict()
-        # announced blocks, by name and group
         self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}
         # announced chunks by group and block hash
         self._blocks: Counter[tuple[int, ExternalBlockHash]] = Counter()
@@ -213,7 +210,6 @@ class Announced:
             self._present.pop(name, None)
 
     def changes(self) -> "list[KVCacheEvent]":
-        """Additions come first."""
         touched, self._touched = self._touched, set()
         come = [
             (described.first_token, name, described)

@@ -1,10 +1,8 @@
 """Describe vLLM's KV: groups, and each worker's shards.
 
-Blocks are opaque bytes; the packing's name identifies their arrangement.
-
-A shard is one worker's KV. With `head_shards` it is a part of the worker's heads, so engines with
-other numbers of workers use the same shards. Workers with equal KV (MLA, or fewer heads than
-workers) share a shard, and one of them stores it.
+Blocks are opaque bytes; the packing's name identifies their arrangement. A shard is one worker's
+KV, or with `head_shards` a part of the worker's heads, for engines with other numbers of workers.
+Workers with equal KV (MLA, or fewer heads than workers) share a shard, and one of them stores it.
 """
 
 from collections.abc import Sequence
@@ -44,11 +42,9 @@ _LOOK_AHEAD = ("eagle", "eagle3", "mtp")
 
 @dataclass(frozen=True)
 class Part:
-    """One of vLLM's KV cache groups.
-
-    table: its block table's number
+    """table: its block table's number
     group: one shard's part as cached
-    engine_group: the same part in the engine; differs with `memory_codec`
+    engine_group: the same in the engine; differs with `memory_codec`
     """
 
     table: int
@@ -77,9 +73,8 @@ class Geometry:
 
     @property
     def whole_prompt_fits(self) -> bool:
-        """Whether a hit may cover the prompt's last token, which is computed again.
-
-        A state would count it twice; a window lacks an earlier token.
+        """Whether a hit may cover the prompt's last token, which is computed again. A state would
+        count it twice; a window lacks an earlier token.
         """
         return all(part.group.attention == "full" for part in self.parts)
 
@@ -144,7 +139,7 @@ def geometry_of(config: "VllmConfig", kv_cache: "KVCacheConfig", settings: Confi
 
 
 def unproven_platform() -> str | None:
-    """Return the device if its copies have not been shown to be exact, else None."""
+    """None: its copies are proven exact."""
     return None if current_platform.is_cpu() else str(current_platform.device_name)
 
 
@@ -153,9 +148,8 @@ def drafts(config: "VllmConfig") -> bool:
 
 
 def looks_ahead(config: "VllmConfig") -> bool:
-    """Whether the drafter's KV of a token depends on the next one.
-
-    Its KV in a hit's last block may be wrong, which only costs accepted drafts.
+    """Whether the drafter's KV of a token depends on the next one. A hit's last block then only
+    costs accepted drafts.
     """
     return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
 
@@ -166,8 +160,8 @@ def preferred_layout(settings: Config) -> str | None:
 
 
 def mixes_adapters(config: "VllmConfig") -> bool:
-    """Whether requests without an adapter may be computed with another request's adapter, as in
-    vLLM's CPU build. Such KV must not be stored.
+    """Whether one request's adapter may be applied to others, as in vLLM's CPU build. Their KV must
+    not be stored.
     """
     return config.lora_config is not None and current_platform.is_cpu()
 
@@ -235,7 +229,6 @@ def _packing(config: "VllmConfig", spec: Any) -> str:
 
 
 def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig") -> bool:
-    """After a token that is not a block's last."""
     sizes = [
         spec.block_size
         for spec in (group.kv_cache_spec for group in kv_cache.kv_cache_groups)
@@ -247,7 +240,6 @@ def _keeps_states_between_blocks(config: "VllmConfig", kv_cache: "KVCacheConfig"
 def _reasons_of_drafts(
     config: "VllmConfig", specs: Sequence[Any], settings: Config
 ) -> dict[str, bool]:
-    """Each reason against speculative decoding, and whether it applies."""
     speculation, stages = config.speculative_config, config.parallel_config.pipeline_parallel_size
     method = getattr(speculation, "method", None)
     return {

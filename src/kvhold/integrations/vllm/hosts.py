@@ -1,8 +1,8 @@
 """The hosts of an engine's workers.
 
-Each worker tells the scheduler which node it uses. If they differ, a worker of each other host must
-relay lookups to its node (`kvhold.node.span`). Otherwise the engine is refused, because all hits
-would be lost: a ticket is unknown to another host's node.
+If the workers use several nodes, a worker of each other host must relay lookups to its node
+(`kvhold.node.span`). Otherwise the engine is refused: a ticket is unknown to another host's node,
+so all hits would be lost.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,13 +23,11 @@ _AUTO = "auto"
 
 @dataclass(frozen=True)
 class NodePlace(KVConnectorHandshakeMetadata):
-    """A worker's node, and its address.
-
-    boot:     id of the host's last start
+    """boot:     id of the host's last start
     folder:   device and inode of the socket's folder, to tell containers apart
     layout:   fingerprint of the worker's layout
     facts:    identify the KV that the host's workers compute, such as weights
-    relay:    the worker's; empty: none
+    relay:    the worker's address; empty: none
     """
 
     boot: str
@@ -86,10 +84,7 @@ def place_of(socket: Path) -> NodePlace:
 
 
 def relay_address(listen: str) -> str:
-    """It must reach this host from others.
-
-    Raises LayoutError: all interfaces.
-    """
+    """Raises LayoutError: all interfaces."""
     if listen == _AUTO:
         from vllm.utils.network_utils import get_ip
 
@@ -106,9 +101,7 @@ def relay_address(listen: str) -> str:
 def hosts_of(
     scheduler: NodePlace, workers: Mapping[tuple[int, int], NodePlace], geometry: Geometry
 ) -> list[WorkerHost]:
-    """One host: all use the scheduler's node.
-
-    workers: by (stage, rank)
+    """workers: by (stage, rank)
 
     Raises LayoutError: a worker uses another node and cannot relay, or arranges its KV in another
     way.
@@ -157,7 +150,7 @@ def hosts_of(
 
 
 def named_by_hosts(namespace: Namespace, hosts: list[WorkerHost], geometry: Geometry) -> Namespace:
-    """The namespace includes differences between hosts, such as other weights."""
+    """Add differences between hosts, such as other weights."""
     # the scheduler's host may have no worker
     own = next((host for host in hosts if host.is_own), None)
     known = dict(own.place.facts) if own is not None else {}

@@ -1,9 +1,5 @@
 """Load and store inside a forward pass: copy one layer while another is computed.
 
-    passing.begin(loads, prepare)                      # before the pass
-    passing.wait(layer); passing.save(layer, pieces)   # before and after each layer's attention
-    passing.saved(), passing.end()                     # after the pass
-
 vLLM cannot always undo a failed load inside a pass (docs/decisions/0016).
 """
 
@@ -34,7 +30,7 @@ Prepare = Callable[[Load, ExitStack], list[Piece]]
 
 
 def refusal(config: "VllmConfig", geometry: Geometry) -> str | None:
-    """Return why this engine cannot load inside its passes, or None."""
+    """None: the engine can load inside its passes."""
     reasons = {
         "vLLM's prefix cache is on (--no-enable-prefix-caching)": bool(
             config.cache_config.enable_prefix_caching
@@ -116,7 +112,6 @@ class Layerwise:
         return saving
 
     def saved(self) -> bool:
-        """Wait until the copies are submitted. False: one failed or is missing."""
         saving, self._saving, saved, self._saved = self._saving, [], self._saved, set()
         errors = [error for future in saving if (error := future.exception()) is not None]
         for error in errors:
@@ -124,7 +119,6 @@ class Layerwise:
         return not errors and len(saved) == len(self._numbers)
 
     def end(self) -> dict[str, list[int]]:
-        """Return each load's blocks without KV."""
         one, self._pass = self._pass, None
         if one is None or one.job is None:
             return {}

@@ -1,11 +1,9 @@
 """Look up prompts in the cache, in the scheduler's process.
 
 The lookup thread hashes a prompt on arrival. It looks the prompt up only when the scheduler asks,
-so a queued request pins nothing.
-
-A scheduling pass waits `_PATIENCE_S` for all its lookups together. A late or failed lookup is a
-miss. If the node is lost, a lookup waits for the next node, at most as long as computing takes.
-Chunks from lower tiers may take `client.arrival_timeout_s`.
+so a queued request pins nothing. A scheduling pass waits `_PATIENCE_S` for all its lookups
+together. A late or failed lookup is a miss. If the node is lost, a lookup waits for the next node,
+at most as long as computing takes.
 """
 
 import logging
@@ -41,9 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_CAUSES = 100
-_START_S = 1.0  # usual return of a killed node
-_PATIENCE_S = 0.003  # RAM answers faster
-_PAUSE = 0.01  # between looks at another engine's progress, of the wait
+_START_S = 1.0  # a killed node is usually back
+_PATIENCE_S = 0.003
+_PAUSE = 0.01  # part of a wait between checks of another engine
 
 
 class RequestLookups:
@@ -68,9 +66,6 @@ class RequestLookups:
         tally: Tally,
         awaits_hosts: bool = False,
     ) -> None:
-        """loads: whether hits may be loaded
-        awaits_hosts: nothing is found until `use_span`
-        """
         self.namespace = namespace
         self.costs = costs
         self.patience_s = _PATIENCE_S
@@ -79,8 +74,8 @@ class RequestLookups:
         self._cache = cache
         self._thread = thread
         self._may_load = loads
-        self._adapters = adapters  # on the lookup thread
-        self._media = media  # on the lookup thread
+        self._adapters = adapters  # lookup thread
+        self._media = media  # lookup thread
         self._announcer = announcer
         self._tally = tally
         self._not_named: set[str] = set()
@@ -99,12 +94,11 @@ class RequestLookups:
         return self._thread.submit(self._hash_prompt, request, rules)
 
     def note(self, request: "Request") -> None:
-        """vLLM's own caches keep an uncached request's KV, too."""
         if has_content(request):
             self.submit_name(request, RequestRules())
 
     def is_certain(self, request: "Request") -> bool:
-        """Whether vLLM has computed a named request with the content that its name says."""
+        """Whether vLLM has computed the request with the named content."""
         adapter = request.lora_request
         return self._media.is_certain(request) and (
             adapter is None
@@ -112,7 +106,6 @@ class RequestLookups:
         )
 
     def submit_timings(self) -> None:
-        """Of ended prefills, on the lookup thread."""
         for took in self.costs.over():
             self._thread.submit(self._report_timing, took)
             self._thread.submit(self.costs.prepare)
@@ -182,7 +175,7 @@ class RequestLookups:
             prompt.query()
         except KVHoldError as error:
             log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
-        # `result` would raise it in the scheduler
+        # the scheduler must not fail
         except Exception:
             log.exception("kvhold: request %s is not cached", request.request_id)
         else:
@@ -229,7 +222,6 @@ class RequestLookups:
         waits: bool,
         announces: bool,
     ) -> Hit | None:
-        """asking: the request's id, tokens and computed tokens"""
         prompt = None if naming.cancelled() or self._awaits_hosts else naming.result()
         request_state.is_lost = False
         try:
@@ -312,10 +304,7 @@ class RequestLookups:
     def resolve(
         self, request_state: RequestState, patience_s: float, *, last: bool = False
     ) -> bool:
-        """Take the lookup's answer if it is in time and final.
-
-        last: take any answer; a late one is a miss
-        """
+        """last: take any answer; a late one is a miss"""
         assert request_state.lookup is not None
         assert request_state.naming is not None
         began_s, hit, lookup = time.monotonic(), None, request_state.lookup
@@ -380,7 +369,6 @@ class RequestLookups:
         return True
 
     def _waits(self, request_state: RequestState, now_s: float) -> bool:
-        """For the next node."""
         waited_s = now_s - request_state.asked_s
         request_state.arriving = None
         if self._cache.connected:
@@ -433,7 +421,6 @@ class RequestLookups:
 
 
 def has_content(request: "Request") -> bool:
-    """Whether vLLM's caches name its KV by an identifier that a client chose."""
     return bool(request.mm_features) or request.lora_request is not None
 
 

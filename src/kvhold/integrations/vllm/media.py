@@ -26,7 +26,7 @@ _IN_SHARED_MEMORY = {"address", "signature"}
 
 
 class MediaError(Exception):
-    """The text says why content cannot be identified."""
+    """The text gives the reason."""
 
 
 class Media:
@@ -42,7 +42,6 @@ class Media:
         self._may_be_missing = embeddings_may_be_missing
 
     def announce(self, request: "Request") -> None:
-        """Note a request whose content is not read yet."""
         if request.mm_features:
             with self._lock:
                 self._announced.update(_key(feature) for feature in request.mm_features)
@@ -94,7 +93,7 @@ class Media:
                 )
             content = self._note(_key(feature), known)
         else:
-            content = _SEVERAL  # if unreadable; vLLM caches its results in any case
+            content = _SEVERAL
             try:
                 content = _content_of(feature)
             finally:
@@ -115,7 +114,6 @@ class Media:
                 del self._announced[key]
 
     def _note(self, key: bytes, content: bytes) -> bytes:
-        """Return the identifier's only content, or _SEVERAL."""
         with self._lock:
             if self._known.get(key, content) != content:
                 content = _SEVERAL
@@ -146,7 +144,7 @@ def _content_of(feature: Any) -> bytes:
 
 
 def _feed(state: Any, value: Any) -> None:
-    """Different content, shape, type or order gives different bytes."""
+    """Other content, shape, type or order gives other bytes."""
     match value:
         case torch.Tensor():
             flat = (

@@ -1,4 +1,4 @@
-"""Name this engine's KV: Namespace and Prompt."""
+"""Name this engine's KV."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = "\0"  # the name of an unidentified adapter
+_UNKNOWN = "\0"
 _NO_MEDIA = "its images, video or audio cannot be identified"
 
 
@@ -147,13 +147,12 @@ def prompt_of(
     space = namespace.narrowed(lora=lora, cache_salt=request.cache_salt or "", tags=rules.tags)
     try:
         return space.prompt(tokens, inserts=inserts)
-    except ValueError as error:  # overlapping contents
+    except ValueError as error:
         log.debug("kvhold: %s", error)
         return _NO_MEDIA
 
 
 def _inserts_of(request: "Request", media: Media) -> list[Insert] | str:
-    """Or the reason against it."""
     try:
         return media.inserts_of(request)
     except MediaError as error:

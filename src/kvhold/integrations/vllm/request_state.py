@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestState:
-    """The scheduler's state of a request.
-
-    naming: of the hashed prompt; None: the request is not cached
+    """naming: of the hashed prompt; None: not cached
     arriving: the hit that `lookup` refreshes
-    patience_s: the longest wait for an answer
     asked_s, since_s: times of the last and the first call to the cache for this hit, the latter
         without a wait for another engine
     first_asked_s: the same, with this wait
-    ask_again_s: time of the next call during this wait
+    ask_again_s: the next call during this wait
     tried: `num_preemptions` at the last lookup; None: look up. Each start tries one load, so the
         request is computed if it fails
     pending_steps: steps that the tracker does not know yet

@@ -1,7 +1,4 @@
-"""Plan loads and stores, in the scheduler's process.
-
-All methods run on the scheduler's thread. Only `reset` waits for the node.
-"""
+"""Plan loads and stores, in the scheduler's process and thread. Only `reset` waits for the node."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NULL_BLOCK = 0  # "no block"
+_NULL_BLOCK = 0
 
 
 class SchedulerSide:
@@ -85,7 +82,6 @@ class SchedulerSide:
             initializer=place_this_thread,
             initargs=(config.client.cores,),
         )
-        # threads that the engine's thread has started
         place_own_threads(config.client.cores)
         self._announcer = (
             Announcer(self._cache, self._lookup_thread, describer)
@@ -136,9 +132,7 @@ class SchedulerSide:
         return self._cache.path
 
     def use_hosts(self, places: Mapping[tuple[int, int], NodePlace]) -> None:
-        """Connect to the nodes of the workers' hosts.
-
-        places: by (stage, rank)
+        """places: by (stage, rank)
 
         Raises LayoutError, ConfigError.
         """
@@ -149,7 +143,7 @@ class SchedulerSide:
         namespace = named_by_hosts(self._configured, hosts, self._geometry)
         self._configured = self.lookups.namespace = namespace
         self._cache.register(namespace)
-        asked = sorted(hosts, key=lambda host: host.is_own)  # others first
+        asked = sorted(hosts, key=lambda host: host.is_own)
         self._others = OtherHosts(
             [host.relay_place(self._geometry) for host in asked if not host.is_own],
             self._config.span,
@@ -314,7 +308,7 @@ class SchedulerSide:
         self.lookups.submit_timings()
 
     def finished(self, request: "Request", tables: tuple[list[int], ...]) -> bool:
-        """True: keep its blocks until its last tokens are stored."""
+        """True: its last tokens are still to be stored."""
         request_state = self._request_states.pop(request.request_id, None)
         if request_state is None:
             return False
@@ -427,7 +421,7 @@ class SchedulerSide:
     def _catch_up(
         self, request_state: RequestState, patience_s: float, *, last: bool = False
     ) -> bool:
-        """Pass the steps to the tracker. False: no answer yet."""
+        """False: no answer yet."""
         if request_state.lookup is not None:
             if not self.lookups.resolve(request_state, patience_s, last=last):
                 return False
@@ -468,7 +462,6 @@ class SchedulerSide:
         )
 
     def _tickets_of(self, hit: Hit) -> tuple[int, ...]:
-        """By rank; empty: all workers use the hit's own."""
         if not isinstance(hit, SpanHit):
             return ()
         return tuple(hit.tickets[host] for host in self._host_of_rank)

@@ -1,7 +1,4 @@
-"""Count the connector's work, for vLLM's log and for Prometheus.
-
-Every looked-up token and every byte copied between blocks and the arena counts once.
-"""
+"""Count the connector's work, for vLLM's log and for Prometheus."""
 
 import threading
 from collections.abc import Mapping
@@ -74,7 +71,6 @@ class Tally:
             self._counts[key] = self._counts.get(key, 0) + value
 
     def looked_up(self, num_tokens: int, *, sources: Mapping[str, int], reason: str) -> None:
-        """reason: why the rest is missing"""
         found = sum(sources.values())
         self.add("lookup_tokens", num_tokens)
         for source, tokens in sources.items():
@@ -89,8 +85,6 @@ class Tally:
 
 
 class Stats(KVConnectorStats):
-    """`{"name" or "name:label": number}`."""
-
     def reset(self) -> None:
         self.data: dict[str, float] = {}
 

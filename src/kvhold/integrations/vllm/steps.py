@@ -13,12 +13,10 @@ from kvhold.integrations.vllm.naming.adapters import AdapterUse
 class Load:
     """Load a hit into blocks, during other passes or inside this step's pass.
 
-    ticket: for each worker's claim
     tickets: by rank, if the workers are on several hosts; empty: all use `ticket`
     block_ids: for each part, the blocks from `first_chunk` on; -1 is not written
     inside: the step's pass waits for each layer
-    patience_s: the longest wait for the claim; None: a call's usual deadline
-    adapter: None: none
+    patience_s: for the claim; None: a call's usual deadline
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Stores in progress: chunks are reserved, copied, and committed after their copies."""
+"""Stores in progress: chunks are reserved, copied and committed."""
 
 import logging
 from concurrent.futures import CancelledError, Future
@@ -46,13 +46,12 @@ class Reading:
 
 
 def settle(one: Reserving, read: "Future[Reading] | None") -> None:
-    """Commit the copied chunks and release the rest."""
     reservation = None if one.reservation.cancelled() else one.reservation.result()
     if reservation is None:
         return
     try:
         reading = read.result() if read is not None else Reading(one.layer_copies())
-    except CancelledError:  # `end_reading` has stopped waiting
+    except CancelledError:
         reading = Reading(one.layer_copies())
     reading.is_lost = reading.is_lost or one.has_lost_copies()
     try:

@@ -7,8 +7,7 @@
 
 Only the prompt's tokens and those in `all_token_ids` are known; drafts and placeholders are not. A
 step stores the KV of the first min(computed, known) tokens. This KV is final after the step's pass,
-because each pass begins with the last sampled token. So rejected drafts do no harm. An ended
-request's last token has no KV.
+because each pass begins with the last sampled token. An ended request's last token has no KV.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from kvhold.core.keys import ChunkNames, GrowingPrompt, Prompt
 class RequestTracker:
     """prompt: the part that may be stored. After a preemption, with save_decode, it includes
         generated tokens
-    store_tails: store the blocks after the last whole chunk
     skip_last_n_tokens: with save_decode, leave out the last known tokens
     start_tokens: computed at the start or resume
     taken_back_tokens: scheduled, but not counted by the engine any more
@@ -42,7 +40,7 @@ class RequestTracker:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens with KV after the scheduled steps."""
+        """Prompt tokens with KV after scheduled steps."""
         return min(self.prompt.num_tokens, self._counted)
 
     def found(self, hit_tokens: int) -> None:

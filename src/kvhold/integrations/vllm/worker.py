@@ -74,9 +74,7 @@ class WorkerSide:
         adapters: AdapterLoads | None = None,
         copier: Copier | None = None,
     ) -> None:
-        """num_blocks: the engine's, equal for all its groups
-        name: shown by `kvhold clients`
-        adapters: None: none
+        """num_blocks: the engine's, equal for all groups
         copier: None: chosen in `register` by the blocks' device
         """
         self._config = config
@@ -89,7 +87,7 @@ class WorkerSide:
         self._adapters = adapters or AdapterLoads()
         self._copier: Copier = copier or HostCopier(config.copy_threads or COPY_THREADS)
         self._is_copier_given = copier is not None
-        self._views: dict[int, list[View]] = {}  # by shard, one for each part
+        self._views: dict[int, list[View]] = {}
         self.tally = Tally()
         self._toucher: Toucher | None = None
         self._cache = join(config, namespace, name=name)
@@ -111,7 +109,7 @@ class WorkerSide:
         self._reading: list[tuple[Reserving, Future[Reading]]] = []
         self._read_until = 0.0
         self._finished: queue.SimpleQueue[_Loaded] = queue.SimpleQueue()
-        self._loading = 0  # not yet returned by `take_loaded`
+        self._loading = 0
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stored_last: set[str] = set()
@@ -179,7 +177,6 @@ class WorkerSide:
             self._layerwise.use(self._copier)
 
     def _blocks_of(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Make blocks the first axis."""
         if tensor.shape[0] == self._num_blocks:
             return tensor
         if tensor.shape[0] % self._num_blocks:
@@ -195,7 +192,6 @@ class WorkerSide:
         except KVHoldError as error:
             log.debug("kvhold: %s", error)
         if views[0].device == "cpu":
-            # groups may share memory
             first = {int(address): view for view in views for address in view.table[:, 0]}
             most = min(_WARM_BYTES, available_bytes() // 16) // len(first)
             regions = [
@@ -274,7 +270,7 @@ class WorkerSide:
             if computed
             else []
         )
-        for one, read in self._reading:  # the next pass waits for the reads
+        for one, read in self._reading:
             self._settler.submit(settle, one, read)
         if not computed:
             for one in reserved:
@@ -324,15 +320,11 @@ class WorkerSide:
         return reading
 
     def take_stored(self) -> set[str]:
-        """Return ended requests whose blocks are free."""
         stored, self._stored_last = self._stored_last, set()
         return stored
 
     def take_loaded(self, *, idle: bool = False) -> set[str]:
-        """Return newly ended loads.
-
-        idle: the engine computes nothing; wait `_IDLE_WAIT_S` for a load
-        """
+        """idle: the engine computes nothing; wait `_IDLE_WAIT_S` for a load"""
         ended: set[str] = set()
         while self._loading:
             try:
@@ -384,7 +376,7 @@ class WorkerSide:
             )
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
-        # `result` would raise it inside the engine's step
+        # the engine's step must not fail
         except Exception:
             log.exception("kvhold: reserve for request %s", store.request_id)
         return None
@@ -441,7 +433,7 @@ class WorkerSide:
         )
 
     def _load(self, load: Load, mark: Mark | None) -> None:
-        """Claim a hit and copy it after `mark`. Report the end even after errors."""
+        """Report the end even after errors."""
         began_s = time.monotonic()
         failed, damaged = blocks_of(load), list[int]()
         leases: list[Lease] = []
@@ -495,7 +487,7 @@ class WorkerSide:
             )
 
     def _scatter(self, load: Load, shard: int, lease: Lease, mark: Mark | None) -> list[int]:
-        """Return the damaged blocks."""
+        """Return damaged blocks."""
         pieces = self._pieces_into(load, shard, lease)
         damage = self._copier.scatter(pieces, after=mark).wait()
         damaged: list[int] = []

@@ -31,9 +31,7 @@ MARGIN_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class AdapterUse:
-    """identity: digest of the files; empty: unknown
-    is_newer: the files are newer than the engine
-    """
+    """identity: digest of the files; empty: unknown"""
 
     number: int
     path: str
@@ -43,8 +41,6 @@ class AdapterUse:
 
 @dataclass
 class _Known:
-    """name: None: the files have changed"""
-
     stamp: Stamp
     name: str | None
     identity: str = ""
@@ -59,14 +55,11 @@ class Adapters:
         self._can_observe = can_observe
         self._oldest_load_ns = time.time_ns()
         self._known: dict[tuple[int, str, str], _Known] = {}
-        self._contents: dict[tuple[str, ...], str] = {}  # by name and path, and by name
+        self._contents: dict[tuple[str, ...], str] = {}
 
     def name_of(self, adapter: Any, *, has_media: bool = False) -> str | None:
-        """None: not cached; the reason is logged.
-
-        Call it for every request with the adapter, in the order of arrival.
-
-        has_media: the request has images, video or audio
+        """None: not cached; the reason is logged. Call it for every request with the adapter, in
+        the order of arrival.
         """
         known_as = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
         known = self._known.get(known_as)
@@ -94,7 +87,6 @@ class Adapters:
         return known.name if self._is_one_content(adapter, has_media=has_media) else None
 
     def is_unchanged(self, adapter: Any, *, has_media: bool = False) -> bool:
-        """Takes 20 microseconds."""
         if not self._is_one_content(adapter, has_media=has_media):
             return False
         known = self._known.get((adapter.lora_int_id, adapter.lora_name, adapter.lora_path))
@@ -119,7 +111,7 @@ class Adapters:
             if before not in (identity, _SEVERAL):
                 self._contents[key] = _SEVERAL
                 is_path = len(key) == 2
-                log.log(  # another path of one name matters only for images
+                log.log(
                     logging.WARNING if is_path else logging.INFO,
                     "kvhold: %s of adapter %s are not cached any more: the name has had other "
                     "content, whose results vLLM may use. Give each content its own name",
@@ -169,7 +161,7 @@ class Adapters:
 
 
 def has_settled(path: str) -> bool:
-    """Whether any later change will change the files' time."""
+    """Whether later changes will change the files' time."""
     return last_change(path) < time.time_ns() - MARGIN_NS
 
 
@@ -185,7 +177,7 @@ def stamp_of(path: str) -> Stamp:
 
 
 def last_change(path: str) -> int:
-    """In ns since 1970. Folder and links count, because a moved file keeps its time."""
+    """In ns since 1970; also of folder and links, because a moved file keeps its time."""
     places = adapter_places(path)
     times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]
     return max([*times, *(made for file in places for made in _times_of_links(file.absolute()))])

@@ -1,7 +1,7 @@
 """Record the files of each adapter that vLLM loads in this worker.
 
-kvhold wraps vLLM's loading method. KV is loaded and stored only if all loads of the adapter's
-number had the named content, and the files are unchanged since.
+KV is loaded and stored only if all loads of the adapter's number had the named content, and the
+files are unchanged since.
 """
 
 import logging
@@ -32,8 +32,6 @@ class _Load:
 
 
 class AdapterLoads:
-    """Any thread."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[int, _Load] = {}
@@ -41,7 +39,7 @@ class AdapterLoads:
         self._digests: dict[tuple[str, Stamp], str] = {}
 
     def match(self, use: AdapterUse) -> bool:
-        """Whether vLLM computes with the named content, or will after a load."""
+        """Or whether it will after a load."""
         with self._lock:
             if use.number in self._mixed or len(self._last) >= _MOST_LOADS:
                 return False
@@ -80,7 +78,7 @@ class AdapterLoads:
                 return stamp, known
             is_old = has_settled(path)
             identity = adapter_identity(path)
-            if is_old and stamp_of(path) == stamp:  # later changes change the stamp
+            if is_old and stamp_of(path) == stamp:
                 self._digests = {(path, stamp): identity} | dict(
                     list(self._digests.items())[:_MOST_DIGESTS]
                 )
@@ -120,4 +118,4 @@ def _manager() -> Any:
     return WorkerLoRAManager if callable(getattr(WorkerLoRAManager, _METHOD, None)) else None
 
 
-_loads = AdapterLoads()  # of all engines of this process
+_loads = AdapterLoads()

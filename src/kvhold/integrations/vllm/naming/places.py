@@ -28,7 +28,7 @@ def check_weights(load: Any, model: str) -> None:
 
 
 def other_models(hf_config: object) -> list[tuple[str, str]]:
-    """(setting, model) of other models whose weights a model uses (Ultravox's towers)."""
+    """Such as Ultravox's towers: (setting, model)."""
     return [
         (name, value)
         for name, value in sorted(vars(hf_config).items())

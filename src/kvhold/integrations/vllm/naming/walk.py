@@ -30,7 +30,6 @@ _MODULES = {"vllm": vllm, "torch": torch, "transformers": transformers}
 _LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "compressed-tensors")
 _OPEN_PACKAGES = ("vllm", "transformers", "transformers_modules", "compressed_tensors")
 _PLACES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-# the layout has these per shard
 _PER_WORKER = "num_kv_heads num_head_slots max_tp_shards page_size_padded state_content_bytes"
 
 SHARES = {
@@ -180,9 +179,7 @@ def _add_draft_model(
 def _add_groups(
     config: "VllmConfig", kv_cache: "KVCacheConfig", rules: NamingRules, found: dict[str, str]
 ) -> None:
-    """Each group's layer names and spec; a stage of several knows only its own names, so they are
-    left out.
-    """
+    """A stage of several knows only its own layers, so their names are left out."""
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):
         walk(group, f"kv.groups[{number}]", rules, found)
