@@ -73,7 +73,7 @@ class Put(CentralMessage, frozen=True):
 
 
 class Stored(CentralMessage, frozen=True):
-    """Why each value is not stored: "full" or "busy" (being written); "": it is stored."""
+    """Why a value is not stored: "full" or "busy" (being written); "": it is stored."""
 
     faults: list[str]
 
@@ -119,7 +119,6 @@ Answer = Union[ValueSizes, Stored, Removed, CentralKeys, CentralDone, LoginRefus
 
 
 def split_keys(joined: bytes) -> list[bytes]:
-    """Raises ValueError."""
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes are not keys of {KEY_BYTES}")
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]

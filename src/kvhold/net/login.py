@@ -11,8 +11,6 @@ _MOST_QUOTED = 200
 
 
 class LoginHello(msgspec.Struct, frozen=True, array_like=True, tag="CentralHello"):
-    """magic: the protocol's name"""
-
     magic: str
     version: int
     token: str

@@ -48,9 +48,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello, sent with the arena's descriptor.
-
-    different: unmet requirements, as text
+    """different: unmet requirements, as text
     run:       a random number per start of the node
     """
 
@@ -65,10 +63,7 @@ class Welcome(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Register a layout, and a namespace if given.
-
-    description: packed by `core.naming`
-    """
+    """description: packed by `core.naming`"""
 
     layout: Layout
     namespace: bytes = b""
@@ -90,9 +85,9 @@ class LookupAnswer(Message, frozen=True):
     """A pinned hit. `sources`, `reason` and `announcement` are set when it is final.
 
     arriving:     it may still grow; ask again with Refresh
-    waits:        because another engine computes what is missing
-    announcement: the client has announced to compute what is missing, and must release this number,
-                  which is that of the ticket if there is one; 0: it has not
+    waits:        because another engine computes missing chunks
+    announcement: of missing chunks that the client computes; it must release this number, which is
+        the ticket's if there is one; 0: none
     """
 
     ticket: int

@@ -31,7 +31,7 @@ class Exchange(ABC):
 
     @abstractmethod
     async def take(self, stream: Stream) -> None:
-        """Read exactly this reply. May close the stream; later commands are then sent again."""
+        """Read exactly this reply. Later commands are sent again if the stream is closed."""
 
 
 class Pool:
@@ -91,7 +91,7 @@ class Pool:
             await asyncio.wait((opening,))
         except asyncio.CancelledError:
             opening.cancel()
-            opening.add_done_callback(_close_unused)  # it may open in the same turn
+            opening.add_done_callback(_close_unused)
             raise
         finally:
             self._opening.discard(opening)
@@ -108,7 +108,7 @@ def _close_unused(opening: "asyncio.Future[Stream]") -> None:
 async def run(
     pool: Pool, exchanges: Sequence[Exchange], *, fault: Callable[[Exception], TierError]
 ) -> None:
-    """Use one connection, and one more per MiB of values."""
+    """Use one connection per MiB of values, and one more."""
     queue = deque(exchanges)
     lanes = min(
         pool.limit, len(queue), 1 + sum(exchange.value_bytes for exchange in queue) // _LANE_BYTES

@@ -23,7 +23,7 @@ AHEAD_BYTES = 16 << 10
 _STEP_BYTES = 1 << 20  # per call and turn of the loop
 # copying them is cheaper than a system call or a TLS record
 _MERGE_BYTES = 4 << 10
-_MAX_PIECES = 512  # IOV_MAX is 1024
+_MAX_PIECES = 512
 
 _NOT_READABLE = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
@@ -103,7 +103,6 @@ class Stream:
         return bytes(data)
 
     async def read_into(self, parts: Sequence[memoryview], nbytes: int) -> None:
-        """parts: at least `nbytes`"""
         for part in parts:
             view = part.cast("B") if part.nbytes else part
             if nbytes < view.nbytes:
@@ -267,7 +266,6 @@ class Stream:
             self._check_open()
 
     async def _readable(self, step: "Callable[[asyncio.Future[Any]], None]" = _wake) -> Any:
-        """step: called when the socket is readable; resolves its future"""
         self._step = step
         try:
             return await self._wait(self._watch)

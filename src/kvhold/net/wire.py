@@ -47,7 +47,6 @@ def body_length(prefix: Bytes, most: int = MAX_MESSAGE_BYTES) -> int:
 
 
 def split_number(body: Bytes) -> tuple[int, Bytes]:
-    """Raises ProtocolError: too short."""
     if len(body) <= NUMBER_BYTES:
         raise ProtocolError(
             f"not a message of this protocol: {len(body)} bytes, which is too short for a "
@@ -68,7 +67,7 @@ class Decoder(Generic[Record]):
             raise ProtocolError(
                 f"not a message of this protocol: {str(error)[:_MOST_QUOTED]}"
             ) from None
-        except KVHoldError as error:  # such as a layout with no layers
+        except KVHoldError as error:
             raise ProtocolError(str(error)[:_MOST_QUOTED]) from None
         return record
 
@@ -96,7 +95,7 @@ class Splitter:
                     body = bytes(view[first:end])
                 start = end
                 yield body
-        finally:  # no body comes twice
+        finally:
             if whole is self._pending:
                 del self._pending[:start]
             elif start < len(whole):

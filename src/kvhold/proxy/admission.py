@@ -37,7 +37,6 @@ class HeldBytes:
 
 class Admission:
     def __init__(self, config: ProxyConfig, num_usable: Callable[[], int]) -> None:
-        """num_usable: of the decode engines, now"""
         self._config = config
         self._num_usable = num_usable
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -60,7 +59,7 @@ class Admission:
         """Raises ProxyOverloaded."""
         self.check_queue()
         if self._waiting or not self._has_room():
-            await self._wait()  # `wake` has counted it
+            await self._wait()
         else:
             self.running += 1
         try:
@@ -95,7 +94,7 @@ class Admission:
             async with asyncio.timeout(self._config.queue_timeout_s):
                 await waiter
         except BaseException as error:
-            if waiter.done() and not waiter.cancelled():  # it does not use its place
+            if waiter.done() and not waiter.cancelled():
                 self.running -= 1
                 self.wake()
             elif waiter in self._waiting:

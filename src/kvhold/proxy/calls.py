@@ -27,8 +27,6 @@ _KEEPALIVE_S = 3.0  # vLLM's server closes idle connections after 5 s
 
 @dataclass(frozen=True)
 class EngineCall:
-    """path: with its query, encoded"""
-
     method: str
     path: str
     headers: Headers
@@ -36,8 +34,6 @@ class EngineCall:
 
 
 class EngineAnswer:
-    """An answer whose first bytes have arrived."""
-
     def __init__(self, response: aiohttp.ClientResponse, idle_timeout_s: float) -> None:
         self._response = response
         self._idle_timeout_s = idle_timeout_s
@@ -73,7 +69,6 @@ class EngineAnswer:
         return b"".join(parts)
 
     async def read_first(self) -> None:
-        """Or all of a small answer."""
         self._first.append(await self._next(None))
         length = self.content_length
         if self.is_event_stream or length is None or length > _BUFFERED_BYTES:
@@ -182,7 +177,6 @@ def fault_of(error: BaseException) -> EngineFault:
 
 
 def _text(error: BaseException) -> str:
-    """Without the request."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return str(error.os_error.strerror or error.os_error)
     if isinstance(error, aiohttp.ClientResponseError):

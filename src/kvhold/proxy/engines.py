@@ -1,9 +1,5 @@
 """The engines behind a proxy: their health and load, and the choice of one.
 
-    pool = EnginePool("decode", engines, session_slack=8)
-    engine = pool.choose(session="a", tried=())
-    with engine.busy(tokens): ...
-
 A prefill engine's load is the tokens of its running requests, a decode engine's their number. No
 I/O; one event loop.
 """
@@ -36,7 +32,7 @@ class ProxiedEngine:
         self.is_up = False
         self.is_draining = False
         self.cause = "not probed yet"
-        self.num_failures = 0  # in a row
+        self.num_failures = 0
         self.running = 0
         self.tokens = 0
         self.last_chosen = 0.0
@@ -105,7 +101,6 @@ class EnginePool:
 
 
 def make_pools(config: ProxyConfig) -> tuple[EnginePool, EnginePool]:
-    """Raises ConfigError."""
     if not config.decode:
         raise ConfigError(
             "proxy.decode: name at least one decode engine, such as --decode http://127.0.0.1:8200"
@@ -161,7 +156,6 @@ def _parse(role: Role, text: str, protocol: str) -> ProxiedEngine:
 
 
 def split_address(text: str, where: str) -> tuple[str, int]:
-    """Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

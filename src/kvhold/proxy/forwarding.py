@@ -1,8 +1,5 @@
 """Send one request to a prefill and a decode engine.
 
-    forwarder = Forwarder(config, prefill, decode, calls, prober, metrics)
-    await forwarder.forward(request, deliver)   # `deliver(answer)` sends the answer to the client
-
 A failed prefill fails no request: the decode engine then computes the prompt. Each part is tried on
 other engines until its first byte has arrived. Cancelling `forward` closes both connections. One
 event loop.
@@ -31,12 +28,10 @@ Deliver = Callable[[EngineAnswer], Awaitable[None]]
 
 _RETRIED = frozenset({429, 500, 502, 503, 504})  # another engine may answer
 _MOST_PREFILL_BYTES = 16 << 20
-_PAUSE_S = 0.05  # before a second try of an engine
+_PAUSE_S = 0.05
 
 
 class NoEngineAnswers(KVHoldError):
-    """is_late: not in time"""
-
     def __init__(self, detail: str, *, is_late: bool = False) -> None:
         super().__init__(detail)
         self.is_late = is_late
@@ -147,7 +142,7 @@ class Forwarder:
     ) -> Params | None:
         """Return parameters for the decode engine; None: failed."""
         began = time.monotonic()
-        result = "abandoned"  # the client has left, or has its answer
+        result = "abandoned"
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
                 params = await self._try_prefill_engines(request, only, name)
@@ -187,7 +182,6 @@ class Forwarder:
     async def _prefill_at(
         self, engine: ProxiedEngine, request: ProxiedRequest, name: str
     ) -> Params:
-        """Raises EngineFault, HandoverFailed."""
         assert request.inference is not None
         body = request.inference.prefill_body(self._handover.prefill_params(name))
         call = EngineCall("POST", request.path, prefill_headers(request.headers), body)

@@ -69,7 +69,7 @@ class Front:
         exchange = ProxyExchange(request, self._config, self._metrics)
         self._active += 1
         self._idle.clear()
-        status = 499  # the client has left
+        status = 499
         try:
             response = await self._answer(exchange)
             status = response.status
@@ -80,7 +80,7 @@ class Front:
         except asyncio.CancelledError:
             self._metrics.clients_left.labels(exchange.stage).inc()
             raise
-        except Exception:  # a bug ends one request
+        except Exception:
             log.exception("request %s failed", exchange.request_id)
             status = 500
             return self.refuse(exchange, ProxyRefusal(500, "bug", "the proxy failed"))
@@ -99,7 +99,6 @@ class Front:
         return exchange.refusal(refusal)
 
     async def _answer(self, exchange: "ProxyExchange") -> web.StreamResponse:
-        """Raises ProxyRefusal."""
         self._check(exchange)
         try:
             self._admission.check_queue()
@@ -145,7 +144,6 @@ class Front:
             raise ProxyRefusal(415, "bad_request", "compressed requests are not accepted")
 
     async def _read(self, exchange: "ProxyExchange", held: HeldBytes) -> ProxiedRequest:
-        """Raises ProxyRefusal, ProxyOverloaded."""
         request = exchange.request
         body = await self._read_body(request, held)
         path = request.path
@@ -197,8 +195,6 @@ class Front:
 
 
 class ProxyExchange:
-    """One request of a client, and its answer."""
-
     def __init__(self, request: web.Request, config: ProxyConfig, metrics: ProxyMetrics) -> None:
         self.request = request
         self.request_id = request_id_of(request.headers)

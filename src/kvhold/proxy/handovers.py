@@ -77,7 +77,7 @@ class NixlHandover:
             found = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
         except (msgspec.ValidationError, *UNDECODABLE) as error:
             raise HandoverFailed(f"its answer is not that of a completion: {error}") from None
-        if not found:  # a prompt without a whole block
+        if not found:
             raise HandoverFailed("its answer has no kv_transfer_params")
         return found
 

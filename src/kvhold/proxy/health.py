@@ -54,7 +54,7 @@ class HealthProber:
             event.clear()
             try:
                 await self._probe_once(engine)
-            except Exception:  # a bug ends one probe
+            except Exception:
                 log.exception("probing %s engine %s", engine.role, engine.name)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s(engine)):
@@ -99,4 +99,4 @@ class HealthProber:
             return interval_s
         most_s = max(interval_s, self._config.probe_max_interval_s)
         pause_s = min(most_s, interval_s * 2.0 ** min(engine.num_failures - 1, 30))
-        return pause_s * random.uniform(0.75, 1.0)  # several proxies probe at different times
+        return pause_s * random.uniform(0.75, 1.0)

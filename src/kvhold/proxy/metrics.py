@@ -70,8 +70,6 @@ class ProxyMetrics:
 
 
 class _State:
-    """A collector of prometheus_client."""
-
     def __init__(self, engines: Sequence[ProxiedEngine], admission: Admission) -> None:
         self._engines = engines
         self._admission = admission

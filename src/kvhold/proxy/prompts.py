@@ -112,7 +112,6 @@ def read_inference(path: str, fields: Fields) -> Inference:
 
 
 def session_of(fields: Fields) -> str | None:
-    """Raises NotAnInference."""
     with _reading():
         values = [msgspec.json.decode(fields[name]) for name in _SESSION_FIELDS if name in fields]
         metadata = msgspec.json.decode(fields.get("metadata", b"null"))

@@ -1,7 +1,4 @@
-"""The proxy's own refusals, in the form of the called API.
-
-raise ProxyRefusal(404, "no_path", "there is no such path")
-"""
+"""The proxy's own refusals, in the form of the called API."""
 
 import msgspec
 

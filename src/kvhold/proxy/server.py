@@ -173,8 +173,6 @@ class ProxyServer:
             ) from None
         self.port = runner.addresses[0][1]
 
-    # the proxy's own paths
-
     async def _live(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "live"})
 
