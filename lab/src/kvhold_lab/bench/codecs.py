@@ -1,7 +1,7 @@
 """Codecs on one core: ratio, speed and error, compared with a memcpy of the same bytes.
 
-Trained models have a few key channels many times larger than others (KIVI, Liu et al. 2024;
-KVQuant, Hooper et al. 2024), as `synthetic` has.
+As in trained models (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024), `synthetic` has a few
+large key channels.
 """
 
 import time
@@ -21,7 +21,6 @@ from kvhold.core.layout import Group, Layout
 Bits = npt.NDArray[np.uint16]
 
 ROUNDS = 7
-# more than a core's cache
 LAYERS, TOKENS, HEADS, HEAD_DIM = (16, 256, 8, 128)
 TRAINED_CHUNKS = 16
 
@@ -111,7 +110,6 @@ def normal() -> CodecSample:
 
 
 def from_model(checkpoint: Path) -> CodecSample:
-    """Needs transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -148,7 +146,7 @@ def rows(
 ) -> Iterator[CodecRow]:
     """drops: accuracy lost by each codec, in points
 
-    Raises ConfigError, AssertionError: an error beyond the stated bound.
+    Raises ConfigError, AssertionError: a too large error.
     """
     codecs = [make_codec(name) for name in names]
     for data, sample in samples.items():
@@ -241,7 +239,6 @@ def _view(array: npt.NDArray[Any]) -> memoryview:
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> Bits:
-    """Round finite values to nearest even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

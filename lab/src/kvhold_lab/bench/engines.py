@@ -1,7 +1,7 @@
 """Real vLLM engines that are measured, each in its own process.
 
-Identical vLLM processes differ on a CPU by up to a third: by addresses, and because glibc may
-return memory after each pass. `alike` prevents both.
+Identical vLLM processes differ on a CPU by up to a third, because of addresses and of glibc's
+returned memory. `alike` prevents both.
 """
 
 import ctypes
@@ -20,11 +20,10 @@ from kvhold_lab.engines.engine import Engine
 
 PEER_SPEC = Path(__file__).resolve().parents[4] / "benchmarks" / "vllm_host_offload.py"
 ROOM_TOKENS = 128
-# a busy node must not spoil a measurement
 PATIENT = ClientConfig(connect_timeout_s=60.0, call_timeout_s=60.0)
 
 _MOMENT_S = 0.05
-_ADDR_NO_RANDOMIZE = 0x0040000  # of Linux's personality(2)
+_ADDR_NO_RANDOMIZE = 0x0040000
 _ASK_PERSONALITY = 0xFFFFFFFF
 # map no single block, return no memory
 _KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -48,9 +47,7 @@ class Served:
 
 @dataclass(frozen=True)
 class System:
-    """rules: kvhold's, for its requests
-    checks_memory: `client.check_memory` for its requests; None: as the engine was started
-    """
+    """checks_memory: `client.check_memory`; None: as the engine was started"""
 
     engine: Engine
     pids: tuple[int, ...]
@@ -58,7 +55,6 @@ class System:
     checks_memory: bool | None = None
 
     def serve(self, prompts: list[list[int]], *, max_tokens: int) -> Served:
-        """Raises EngineFailed."""
         if self.checks_memory is not None:
             assert self.engine.check_memory(self.checks_memory), "the engine has no node"
         before_s = self.cpu_s()

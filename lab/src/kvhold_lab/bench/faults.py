@@ -1,14 +1,13 @@
 """The fault matrix: the effect of each fault of each tier on a node and its client.
 
-Every byte of a chunk follows from its key. The checks of a row:
-
   right        all loaded bytes were right
   alive        no call raised, and the node still served
   in_deadline  no call took longer than its deadline and 1 s
   baseline     after a clear nothing was held
   counted      the fault is in the counters
 
-The `faults` wrapper damages bytes. Other faults happen in the tier's place itself.
+Every byte of a chunk follows from its key. The `faults` wrapper damages bytes. Other faults happen
+in the tier's place itself.
 """
 
 import os
@@ -69,7 +68,6 @@ class Trial:
         self._folder = tempfile.TemporaryDirectory(prefix="kvhold-trial-")
         socket = Path(self._folder.name) / "node.sock"
         command = serve_command("--socket", str(socket), "--ram-bytes", "64MiB")
-        # the URL may have a password
         environ = os.environ | {"KVHOLD_TIERS": with_guard(url)}
         self._log = (Path(self._folder.name) / "log").open("wb")
         self._node = subprocess.Popen(
@@ -339,7 +337,6 @@ FAULTS: dict[str, Callable[[BenchPlace], FaultRow | None]] = {
 
 
 def rows(tiers: Sequence[str], faults: Sequence[str]) -> Iterator[FaultRow]:
-    """Raises NotInstalled."""
     for tier in tiers:
         with open_place(tier) as place:
             for fault in faults:

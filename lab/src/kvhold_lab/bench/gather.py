@@ -22,7 +22,7 @@ LAYOUT = Layout(
     tokens_per_chunk=256,
 )
 TOKENS_PER_BLOCK = 16
-NUM_CHUNKS = 8  # larger than caches
+NUM_CHUNKS = 8
 ROUNDS = 9
 THREADS = (1, 2)
 
@@ -90,7 +90,6 @@ def memcpy(
     threads: int,
     helpers: ThreadPoolExecutor,
 ) -> None:
-    """ctypes releases the GIL."""
     copy = ctypes.CDLL(None).memcpy
     copy.argtypes, copy.restype = (
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),

@@ -102,7 +102,6 @@ def read(file: Path) -> list[KeptRun]:
 
 
 def table(runs: Sequence[KeptRun], pattern: str, last: int) -> list[str]:
-    """The last values, oldest first, and the change."""
     series: dict[tuple[str, str], list[tuple[str, KeptRow]]] = {}
     for run in runs:
         for row in run.rows:

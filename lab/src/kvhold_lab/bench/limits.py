@@ -27,8 +27,6 @@ class RawFiles:
             path.unlink()
 
     def read(self, into: Values, then: Callable[[int], None] | None = None) -> None:
-        """then: called with each value's number, in its thread"""
-
         def read_one(at: int) -> None:
             self._read_one(at, into[at])
             if then is not None:
@@ -134,7 +132,6 @@ while sock.recv(1):
     def __init__(
         self, values: Values, *, receive: bool, way: Callable[[int], int] = lambda port: port
     ) -> None:
-        """way: returns the port of a relay to a port"""
         self._values = values
         total = sum(value.nbytes for value in values)
         command = [sys.executable, "-c", self._PEER, str(total), "receive" if receive else "send"]
@@ -164,8 +161,6 @@ while sock.recv(1):
 
 
 class PingPong:
-    """A process behind a socket pair takes so many bytes and answers with so many."""
-
     _PEER = """
 import socket, sys
 sock = socket.socket(fileno=int(sys.argv[1]))

@@ -57,7 +57,6 @@ def rows(
     gbit_s: float,
     num_threads: int,
 ) -> Iterator[LinkRow]:
-    """The row without kvhold comes first. Raises EngineFailed, NotInstalled."""
     rng = np.random.default_rng(0)
     prompts = [
         [int(token) for token in rng.integers(10, 250, num_tokens)] for _ in range(num_prompts)
@@ -174,7 +173,6 @@ def _transfer(socket: Path, tier: str, held_bytes: int) -> dict[str, Any]:
         held_bytes,
         write_behind_bytes=held_bytes,
         tiers=[tier],
-        # also measure hits where computing would be faster
         rules={"plan": False, "max_error": 1},
         client={"arrival_timeout_s": _PATIENT_S, "call_timeout_s": 30.0},
     )

@@ -1,8 +1,8 @@
 """One overloaded node: its longest loop turns, its index sizes, and the start of a full disk.
 
-Chunks have one byte a token and are never written. Each longest turn is the median of five runs;
-there is only one clear. The goals assume an idle machine: the first row shows how long the machine
-itself interrupts a busy thread.
+Chunks have one byte a token and are never written. Each longest turn is the median of five runs.
+The goals assume an idle machine: the first row shows how long the machine itself interrupts a busy
+thread.
 """
 
 import json
@@ -45,8 +45,6 @@ _answers: Decoder[m.Answer | m.Welcome | m.News] = Decoder(m.Answer | m.Welcome 
 
 @dataclass(frozen=True)
 class OverloadRow:
-    """goal: the largest allowed `value`"""
-
     name: str
     value: float
     unit: str
@@ -60,7 +58,7 @@ class OverloadSizes:
     chunks: int = 1_000_000
     long_tokens: int = 1_000_000
     storing: int = 64
-    lookups: int = 100  # in each of five runs
+    lookups: int = 100
     spin_s: float = 10.0
 
 
@@ -281,10 +279,7 @@ def _measured_apart(function: str, folder: Path) -> dict[str, Any]:
 
 
 class _TurnTimer(selectors.DefaultSelector):
-    """A turn is from the end of one wait to the start of the next.
-
-    A loop that spins to time itself would starve the thread which lists folders.
-    """
+    """A turn is from the end of one wait to the start of the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +297,6 @@ class _TurnTimer(selectors.DefaultSelector):
         return ready
 
     def take_longest(self) -> tuple[float, float]:
-        """By wall clock and by its thread. Starts again."""
         longest, self.longest = self.longest, (0.0, 0.0)
         return longest
 
@@ -378,7 +372,6 @@ def _row(name: str, value: float, unit: str, goal: float) -> OverloadRow:
 
 
 def _longest_pause_s(duration_s: float) -> tuple[float, float]:
-    """Of a thread that does nothing else: wall and CPU time."""
     longest_s = longest_cpu_s = 0.0
     now_s, now_cpu_s = time.perf_counter(), time.thread_time()
     until_s = now_s + duration_s
@@ -433,7 +426,6 @@ class _Client:
         return values
 
     def longest_turn_s(self, work: Callable[[], object]) -> tuple[float, float]:
-        """With background work: wall and CPU time."""
         self.status()
         longest: list[tuple[float, float]] = []
 

@@ -1,6 +1,5 @@
-"""Nodes that serve each other on one machine: gets, lookups, the index, and events.
-
-Each node is a process, connected over loopback. Limits are measured in turn with their rows.
+"""Nodes that serve each other on one machine: gets, lookups, the index, and events. Limits are
+measured in turn with their rows.
 """
 
 import asyncio
@@ -50,8 +49,6 @@ _SMALL = Namespace(
 
 @dataclass(frozen=True)
 class PeersRow:
-    """goal: a bound of `ratio`"""
-
     name: str
     value: float
     unit: str
@@ -64,9 +61,7 @@ class PeersRow:
 class PeersSizes:
     """link_gbit_s: of a slower link, for a second get
     layers:      of a chunk, 128 KiB each
-    chunks:      of each peer in the index
     lookups:     in each round, while the node serves and while it does not
-    events_s:    a second, for `event_s` seconds
     """
 
     rounds: int = 9
@@ -226,7 +221,7 @@ async def _follow(node: RunningPeer, given: IO[str], num_batches: int, batch: in
 
 
 def store_steadily(path: str, num_batches: int, batch: int) -> None:
-    """The entry point of a process. Begins with the first line of standard input."""
+    """The entry point of a process."""
     with NodeClient(Path(path), name="kvhold bench, storing") as client:
         client.register(_SMALL)
         sys.stdin.readline()
@@ -265,7 +260,7 @@ def _serving_row(sizes: PeersSizes) -> PeersRow:
                     given.flush()
                     phase = json.loads(said.readline())
                     read_bytes, read_s = read_bytes + phase["bytes"], read_s + phase["s"]
-                if number >= 2:  # the first turns warm up
+                if number >= 2:
                     p99_s[is_read].append(p99)
     return _row(
         f"p99 of an engine's lookup of {LOOKUP_TOKENS:,} tokens while a peer reads "
@@ -319,7 +314,6 @@ async def _read_steadily(url: str, layers: int) -> None:
 
 @contextmanager
 def _apart(call: str) -> Iterator[tuple[IO[str], IO[str]]]:
-    """Run a function of this file in a process. Yields its standard input and output."""
     code = f"from kvhold_lab.bench import peers; peers.{call}"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -337,7 +331,6 @@ def _following(*peers: RunningPeer) -> str:
 
 
 def _large(layers: int) -> Namespace:
-    """64 tokens, with 2 KiB a layer and token."""
     group = Group(layers=layers, planes=2, heads=8, head_dim=64, dtype="bfloat16")
     return Namespace(model="bench, large", layout=Layout(groups=(group,), tokens_per_chunk=64))
 
@@ -353,7 +346,6 @@ def _prompt(space: Namespace, num_chunks: int, seed: int) -> Prompt:
 
 
 def _unhashed(prompt: Prompt) -> Prompt:
-    """A copy without hashes: a lookup's own work."""
     return prompt.namespace.prompt(prompt.tokens)
 
 
@@ -372,7 +364,7 @@ def _keys(hashes: bytes, space: Namespace = _SMALL) -> list[bytes]:
 def _store(
     client: NodeClient, space: Namespace, names: ChunkNames, data: bytes | None = None
 ) -> float:
-    """data: None: leave the memory as it is. Return the time of the commit."""
+    """data: None: leave the memory as it is"""
     with client.reserve(space.layout, names) as reservation:
         assert len(reservation.granted) == len(names), "the node's memory is large enough"
         if data is not None:

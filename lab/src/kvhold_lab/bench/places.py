@@ -88,7 +88,6 @@ class ServerPlace:
         denied: Callable[[ServerProcess], str] | None = None,
         prepare: Callable[[ServerProcess], None] = lambda _: None,
     ) -> None:
-        """prepare: called after each start; full: a small server of the kind"""
         self.name = name
         self._server = server
         self._make_url = url

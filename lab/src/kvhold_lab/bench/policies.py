@@ -31,7 +31,6 @@ MEASURED, BESIDE = "learned", "lru"
 
 
 def rows(profiles: Profiles | None = None) -> list[Row]:
-    """Raises CapacityError: no arena of 4 GiB."""
     measured = []
     for num_chunks in SIZES:
         nbytes = (num_chunks + index.PROMPT_CHUNKS) * size_class(
@@ -66,7 +65,6 @@ class _Memory:
         self.store(names)
 
     def replace(self, names: ChunkNames) -> None:
-        """Even if the policy would decline the chunks."""
         assert not self.look_up(names)
         entries, parent = [], None
         for key in keys_of(names):

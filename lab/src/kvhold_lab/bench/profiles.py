@@ -26,13 +26,11 @@ Work = Callable[[], object]
 
 class Profiles:
     def __init__(self, folder: Path | None = None) -> None:
-        """folder: None: keep none"""
         self._folder = folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, row: Row, look: Callable[[], str]) -> Row:
-        """Return the row with its profile's file."""
         if self._folder is None or row.ratio >= KEPT_UNDER:
             return row
         file = self._folder / f"{re.sub('[^a-z0-9]+', '-', row.name.lower())}.txt"

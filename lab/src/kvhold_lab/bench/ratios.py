@@ -13,15 +13,13 @@ _RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One prompt or burst. Seconds by system."""
-
     reuse: int
     num_tokens: int
     burst: bool
     # to the first token; of a burst: to the end
     seconds: dict[str, float] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
-    cached_tokens: dict[str, int] = field(default_factory=dict)  # of the shortest hit
+    cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Ratio:
 
     @property
     def apart(self) -> float:
-        """The factor between the two, 1 or more."""
         return max(self.median, 1 / self.median)
 
 

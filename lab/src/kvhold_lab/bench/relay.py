@@ -11,8 +11,6 @@ Result = TypeVar("Result")
 
 
 class RelayedLink:
-    """The way to one address. Any thread."""
-
     def __init__(self, network: "RelayedNetwork", target: tuple[str, int]) -> None:
         self._network = network
         self._target = target
@@ -28,7 +26,6 @@ class RelayedLink:
         self._network.run(_called(self._whole.clear))
 
     def mend(self) -> None:
-        """Send the held bytes."""
         self._network.run(_called(self._whole.set))
 
     def forget(self) -> None:

@@ -25,7 +25,6 @@ def needing(packages: str) -> Iterator[None]:
 
 
 def needing_pictures(path: Path | None) -> None:
-    """Check before the run. Raises ConfigError."""
     if path is not None:
         with needing("'kvhold[lab]'"):
             import matplotlib  # noqa: F401
@@ -38,17 +37,13 @@ def machine_and_load() -> str:
 
 
 def write_rows(path: Path | None, rows: Sequence[Any]) -> None:
-    """For `--json`."""
     if path is not None:
         path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 @dataclass(frozen=True)
 class Row:
-    """ratio: the share of the limit that was reached
-
-    profile: a file
-    """
+    """ratio: the share of the limit that was reached"""
 
     name: str
     value: float

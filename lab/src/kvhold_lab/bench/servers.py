@@ -39,8 +39,6 @@ def running_node(
 
 @dataclass(frozen=True)
 class RunningPeer:
-    """address: where it serves peers"""
-
     client: NodeClient
     socket: Path
     address: str
@@ -48,7 +46,6 @@ class RunningPeer:
 
 @contextmanager
 def running_peer(*tiers: str, ram_bytes: int = 64 << 20) -> Iterator[RunningPeer]:
-    """tiers: URLs"""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         path, settings = Path(folder) / "node.sock", Path(folder) / "kvhold.toml"
         settings.write_text(f'tiers = {json.dumps(tiers)}\n[peers]\nlisten = "127.0.0.1:0"\n')

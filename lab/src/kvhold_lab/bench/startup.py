@@ -83,7 +83,6 @@ def _timed(code: str) -> float:
 
 
 def _start_node() -> tuple[float, int]:
-    """Seconds until a node with 1 GiB is ready, and its memory without the arena."""
     with tempfile.TemporaryDirectory(prefix="kvhold-bench-") as folder:
         command = serve_command("--socket", str(Path(folder) / "node.sock"), "--ram-bytes", "1GiB")
         began = time.perf_counter()

@@ -21,7 +21,6 @@ class _Bucket:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Wait as long as the link takes for these and earlier bytes."""
         with self._lock:
             self._free_at = max(time.monotonic(), self._free_at) + nbytes / self._bytes_per_s
             self.nbytes += nbytes

@@ -65,7 +65,6 @@ class Memory:
 
 
 async def disk_rows(where: Path | None = None) -> list[TierRow]:
-    """where: None: the disk of temporary files"""
     folder = Path(tempfile.mkdtemp(prefix="kvhold-bench-", dir=where))
     memory = Memory()
     try:
@@ -242,7 +241,6 @@ TIERS: dict[str, Callable[[], Coroutine[None, None, list[TierRow]]]] = {
 
 
 def rows(tier: str, *, where: Path | None = None) -> list[TierRow]:
-    """Raises NotInstalled."""
     return asyncio.run(disk_rows(where) if tier == "disk" else TIERS[tier]())
 
 

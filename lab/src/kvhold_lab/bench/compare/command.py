@@ -1,5 +1,3 @@
-"""`kvhold bench compare`, and its preset `kvhold bench vllm`."""
-
 import os
 import sys
 import time
@@ -154,15 +152,12 @@ def vllm(
 
 @dataclass(frozen=True)
 class _Host:
-    """peer: the host-memory spec of vLLM's offloading"""
-
     model: ModelInfo
     threads: int
     peer: Path | None
 
     @classmethod
     def of(cls, model_size: str, threads: int | None, peer: Path | None) -> "_Host":
-        """Raises ClickException without vLLM."""
         if not is_vllm_available():
             raise click.ClickException(
                 "vLLM is not installed here: this command measures a real one"
@@ -185,8 +180,6 @@ class _Host:
 
 @dataclass(frozen=True)
 class _Result:
-    """stopped: why the run ended early"""
-
     measured: CompareMeasurement
     began: float
     rows: list[SystemRow]

@@ -64,7 +64,6 @@ def repeating_goals(measured: CompareMeasurement, rows: Sequence[SystemRow]) -> 
 def _cost(
     unused: Sequence[Cell], tier: str, *, where: str = "", unknown: float = 1.0, cpu: bool = False
 ) -> Iterator[Goal]:
-    """unknown: the noise without an identical engine"""
     ours = names.key(names.KVHOLD, tier)
     alone, bursts = split(unused)
     kinds: list[tuple[str, list[Cell], _Times]] = [
@@ -97,5 +96,4 @@ def _noise(
     *,
     unknown: float = 1.0,
 ) -> float:
-    """The factor between two equal systems."""
     return ratio(cells, name, other, times).apart if shared(cells, name, other) else unknown

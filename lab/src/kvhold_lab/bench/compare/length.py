@@ -1,6 +1,5 @@
-"""The default prompt length: all visits must end within an hour.
-
-One engine is asked first, because memory depends on the length.
+"""The default prompt length: all visits must end within an hour. One engine is asked first, because
+memory depends on the length.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from kvhold_lab.engines.prompts import make_prompt
 LENGTHS = (1_100, 600)
 
 _MOST_S = 45 * 60
-_AROUND = 1.3  # visit / computing its prompts
+_AROUND = 1.3
 _SEEDS = range(999_990, 999_993)
 
 

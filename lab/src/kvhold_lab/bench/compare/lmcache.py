@@ -15,7 +15,7 @@ from kvhold_lab.servers.base import free_port
 _TOKENS_PER_CHUNK = 256
 
 # LMCache's memory then keeps nothing. By default it refuses a prompt of four chunks if less is
-# free, and never stores again.
+# free.
 _ONLY_BELOW = ("--l2-store-policy", "skip_l1")
 
 _START_S = 120.0
@@ -139,7 +139,6 @@ class LMCacheServer:
 
 
 def tokens_per_chunk(num_tokens: int) -> int:
-    """LMCache's default, or a block for prompts shorter than four chunks."""
     return _TOKENS_PER_CHUNK if num_tokens >= 4 * _TOKENS_PER_CHUNK else TOKENS_PER_BLOCK
 
 

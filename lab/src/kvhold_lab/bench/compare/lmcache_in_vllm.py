@@ -1,7 +1,7 @@
 """LMCache's connector, loaded by vLLM from LMCache's environment (`kv_connector_module_path`).
 
-`PACKAGES` names its packages, which come after the engine's. vLLM looks through all modules' names,
-where llvmlite's library takes `__dict__` for a function of LLVM; the import repairs this.
+vLLM looks through all modules' names, where llvmlite's library takes `__dict__` for a function of
+LLVM; the import repairs this.
 """
 
 import os

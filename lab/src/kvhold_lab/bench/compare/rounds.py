@@ -2,7 +2,7 @@
 
 A prompt begins with a text of the previous round, which engines' memory has forgotten. Without
 cells of no reuse, all engines but the limit clear their prefix cache before each request. The first
-round does not count. Small effects are measured within one engine, because processes differ.
+round does not count.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ _FEW = (names.PLAIN, names.AGAIN, _KVHOLD)
 _UNCHECKED_CELLS = 12
 _ANSWER_TOKENS = 8
 
-# systems, and whether it is a burst
 _Cell = tuple[tuple[str, ...], bool]
 
 

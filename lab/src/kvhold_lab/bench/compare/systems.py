@@ -1,7 +1,7 @@
 """The compared systems: each a real vLLM in its own process, all at the same time.
 
-kvhold and LMCache have an engine for each tier. Memory holds the largest working set in "ram", and
-2.5 prompts above a lower tier. Offloading always has as much as in "ram".
+Memory holds the largest working set in "ram", and 2.5 prompts above a lower tier. Offloading always
+has as much as in "ram".
 """
 
 import math
@@ -39,7 +39,6 @@ _RESTING_SHARE = 0.2
 _REST_S = 3.0
 
 _NO_PREFIX_CACHE: dict[str, Any] = {"prefix_caching": False}
-# options of engine and connector
 _KVHOLD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     names.KVHOLD: ({}, {}),
     names.ALONE: (_NO_PREFIX_CACHE, {}),
@@ -76,7 +75,6 @@ class Sizes:
 
     @property
     def below_bytes(self) -> int:
-        """Larger than memory in "ram"."""
         return 3 * self.prompts * self.prompt_bytes // 2
 
 
@@ -129,10 +127,8 @@ def started(
 ) -> Iterator[RunningSystem]:
     """peer: file of the host-memory spec
     lmcache: Python of LMCache's environment, or why there is none
-    folder: for disk tiers
 
-    Failures are in `errors`. Raises EngineFailed for kvhold and baselines; with a strict plan, for
-    any.
+    Raises EngineFailed for kvhold and baselines; with a strict plan, for any.
     """
     with (
         tempfile.TemporaryDirectory(prefix="kvhold-compare-", dir=folder) as own,
@@ -189,7 +185,6 @@ class _Start:
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """pids: of other processes"""
         model, given = (
             self.sizes.model,
             {"kv_cache_bytes": self.sizes.own_bytes, **binding(self.num_threads), **options},

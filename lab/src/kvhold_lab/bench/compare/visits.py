@@ -1,9 +1,8 @@
 """The requests of a run: stages of visits to documents.
 
-`visiting` (`kvhold bench compare`): documents are visited in turn, each time followed by other
-text. At the next visit, an engine's KV memory still holds a set of half its size, but none of twice
-its size. Shares of reuse fall, so earlier visits had the reused part. `rounds.repeating` (`kvhold
-bench vllm`) is another plan.
+Documents are visited in turn, each time followed by other text. At the next visit, an engine's KV
+memory still holds a set of half its size, but none of twice its size. Shares of reuse fall, so
+earlier visits had the reused part.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,8 +57,7 @@ WORKLOADS = {
 @dataclass(frozen=True)
 class Visit:
     """reuse:   per cent of a prompt that comes from its document
-    counts:  False: not timed
-    asked:   keys of the systems; empty: all but copies of the kvhold engine
+    asked:   systems; empty: all but copies of the kvhold engine
     forgets: all engines but the limit first clear their prefix cache
     """
 
@@ -76,8 +74,6 @@ class Visit:
 
 @dataclass(frozen=True)
 class VisitStage:
-    """Visits of one share of reuse. what: text for the user"""
-
     workload: str
     what: str
     visits: tuple[Visit, ...]
@@ -85,10 +81,7 @@ class VisitStage:
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """command:       of `kvhold bench`
-    systems:       by name
-    held_prompts:  prompts that a connector in "ram" holds
-    output_tokens: of each answer
+    """held_prompts:  prompts that a connector in "ram" holds
     strict:        a failure or another answer ends the run, instead of dropping the system
     settles:       wait until a system rests before the next is asked
     page_cache:    leave lower tiers' files in the kernel's page cache
@@ -170,8 +163,6 @@ def _weight(visit: Visit) -> float:
 
 
 class VisitTexts:
-    """The beginning of a document, then unique text."""
-
     def __init__(self, model_path: Path, num_tokens: int) -> None:
         self._path = model_path
         self._num_tokens = num_tokens

@@ -84,8 +84,6 @@ class ChildOptions:
 
 
 class ChildDriver(Protocol):
-    """One cache, called as by an engine with blocks in host memory."""
-
     @property
     def layers(self) -> Layers:
         """[2, num_blocks, tokens_per_block, heads, head_dim] a layer."""
@@ -126,7 +124,6 @@ class ComparedEngine:
         )
         self.started_s = time.perf_counter() - began
         del self._layers
-        # block 0 means "none" to some engines
         ids = 1 + np.random.default_rng(0).permutation(2 * options.num_blocks)
         self._from, self._to = np.split(ids, 2)
 
@@ -280,7 +277,6 @@ def main(driver_name: str, *of_the_engine: str) -> int:
                 raise ValueError("the first operation must be start")
             elif engine is not None:
                 answer = engine.do(operation)
-        # the parent gets the reason
         except Exception as error:  # noqa: BLE001
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer).encode() + b"\n")
@@ -293,7 +289,6 @@ def main(driver_name: str, *of_the_engine: str) -> int:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Libraries print to the log."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

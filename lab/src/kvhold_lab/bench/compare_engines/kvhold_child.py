@@ -21,11 +21,11 @@ from kvhold.node import connect
 if TYPE_CHECKING:
     from kvhold_lab.bench.compare_engines.child import ChildOptions, Layers
 
-_PATIENCE_S = 60.0  # cores may be busy
+_PATIENCE_S = 60.0
 _IDLE_EXIT_S = 20.0
 _COPY_THREADS = 2
 _SPARE_BYTES = 8 << 20
-_FILLER_TOKEN = 1 << 30  # beyond any vocabulary
+_FILLER_TOKEN = 1 << 30
 
 
 def start(options: "ChildOptions", layers: "Layers") -> "KVHold":
@@ -102,10 +102,7 @@ class KVHold:
         return hit.num_tokens, hit.close
 
     def retrieve(self, tokens: list[int], block_ids: list[int]) -> int:
-        """From memory, then from a lower tier as chunks arrive.
-
-        Raises KVHoldError: a lower tier's chunk was still in memory.
-        """
+        """Raises KVHoldError: a lower tier's chunk was still in memory."""
         size, ids = self._layout.tokens_per_chunk, np.array(block_ids)
         blocks = size * len(ids) // len(tokens)
         with self._client.lookup(self._namespace.prompt(tokens).query(), wait_s=0) as hit:

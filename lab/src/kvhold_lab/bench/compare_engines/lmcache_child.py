@@ -49,7 +49,7 @@ class _Pool:
     def __init__(self, options: "ChildOptions", tensors: dict[str, Any]) -> None:
         self._options = options
         self._tensors = tensors
-        # one Redis: systems must not find each other's chunks
+        # systems must not find each other's chunks in Redis
         self._model = f"bench-{options.mode.replace(' ', '-')}"
         self._blocks_per_chunk = options.tokens_per_chunk // options.tokens_per_block
 
@@ -155,8 +155,6 @@ class InProcess(_Pool):
 
 
 class _HostCopies:
-    """With LMCache's own copies."""
-
     def __init__(self, pool: InProcess) -> None:
         from lmcache.v1.multiprocess.transfer_context import (
             gather_paged_kv_to_cpu,

@@ -1,7 +1,4 @@
-"""LMCache's own environment, made once: 2 GB and some minutes.
-
-torch's CPU build is requested by version, to avoid a CUDA build.
-"""
+"""LMCache's own environment, made once: 2 GB and some minutes."""
 
 import os
 import subprocess
@@ -27,7 +24,6 @@ def environment_folder() -> Path:
 
 
 def find_lmcache(folder: Path | None, say: Callable[[str], None]) -> Path | str:
-    """Or why there is none. folder: None: the default"""
     folder = folder or environment_folder()
     say(f"LMCache {LMCACHE} in {folder} ...")
     try:
@@ -37,7 +33,7 @@ def find_lmcache(folder: Path | None, say: Callable[[str], None]) -> Path | str:
 
 
 def lmcache_python(folder: Path) -> Path:
-    """Make the environment if needed. Raises NoLMCache."""
+    """Raises NoLMCache."""
     python, stamp, wanted = (
         folder / "bin" / "python",
         folder / _STAMP,

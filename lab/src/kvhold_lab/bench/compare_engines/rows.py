@@ -1,7 +1,4 @@
-"""Make rows from times: medians, and ratios within cells. No I/O.
-
-A cell is one operation in one tier in one round.
-"""
+"""Make rows from times: medians, and ratios within cells: one operation, tier and round. No I/O."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ LOWER_TIERS = (*DISKS, REDIS)
 
 _THEIRS = tuple(name for name in SYSTEMS if name not in OURS)
 _OF_SERVER, _OF_BEST = "the best of its servers", "its best mode"
-_AT_MOST = {  # (operation, tier) -> the peers, the largest ratio
+_AT_MOST = {
     **{(operation, "ram"): (_OF_SERVER, 0.5) for operation in (STORE, RETRIEVE)},
     **{
         (operation, tier): (_OF_BEST, 0.6)
@@ -64,10 +61,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """One operation of one system in one tier. None: not measured or not applicable.
-
-    ratio_to_best_peer: below 1: faster or smaller
-    """
+    """None: not measured or not applicable. ratio_to_best_peer: below 1: faster or smaller"""
 
     operation: str
     tier: str
@@ -203,5 +197,4 @@ def _value(row: CompareRow) -> float:
 
 
 def _are_peers(name: str, other: str) -> bool:
-    """Not two modes of ours, and no limit."""
     return not (other in LIMITS or (name in OURS and other in OURS))

@@ -55,8 +55,6 @@ Launch = Callable[[str], PeerSystem]
 
 @dataclass(frozen=True)
 class Work:
-    """An element has two bytes."""
-
     num_tokens: int = 4096
     lookup_tokens: int = 128_000
     tokens_per_chunk: int = 256
@@ -186,7 +184,7 @@ def _round(
     count: bool,
     nbytes: int,
 ) -> None:
-    """Store, clear memory above a lower tier, retrieve. Remove failed systems from `peers`."""
+    """Failed systems leave `peers`."""
     stored: dict[str, float] = {}
     written: dict[str, float] = {}
     retrieved: dict[str, float] = {}

@@ -76,12 +76,10 @@ class PeerSystem:
         return answer
 
     def close(self) -> None:
-        """Kill the process. For an orderly end, send `stop` first."""
         self._end()
 
 
 def launch(name: str, *, python: Path | None, threads: int) -> PeerSystem:
-    """python: LMCache's; threads: for copies"""
     if name in OURS:
         command = [
             sys.executable,

@@ -1,7 +1,7 @@
 """Limits of a lower tier: the plainest program with equal values, in the same rounds.
 
 Disk: new preallocated files, read without cached pages unless `page_cache`. A second kind of read
-also checks and copies each value as kvhold does. Redis: as many blocking sockets as kvhold has.
+also checks and copies as kvhold does. Redis: blocking sockets.
 """
 
 import mmap
@@ -25,8 +25,6 @@ from kvhold_lab.bench.limits import RawFiles, RawRedis
 
 @dataclass(frozen=True)
 class Moved:
-    """Seconds for all bytes. write_s: None: measured another way"""
-
     write_s: float | None
     read_s: float
 
@@ -97,7 +95,6 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _memory(nbytes: int, chunk_bytes: int, *, regions: int) -> list[list[memoryview]]:
-    """Page-aligned if chunks are whole pages."""
     data = np.random.default_rng(0).bytes(nbytes)
     mapped = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(regions)]
     for region in mapped:

@@ -1,7 +1,6 @@
 """How much stores and loads slow a decoding engine, by the device's clock.
 
-Windows of steps without and with copies alternate. Copies run as in vLLM's worker: with a mark
-after a step, on their own threads, and for stores with a fence before the next step.
+Windows of steps without and with copies alternate. Copies run as in vLLM's worker.
 
 A step stores as much as a prefill of 25,000 tokens a second computes (Llama-3-8B: 16 MiB in 5 ms).
 Loads run as fast as they can. A path has a goal for the sizes that take it by default. A store
@@ -34,10 +33,7 @@ _MOST_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class _Sizes:
-    """rounds:      even, so that a drift counts for both kinds of windows
-    store_bytes: of a copy, as load_bytes
-    layers:      that are copied
-    """
+    """rounds: even, so that a drift counts for both kinds of windows"""
 
     rounds: int
     steps: int
@@ -49,7 +45,6 @@ class _Sizes:
 
     def settings(self, way: str) -> Settings:
         return Settings(
-            # no chunk fits into 256 bytes
             store_ring_bytes=256 if way == _NO_RING else self.store_ring_bytes,
             load_ring_bytes=self.load_ring_bytes,
             direct_bytes=1 if way == _DIRECTLY else 1 << 40,
@@ -97,7 +92,6 @@ def rows(target: Target) -> Iterator[GpuRow]:
 
 
 def _paths(target: Target, *, large: bool) -> Iterator[tuple[Verb, str, bool]]:
-    """Yield the paths of a piece's size, and whether each is its default."""
     if target.driver is None:
         yield from (("stores", "", True), ("loads", "", True))
         return
@@ -127,14 +121,11 @@ class Beside(Protocol):
 
 @dataclass(frozen=True)
 class Compared:
-    """Medians. copied_bytes_a_s: in the windows with copies"""
-
     alone_s: float
     beside_s: float
     copied_bytes_a_s: float
 
     def rows(self, title: str, most_slower: float | None) -> Iterator[GpuRow]:
-        """They fail if no byte was copied."""
         slower, copied = self.beside_s / self.alone_s, self.copied_bytes_a_s > 0
         ok = None if most_slower is None else slower <= most_slower
         yield GpuRow(
@@ -212,7 +203,6 @@ class RepeatedCopies:
     """The order and the threads of vLLM's worker."""
 
     def __init__(self, copier: Copier, sample: CopySample, verb: Verb) -> None:
-        """Store once, so that loads find chunks."""
         self._copier, self._sample, self._verb = copier, sample, verb
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"bench-{verb}")
         # The next step waits until a store is submitted, not until it is committed.
@@ -235,7 +225,7 @@ class RepeatedCopies:
         submitted = self._worker.submit(self._submit, holding, mark)
         settled = self._settler.submit(_settle, holding, submitted)
         self._running.append(_Running(submitted, settled))
-        if self._verb == "stores" or mark is None:  # without streams, a copy ends in its call
+        if self._verb == "stores" or mark is None:
             self._copier.fence([submitted.result()])
 
     def ended_bytes(self) -> int:
@@ -266,8 +256,6 @@ class RepeatedCopies:
 
 @dataclass
 class _Running:
-    """ended_before: the window's begin"""
-
     submitted: Future[Transfer]
     settled: Future[None]
     ended_before: bool = False

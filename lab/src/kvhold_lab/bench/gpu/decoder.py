@@ -1,13 +1,5 @@
 """A decoding engine without a scheduler: steps on its own stream, timed by the device.
 
-    decoder = decoder_of(target)
-    with decoder.current():                             # the thread uses its stream
-        began = decoder.tick()
-        decoder.step()
-        ended = decoder.tick()
-        ended.wait()
-        seconds = ended.seconds_since(began)
-
 A step reads all weights and all KV once. On a GPU it is one CUDA graph, as in vLLM, and reads up to
 12 GiB, too much for the device's caches.
 """
@@ -52,10 +44,7 @@ class StepDecoder(Protocol):
 
 @dataclass(frozen=True)
 class StepShape:
-    """A layer has two products, and attention over a KV cache.
-
-    width:    of a token's state
-    requests: each decodes one token in a step
+    """width:    of a token's state
     tokens:   of each request in the KV cache
     queries:  that share a KV head
     """
@@ -90,7 +79,6 @@ GPU = StepShape(
     head_dim=128,
     dtype=torch.bfloat16,
 )
-# torch computes it in the calling thread
 SMALL = StepShape(
     layers=1,
     width=16,
@@ -150,7 +138,7 @@ class GpuDecoder:
         self._graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with self.current():
-            for _ in range(3):  # libraries allocate outside the graph
+            for _ in range(3):
                 self._model.decode()
         torch.cuda.synchronize(device)
         with torch.cuda.graph(self._graph, stream=self._stream):
@@ -218,8 +206,6 @@ class QueueDecoder:
 
 
 class HostDecoder:
-    """Steps end before their call returns."""
-
     def __init__(self, model: StepModel) -> None:
         self._model = model
 

@@ -34,7 +34,7 @@ PART = "kills"
 _THEIRS, _OURS = 0xEE, 0x11
 _CHUNKS, _BLOCK_TOKENS, _LAYERS, _BLOCK_BYTES = 4, 16, 8, 256 << 10
 _PATIENCE_S = 120.0
-_LINGER_S = 0.1  # a copy takes less than a millisecond
+_LINGER_S = 0.1
 GROUP = Group(
     layers=_LAYERS,
     planes=2,
@@ -92,7 +92,6 @@ def _bytes_astray(client: NodeClient, target: Target, *, number: int) -> int:
 def _copying(
     client: NodeClient, target: Target, numbers: Sequence[int], *how: str
 ) -> "Iterator[list[subprocess.Popen[str]]]":
-    """Yield when all children copy."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", __spec__.name, str(client.path), target.kind]
     children = [

@@ -68,8 +68,6 @@ def _measured(
 def _with_checksums(
     target: Target, copier: Copier, sample: CopySample, name: str
 ) -> Iterator[GpuRow]:
-    """Rates of a store with its commit and of a load, relative to the plain copies."""
-
     def store() -> None:
         with sample.reserve() as reservation:
             copier.gather([sample.store_into(reservation)], after=copier.mark()).wait()

@@ -3,9 +3,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GpuRow:
-    """A measurement, or a check.
-
-    limit: in the same unit and run; None: none
+    """limit: in the same unit and run; None: none
     ok:    goal met, or check passed; None: no goal for this target
     """
 

@@ -1,6 +1,6 @@
 """Blocks of one piece size, and an arena with the chunks of half of the blocks.
 
-Reservations and leases are kvhold's own. They have no cache: all have the same chunks.
+Reservations and leases are kvhold's own, without a cache.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ _BLOCK_TOKENS = 16
 
 class CopySample:
     """tensors: uint8 [blocks, piece_bytes], one for each layer
-    stored:  the blocks that are stored, and all chunks
-    loaded:  the blocks that are loaded, and the same chunks
+    stored:  the stored blocks, and all chunks
+    loaded:  the loaded blocks, and the same chunks
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class CopySample:
         return replace(self.stored, places=reservation.chunks())
 
     def lease(self, *, checked: bool = True) -> Lease:
-        """checked: copies compare checksums"""
         places = self.loaded.places
         return Lease(
             places.offsets[None],

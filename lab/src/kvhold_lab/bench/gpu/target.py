@@ -25,8 +25,6 @@ ROUNDS = 7
 
 
 class Target:
-    """small: use small sizes; there is no GPU"""
-
     def __init__(self, kind: Kind) -> None:
         """Raises DeviceError; ImportError without cuda-bindings."""
         self.kind = kind
@@ -54,7 +52,6 @@ class Target:
         writable: npt.NDArray[np.uint8],
         settings: Settings | None = None,
     ) -> Copier:
-        """For an arena's two mappings, pinned."""
         if self.driver is None:
             return HostCopier(threads=2)
         arenas = PinnedArenas(self.driver)

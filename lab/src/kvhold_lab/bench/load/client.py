@@ -1,7 +1,6 @@
 """Streams completions from any OpenAI-compatible server, and times them.
 
-A failed request is a reply with an error, such as "timeout", "http 503" or "cut short". One asyncio
-loop.
+A failed request is a reply with an error, such as "timeout", "http 503" or "cut short".
 """
 
 import time
@@ -54,7 +53,6 @@ class Endpoint:
 
 
 def checked_url(base_url: str) -> str:
-    """Raises ConfigError."""
     try:
         parts = urlsplit(base_url)
         port_is_fine = parts.port is None or parts.port > 0
@@ -160,7 +158,6 @@ class LoadClient:
             return None
 
     async def _page(self, url: str) -> bytes:
-        """Raises aiohttp's errors, OSError, and ValueError: over 64 MiB."""
         async with self._open().get(
             url, timeout=aiohttp.ClientTimeout(total=30), raise_for_status=True
         ) as response:
@@ -177,7 +174,6 @@ class LoadClient:
 
 
 async def _follow(response: "aiohttp.ClientResponse", stream: EventStream) -> None:
-    """Raises BadStream, aiohttp's errors and OSError."""
     lines = EventLines()
     async for received in response.content.iter_any():
         now = time.perf_counter()

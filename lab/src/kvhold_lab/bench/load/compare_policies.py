@@ -1,7 +1,4 @@
-"""One workload on several demo servers of one model, whose nodes have different policies.
-
-Each request goes to one server after the other (`in_turns.py`).
-"""
+"""One workload on several demo servers of one model, with different policies (`in_turns.py`)."""
 
 import asyncio
 import sys
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def compare(name: str, common: Common, workload: Workload, gates: Gates) -> None:
-    """Exits with 1 as `run` does."""
     from kvhold_lab.bench.load.measure import LoadMeasurement, measure_in_turns
 
     _check(common, gates)

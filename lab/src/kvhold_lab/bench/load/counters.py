@@ -1,7 +1,4 @@
-"""The server's counters: hit tokens by tier, from its /metrics (docs/metrics.md).
-
-before = read(page); ...; spent = hits(before, read(page))
-"""
+"""The server's counters: hit tokens by tier, from its /metrics (docs/metrics.md)."""
 
 import math
 import re

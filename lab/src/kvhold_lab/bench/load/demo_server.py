@@ -1,6 +1,5 @@
-"""A server to try workloads: vLLM with kvhold and a small model.
-
-The engine's own memory holds one longest prompt.
+"""A server to try workloads: vLLM with kvhold and a small model. Its own memory holds one
+prompt.
 """
 
 import tempfile
@@ -40,7 +39,6 @@ def demo_server(
             "--serve-demo needs vLLM, which is not installed here; name a server with --base-url"
         )
     model = make_model(size)
-    # the node may still write to its disk
     with tempfile.TemporaryDirectory(prefix="kvhold-load-", ignore_cleanup_errors=True) as folder:
         connector = connector_of(
             Path(folder), ram_bytes=ram_bytes, disk_bytes=disk_bytes, policy=policy
@@ -64,7 +62,6 @@ def demo_server(
 def connector_of(
     folder: Path, *, ram_bytes: int, disk_bytes: int = 0, policy: str = "lru"
 ) -> dict[str, Any]:
-    """With the node's socket and disk in a folder."""
     disk = f"disk://{folder}/disk?max_bytes={disk_bytes}&policy={policy}"
     return kvhold_connector(
         folder / _SOCKET,

@@ -9,7 +9,7 @@ import msgspec
 from kvhold.core.errors import UNDECODABLE
 from kvhold_lab.bench.load.work import Reply
 
-_LONGEST_EVENT = 16 << 20  # vLLM's first event may repeat the prompt's ids
+_LONGEST_EVENT = 16 << 20
 
 
 class BadStream(ValueError):
@@ -17,8 +17,6 @@ class BadStream(ValueError):
 
 
 class EventLines:
-    """Data of several lines is not supported."""
-
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0

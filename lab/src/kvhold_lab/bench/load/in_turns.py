@@ -1,7 +1,7 @@
 """Sends each request to several servers, one after the other, so that they can be compared.
 
-One request is in flight at a time, so the servers do not compete and share the state of a noisy
-machine. The first server changes with each request. One asyncio loop.
+One request is in flight at a time, so the servers share the state of a noisy machine. The first
+server changes with each request.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class InTurns:
     _num_requests: int = 0
 
     async def send(self, request: Request) -> Reply:
-        """Return the first server's reply, which continues a session."""
+        """Return the first server's reply."""
         due = time.perf_counter()
         async with self._turn:
             waited_s = time.perf_counter() - due

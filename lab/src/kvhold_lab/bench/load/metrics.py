@@ -1,7 +1,4 @@
-"""Make figures from results: times, rates, errors, and the gain of warm requests. No I/O.
-
-Times and rates are those of successful requests.
-"""
+"""Make figures from results: times, rates, errors, and the gain of warm requests. No I/O."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -17,9 +17,7 @@ _RESAMPLES = 4_000
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """The answered requests of one policy.
-
-    hit_tokens: prompt tokens that the server did not compute
+    """hit_tokens: prompt tokens that the server did not compute
     ttft_low_s, ttft_high_s: interval of the mean
     waited_mean_s: for other requests, before sending
     """
@@ -40,9 +38,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class PolicyDifference:
-    """A policy minus another, by pairs of answered equal requests.
-
-    equal_hits: only pairs with equal hits; their TTFT shows whether the servers are comparable
+    """equal_hits: only pairs with equal hits; their TTFT shows whether the servers are comparable
     hit_share: of the prompt tokens
     """
 
@@ -128,7 +124,6 @@ def policy_difference(
 def compared(
     results: Mapping[str, Sequence[Result]],
 ) -> tuple[list[PolicyRow], list[PolicyDifference]]:
-    """A row for each policy, and the differences of the later ones to the first."""
     first, *others = results
     rows = [policy_row(policy, own) for policy, own in results.items()]
     differences = [
@@ -142,7 +137,6 @@ def compared(
 def tables(
     rows: Sequence[PolicyRow], differences: Sequence[PolicyDifference]
 ) -> Iterator[tuple[str, list[list[str]]]]:
-    """`(title, rows of cells)`; the first row is the heading."""
     heading = "requests,errors,prompt tokens,hit tokens,hit share %,95 %,mean TTFT s,95 %,waited s"
     yield (
         "policy",
@@ -186,7 +180,6 @@ def tables(
 
 
 def _answered(results: Sequence[Result]) -> dict[Hashable, Result]:
-    """By group, labels, and number among equal ones."""
     found: dict[Hashable, Result] = {}
     seen: Counter[Hashable] = Counter()
     for result in sorted(results, key=lambda result: result.started_s):
@@ -215,7 +208,6 @@ def _ttft_s(result: Result) -> float:
 
 
 def _ratio(over: Sequence[float], under: Sequence[float], users: Sequence[Hashable]) -> _Estimate:
-    """sum(over) / sum(under), with its interval."""
     numbers: dict[Hashable, int] = {}
     at = [numbers.setdefault(user, len(numbers)) for user in users]
     sums = np.zeros((2, len(numbers)))

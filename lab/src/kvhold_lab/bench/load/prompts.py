@@ -17,7 +17,6 @@ Content: TypeAlias = str | list[int]
 FIRST_ID, VOCAB_SIZE = (256, 8_000)
 _FEWEST_IDS = 2
 
-# most tokenizers make one token of each with its space
 _COMMON = """
 the of and to in is that for it was on are as with his they at be this have from or had by hot
 but some what there we can out other were all your when up use word how said each she which do
@@ -32,10 +31,10 @@ class Prompts(Protocol):
     kind: str
 
     def piece(self, name: str, number: int, num_tokens: int) -> Content:
-        """Return `num_tokens` tokens or words; a shorter piece is a prefix of a longer one.
+        """Return tokens or words; a shorter piece is a prefix of a longer one.
 
-        Numbers of one name, up to 63 bits, differ within the first tokens: the number's digits to
-        the base of the vocabulary, lowest first.
+        Numbers of one name, up to 63 bits, differ within the first tokens: the number's digits,
+        lowest first.
         """
 
 

@@ -110,7 +110,6 @@ def summary_line(summary: Summary) -> bytes:
 
 
 def tables(summary: Summary) -> list[tuple[str, list[list[str]]]]:
-    """`(title, rows of cells)`; the first row is the heading."""
     groups = {**summary.groups, **({"all": summary.total} if len(summary.groups) > 1 else {})}
     heading = [
         "requests",

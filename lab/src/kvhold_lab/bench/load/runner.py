@@ -1,7 +1,7 @@
 """Sends a workload's requests when they are due, and keeps the results.
 
-A request with an arrival time is sent then (open loop), others when fewer than `max_in_flight` are
-in flight (closed loop). One asyncio loop; cancelling it drops requests in flight.
+Open loop: at the arrival time. Closed loop: when fewer than `max_in_flight` are in flight.
+Cancelling drops requests in flight.
 """
 
 import asyncio
@@ -70,6 +70,5 @@ class LoadRun:
 
 
 async def _until(request: Request, began: float) -> None:
-    """Always let other tasks run."""
     at_s = request.at_s if request.at_s is not None else 0.0
     await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - began)))

@@ -65,8 +65,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class Result:
-    """late_s: after the arrival time"""
-
     group: str
     labels: Mapping[str, int | str]
     started_s: float

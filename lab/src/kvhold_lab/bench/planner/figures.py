@@ -1,6 +1,5 @@
-"""From cells to a row: planning, always loading and always computing. No I/O.
-
-Times are divided by the engine's compute times. Intervals: 95 %, by bootstrap over requests.
+"""From cells to a row: planning, always loading and always computing, in times divided by compute
+times. No I/O.
 """
 
 from collections.abc import Sequence
@@ -71,7 +70,6 @@ def _ratios(
     computed: npt.NDArray[np.float64],
     samples: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float64]:
-    """[samples]; the first is of all cells."""
     ratios: npt.NDArray[np.float64] = taken[samples].sum(axis=1) / computed[samples].sum(axis=1)
     return ratios
 

@@ -2,8 +2,8 @@
 
 Two real vLLMs have their own node, and Redis behind a throttled link. One always loads, the other
 plans. Both also compute every request, under names that no lookup finds. Times are ratios to the
-same engine's compute time, because processes differ. Between requests, chunks are written to Redis,
-and memory is filled with other KV.
+same engine's compute time. Between requests, chunks are written to Redis, and memory is filled with
+other KV.
 """
 
 import random
@@ -37,8 +37,6 @@ _PIECES = 40
 
 @dataclass(frozen=True)
 class PlannerCell:
-    """To the first token by engine: computed, and loaded or planned."""
-
     num_tokens: int
     computed_s: dict[str, float] = field(default_factory=dict)
     taken_s: dict[str, float] = field(default_factory=dict)
@@ -64,7 +62,6 @@ class _System:
 def break_even_bytes_s(
     model: ModelInfo, prompts: Sequence[list[int]], *, num_threads: int
 ) -> float:
-    """Bytes of KV that an engine without kvhold computes a second."""
     with alike(), Engine(options_for(model, **_options(num_threads))) as engine:
         seconds = [engine.generate(prompt, max_tokens=1).ttft_s for prompt in prompts]
     return sum(map(len, prompts)) * model.kv_bytes_per_token / sum(seconds)
@@ -78,10 +75,6 @@ def cells(
     num_threads: int,
     plans: Callable[[dict[str, float]], None] = lambda plans: None,
 ) -> Iterator[PlannerCell]:
-    """plans: gets the planning node's counters at the end
-
-    Raises OutputsDiffer, EngineFailed, NotInstalled.
-    """
     chance = random.Random(len(prompts))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhold-planner-")))

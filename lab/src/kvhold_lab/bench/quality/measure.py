@@ -1,7 +1,4 @@
-"""Compare answers on encoded and decoded KV with answers on the unchanged KV.
-
-Differences are paired. Standard errors are over contexts, whose answers depend on each other.
-"""
+"""Compare answers on encoded and decoded KV with answers on the unchanged KV."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +12,7 @@ from kvhold_lab.bench.quality.model import Bits, QualitySubject
 from kvhold_lab.bench.quality.passing import Passed, through
 from kvhold_lab.bench.quality.tasks import KINDS, NO_KIND, Exams
 
-LEAST_ACCURACY = 0.5  # below this a drop says nothing
+LEAST_ACCURACY = 0.5
 
 _NAMES = {mark: name for name, mark in KINDS.items()}
 
@@ -23,12 +20,10 @@ _NAMES = {mark: name for name, mark in KINDS.items()}
 @dataclass(frozen=True)
 class QualityRow:
     """accuracy:         share of answer tokens that were the first guess; None without recall
-    accuracy_drop:    points (hundredths) lost; None also if accuracy without a codec is below
-        `LEAST_ACCURACY`
+    accuracy_drop:    points (hundredths) lost; None also below `LEAST_ACCURACY`
     kl:               mean KL(unchanged || codec) before each answer token, in nats
     perplexity_ratio: of the answer tokens, codec / unchanged
     error:            largest |decoded - original| / largest |original|, in the worst layer
-    answers:          answer tokens
     """
 
     codec: str
@@ -107,8 +102,6 @@ class _Guesses:
 
 @dataclass
 class _Tally:
-    """By context."""
-
     codec: str
     plain_bytes: int = 0
     frame_bytes: int = 0

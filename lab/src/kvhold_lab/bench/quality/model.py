@@ -72,7 +72,6 @@ class QualitySubject:
 
 
 def load_subject(model: str | Path, *, tokens_per_chunk: int) -> QualitySubject:
-    """From a folder or a name. Raises ConfigError, LayoutError: unsupported KV."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -7,7 +7,6 @@ from kvhold_lab.bench.quality.measure import MeasuredChannels, QualityRow
 
 _LEAST_SPREAD = 0.02
 
-# neighbours differ, so that names do not overlap
 _LABELS = (10, -10, 24, -24)
 
 
@@ -27,9 +26,7 @@ def render_channels(channels: MeasuredChannels) -> str:
 
 
 def draw(rows: Sequence[QualityRow], path: Path, title: str) -> None:
-    """Accuracy, or else KL, over ratio; PNG, SVG or PDF. Raises ClickException without
-    matplotlib.
-    """
+    """PNG, SVG or PDF. Raises ClickException."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from kvhold_lab.bench.quality.writing import QUESTIONS, continued, written_recal
 CHUNK_TOKENS = 128
 CONTEXTS, OTHER_CONTEXTS = 256, 32
 SEED = 1_000_003
-SHORTEST, LONGEST = 260, 500  # two or three chunks and a tail
+SHORTEST, LONGEST = 260, 500
 ASKED = Asked(lookups=8, hops=2, runs=1)
 
 _BATCH = 8
@@ -41,8 +41,6 @@ def evaluate(
 ) -> Evaluation:
     """model: a folder or name for transformers; None: the small trained one
     text:  ask for its continuation instead of questions
-
-    Raises NotMeasurable, ConfigError, LayoutError: unsupported KV.
     """
     used = [make_codec(name) for name in codecs]
     if num_contexts is None:
@@ -98,7 +96,7 @@ def trained_kv(num_contexts: int) -> Bits:
         np.random.default_rng(SEED), num_exams=num_contexts, num_tokens=LONGEST, asked=ASKED
     )
     kv = subject.prefill(exams.contexts)
-    start = CHUNK_TOKENS  # with tokens before it
+    start = CHUNK_TOKENS
     return np.ascontiguousarray(kv[:, :, :, start : start + CHUNK_TOKENS])
 
 

@@ -29,8 +29,6 @@ NO_KIND = 0
 
 @dataclass(frozen=True)
 class Asked:
-    """For a context, which has as many runs and twice as many two hops."""
-
     lookups: int
     hops: int
     runs: int
@@ -46,9 +44,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Exams:
-    """Contexts of one length.
-
-    contexts:  [exams, tokens]
+    """contexts:  [exams, tokens]
     questions: [exams, asked.num_tokens], with answers
     kinds:     [exams, asked.num_tokens], the mark of an answer's question, else NO_KIND
     """

@@ -47,7 +47,6 @@ def written_recall(
 
 
 def continued(tokens: Sequence[int], *, num_contexts: int, num_tokens: int) -> Iterator[Exams]:
-    """Evenly spread pieces. Raises ConfigError: a short text."""
     step = num_tokens + CONTINUED_TOKENS
     most = len(tokens) // step
     if most < 1:

@@ -1,8 +1,7 @@
 """Flips bits of stored chunks from outside the cache, then reads the chunks.
 
-An engine is a pool of random blocks. It stores and loads in each way of the integrations. A load
-must miss or return equal blocks. With a tier, bits are flipped before the commit, during the write,
-or in the tier.
+Stores and loads are those of the integrations. A load must miss or return equal blocks. With a
+tier, bits are flipped before the commit, during the write, or in the tier.
 """
 
 import asyncio
@@ -195,7 +194,6 @@ def in_memory(count: int, seed: int) -> Flips:
 
 
 def in_tiers(count: int, seed: int, names: Sequence[str] = ()) -> Flips:
-    """count: with each tier"""
     tally = _Tally()
     for name in names or TIERS:
         chance = random.Random(seed)
@@ -234,7 +232,7 @@ def _over_one_tier(
                     _flip(engine, arena, offset)
 
             engine.store(cache, number, prompt, before_commit)
-            if when == "after it":  # before, during or after the framing
+            if when == "after it":
                 _flip(engine, arena, places[0])
             below += [prompt] if when == "below" else []
             tally.flipped[name] += when != "never"
@@ -267,7 +265,6 @@ def _flip(engine: _Engine, arena: OpenArena, offset: int) -> None:
 
 
 async def _flip_below(cache: LocalCache, keys: Sequence[bytes], chance: random.Random) -> None:
-    """In the tier worker's loop."""
     assert cache.tier_worker is not None
     tier = cache.tier_worker._stack.guards[0]._tier
     for key, size in zip(keys, await tier.probe(keys), strict=True):

@@ -130,7 +130,7 @@ def _look(work: _Run, client: NodeClient, *, everything: bool) -> None:
 
 
 def _account(work: _Run, client: NodeClient) -> None:
-    client.lookup(_prompt(work, 0).query()).close()  # a miss, answered after the disk's scan
+    client.lookup(_prompt(work, 0).query()).close()
     (tier,) = client.status()["tiers"]
     kv = work.folder / "kv"
     files = [path for path in kv.glob("??/*") if path.is_file()]
@@ -149,7 +149,6 @@ class _Node:
     def __init__(self, folder: Path) -> None:
         self._socket = folder / "node.sock"
         command = serve_command("--socket", str(self._socket), "--ram-bytes", "32MiB")
-        # a busy machine must not lose chunks
         patient = "probe_timeout_s=60&get_timeout_s=60&put_timeout_s=60"
         command += ["--tier", f"disk://{folder}/kv?max_bytes=4GiB&{patient}"]
         environ = {

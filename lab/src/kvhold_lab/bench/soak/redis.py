@@ -42,7 +42,6 @@ class RedisSoak:
 
 
 def run(minutes: float, every_s: float, seed: int) -> RedisSoak:
-    """Raises NotInstalled, EngineFailed."""
     model, prompts = make_model("tiny"), _prompts(seed)
     with _engine(model, None, "") as plain:
         expected = plain.generate_many(prompts, max_tokens=_OUTPUT_TOKENS).token_ids

@@ -2,8 +2,8 @@
 
 Each answer must equal that of a third engine without a connector and prefix cache. Requests share
 beginnings and are aborted at every stage. Engines preempt, and the node soon evicts. Batches change
-the last bits of float32 logits, so answers are compared up to the first near tie (`_SURE`). Loaded
-blocks are compared with computed ones (`kvhold_lab.verify.witness`).
+the last bits of logits, so answers are compared up to the first near tie (`_SURE`). Loaded blocks
+are compared with computed ones (`kvhold_lab.verify.witness`).
 """
 
 import random
@@ -74,8 +74,6 @@ class Requests:
 
 @dataclass(frozen=True)
 class SoakAnswer:
-    """near_tie: cut at one"""
-
     token_ids: list[int]
     near_tie: bool
 
@@ -87,8 +85,6 @@ class SoakAnswer:
 
 @dataclass(frozen=True)
 class Difference:
-    """name: the connector's id of the request"""
-
     engine: int
     arrival: VerifyArrival
     expected: list[int]
@@ -128,7 +124,6 @@ class SoakTally:
 
 
 def run(requests: int, seed: int) -> Requests:
-    """Raises EngineFailed."""
     began = time.monotonic()
     model = make_checkpoint("llama").path
     with tempfile.TemporaryDirectory(prefix="kvhold-requests-") as folder, ExitStack() as stack:
@@ -179,8 +174,6 @@ class _Window:
 
 
 class _Soak:
-    """crew: the third engine, then the two"""
-
     def __init__(
         self, crew: Sequence[_Engine], vocabulary: Sequence[int], chance: random.Random
     ) -> None:

@@ -15,8 +15,6 @@ _KINDS, _OF_TEN = (_NEW, _AGAIN, _GO_ON, _BRANCH), (2, 2, 2, 4)
 
 @dataclass(frozen=True)
 class TextShape:
-    """In tokens. limit: of the longest prompt"""
-
     block: int
     chunk: int
     limit: int

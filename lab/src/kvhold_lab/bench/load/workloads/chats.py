@@ -1,7 +1,6 @@
 """Chats: users come, ask, think, ask again with the whole chat in the prompt, and leave.
 
-All requests depend only on the seed. Answers in prompts are made up, so two servers get equal
-requests.
+All requests depend only on the seed; answers in prompts are made up.
 """
 
 from collections.abc import Iterator
@@ -40,13 +39,11 @@ class Chats:
     """Chats begin at random. The number of questions is geometric; lengths and think times are
     log-normal. A think time begins when the question before it was due.
 
-    chats_s: new chats a second
     think_s: median time between two questions
     questions: mean number of a chat
     history_tokens, question_tokens, answer_tokens: medians
     output_tokens: requested; may be fewer than in the next prompt
     most_tokens: a chat ends before a longer prompt
-    duration_s: no question is due after it
     """
 
     seed: int = 0

@@ -1,6 +1,5 @@
-"""Several documents in each prompt: the gain of KV that is reused at another place.
-
-Only the beginning of a prompt is a known prefix. Blending recognises documents by the separator.
+"""Several documents in each prompt: the gain of KV that is reused at another place. Blending
+recognises documents by the separator.
 """
 
 import random

@@ -14,10 +14,8 @@ class MultiRoundQA:
 
     ramp_up_s: in which the first users come; None: users / qps
     staggered: the first users begin at different rounds, with made-up earlier answers
-    duration_s: time of the last question; new users follow. None: only the first users, to their
-        end
+    duration_s: new users follow until then. None: only the first users, to their end
     first_user: runs with different numbers have different histories
-    recorded: conversations to take questions from; empty: made up
     """
 
     users: int = 10
@@ -61,7 +59,6 @@ class MultiRoundQA:
     def _conversation(
         self, prompts: Prompts, user: int, first: int, at_s: float, gap_s: float
     ) -> Session:
-        """Ends after a failed request."""
         turns = [
             Turn("system", prompts.piece("system", 0, self.system_tokens)),
             Turn("user", prompts.piece("history", user, self.history_tokens)),

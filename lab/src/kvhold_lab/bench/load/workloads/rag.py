@@ -12,12 +12,9 @@ PRECOMPUTE, QUERY = "precompute", "query"
 
 @dataclass(frozen=True)
 class Rag:
-    """First the documents that fit into the cache, then questions with a few documents each, open
-    loop.
+    """First the documents that fit into the cache, then questions with a few documents each.
 
-    poisson: random arrivals of mean rate `qps`; else evenly spaced
     storage_tokens: prefill up to so many tokens by the server's count; 0: none
-    examples: a data set; empty: made up
     """
 
     qps: float = 1.0

@@ -12,7 +12,6 @@ LENGTHS = (64, 256, 1_024, 4_096, 16_384, 32_768)
 class TtftSweep:
     """For each length, a new text, then the same text `following` times; all `runs` times.
 
-    lengths: tokens of a context
     flush_tokens: other text before each warm request, to clear the engine's prefix cache
     """
 
