@@ -18,9 +18,8 @@ def fingerprint(recipe: Any) -> str:
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """If `path` is missing, `write` fills an empty folder, which is then renamed.
-
-    Safe in several processes. Raises OSError and the errors of `write`, and leaves nothing behind.
+    """If `path` is missing, `write` fills an empty folder, which is then renamed. Safe in several
+    processes.
     """
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,14 +54,12 @@ class OutputFile(click.Path):
 
 
 def json_option(what: str = "the rows") -> Option:
-    """`json_file: Path | None`."""
     return click.option(
         "--json", "json_file", type=OutputFile(), help=f"Write {what} to this file."
     )
 
 
 def plot_option(what: str, name: str = "--plot") -> Option:
-    """A picture's file, `Path | None`."""
     return click.option(name, type=OutputFile(*PICTURES), help=f"Draw {what}.")
 
 
@@ -82,7 +80,6 @@ def model_size_option(default: str = "small") -> Option:
 
 
 def tokens_option(default: int | None = 4_000, *, least: int = 512, text: str = "") -> Option:
-    """text: the end of its help"""
     return click.option(
         "--tokens",
         type=click.IntRange(least, 16_000),
@@ -101,7 +98,6 @@ def default_option(
 def threads_option(
     what: str = "Threads of each engine; use fewer if others use the cores.",
 ) -> Option:
-    """`threads: int | None`; None: all cores."""
     return click.option("--threads", type=click.IntRange(1), help=f"{what} [default: all cores]")
 
 

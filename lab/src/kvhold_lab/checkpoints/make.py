@@ -25,9 +25,8 @@ class Checkpoint:
 
 
 def make_checkpoint(name: str, root: Path | None = None) -> Checkpoint:
-    """Make a checkpoint of `RECIPES` if it is missing under `root`. Safe in several processes.
-
-    Raises ValueError: an unknown name; OSError.
+    """Make a checkpoint of `RECIPES` if it is missing. Safe in several processes. Raises
+    ValueError, OSError.
     """
     if name not in RECIPES:
         raise ValueError(f"{name!r} is not a class of models; there are {', '.join(RECIPES)}")

@@ -1,7 +1,6 @@
 """Random weights whose greedy output depends on the whole context and does not repeat.
 
-With transformers' default, wrong KV changes no token. Here attention is sharp, and logits lead by
-far more than float32 noise.
+Attention is sharp, and logits lead by far more than float32 noise.
 """
 
 import math
@@ -14,7 +13,7 @@ _GAIN = 1.2
 _QUERY_KEY_GAIN = 1.6
 _LOGIT_STD = 3.0
 _QUERY_KEY_NORM = 1.5
-_SCALED_EMBEDDING = ("gemma",)  # embeddings are multiplied by the root of their size
+_SCALED_EMBEDDING = ("gemma",)
 
 
 def draw_weights(model: Any, seed: int) -> None:

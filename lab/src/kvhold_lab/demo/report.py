@@ -44,7 +44,6 @@ def render(result: DemoResult) -> str:
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """PNG, SVG or PDF. Raises ClickException without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

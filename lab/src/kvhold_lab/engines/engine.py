@@ -1,10 +1,4 @@
-"""An LLM engine in a child process.
-
-    with Engine(options_for(model, max_model_len=8_192)) as engine:
-        cold = engine.generate(prompt, max_tokens=16)
-
-One thread; for concurrent calls see `openai_server`.
-"""
+"""An LLM engine in a child process. One thread; for concurrent calls see `openai_server`."""
 
 import os
 import sys
@@ -41,7 +35,7 @@ from kvhold_lab.engines.stepped import bound_environment, environment_for
 def is_vllm_available() -> bool:
     """Does not load vLLM."""
     spec = find_spec("vllm")
-    return spec is not None and spec.origin is not None  # a folder of that name has no origin
+    return spec is not None and spec.origin is not None
 
 
 def options_for(model: ModelInfo, *, max_model_len: int, **others: Any) -> EngineOptions:
@@ -101,7 +95,7 @@ class Engine(Child):
         first_logprobs: bool = False,
         timeout_s: float = 600.0,
     ) -> Generated:
-        """Decode greedily. rules: settings for kvhold (vLLM only)"""
+        """rules: settings for kvhold (vLLM only)"""
         request = Generate(
             prompt_token_ids=prompt_token_ids,
             max_tokens=max_tokens,
@@ -118,7 +112,6 @@ class Engine(Child):
         rules: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
     ) -> GeneratedMany:
-        """Decode greedily, at once."""
         return self._request(
             GenerateMany(prompts=prompts, max_tokens=max_tokens, rules=dict(rules or {})),
             GeneratedMany,
@@ -126,11 +119,10 @@ class Engine(Child):
         )
 
     def reset_prefix_cache(self, timeout_s: float = 60.0) -> bool:
-        """False: not possible."""
         return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
     def check_memory(self, enabled: bool, timeout_s: float = 60.0) -> int:
-        """Set `client.check_memory` for later requests; return the number of connections."""
+        """Of later requests; return the number of connections."""
         return self._request(CheckMemory(enabled=enabled), MemoryChecked, timeout_s).clients
 
     def _spawn(self) -> LoggedProcess:

@@ -1,10 +1,9 @@
-"""A process that has imported vLLM, and forks engines.
+"""A process that has imported vLLM, which takes ten seconds, and forks engines.
 
     python -m kvhold_lab.engines.fork_server DESCRIPTOR
 
-vLLM takes a core ten seconds to import. The descriptor is a socket of packets: `preloaded.py` sends
-a `Fork` and the child's descriptors, and receives the child's process ID. The end of the socket
-ends the server; children live on.
+On this socket of packets, `preloaded.py` sends a `Fork` and the child's descriptors, and receives
+the child's process ID. The end of the socket ends the server; children live on.
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-# of an engine's start
 _MODULES = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.engine.core",
@@ -65,7 +63,7 @@ def main() -> int:
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._ends: dict[int, int] = {}  # process -> pipe for its exit code
+        self._ends: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = socket.socketpair()
         for end in (self._woken, self._wakes):
@@ -96,7 +94,7 @@ class _Server:
             self._forget()
             os.close(end)
             os._exit(_run(fork, streams))
-        os.setpgid(child, child)  # before the client can kill the group
+        os.setpgid(child, child)
         self._ends[child] = end
         for descriptor in streams:
             os.close(descriptor)
@@ -113,7 +111,6 @@ class _Server:
                 os.close(end)
 
     def _forget(self) -> None:
-        """In a child: the server's own descriptors and signal handlers."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._selector, self._control, self._woken, self._wakes):
@@ -137,7 +134,6 @@ def _run(fork: Fork, streams: list[int]) -> int:
         runpy.run_module(fork.module, run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    # the end of the program
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         code = 1

@@ -1,5 +1,3 @@
-"""Operations and replies of an engine in a child process (`protocol.py`)."""
-
 import os
 from typing import Any, Literal, TypeAlias
 
@@ -26,19 +24,19 @@ class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
         None  # for vLLM's --kv-transfer-config; None: no connector
     )
     prefix_caching: bool = True
-    max_num_batched_tokens: int | None = None  # of one step
+    max_num_batched_tokens: int | None = None
     block_size: int | None = None
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    own_binding: bool = False  # bind each thread to a core (vLLM only)
+    own_binding: bool = False
 
 
 class Generate(ChildOperation, frozen=True, kw_only=True, tag="generate"):
-    """Decode one prompt greedily, past any end-of-text token."""
+    """Greedily, past any end-of-text token."""
 
     prompt_token_ids: list[int]
     max_tokens: int
     rules: dict[str, Any] = msgspec.field(default_factory=dict)
-    first_logprobs: bool = False  # vLLM only
+    first_logprobs: bool = False
 
 
 class GenerateMany(ChildOperation, frozen=True, kw_only=True, tag="generate_many"):
@@ -67,8 +65,6 @@ class Ready(ChildReply, frozen=True, kw_only=True, tag="ready"):
 
 
 class Generated(ChildReply, frozen=True, kw_only=True, tag="generated"):
-    """Times are taken in the engine's process, without transport."""
-
     # to the end of the step with the first token
     ttft_s: float
     total_s: float

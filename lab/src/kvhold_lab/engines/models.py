@@ -1,8 +1,5 @@
 """Models for the demo: Llamas with random weights of a fixed seed, and a tokenizer.
 
-The text is meaningless, but times, KV bytes and equality of outputs are real. The checkpoint is
-made once in the user's cache folder.
-
 Greedy output must depend on the whole context and not repeat, so attention is sharp, and the output
 layer is not tied to the embedding. On 4,000-token prompts the best logit leads by about 0.6,
 another first token moves the last logits by 0.4, and float32 noise is 2e-5.
@@ -29,7 +26,7 @@ from kvhold_lab.once import default_root, fingerprint, make_once
 Weights = npt.NDArray[np.float32]
 
 MAX_MODEL_LEN = 32_768
-_RECIPE = 1  # increase when the weights change
+_RECIPE = 1
 _SEED = 20_260
 # standard deviation of attention logits: 1.6**2; some ten of 4,000 tokens carry most weight
 _QUERY_KEY_GAIN = 1.6
@@ -46,7 +43,7 @@ class ModelGeometry:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # a size of vLLM's CPU attention
+    head_dim: int
     vocab_size: int = VOCAB_SIZE
 
     @property
@@ -127,10 +124,8 @@ class ModelInfo:
 
 
 def make_model(size: str, root: Path | None = None) -> ModelInfo:
-    """Make a checkpoint (tiny, small or mid) if it is missing under `root`. Safe in several
-    processes.
-
-    Raises ValueError: an unknown size; OSError.
+    """Make a checkpoint (tiny, small or mid) if it is missing. Safe in several processes. Raises
+    ValueError, OSError.
     """
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size of model; there are {', '.join(SIZES)}")

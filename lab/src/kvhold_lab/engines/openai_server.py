@@ -35,8 +35,6 @@ class Completion:
 
 
 class OpenAIServer(Child):
-    """engines: vLLM's data-parallel engines"""
-
     def __init__(
         self,
         options: EngineOptions,
@@ -103,14 +101,12 @@ class OpenAIServer(Child):
         )
 
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
-        """By name with labels."""
         with self._response("GET", "/metrics", timeout_s) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
     def metric(self, name: str) -> float:
-        """The sum over all labels, or 0."""
         return sum(
             value for sample, value in self.metrics().items() if sample.split("{", 1)[0] == name
         )

@@ -1,7 +1,6 @@
 """Programs that start with vLLM imported, in half of the time.
 
 PRELOAD_VLLM=1 turns this on. Each environment that vLLM may read during its import has a server.
-Beyond `_MOST_SERVERS`, starts are ordinary.
 """
 
 import atexit
@@ -22,14 +21,14 @@ import msgspec
 from kvhold_lab.engines.fork_server import MOST_REQUEST_BYTES, READY, Fork
 
 VARIABLE = "PRELOAD_VLLM"
-_MOST_SERVERS = 3  # each keeps half a gigabyte
+_MOST_SERVERS = 3
 # not read by vLLM's import
 _LATE = ("KVHOLD_", "XDG_", "PYTEST_", "COVERAGE_", "TMPDIR", "_=")
 _START_S = 120.0
 
 _Environment = frozenset[tuple[str, str]]
 _lock = threading.Lock()
-_servers: "dict[_Environment, _Server | None]" = {}  # None: it has failed
+_servers: "dict[_Environment, _Server | None]" = {}
 
 
 class ForkedProcess:
@@ -50,7 +49,6 @@ class ForkedProcess:
         if self.returncode is None:
             if not select.select([self._end], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            # the server died without the exit code
             self.returncode = int(os.read(self._end, 16) or -signal.SIGKILL)
             os.close(self._end)
         return self.returncode
@@ -61,7 +59,7 @@ class ForkedProcess:
 
 
 def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess | None:
-    """Run the module in a new process group, with pipes for stdin and stdout.
+    """In a new process group, with pipes for stdin and stdout.
 
     environment: the program's whole environment
     """
@@ -73,7 +71,7 @@ def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> For
             return None
         try:
             return server.fork(module, environment, stderr)
-        except OSError:  # later starts are ordinary
+        except OSError:
             server.close()
             _servers[_early(environment)] = None
             return None

@@ -32,8 +32,6 @@ class EngineFailed(KVHoldError):
 class LoggedProcess:
     """A child in its own process group, so Ctrl-C reaches only the caller.
 
-    log_path:    by default a temporary file
-    environment: additional variables
     pipes:       connect stdin and stdout to the caller
     preloads:    `argv` is a module that imports vLLM
     """
@@ -77,7 +75,7 @@ class LoggedProcess:
         return self._process.poll() is None
 
     def ask(self, line: bytes, doing: str, timeout_s: float) -> bytes:
-        """Send one line and return the answer, without line ends.
+        """Return the answer without line end.
 
         Raises EngineFailed. A late child is killed: the next call would get its answer.
         """
@@ -95,7 +93,6 @@ class LoggedProcess:
         self._process.terminate()
 
     def wait(self, timeout_s: float) -> bool:
-        """False: after `timeout_s`."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -103,11 +100,8 @@ class LoggedProcess:
         return True
 
     def kill(self) -> None:
-        """Kill the process group, and close pipes and log. Needed even after the process's end.
-        Other sessions live on.
-        """
+        """Needed even after the process's end. Other sessions live on."""
         if self._process.returncode is None:
-            # not reaped, so the group is still this child's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -250,7 +244,6 @@ class Child(ABC):
         """Raises EngineFailed."""
 
     def _ask_to_end(self, process: LoggedProcess, timeout_s: float) -> None:
-        """May raise EngineFailed."""
         process.terminate()
 
 

@@ -1,8 +1,5 @@
 """The protocol of engines in child processes: one JSON object a line, one reply to each operation.
 
-    serve(Operation, driver.do)                        # the child, until its input ends
-    ready = ask(process, options, Ready, timeout_s=60) # the parent
-
 The child's pipes move to other descriptors, so an engine may print anything, and its own children
 inherit no pipe.
 """
@@ -21,7 +18,7 @@ from kvhold_lab.engines.process import EngineFailed, LoggedProcess
 
 _log = logging.getLogger(__name__)
 
-_SEARCHED_BYTES = 1 << 20  # of the log
+_SEARCHED_BYTES = 1 << 20
 _REFUSAL = "LayoutError: "
 
 
@@ -73,7 +70,7 @@ class EngineRefused(EngineFailed):
             line[line.index(_REFUSAL) :] for line in log.splitlines() if _REFUSAL in line
         ]
         if not refusal.by_kvhold and told_in_log:
-            reason = told_in_log[0]  # the engine only says that its worker died
+            reason = told_in_log[0]
         super().__init__(reason)
         self.by_kvhold = refusal.by_kvhold or bool(told_in_log)
         self.log_tail = log_tail
@@ -104,17 +101,13 @@ def serve(
     *,
     is_last: Callable[[ChildReply], bool] = lambda _: False,
 ) -> None:
-    """Answer until the input ends, or after a last reply.
-
-    operations: union of the operations' types
-    """
+    """Answer until the input ends, or after a last reply."""
     asked, replies = _take_pipes()
     faulthandler.register(signal.SIGUSR1)
     lines = msgspec.json.Decoder(operations)
     for line in asked:
         try:
             reply = do(lines.decode(line))
-        # the parent gets the reason
         except Exception as error:  # noqa: BLE001
             _log.exception("operation failed")
             reply = _refusal(error)

@@ -25,7 +25,7 @@ def environment_for(num_threads: int) -> dict[str, str]:
     return {
         **_QUIET,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM reserves a core
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(num_threads),
     }
 
@@ -61,8 +61,6 @@ def _openmp_of_torch() -> str:
 
 
 class SteppedEngine:
-    """core: vLLM's core with the scheduler; config: the final one"""
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -87,10 +85,7 @@ class SteppedEngine:
         extra: dict[str, Any] | None = None,
         logprobs: int | None = None,
     ) -> str:
-        """Decode greedily, past any end-of-text token. Return the outputs' name.
-
-        logprobs: number of best tokens to report
-        """
+        """Greedily, past any end-of-text token. Return the outputs' name."""
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(
@@ -108,7 +103,6 @@ class SteppedEngine:
         return name
 
     def request(self, name: str) -> Any:
-        """None: it has ended and released its blocks."""
         return self.core.scheduler.requests.get(self._inner_names[name])
 
     def inner_name(self, name: str) -> str:

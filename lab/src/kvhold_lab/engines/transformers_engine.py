@@ -84,8 +84,6 @@ class TransformersDriver:
 
 
 class _FirstToken:
-    """It gets the prompt first."""
-
     def __init__(self) -> None:
         self.at: float | None = None
         self._prompt_seen = False

@@ -1,7 +1,7 @@
 """A vLLM engine in this process, stepped by hand.
 
-A process has one engine, because the environment must be set before torch loads. Compiling takes
-longer than it saves; float32 is faster than bfloat16 on CPUs.
+A process has one engine, because the environment must be set before torch loads. float32 is faster
+than bfloat16 on CPUs.
 """
 
 import os
@@ -20,7 +20,7 @@ from kvhold_lab.engines.stepped import SteppedEngine, environment_for
 
 # for a cold prefill of 4,000 tokens, faster than one piece
 BATCHED_TOKENS = 2_048
-_WARM_UP_TOKENS = 16  # too short to be cached
+_WARM_UP_TOKENS = 16
 
 
 class VllmDriver:

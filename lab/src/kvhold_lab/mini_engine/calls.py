@@ -18,8 +18,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-Forward = Callable[[], torch.Tensor]  # -> logits
-Sample = Callable[[torch.Tensor], list[int]]  # waits for the device
+Forward = Callable[[], torch.Tensor]
+Sample = Callable[[torch.Tensor], list[int]]
 
 
 class Calls(Protocol):

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvhold_lab.mini_engine.arithmetic import snap_weight
 
-_ARITHMETIC = 1  # increase when the KV changes
+_ARITHMETIC = 1
 _SEED = 20_261
 _GAIN, _QUERY_GAIN, _LOGIT_GAIN = (
     1.2,
@@ -68,9 +68,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class MiniEngineOptions:
-    """num_blocks: includes vLLM's null block
-
-    budget:        tokens of one pass
+    """budget:        tokens of one pass
     max_running:   requests in one pass
     max_tokens:    of one request with its answer
     asynchronous:  schedule a step before the previous one is computed
@@ -94,7 +92,6 @@ class MiniEngineOptions:
 
 
 def write_model(shape: ModelShape, folder: Path) -> None:
-    """Equal weights for equal shapes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_settings(shape), indent=1))
     generator = torch.Generator().manual_seed(_SEED)
@@ -176,7 +173,6 @@ def vllm_config_of(
 
 
 def kv_cache_config_of(options: MiniEngineOptions, config: VllmConfig) -> KVCacheConfig:
-    """Raises ValueError: too few blocks."""
     specs = {
         name: _spec(options, kind, config)
         for name, kind in zip(options.shape.layer_names, options.shape.layers, strict=True)

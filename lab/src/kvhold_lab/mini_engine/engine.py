@@ -42,8 +42,6 @@ _STILL_S = 60.0
 
 @dataclass
 class Counts:
-    """loaded_tokens: from the connector; cached_tokens: from vLLM's prefix cache"""
-
     passes: int = 0
     computed_tokens: int = 0
     loaded_tokens: int = 0
@@ -66,10 +64,7 @@ class MiniEngine:
         """model: a key of `SHAPES`; options: of `MiniEngineOptions`, `shape` for another model
 
         connector:    as `kv_connector_extra_config`
-        folder:       of the model, made if missing; None: a temporary one
-        keep_digests: keep each request's KV digest in `kv_digests`
-
-        Raises ValueError: too few blocks; the connector's errors.
+        folder:       of the model; None: a temporary one
         """
         self.options = replace(MiniEngineOptions(SHAPES[model]), **options)
         self.outputs: dict[str, list[int]] = {}
@@ -108,7 +103,6 @@ class MiniEngine:
     def add(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, **request: Any
     ) -> None:
-        """request: arguments of vLLM's `Request`, such as `cache_salt`"""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         self._arrived_s[request_id] = time.perf_counter()
         self.outputs[request_id] = []
@@ -159,7 +153,6 @@ class MiniEngine:
         time.sleep(0.001)
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """By KV cache group. See `Runner.read_kv`."""
         return self.runner.block_ids(request_id)
 
     def block_bytes(self, layer: str, block: int) -> bytes:

@@ -19,7 +19,7 @@ from kvhold_lab.mini_engine.arithmetic import choose
 from kvhold_lab.mini_engine.calls import calls_of
 from kvhold_lab.mini_engine.models import Model, ModelBatch, ModelKeys, ModelSpan, Slots
 
-_QUERIES = 128  # per span; bounds the memory of attention weights
+_QUERIES = 128
 
 Array = npt.NDArray[np.int64]
 
@@ -114,7 +114,6 @@ class Runner:
                 sources, targets = self._tensor(output.kv_cache_block_copies).T
                 cache[targets] = cache[sources]
         for new in output.scheduled_new_reqs:
-            # the former in the second runner, with the answer so far
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             self._running[new.req_id] = _Running(
                 tokens,
@@ -126,7 +125,6 @@ class Runner:
         for at, request_id in enumerate(cached.req_ids):
             running, added = self._running[request_id], cached.new_block_ids[at]
             running.computed = cached.num_computed_tokens[at]
-            # of a pass with a failed load
             del running.tokens[running.num_prompt + cached.num_output_tokens[at] :]
             if request_id in cached.resumed_req_ids:
                 running.blocks = [list(ids) for ids in added]
@@ -167,7 +165,6 @@ class Runner:
             self._connector.save_kv_layer(layer, self._caches[layer], None)
 
     def _batch(self, requests: Sequence[_Running], counts: Sequence[int]) -> ModelBatch:
-        """One span for all requests of one token, and pieces for the others."""
         ends = np.cumsum(counts)
         tokens = [
             token

@@ -18,7 +18,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
-_START_S = 400.0  # moto took 187 s on two busy cores
+_START_S = 400.0
 _STOP_S = 20.0
 _POLL_S = 0.02
 _LOWEST_PORT = 10_240
@@ -29,8 +29,6 @@ class NotInstalled(Exception):
 
 
 class ServerProcess:
-    """`close` removes its folder."""
-
     def __init__(self) -> None:
         self.port = free_port()
         self.folder = Path(tempfile.mkdtemp(prefix=f"{type(self).__name__.lower()}-"))
@@ -88,7 +86,6 @@ class ServerProcess:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL."""
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
@@ -99,7 +96,6 @@ class ServerProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """And remove the folder. Idempotent."""
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -153,7 +149,7 @@ def program(name: str, package: str) -> str:
 def free_port() -> int:
     """Outside the kernel's automatic range, so it stays free."""
     while True:
-        with _one_at_a_time:  # generators are not thread-safe
+        with _one_at_a_time:
             port_wanted = next(_ports)
         with socket.socket() as probe:
             try:

@@ -8,8 +8,6 @@ from kvhold_lab.servers.base import ServerProcess
 
 
 class CentralServer(ServerProcess):
-    """arguments: for `kvhold serve`; environ: additional variables"""
-
     def __init__(
         self, *arguments: str, ram_bytes: str = "64MiB", environ: Mapping[str, str] | None = None
     ) -> None:

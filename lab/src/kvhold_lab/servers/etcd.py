@@ -11,10 +11,7 @@ _CALL_S = 20.0
 
 
 class EtcdServer(ServerProcess):
-    """One member on loopback, with its data in its folder.
-
-    tls: TLS only, with client certificates: `certificates`
-    """
+    """tls: TLS only, with client certificates: `certificates`"""
 
     def __init__(self, *, tls: bool = False) -> None:
         super().__init__()
@@ -34,7 +31,7 @@ class EtcdServer(ServerProcess):
         return self._open(f"/v3/{path}", data=json.dumps(request).encode(), headers=headers)
 
     def add_user(self, name: str, password: str) -> None:
-        """Turn logins on, for root and for a user who may do all below /kvhold/."""
+        """Turn logins on, for root and a user of the keys below /kvhold/."""
         for user, role in (("root", "root"), (name, "kvhold")):
             self.call("auth/user/add", name=user, password=password)
             self.call("auth/role/add", name=role)

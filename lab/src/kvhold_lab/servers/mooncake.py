@@ -1,7 +1,4 @@
-"""The master of a Mooncake Store.
-
-Its clients provide the memory, and do not listen on loopback (see `kvhold.tiers.mooncake`).
-"""
+"""The master of a Mooncake Store, whose clients provide the memory."""
 
 import importlib.util
 import sys

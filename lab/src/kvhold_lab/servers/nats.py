@@ -8,9 +8,7 @@ _ANSWER_S = 1.0
 
 
 class NatsServer(ServerProcess):
-    """NATS with JetStream, and its data in its folder.
-
-    tls:      TLS only: `certificates`
+    """tls:      TLS only: `certificates`
     user, password, token: the required login; empty: none
     """
 
@@ -29,7 +27,6 @@ class NatsServer(ServerProcess):
         return self._made
 
     def answers(self) -> bool:
-        """It greets in clear text, also with TLS."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=_ANSWER_S) as connection:
             connection.settimeout(_ANSWER_S)
             return connection.recv(5) == b"INFO "

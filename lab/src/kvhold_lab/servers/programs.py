@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 VERBS = "libibverbs.so.1"  # of Mooncake's client and LMCache, even without RDMA
-PACKAGES = {  # program or library -> Debian package
+PACKAGES = {
     "redis-server": "redis-server",
     "redis-sentinel": "redis-sentinel",
     "redis-cli": "redis-tools",
@@ -45,7 +45,7 @@ def provide(wanted: Iterable[str], say: Callable[[str], None]) -> None:
         packages = _packages(lacking).split()
         if failure := _install(packages):
             say(failure)
-            for package in packages if len(packages) > 1 else ():  # one may not exist here
+            for package in packages if len(packages) > 1 else ():
                 _install([package])
         lacking = missing(lacking)
     if lacking:

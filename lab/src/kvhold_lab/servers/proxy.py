@@ -37,7 +37,6 @@ class ProxyProcess(ServerProcess):
             return True
 
     def metrics(self) -> dict[str, float]:
-        """By name with labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=_ANSWER_S) as answer:
             lines = answer.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))

@@ -69,7 +69,6 @@ class RedisServer(ServerProcess):
         return f"redis://{credentials}127.0.0.1:{self.port}/0"
 
     def call(self, *words: str | bytes | int) -> Any:
-        """Raises ReplyError."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=_CALL_S) as plain:
             if not self._tls:
                 return self._call_over(plain, words)
@@ -137,7 +136,6 @@ class RedisCluster:
         raise LookupError(f"no node of the cluster serves slot {slot}")
 
     def assign(self, slot: int, to: RedisServer) -> None:
-        """Move a slot without its keys."""
         name = to.call("CLUSTER", "MYID")
         for node in (to, *(node for node in self.nodes if node is not to)):
             node.call("CLUSTER", "SETSLOT", slot, "NODE", name)
@@ -207,7 +205,6 @@ class RedisSentinels:
             sentinel.call("SENTINEL", "SET", self.service, "down-after-milliseconds", _QUICK_MS)
 
     def wait_until_primary(self, server: RedisServer) -> None:
-        """Until every sentinel names `server`, and it is writable."""
         for sentinel in self.sentinels:
             if sentinel.running:
                 wait_for(partial(self._names, sentinel, server))
@@ -253,8 +250,6 @@ class RedisSentinels:
 
 
 class _Sentinel(RedisServer):
-    """It is told the other ones, because discovery takes seconds."""
-
     def __init__(self, service: str, primary: int, replica: int) -> None:
         super().__init__()
         self.name = secrets.token_hex(20)
@@ -294,7 +289,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """`ca.pem`, and `server.pem` and `client.pem` with their keys, for 127.0.0.1."""
     openssl = program("openssl", "apt-get install openssl")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
     authority = ("-CA", "ca.pem", "-CAkey", "ca.key")

@@ -29,8 +29,6 @@ class S3Server(Protocol):
 
 
 class MotoServer(ServerProcess):
-    """It accepts any credentials until `demand_credentials`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.access_key_id = "kvhold-test-id"
@@ -78,8 +76,6 @@ class MotoServer(ServerProcess):
 
 
 class CephGateway(ServerProcess):
-    """With a cluster of one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.access_key_id = "kvhold-test-id"
@@ -119,7 +115,6 @@ def endpoint_url(server: S3Server) -> str:
 
 
 def tier_url(server: S3Server, place: str, options: dict[str, object]) -> str:
-    """`s3://place?...` with endpoint, keys and `options`."""
     settings = {
         "endpoint": endpoint_url(server),
         "region": _REGION,

@@ -57,7 +57,6 @@ def _check_combination(
 
 
 def _bytes_a_token(token_bytes: int | None, model: str, dtype: str) -> tuple[int, str]:
-    """By the model if not given, and the KV's dtype."""
     kv_dtype = "bfloat16"
     if token_bytes is None:
         kv = kv_of(read_settings(model), dtype=dtype)

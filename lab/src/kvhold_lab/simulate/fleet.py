@@ -1,7 +1,5 @@
 """Replays a trace on a fleet of hosts that are each other's peers.
 
-    row = replay_fleet(cut, FleetSetup(hosts=32, memory_chunks=4096), token_bytes=131072)
-
 The fleet serves copies of the trace, each with its own texts. A request's host takes the beginning
 of the prompt from its memory, then from its peers, then from a shared tier; it computes the rest,
 and stores missing chunks. Memories evict the least recently used chunk. Transfers take no time.
@@ -23,7 +21,7 @@ Routing = Literal["random", "affinity"]
 ROUTINGS: tuple[Routing, ...] = ("random", "affinity")
 
 _MOST_LOAD = 1.25  # of the mean; a host with more requests gets none
-_SPARE_REQUESTS = 8  # of every host beyond that
+_SPARE_REQUESTS = 8
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,8 @@ class _Lru:
         self.here: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chunks: Sequence[int], num_here: int) -> tuple[Sequence[int], list[int]]:
-        """Touch the first `num_here`, store the others. Return the stored and the evicted chunks.
-
-        The first chunk counts as used last, so no prefix goes before its continuation.
+        """Return the stored and the evicted chunks. The first chunk counts as used last, so no
+        prefix goes before its continuation.
         """
         stored = chunks[num_here : self._capacity]
         for chunk in reversed(stored):
@@ -196,7 +193,6 @@ def replay_fleet(cut: Cut, setup: FleetSetup, token_bytes: int) -> FleetRow:
 
 
 def _group(host: int, setup: FleetSetup) -> range:
-    """Hosts that follow each other, this one among them."""
     first = host // (setup.peers + 1) * (setup.peers + 1)
     return range(first, min(first + setup.peers + 1, setup.hosts))
 

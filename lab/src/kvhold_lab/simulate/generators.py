@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from kvhold_lab.simulate.requests import BLOCK_TOKENS, TimedRequest
 
-_Piece = tuple[int, int]  # a piece of text: number, length in tokens
+_Piece = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class _Texts:
     numbers: Iterator[int] = field(default_factory=count)
 
     def piece(self, median: float, sigma: float = 0.8, most: int = 100_000) -> _Piece:
-        """Of log-normal length."""
         return next(self.numbers), int(np.clip(self.around(median, sigma), 16, most))
 
     def around(self, median: float, sigma: float) -> float:
@@ -59,7 +58,6 @@ class _Texts:
         return [pieces[i] for i in self.chance.integers(len(pieces), size=num)]
 
     def turns(self, mean: float) -> int:
-        """A geometric number, 1 or more."""
         return int(self.chance.geometric(1.0 / mean))
 
 
@@ -164,7 +162,6 @@ GENERATORS: dict[str, _Traffic] = {
 
 
 def _asked(texts: _Texts, at_s: float, prompt: _Piece) -> Iterator[_Turn]:
-    """A prompt, then a new question."""
     return iter([_Turn(at_s, (prompt, texts.piece(100)), texts.piece(200))])
 
 

@@ -7,14 +7,13 @@ from kvhold.tiers.disk.learned import Learning
 from kvhold.tiers.policies import LearnedPolicy
 from kvhold.tiers.policies.base import NEUTRAL
 
-_CHUNK_BYTES = 512  # the unit of an index
+_CHUNK_BYTES = 512
 
 
 class LearnedDisk:
     """victims: all evicted keys, in order"""
 
     def __init__(self, policy: LearnedPolicy, capacity: int) -> None:
-        """policy: memory's policy; capacity: in chunks"""
         self.victims: list[bytes] = []
         learning = Learning()
         self._worths = learning.worths = policy.times.add_place()
@@ -27,7 +26,6 @@ class LearnedDisk:
         return len(keys)
 
     def used(self, prompt: Sequence[bytes], number: int) -> None:
-        """number: the result of `Policy.looked_up`"""
         self._index.used(reversed(prompt), number, NEUTRAL, self._worths.now_s, are_whole=True)
 
     def read(self, keys: Sequence[bytes]) -> None:

@@ -34,8 +34,6 @@ _MARKERS = {"ttft": "s", "bytes": "^"}
 
 
 class DrawnRow(msgspec.Struct, frozen=True):
-    """The fields of a `SimulatedRow` in a picture."""
-
     policy: str
     policy_for: str
     capacity_bytes: int
@@ -63,7 +61,7 @@ def draw_panels(panels: Mapping[str, Sequence[DrawnRow]], path: Path) -> None:
     """One for each set of rows, by title, and one legend."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
-    num_rows = -(-(len(panels) + 1) // _COLUMNS)  # the legend has the last place
+    num_rows = -(-(len(panels) + 1) // _COLUMNS)
     figure = Figure(figsize=(9, 2.6 * num_rows), layout="constrained")
     places = figure.subplots(num_rows, _COLUMNS, squeeze=False).flatten()
     for axes, (title, rows) in zip(places, panels.items(), strict=False):

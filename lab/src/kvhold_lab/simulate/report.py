@@ -16,8 +16,6 @@ HEADING = (
 
 @dataclass(frozen=True)
 class Checked:
-    """same: equal hits for every request"""
-
     policy: str
     ram_bytes: int
     disk_bytes: int

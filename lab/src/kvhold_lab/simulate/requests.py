@@ -68,7 +68,6 @@ AnyRequest = TypeVar("AnyRequest", bound=TraceRequest)
 def read_requests(
     path: Path, kind: type[AnyRequest], *, block_tokens: int = BLOCK_TOKENS
 ) -> Iterator[AnyRequest]:
-    """Raises ConfigError with file and line."""
     try:
         with path.open("rb") as file:
             lines = iter(lambda: file.readline(MOST_LINE_BYTES), b"")

@@ -51,11 +51,11 @@ class SimulatedRow:
     """hit_rate:         tokens found / tokens of all prompts
     hit_requests:     requests with a chunk found
     saved_s:          seconds of prefill that hits save, without the time to load
-    evicted:          chunks evicted from memory; the same as `evictions`
+    evicted:          from memory; the same as `evictions`
     written_bytes:    the same as `disk_bytes_written`; 0 for `belady`
     request_hit_rate: requests with a chunk found / all requests
-    bytes_read:       bytes found, not encoded
-    disk_bytes_read, disk_bytes_written: encoded bytes
+    bytes_read:       not encoded
+    disk_bytes_read, disk_bytes_written: encoded
     events_per_s:     chunks replayed per second, in one thread
     """
 
@@ -141,7 +141,6 @@ def simulate(cut: Cut, num_tokens: int, setup: Setup) -> SimulatedRow:
 
 
 def best_hit_rate(cut: Cut, num_tokens: int) -> float:
-    """Of a cache that never evicts."""
     replayed = replay_policy(cut, "fifo", capacity=cut.num_ids)
     return int(replayed.found.sum()) * cut.tokens_per_chunk / max(1, num_tokens)
 

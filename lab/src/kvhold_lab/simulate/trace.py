@@ -91,7 +91,6 @@ class Trace:
         )
 
     def _divided(self, count: int) -> Cut:
-        """A short block gives only the chunks that it fills."""
         if self.parents.size * count > np.iinfo(np.int32).max:
             raise ConfigError(
                 f"chunk_tokens: the trace has too many blocks to divide each by {count}; "

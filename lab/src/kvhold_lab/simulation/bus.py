@@ -1,8 +1,7 @@
 """A simulated NATS JetStream, and each host's connections (`kvhold.tiers.peers.bus`).
 
-The stream orders the messages of all nodes, and keeps the last ones. Messages come late, or twice
-after a lost answer. Old ones are dropped, also by a slow reader, sent again, or forged. The server
-ends and comes back, with or without its messages. Hosts are cut off.
+Messages come late, or twice after a lost answer. Old ones are dropped, also by a slow reader, sent
+again, or forged. The server ends and comes back, with or without its messages. Hosts are cut off.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from kvhold_lab.simulation.world import SimLoop, World
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CALL_S = 2.0
-_IDLE_S = 15.0  # then the subscription is made again
+_IDLE_S = 15.0
 _LONGEST_LAG_S = 15.0
 _MOST_KEPT = 3000
 
@@ -58,7 +57,7 @@ class SimStream:
         self._keeps = self.random.choice((5, 50, _MOST_KEPT))
         self._loses = self.random.choice((0.0, 0.02))
         self.is_fair = not self._loses
-        self.lag_s: dict[str, float] = {}  # by the reader's host
+        self.lag_s: dict[str, float] = {}
         self._cut: set[str] = set()
         self.subscriptions: list[_Subscription] = []
         self.num_starts = 0
@@ -134,10 +133,7 @@ class SimStream:
 
 
 class SimBus:
-    """The connections of one host, used in one loop.
-
-    newest_s: by incarnation, the sealing time of its newest message here
-    """
+    """newest_s: by incarnation, the sealing time of its newest message here"""
 
     source = "the simulated bus"
 
@@ -194,7 +190,7 @@ class _Session:
         message = _Message(incarnation, data, stream.world.now)
         await self.round_trip()
         if stream.num_starts != self._num_starts:
-            raise _Away  # the server has ended
+            raise _Away
         stream.append(message)
         if stream.loses():
             await asyncio.sleep(_CALL_S)
@@ -210,8 +206,6 @@ class _Session:
 
 
 class _Subscription:
-    """number: of the last read message"""
-
     def __init__(
         self, own: SimBus, stream: SimStream, host: str, inboxes: Inboxes, number: int
     ) -> None:
@@ -226,7 +220,6 @@ class _Subscription:
         self.wake()
 
     def wake(self) -> None:
-        """Bring unsent messages, after a while."""
         stream = self._stream
         if self._is_on_its_way or self._sent >= stream.last:
             return

@@ -97,8 +97,6 @@ class _SimCentral(Central):
 
 
 class Borrowed:
-    """The memory lent to a tier's running calls."""
-
     def __init__(self, world: World, checker: Checker, who: str) -> None:
         self.world = world
         self._checker = checker
@@ -303,7 +301,6 @@ class SimCentral:
         self.world.later(self.random.expovariate(1 / self._pressure_s), self._evict, central_store)
 
     def _read(self, central_store: _SimStore) -> None:
-        """From the tier below, because nodes rarely ask for evicted values."""
         if self.over or self._central is None or self._central.central_store is not central_store:
             return
         keys = sorted(key for key in self.lower.values if not is_marker(key))
@@ -340,7 +337,6 @@ class SimCentral:
         self._gone("is killed")
 
     def _stop(self) -> None:
-        """As on SIGTERM, which cancels every conversation."""
         central, serving, loop = self._central, self._serving, self._loop
         if central is None or serving is None or loop is None or central._stopped.is_set():
             return

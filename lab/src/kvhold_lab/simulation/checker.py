@@ -38,7 +38,6 @@ class CheckedMemory:
     number: int
     data: bytearray
     address: int
-    # by offset: number of the current one
     allocations: dict[int, int] = field(default_factory=dict)
 
 
@@ -54,8 +53,8 @@ class Checker:
         self._stored = self.promise.stored
         self._asked_s: dict[int, float] = {}
         self._granted: dict[int, int] = {}
-        self.flipped: set[tuple[int, int]] = set()  # (node, offset)
-        self.garbled: set[int] = set()  # that got garbage inside a message
+        self.flipped: set[tuple[int, int]] = set()
+        self.garbled: set[int] = set()
         self.kicked: set[str] = set()
         self.scrubbing: Callable[[], list[Entry]] = list  # pinned by the scrubber
         self.lent: Callable[[], list[Entry]] = list  # pinned for peers
@@ -103,7 +102,6 @@ class Checker:
         return MemoryPlace(self._memory, offset, self._memory.allocations.get(offset, -1))
 
     def touches(self, place: MemoryPlace | None, who: str) -> None:
-        """The place's memory must still be allocated as before."""
         if place is None or place.node is None:
             return
         now = place.node.allocations.get(place.offset)
@@ -119,7 +117,6 @@ class Checker:
         return self._places.get((kind, number), {}).get(offset)
 
     def asked(self, request: m.Request) -> tuple[int, float]:
-        """Return the argument `asked` of `answered`."""
         number = self._world.number()
         if isinstance(request, m.Lookup):
             self._asked_s[number] = self._world.now
@@ -166,7 +163,7 @@ class Checker:
         }
 
     def _check_wait(self, ticket: int) -> None:
-        """A waiting lookup waits for another client's chunks, and computes nothing."""
+        """A waiting lookup computes nothing."""
         state: Any = self._state
         search = state._searches.get(ticket)
         if search is None or search.wait is None:

@@ -35,9 +35,7 @@ class SimClear:
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a chunk that was read from a tier.
-
-    probed: number at the start of its probe
+    """probed: number at the start of its probe
     born:   number of its first allocation; 0: unknown
     """
 
@@ -71,7 +69,7 @@ class OneHost:
     """Every answered clear binds."""
 
     def __init__(self) -> None:
-        self.stored: dict[bytes, int] = {}  # key -> allocation of its last commit
+        self.stored: dict[bytes, int] = {}
         self._clears: dict[bytes, tuple[int, int]] = {}
 
     def asked_to_clear(self, prefix: bytes, began: int) -> None:
@@ -124,7 +122,6 @@ class Markers:
         return self._lost.get(marker_key(space, number), 0) > since
 
     def up_to(self, space: bytes, number: int) -> tuple[int, float] | None:
-        """Return since when all markers up to `number` are present."""
         since = [self._since.get(marker_key(space, one)) for one in range(1, number + 1)]
         return None if None in since else max(one for one in since if one is not None)
 
@@ -191,7 +188,6 @@ class HostClears:
         def known(space: bytes, number: int) -> None:
             tell(space, number)
             self.shared.highest[space] = max(number, self.shared.highest.get(space, 0))
-            # after the tier worker's own post
             self._loops[0].call_soon(self._hears, space, number)
 
         async def beginning(space: bytes, prefix: bytes) -> bool:
@@ -222,7 +218,6 @@ class HostClears:
 
     @property
     def known(self) -> dict[bytes, int]:
-        """Each used namespace's latest generation."""
         tier: Any = self._guard._tier if self._guard is not None else None
         used = tier._used if isinstance(tier, GenerationTier) else ()
         return {

@@ -44,8 +44,6 @@ class Share:
 
 
 class Signal:
-    """`threading.Event` for one waiting task."""
-
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
         self._is_set = False
@@ -110,8 +108,8 @@ class SimClient:
         )
         self._wake = Signal(self.loop)
         self._joined = asyncio.Event()
-        self._with_device: set[SimLink] = set()  # their node knows of the device
-        self._told: set[bytes] = set()  # to a node
+        self._with_device: set[SimLink] = set()
+        self._told: set[bytes] = set()
         self.loop.create_task(self._keep(self.membership))
 
     def was_kicked(self) -> bool:
@@ -134,7 +132,7 @@ class SimClient:
 
     def _die(self) -> None:
         if self._device is not None:
-            self._device.end(self._end)  # after its copies
+            self._device.end(self._end)
         else:
             self._end()
 
@@ -203,7 +201,7 @@ class SimClient:
         return answer
 
     def _check_refusal(self, request: m.Message, answer: m.Refused) -> None:
-        """A node must know the namespaces of an earlier node."""
+        """A node must know an earlier node's namespaces."""
         told = isinstance(request, m.Lookup | m.Prefetch) and request.query.namespace in self._told
         told = told or (isinstance(request, m.Reserve) and request.names.namespace in self._told)
         if told and _LAYOUT_IS_UNKNOWN in answer.reason:
@@ -413,12 +411,11 @@ class SimClient:
             await self.give_back(link, m.Release(ticket) if ticket else None)
 
     async def _compute(self, link: SimLink, prompt: Prompt, found: m.LookupAnswer) -> None:
-        """Store missing chunks, late, in part, or not at all."""
         random = self.world.random
         await asyncio.sleep(self.world.delay(0.1, slow=0.3, slow_s=4.0))
         if random.random() < 0.2:
             return
-        if random.random() < 0.2:  # its stores are not over
+        if random.random() < 0.2:
             await self.give_back(link, m.Release(found.announcement))
         for shard in range(prompt.namespace.shards):
             await self.store(

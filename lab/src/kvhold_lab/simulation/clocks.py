@@ -1,9 +1,7 @@
 """The clocks of one simulated host: wall clocks differ, and no two run equally fast.
 
-    clock = HostClock(ahead_s=-3.0, drift=1e-5, up_s=7_000.0); loop.clock = clock
-    world.wall(); world.clock_ms()     # in a handle of that loop: this host's times
-
-Deadlines and pauses take the time of the world.
+clock = HostClock(ahead_s=-3.0, drift=1e-5, up_s=7_000.0); loop.clock = clock
+world.wall(); world.clock_ms()     # in a handle of that loop: this host's times
 """
 
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ class HostClock:
         return self.up_s + now * (1 + self.drift)
 
     def step(self, random: Random) -> None:
-        """As a correction by NTP does."""
         self.ahead_s += random.choice(_STEPS_S)
 
 

@@ -47,7 +47,6 @@ class SimDevice(FakeDevice):
     async def store(
         self, arena: bytearray, offset: int, place: MemoryPlace | None, value: bytes, layers: int
     ) -> bytes:
-        """From blocks that are overwritten right after. Return the checksums."""
         view, blocks = _blocks(layers, len(value) // layers)
         memory = np.frombuffer(arena, np.uint8)
         self.compute(lambda: _fill(blocks, value))
@@ -110,7 +109,7 @@ class SimDevice(FakeDevice):
         return transfer
 
     async def _end_of(self, transfer: Transfer) -> bool:
-        """Wait, even when interrupted. Return whether the copy was damaged."""
+        """Also when interrupted. Return whether the copy was damaged."""
         try:
             while not transfer.done():  # noqa: ASYNC110 - a transfer has no event to wait for
                 await asyncio.sleep(self._world.delay(self._slow_s))
@@ -130,8 +129,6 @@ class SimDevice(FakeDevice):
 
 
 class _Driver(FakeDriver):
-    """place: the next copy's in the arena"""
-
     def __init__(self, device: SimDevice, checker: Any, owner: str) -> None:
         super().__init__(device)
         self.place: MemoryPlace | None = None

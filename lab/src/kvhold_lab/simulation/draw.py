@@ -12,7 +12,7 @@ from kvhold.tiers.guard_config import GuardConfig
 from kvhold_lab.simulation.node import NodeDraw
 
 _CHUNK_BYTES = 4096
-_LEARNED = 0.2  # share of seeds
+_LEARNED = 0.2
 _COMPUTING = 0.25
 _FAULTS = (
     *(("probe", kind) for kind in ("error", "delay", "hang", "truncate", "stale")),
@@ -45,8 +45,8 @@ class Draw:
     prompts: tuple[Prompt, ...]
     trouble: float  # faults a second
     pressure_s: float  # 0: only a full arena evicts
-    one_turn_keys: int  # longer calls take several turns
-    computing: bool  # clients announce their computing
+    one_turn_keys: int
+    computing: bool
 
 
 def draw(random: Random, *, seed: int) -> Draw:

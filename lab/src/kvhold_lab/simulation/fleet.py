@@ -1,7 +1,7 @@
 """Simulates hosts that are each other's peers: their indexes, feeds, gets and clears.
 
-Each host is a simulation (`run.py`) with a server and a tier of peers, and often a disk. A clear on
-one host must reach all hosts; then none may use an older chunk. Some fleets have a bus, a directory
+Each host is a simulation (`run.py`) with a server and a tier of peers. A clear on one host must
+reach all hosts; then none may use an older chunk. Some fleets have a bus, a directory
 (`membership.py`), hosts with two addresses, or clocks that differ.
 """
 
@@ -49,8 +49,8 @@ _MOST_FOLLOWED = 24
 _FOLLOWED_OF_MANY = (3, 6, 9)
 _RARER = 10  # evictions and checks of pins, in a fleet of more than four
 _BEAT_OF_MANY_S = 2.5  # half of the silence that loses a peer
-_LATEST_S = 10.0  # start of a host in a directory
-_MOST_OLD_S = 2 * SILENT_S + 0.5  # the newest record's age, while the bus is followed
+_LATEST_S = 10.0
+_MOST_OLD_S = 2 * SILENT_S + 0.5
 
 
 class FleetHost(Simulation):
@@ -99,7 +99,6 @@ class FleetHost(Simulation):
 
     @property
     def followed(self) -> list[Address]:
-        """The list of peers, without a directory."""
         if self.fleet.members is not None:
             return []
         return [address for one in self.near for address in one.addresses]
@@ -194,7 +193,7 @@ class FleetHost(Simulation):
         self._rest(self.running, f"host {self.number}: {since}")
 
     def clear_all(self) -> None:
-        self.world.enter(self.running.loop)  # its clock numbers the clear
+        self.world.enter(self.running.loop)
         self.running.state.clear(None)
         self.running.move()
         self.world.enter(None)
@@ -249,7 +248,7 @@ class FleetHost(Simulation):
             known, there = _digests(tier._index, one.number), other.running.has()
             ghosts = known - there
             missing = there - known - tier.given_up.get(one.number, set())
-            if not self.fleet.has_one_size:  # the index keeps one size
+            if not self.fleet.has_one_size:
                 missing = set()
             if not one.is_followed or ghosts or missing:
                 return (
@@ -340,7 +339,6 @@ class Fleet:
         return self._by_name.get(address.host)
 
     def free_name(self, host: FleetHost) -> str:
-        """Perhaps the name of a host that is down."""
         there = [one.name for one in self.hosts if one.node is not None or one.stopping]
         names = [_ip(0, number) for number in range(len(self.hosts) + 3)]
         name = self.random.choice([one for one in names if one not in there])
@@ -362,7 +360,7 @@ class Fleet:
         guards = (*disk, self._draw_guard("peers"))
         node = replace(base.node, guards=guards)
         if self.is_large:
-            node = replace(node, scrub_interval_s=0.0)  # smaller fleets have scrubbers
+            node = replace(node, scrub_interval_s=0.0)
         return replace(
             base,
             node=node,
@@ -395,7 +393,6 @@ class Fleet:
             self._come_to_rest()
 
     def _have_ended(self) -> bool:
-        """Begins with the last unfinished host."""
         for host in (self._late, *self.hosts):
             if not host.has_ended():
                 self._late = host
@@ -506,7 +503,7 @@ class Fleet:
             self.world.find(f"after {_AGREE_S:g} s without faults: {wrong}"[:600])
 
     def _first_wrong(self, look: Callable[[FleetHost], str]) -> str:
-        """Return an error of some host. The last wrong host is checked first."""
+        """The last wrong host is checked first."""
         for host in (self._late, *self.hosts):
             if wrong := look(host):
                 self._late = host
@@ -514,7 +511,7 @@ class Fleet:
         return ""
 
     def _run_until(self, agrees: Any) -> bool:
-        """For at most `_AGREE_S`. A check is slow, so there are few."""
+        """For at most `_AGREE_S`."""
         world = self.world
         end_s = world.now + _AGREE_S
         while not agrees():

@@ -57,7 +57,7 @@ class PeersSimulated:
             (peer, "time", _Time(world)),
             (follower, "random", chances),
             (roster, "random", chances),
-            (net_peers, "BEAT_S", net_peers.BEAT_S),  # a large fleet sets it
+            (net_peers, "BEAT_S", net_peers.BEAT_S),
             (peer_feed, "randbits", chances.getrandbits),
             (peer_publisher, "random", chances),
             (peer_publisher, "token_bytes", chances.randbytes),
@@ -78,8 +78,6 @@ class PeersSimulated:
 
 
 class DiskValues(dict[bytes, tuple[bytes, float]]):
-    """It tells the node of a disk's changes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.changes = ValueChanges()
@@ -117,7 +115,7 @@ class _SimPeersTier(PeersTier):
         return None if host.fleet.stream is None else SimBus(host.fleet.stream, host.names[0])
 
     def oldest_bus_s(self) -> float:
-        """Return the greatest age of a peer's newest record, of those by bus."""
+        """Return the greatest age of a peer's newest record by bus."""
         if self._bus is None:
             return 0.0
         newest_s = self._bus.newest_s  # type: ignore[attr-defined]
@@ -169,7 +167,6 @@ class _SimPeersTier(PeersTier):
 
         def told(prefix: bytes) -> None:
             learned(prefix)
-            # after the tier worker's own post
             loop.call_soon(host.promise.hears, prefix, self.numbers[prefix])
 
         host.promise.node_began(numbers or {})
@@ -232,7 +229,7 @@ class FleetNode(SimNode):
             held = hold(keys)
             for key, one in zip(keys, held, strict=True):
                 if one is None:
-                    promise.lends(key, self.host.shared.stored.get(key, 0))  # perhaps from a disk
+                    promise.lends(key, self.host.shared.stored.get(key, 0))
                 else:
                     self._lent.append(one[0])
                     allocation = self.memory.allocations.get(one[0].offset, -1)

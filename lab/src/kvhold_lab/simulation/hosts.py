@@ -71,7 +71,6 @@ class HostNode(SimNode):
         return tier_worker
 
     def _watch_births(self, tier_worker: Any) -> None:
-        """When each value in a tier, and each chunk from a tier, was stored."""
         frame, frames = tier_worker._write_behind._frame, {}
         born = self.host.promise.shared.born
 
@@ -222,7 +221,6 @@ class SimHost(Simulation):
         self.world.later(self.random.random() * within_s, start)
 
     def _start_node(self) -> None:
-        """And use it before it has learned of clears."""
         super()._start_node()
         random, prompt = self.random, self.random.choice(self.draw.prompts)
         if self.num_nodes > 1 and random.random() < 0.7:
@@ -270,7 +268,6 @@ class SimHost(Simulation):
             self.world.later(random.random() * 4.0, works_again)
 
     def _flip(self) -> None:
-        """Unless a damaged frame would reach other hosts."""
         if self.hosts.central is None:
             super()._flip()
 
@@ -524,7 +521,6 @@ class Hosts:
             )
 
     def _told(self) -> dict[bytes, int]:
-        """Each namespace's latest generation that a host can still learn."""
         told: dict[bytes, int] = {}
         spaces = {name[:16] for name in self.shared.markers.names()}
         for space in spaces:

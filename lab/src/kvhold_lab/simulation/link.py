@@ -58,7 +58,7 @@ class SimLink:
         self.world = process.world
         self.conversation = Conversation(self.world.now)
         self.breaks_the_rules = False
-        self._is_half_sent = False  # a part of a message
+        self._is_half_sent = False
         self.welcome = m.Welcome(0, "", 0, 0, False)
         self.uses_device = False
         self._lifetime = Lifetime()
@@ -72,7 +72,6 @@ class SimLink:
         self.world.later(self.world.delay(), node.listening.arrive, far)
 
     async def greet(self, within_s: float) -> None:
-        """Raises NodeError."""
         until, splitter = self.world.now + within_s, Splitter(m.MAX_HELLO_BYTES)
         self.end.send(
             encode(m.Hello(m.MAGIC, m.PROTOCOL_VERSION, self.process.name, self.process.number))
@@ -140,7 +139,6 @@ class SimLink:
             self._leave()
 
     async def pause(self, seconds: float) -> None:
-        """At most until News."""
         try:
             self._lifetime.enter()
         except ConnectionError:

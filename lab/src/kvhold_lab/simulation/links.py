@@ -37,7 +37,6 @@ class LinkedNetwork(Network):
             self._slow_s[pair] = seconds
 
     def heal(self) -> None:
-        """Deliver all bytes. Links are as fast as before."""
         self._cut.clear()
         self._slow_s.clear()
         self._go_on()
@@ -54,7 +53,6 @@ class LinkedNetwork(Network):
                 sock.vanish() if without_power else sock.close()
 
     def break_one(self) -> None:
-        """At both ends, or only at one."""
         living = [
             sock
             for socks in self._sockets_of.values()
@@ -82,7 +80,7 @@ class LinkedNetwork(Network):
     ) -> SimSocket:
         far = address.rpartition(":")[0]
         while not (self._passes(host, far) and self._passes(far, host)):  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)  # a lost packet: nothing tells the caller
+            await asyncio.sleep(_LOOK_S)
         near = await super().connect(address, loop, host, touch)
         near.peer._touch = self.touch_of_server.get(far)
         for sock in (near, near.peer):

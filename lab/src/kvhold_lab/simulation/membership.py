@@ -2,7 +2,7 @@
 
 Nodes are listed late, and stay listed after they have left. A directory is away, silent or slow.
 DNS answers are incomplete, empty or old. In etcd, leases and keys of living nodes end, answers are
-lost, and other keys appear below the prefix.
+lost, and other keys appear.
 """
 
 import asyncio
@@ -110,7 +110,6 @@ class SimDns(SimMembership):
             thread.usual_s = 0.0005
 
     def _add(self, host: int) -> None:
-        """The earlier ones stay for a while."""
         both = [*self._listed.get(host, ()), *self._now[host]]
         self._listed[host] = list(dict.fromkeys(both))
 
@@ -140,10 +139,10 @@ class SimEtcd(SimMembership):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._leases: dict[int, tuple[float, int]] = {}  # until when, and for how long
-        self._values: dict[bytes, tuple[bytes, int]] = {}  # with the lease; 0: none
+        self._leases: dict[int, tuple[float, int]] = {}
+        self._values: dict[bytes, tuple[bytes, int]] = {}
         self._fault = ""
-        self.lost = 0.0  # share of lost answers
+        self.lost = 0.0
 
     def directory(self, hosts: Sequence[int]) -> Directory:
         gateway: Any = _SimGateway(self)

@@ -64,8 +64,6 @@ class SimArena:
 
 
 class _SimJournal(ClearsJournal):
-    """A list of lines, which outlives the node."""
-
     def __init__(self, disk: list[str]) -> None:
         self._disk = disk
         super().__init__(Path("journal"))
@@ -278,7 +276,7 @@ class _SimConnection(client_connection.ClientConnection):
         self._sim = node
         self._asked: dict[int, tuple[m.Request, tuple[int, float]]] = {}
 
-    def __hash__(self) -> int:  # an address would differ between runs
+    def __hash__(self) -> int:
         return self.number
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -16,8 +16,6 @@ from kvhold_lab.simulation.world import World
 
 @dataclass
 class FleetClears:
-    """lent: key -> the latest birth of a chunk that a host has sent"""
-
     world: World
     clears: list[SimClear] = field(default_factory=list)
     stored: dict[bytes, int] = field(default_factory=dict)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _PINS_EVERY_S = 0.3
 _REST_S = 300.0
-_GHOSTS = 1 << 12  # of the learned policy; the usual table takes long to clear
+_GHOSTS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ def simulate(seed: int, *, trace: bool = False, hosts: int = 0) -> SeedResult:
 
 
 def _simulation(world: World, hosts: int) -> "Simulation | Hosts | Fleet":
-    # these modules import this one
     from kvhold_lab.simulation import fleet
     from kvhold_lab.simulation.hosts import EVERY, Hosts
 
@@ -103,7 +102,6 @@ class _Findings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        # faults flip bits on purpose
         if "are not those that were stored" not in record.msg:
             self._world.find(
                 f"logged: {record.getMessage()[:300]} "
@@ -128,7 +126,7 @@ def _real_code_simulated(world: World) -> Iterator[None]:
     log.setLevel(logging.ERROR)
     log.propagate = False
     was_collecting, hook = gc.isenabled(), sys.unraisablehook
-    from kvhold_lab.simulation.fleet_node import PeersSimulated  # it imports this module
+    from kvhold_lab.simulation.fleet_node import PeersSimulated
 
     peers = PeersSimulated(world)
     gc.disable()  # not part of a history
@@ -492,7 +490,7 @@ class Simulation:
             store.most_bytes = 1 << 30
         if not world.run(lambda: not self.stopping, most_s=_REST_S):
             world.find("the node does not stop")
-        self.world.descriptors.abound()  # another host may have used them up
+        self.world.descriptors.abound()
         if self.node is None:
             self._start_node()
         node = self.node

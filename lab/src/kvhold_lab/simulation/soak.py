@@ -23,8 +23,8 @@ from kvhold.core.errors import KVHoldError
 from kvhold_lab.simulation.patches import apply, mutations
 
 _MODULE = "kvhold_lab.simulation.worker"
-_PIECE = 50  # seeds given to a process at once, divided by the hosts
-_MOST_SEEDS = 2000  # of one process, which starts slowly
+_PIECE = 50
+_MOST_SEEDS = 2000
 _SHOWN = 20
 
 
@@ -117,7 +117,7 @@ def run_mutations(
     hosts: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> MutationsResult:
-    """Apply each mutation to a copy of the code, and simulate seeds until one finds it.
+    """Simulate seeds on a copy of the code with each mutation, until one finds it.
 
     names: only these, also rare ones; by default all but the rare ones
 
@@ -159,7 +159,6 @@ class _Worker:
     """A process that runs seeds."""
 
     def __init__(self, source: Path, hosts: int) -> None:
-        """source: the folder of `kvhold`"""
         command = [sys.executable, "-W", "ignore", "-m", _MODULE, *_hosts(hosts)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
@@ -174,7 +173,6 @@ class _Worker:
         self._is_idle = True
 
     def lines(self, first: int, count: int) -> Iterator[dict[str, Any]]:
-        """The worker's output for these seeds. Raises SimulationError."""
         self.num_seeds += count
         self._is_idle = False
         asked, said = self._process.stdin, self._process.stdout
@@ -196,7 +194,6 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """At once. Idempotent."""
         if not self._is_idle:
             self._process.kill()
         with self._process, self._errors:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
-_FIRST_DESCRIPTOR = 1 << 20  # unlike this process's
+_FIRST_DESCRIPTOR = 1 << 20
 _BACKLOG = 16
 _REFUSED_AFTER_S = 0.3
 
@@ -19,8 +19,6 @@ Touch = Callable[[memoryview, str], None]
 
 
 class SocketWorld(Protocol):
-    """Needs of the world (`world.py`)."""
-
     random: Random
     sockets: dict[int, "SimSocket"]
 
@@ -280,7 +278,6 @@ class SocketLoop:
         return self._writers.pop(fd, None) is not None
 
     def look_at(self, fd: int) -> None:
-        """Call watchers in the loop's next round, if the socket is ready."""
         if fd not in self._looked_at and self._is_due(fd):
             self._looked_at.add(fd)
             self.call_soon(self._tell, fd)

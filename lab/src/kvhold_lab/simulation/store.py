@@ -14,7 +14,7 @@ from kvhold.tiers.base import Parts, TierTraits, check_lengths, size_of
 from kvhold_lab.simulation.checker import Checker
 from kvhold_lab.simulation.world import World
 
-_LOOK_S = 1.0  # between checks of a slow transfer
+_LOOK_S = 1.0
 
 
 @dataclass
@@ -43,7 +43,6 @@ class SimTier:
         self.lands = world.random.random() < 0.5  # a cancelled put that goes on stores its value
         self.hangs = world.random.choice((0.0, 0.0, 0.03))  # chance of a slow transfer
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
-        # delay before a scan lists keys
         self.removal_s = world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0
         self.traits = TierTraits(
             name="sim",
@@ -165,7 +164,7 @@ class SimTier:
             random.random() * 20.0 if is_slow else random.expovariate(5 / self.usual_s)
         )
         while (left := until - self._world.now) > 0:
-            if is_slow and not self.hangs:  # the trouble is over
+            if is_slow and not self.hangs:
                 break
             try:
                 await asyncio.sleep(min(left, _LOOK_S) if is_slow else left)

@@ -1,9 +1,5 @@
 """A socket between two simulated processes: bytes arrive in order, late, and cut anywhere.
 
-    near, far = connect(world)
-    near.push(data); near.pull()       # the client's end
-    SimTransport(far, loop, protocol)  # the node's end
-
 An end closes when its last copy closes: a forked child has one.
 """
 
@@ -23,9 +19,7 @@ class End:
         self.most_bytes = 1 << 20
         self.process: Any = None
         self.on_closed: Callable[[], None] | None = None
-        self.on_change: Callable[[], None] | None = (
-            None  # without `on_data`: there are bytes to pull, or room to push
-        )
+        self.on_change: Callable[[], None] | None = None
         self.on_data: Callable[[bytes], None] | None = None
         self.on_eof: Callable[[], None] | None = None
         self._out = bytearray()
@@ -33,7 +27,7 @@ class End:
         self._moving = False
         self._eof_sent = False
         self._eof_seen = False
-        self._handed = 0  # not read yet
+        self._handed = 0
         self._wants_room = False
 
     def push(self, data: memoryview) -> int:

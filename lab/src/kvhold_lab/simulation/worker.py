@@ -14,7 +14,7 @@ from typing import Any
 from kvhold_lab.simulation.run import simulate
 
 _COLLECT_EVERY = 25
-_COLLECT_EVERY_HOSTS = 100  # they leave much garbage
+_COLLECT_EVERY_HOSTS = 100
 
 
 def main(first: int, count: int, *, trace: bool = False, hosts: int = 0) -> None:
@@ -40,8 +40,8 @@ def _say(line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.unraisablehook = lambda _: None  # for killed processes
-    gc.disable()  # not part of a history
+    sys.unraisablehook = lambda _: None
+    gc.disable()
     gc.freeze()
     options = sys.argv[1:]
     num_hosts = int(options[options.index("--hosts") + 1]) if "--hosts" in options else 0

@@ -21,15 +21,13 @@ from kvhold_lab.simulation.clocks import HostClock
 from kvhold_lab.simulation.descriptors import Descriptors
 from kvhold_lab.simulation.sockets import SimSocket, SocketLoop
 
-_STALL = 0.0008  # per step of a loop
+_STALL = 0.0008
 _MOST_NOTES = 200_000
 _STEPS_A_LOOK = 20
 _MANY_SCHEDULED = 50_000
 
 
 class Handle:
-    """asyncio's handle, without slow parts."""
-
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled", "loop")
 
     def __init__(
@@ -78,12 +76,11 @@ class World:
         self.notes: list[tuple[float, str, tuple[Any, ...]]] = []
         self._keep_notes = keep_notes
         self._loops: list[SimLoop] = []
-        # can run
         self._ready: list[SimLoop] = []
         # stalled loops with handles, by time; also former ones
         self._stalled: list[tuple[float, int, SimLoop]] = []
         self._num_stalls = 0
-        self._dead: list[SimLoop] = []  # kept: their `finally` clauses must not run
+        self._dead: list[SimLoop] = []  # their `finally` clauses must not run
         self._heap: list[tuple[float, int, SimLoop | None, Handle]] = []
         self._most_scheduled = _MANY_SCHEDULED
         self._last = 0
@@ -126,7 +123,6 @@ class World:
         return loop
 
     def kill(self, loop: "SimLoop") -> None:
-        """Without its cleanup."""
         loop.dead = True
         if loop.is_runnable:
             self.is_idle(loop)
@@ -168,7 +164,7 @@ class World:
 
     def schedule(self, at: float, loop: "SimLoop | None", handle: Handle) -> None:
         heappush(self._heap, (at, self.number(), loop, handle))
-        if len(self._heap) > self._most_scheduled:  # most are deadlines of ended calls
+        if len(self._heap) > self._most_scheduled:
             self._heap[:] = [one for one in self._heap if not one[3].is_cancelled]
             heapify(self._heap)
             self._most_scheduled = max(_MANY_SCHEDULED, 2 * len(self._heap))
@@ -285,7 +281,7 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
         self.world = world
         self.name = name
         self.number = number
-        self.place = 0  # among those that can run
+        self.place = 0
         self.ready: deque[Handle] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.stalled_until = 0.0
@@ -306,7 +302,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
             handle.run()
 
     def waits_until(self, until: float) -> bool:
-        """It has handles, and is stalled until this time."""
         return bool(self.ready) and not self.is_runnable and self.stalled_until == until
 
     def stall(self, seconds: float) -> None:

@@ -10,7 +10,6 @@ ITSELF = "{model}"
 @dataclass(frozen=True)
 class Path:
     """is_on:     whether vLLM accepted `engine`
-    config:    kvhold's settings
     in_pieces: prefill in steps of one and a half blocks
     crowded:   all prompts at once, in too few blocks
     restart:   a second engine loads

@@ -12,8 +12,6 @@ _CROWD = 6
 
 @dataclass(frozen=True)
 class PromptSizes:
-    """In tokens: largest block, chunk, longest prompt."""
-
     block: int
     chunk: int
     limit: int
@@ -27,9 +25,7 @@ def make_batches(
     num_adapters: int = 0,
     images: bool = False,
 ) -> list[list[Question]]:
-    """The same arguments give the same prompts.
-
-    Requests without an adapter have their own batches: vLLM's CPU build applies a mixed batch's
+    """Requests without an adapter have their own batches: vLLM's CPU build applies a mixed batch's
     adapter to all.
     """
     rng = random.Random(seed)

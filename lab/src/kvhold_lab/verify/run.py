@@ -36,8 +36,6 @@ _PATIENT_S = 60.0  # busy cores must not cause a miss
 
 @dataclass(frozen=True)
 class Subject:
-    """engine: arguments that override the path's"""
-
     name: str
     model: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -46,8 +44,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """kv_memory_bytes: of each worker; config: kvhold's settings"""
-
     dtype: str = "float32"
     max_tokens: int = 8
     max_model_len: int = 4_096
@@ -95,9 +91,7 @@ class Verification:
         self._references: dict[str, EngineAnswers] = {}
 
     def rows(self) -> Iterator[VerifyRow]:
-        """A row for each path, or one row if vLLM does not run the model. Failures are rows,
-        too.
-        """
+        """Failures are rows, too. There is one row if vLLM does not run the model."""
         began = time.monotonic()
         self._say(f"{self._subject.name}: without kvhold ...")
         try:
@@ -165,7 +159,6 @@ class Verification:
         return self._references[name]
 
     def _unsteady(self, asked: EngineAnswers, path: Path) -> set[int]:
-        """Questions that vLLM answers differently from its prefix cache or one by one."""
         again, alone = EngineAnswers(asked.started), EngineAnswers(asked.started)
         self._answer_all(again, path)
         self._engines.reset()

@@ -25,7 +25,6 @@ class _Live:
 
 
 def serve(engine: SteppedEngine, operation: Serve) -> VerifyServed:
-    """Return after the connector has saved."""
     requests = [_Live(arrival) for arrival in operation.arrivals]
     coming = deque(sorted(requests, key=lambda live: live.arrival.step))
     running: dict[str, _Live] = {}
@@ -72,7 +71,7 @@ def _add(engine: SteppedEngine, arrival: VerifyArrival, *, margins: bool) -> str
 
 def _take(running: dict[str, _Live], output: Any) -> None:
     live = running.get(output.request_id)
-    if live is None:  # aborted: its last output comes late
+    if live is None:
         return
     (answer,) = output.outputs
     live.token_ids = list(answer.token_ids)

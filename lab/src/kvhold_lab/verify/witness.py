@@ -39,8 +39,6 @@ _NO_BLOCK = 0
 
 @dataclass(frozen=True)
 class WitnessHeld:
-    """Of one group. contents: hashes of the expected contents"""
-
     request_id: str
     group: int
     block_ids: list[int]
@@ -49,9 +47,7 @@ class WitnessHeld:
 
 @dataclass
 class Watched(KVConnectorMetadata):  # type: ignore[misc]  # as the engine dictates
-    """The connector's metadata of a step, and the blocks to check.
-
-    in_pass: requests whose loads end in this pass; the connector reports other ends
+    """in_pass: requests whose loads end in this pass; the connector reports other ends
     in_part: requests that also load a part of a block, which cannot be compared
     """
 
@@ -212,7 +208,7 @@ class _Watcher:
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if followed is None or tables is None:
                 continue
-            known = min(end, followed.request.num_tokens)  # without speculated tokens
+            known = min(end, followed.request.num_tokens)
             for group, (table, spec) in enumerate(zip(tables, self._specs, strict=True)):
                 first = start // spec.block_size if is_first else followed.num_read[group]
                 whole = known // spec.block_size
@@ -249,7 +245,6 @@ def _one_of(spec: Any) -> Any:
 
 
 def _first_needed(spec: Any, end: int) -> int:
-    """The first token that the token at `end` reads."""
     if isinstance(spec, MambaSpec):
         return end - int(spec.block_size)
     if window := getattr(spec, "sliding_window", None):
