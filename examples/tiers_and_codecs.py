@@ -42,7 +42,7 @@ def main() -> None:
             stored_bytes = sum(
                 file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()
             )
-            with kvhold.open_cache(**settings) as cache:  # as after a restart
+            with kvhold.open_cache(**settings) as cache:
                 cache.register(namespace)
                 found, sources = load(cache, prompt)
         worst = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, kv, strict=True))

@@ -54,7 +54,7 @@ PASSED, FAILED, CANNOT_RUN, SKIPPED, MISSING = (
 )
 _WORST_FIRST = (FAILED, CANNOT_RUN, MISSING, SKIPPED, PASSED)
 _REPORT = "CHECK_FINDINGS_REPORT"
-_START_S = 120.0  # imports of an engine
+_START_S = 120.0
 _LONGEST_REASON = 160
 
 
@@ -93,7 +93,6 @@ class Row:
 
 
 def read_page(text: str) -> list[Finding]:
-    """In order."""
     found = []
     for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
         heading, _, body = section.partition("\n")
@@ -239,8 +238,6 @@ def old_worktree(scratch: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Runner:
-    """scratch: a folder of its own"""
-
     sources: Path
     scratch: Path
     limit_s: int

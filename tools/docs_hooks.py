@@ -23,7 +23,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Of links to these pages."""
     return _on_site(markdown)
 
 

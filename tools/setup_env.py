@@ -55,7 +55,6 @@ if platform.machine() == "x86_64" and sys.version_info < (3, 13):  # the only wh
 NUM_STEPS = 6
 STAMP = "kvhold-setup.stamp"
 WITHOUT_CPU_BUILD = {"torchvision", "torchaudio", "torchcodec"}
-# imported, and not there for vLLM
 IMPORTED_BY_SGLANG = ("gguf", "ipython", "orjson", "traitlets")
 TORCH_IS_SETTLED = {"torch"}  # its own step has chosen it
 
@@ -109,8 +108,6 @@ class Settings:
 
 @dataclass(frozen=True)
 class Environment:
-    """Looked at from outside."""
-
     root: Path
     python: Path
     python_version: str

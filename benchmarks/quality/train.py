@@ -100,7 +100,6 @@ def start_recalling(model: Any) -> None:
     angles = config.rope_parameters["rope_theta"] ** (-torch.arange(rotary) / rotary)
     near = torch.zeros(2, rotary)
     near[0, :STEEP_PAIRS] = STEEP
-    # rotated back by one token
     before = torch.stack([near[0] * angles.cos(), -near[0] * angles.sin()])
     with torch.no_grad():
         shared = torch.randn(config.hidden_size)
@@ -156,7 +155,6 @@ def answers_of(model: Any, exams: Exams) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def train(seed: int, say: Any = print) -> Any:
-    """In float32."""
     model, rng = model_of_seed(seed), np.random.default_rng(seed)
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim <= 1]

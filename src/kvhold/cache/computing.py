@@ -21,8 +21,8 @@ _MOST_KEYS = 1024  # per announcement, made in one turn
 _MOST_ANNOUNCEMENTS = 1024  # per owner
 _MOST_CHUNKS = 16_384  # per owner
 _LEAST_S = 0.05  # shorter computing is not waited for
-_AS_FAST = 1.1  # because the engine serves others, too
-_LATE = 1.5  # tolerated error of promises and estimates
+_AS_FAST = 1.1
+_LATE = 1.5
 
 
 class WaitEnd(StrEnum):
@@ -345,7 +345,6 @@ def _rest_s(cost: ComputeCost, hit_tokens: int) -> float:
 
 
 def _copy_s(cost: ComputeCost, num_tokens: int, announcement: Announcement) -> float:
-    """In either direction."""
     return cost.load_s + num_tokens * announcement.token_bytes * cost.load_byte_s
 
 

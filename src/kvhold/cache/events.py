@@ -9,7 +9,7 @@ from secrets import randbits
 from kvhold.core.api import Event, EventBatch
 from kvhold.tiers.ram import Entry
 
-MOST = 500  # per batch, which takes a millisecond
+MOST = 500
 
 
 class EventLog:

@@ -265,7 +265,7 @@ class Leases:
         if (reserved := reservations.get(reservation)) is not None:
             yield from self._reservations.commit_turns(reserved, chunks, checksums)
             if not reserved.chunks:
-                reservations.pop(reservation, None)  # another call may have removed it
+                reservations.pop(reservation, None)
 
     def abandon_turns(self, owner: Owner, reservation: int) -> Turns[None]:
         reservations = self._of(owner).reservations

@@ -43,7 +43,7 @@ _MOST_NOTED = 64  # per step
 _MOST_USED = 16  # per step
 _USED_UNITS = 7  # per present chunk, if all are leaves
 _LEARNING = 4  # factor of a lookup's time with a learning policy
-_LOOKUP_ATTEMPTS = 3  # after clears
+_LOOKUP_ATTEMPTS = 3  # a clear repeats a lookup
 _MOST_FUTILE = 2  # waits that brought nothing
 
 
@@ -239,7 +239,7 @@ class Lookups:
         return Found(0, 0, reason=CLEARED)
 
     def _answer_or_search(self, looked: _Looked) -> Turns[Found | None]:
-        """None: memory was cleared meanwhile."""
+        """None: memory was cleared."""
         asked, extent, declined = looked.asked, looked.extent, False
         wait = self._computing.begin_wait(
             asked.owner, asked.query, asked.layout, extent.num_tokens, asked.intent
@@ -288,7 +288,7 @@ class Lookups:
         asked = looked.asked
         pinned = yield from looked.prefix.in_order_turns()
         yield from self._pins.pin_turns(pinned)
-        if looked.num_clears != self._ram.num_clears:  # the hit may have been cleared
+        if looked.num_clears != self._ram.num_clears:
             self._pins.unpin(pinned)
             return None
         answer = self._judge(looked, declined=declined)
@@ -302,7 +302,6 @@ class Lookups:
         return answer
 
     def _note_use_turns(self, asked: _Asked, prefix: Prefix[Entry]) -> Turns[None]:
-        """Tell memory's and the tiers' policies."""
         query, layout, uses = asked.query, asked.layout, asked.uses
         if uses == "none":
             return
@@ -361,7 +360,7 @@ class Lookups:
             else:
                 present = yield from prefix.in_order_turns()
                 yield from self._pins.pin_turns(present)
-                self._pins.unpin(present)  # a pin counts as a use
+                self._pins.unpin(present)
         finally:
             self._pins.unpin(held)
 
@@ -404,7 +403,7 @@ class Lookups:
         while self._is_arriving(ticket):
             search = self._searches[ticket]
             if search.settling:
-                yield TURN  # another call is settling it
+                yield TURN  # another call settles it
                 continue
             if search.wait is not None:
                 end = self._computing.end_of(search.wait)
@@ -501,7 +500,6 @@ class Lookups:
                 answer = Found(0, 0, reason=SLOWER)
             pinned = (yield from self._pins.hold_turns(prefix)) if answer.ticket else []
             is_settled = True
-            # released meanwhile
             if self._searches.get(number) is not search:
                 self._pins.unpin(pinned)
                 return Found(0, 0)

@@ -35,7 +35,7 @@ class ChunkValues:
     def __init__(self, policy_for: str, speeds: Sequence[TierSpeed] = ()) -> None:
         self._policy_for = policy_for
         self._speeds = speeds
-        self._costs: dict[bytes, ComputeCost] = {}  # by namespace
+        self._costs: dict[bytes, ComputeCost] = {}
         self._neutral = 0.0
 
     def runs(
@@ -81,7 +81,7 @@ class ChunkValues:
             return 0
         if not self._neutral:
             self._neutral = value
-        octaves = log2(value) - log2(self._neutral)  # the ratio may overflow
+        octaves = log2(value) - log2(self._neutral)
         return min(max(NEUTRAL + round(2 * octaves), 0), NUM_VALUES - 1)
 
 

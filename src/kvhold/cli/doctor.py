@@ -145,7 +145,6 @@ async def _look_at_tier(text: str, config: Config) -> list[Finding]:
         await _Visit(tier, settings, finding).run()
     except TierError as error:
         finding.wrong(str(error))
-    # a plugin may raise anything
     except Exception as error:  # noqa: BLE001
         finding.wrong(f"broke the contract of a tier: {type(error).__name__}: {error}")
     finally:

@@ -202,7 +202,6 @@ def _noted(note: Path, state: bytes) -> str | None:
 
 
 def _keep(note: Path, state: bytes, digest: str) -> None:
-    """Whole or not at all."""
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(note.parent):
@@ -242,7 +241,6 @@ def _hub_commit(model: str, revision: str | None, names: Sequence[str] = _SETTIN
 
 
 def _commit_in(folder: Path, model: str, revision: str | None) -> str:
-    """The snapshot may hold weights only."""
     place = folder / f"models--{model.replace('/', '--')}"
     reference = place / "refs" / (revision or "main")
     with suppress(OSError, UnicodeError):

@@ -79,8 +79,6 @@ class Stored(CentralMessage, frozen=True):
 
 
 class Delete(CentralMessage, frozen=True):
-    """Delete values. -> Removed"""
-
     keys: bytes
 
 

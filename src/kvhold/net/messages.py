@@ -72,7 +72,7 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Look up a prompt. -> LookupAnswer"""
+    """-> LookupAnswer"""
 
     query: Query
     cost: ComputeCost | None = None
@@ -153,8 +153,6 @@ class Explained(Message, frozen=True):
 
 
 class ListNamespaces(Message, frozen=True):
-    """List namespaces by digest. -> Named"""
-
     after: Annotated[bytes, msgspec.Meta(max_length=NAMESPACE_BYTES)] = b""
     prefix: Annotated[str, msgspec.Meta(max_length=2 * NAMESPACE_BYTES)] = ""
 
@@ -203,8 +201,6 @@ class Leased(Message, frozen=True):
 
 
 class Damaged(Message, frozen=True):
-    """The node removes these chunks."""
-
     lease: int
     offsets: list[int]
 
@@ -252,8 +248,6 @@ class Commit(Message, frozen=True):
 
 
 class Abandon(Message, frozen=True):
-    """Release a reservation's uncommitted chunks."""
-
     reservation: int
 
 
@@ -280,8 +274,6 @@ class Flushed(Message, frozen=True):
 
 
 class Reencode(Message, frozen=True):
-    """Re-encode a tier's chunks. -> ReencodeStatus"""
-
     tier: str
     codec: str
     namespace: bytes | None = None

@@ -444,7 +444,6 @@ class NodeClient(WholePrompts):
         except OSError as error:
             self._break(link, str(error))
             raise NodeLost(f"{request.operation}: lost the node on {self.path}: {error}") from None
-        # an interrupt, too
         except BaseException as error:
             if link.is_broken:
                 self._break(link, str(error) or type(error).__name__)

@@ -95,7 +95,6 @@ class ClientConnection(asyncio.BufferedProtocol):
                     self._answer(body)
         except ProtocolError as error:
             self._refuse(str(error), "bad message")
-        # a bug frees no used memory
         except Exception:
             log.exception("a request failed")
             self._refuse("the node failed; its log says why", "internal error")
@@ -313,7 +312,6 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _welcome(self, welcome: m.Welcome) -> None:
         """Raises OSError: no descriptor."""
         assert self._transport is not None
-        # asyncio cannot send descriptors
         with (
             socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as raw,
             suppress(BrokenPipeError),

@@ -89,7 +89,6 @@ class Conversation:
         return None
 
     def sent(self, nbytes: int) -> memoryview | None:
-        """Return the next bytes to send."""
         call = self._outbox[0]
         if nbytes:
             call.begun = True
@@ -101,7 +100,6 @@ class Conversation:
     # Receiving.
 
     def read(self, data: Bytes, now_s: float) -> Iterator[tuple[int, m.Answer]]:
-        """Invalid bytes end the conversation."""
         self.last_heard_s = now_s
         try:
             for body in self._splitter.feed(data):

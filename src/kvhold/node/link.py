@@ -73,7 +73,7 @@ class Link:
         self.uses_device = False
         """Whether a device copies between the arena and this process."""
         self._arena_size = (welcome.arena_bytes, welcome.huge_pages)
-        self._mappings: dict[bool, _Mapping] = {}  # writable -> mapping
+        self._mappings: dict[bool, _Mapping] = {}
         self._count_lock = threading.Lock()
         self._lifetime = Lifetime()
         self._lock = threading.Lock()
@@ -300,7 +300,6 @@ class Link:
             self._send_lock.release()
 
     def _send_some(self, data: memoryview, until: float) -> memoryview | None:
-        """Return the next bytes."""
         try:
             nbytes = self._socket.send(data)
             with self._lock:

@@ -202,7 +202,6 @@ class LoginServer(ABC):
             log.warning("refused a client from %s: %s", host, error)
             self._note_refused(host, str(error))
             await self._refuse(stream, str(error))
-        # a bug ends one conversation
         except Exception:
             log.exception("a conversation failed")
             self.metrics.add("kvhold_protocol_errors", reason="internal error")
@@ -215,7 +214,7 @@ class LoginServer(ABC):
         try:
             prefix = await stream.read(LENGTH_BYTES)
             hello = _hello.decode(await stream.read(body_length(prefix, login.MAX_HELLO_BYTES)))
-        except ProtocolError:  # its text may quote the client
+        except ProtocolError:
             raise _Stranger(self._protocol.no_hello) from None
         if hello.magic != self._protocol.magic:
             raise _Stranger(self._protocol.no_hello)

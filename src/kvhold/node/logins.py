@@ -21,7 +21,7 @@ class Logins(Generic[Connection]):
     def __init__(self, *, most: int = MOST, most_of_network: int = MOST_OF_NETWORK) -> None:
         self._most = most
         self._most_of_network = most_of_network
-        self._networks: dict[str, dict[Connection, None]] = {}  # oldest first
+        self._networks: dict[str, dict[Connection, None]] = {}
         self._network_of: dict[Connection, str] = {}
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from kvhold.net.wire import encode
 from kvhold.tiers.peers.clear_numbers import ClearNumbers
 from kvhold.tiers.peers.index import PeerIndex, digest_of, pack, unpack
 
-_MOST_CHANGES = 500  # per record: about a millisecond
+_MOST_CHANGES = 500
 _MOST_KEPT = 200_000
 _PAGE_CHUNKS = 4000
 
@@ -82,7 +82,7 @@ class PeerFeed:
     def _wake(self) -> None:
         if not self._is_woken and self._loop is not None:
             self._is_woken = True
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._number_notes)
 
     # The peers' loop.
@@ -112,7 +112,6 @@ class PeerFeed:
                     await self._changed.wait()
 
     def changes_after(self, number: int) -> tuple[bytes, int] | None:
-        """None: they are forgotten."""
         if number == self.number:
             return bytes(encode(p.Happened(number, [], []))), number
         return self._kept.get(number)

@@ -60,7 +60,7 @@ class PeerPublisher:
         records, number = bytearray(), self._number
         while not records or (len(records) < BATCH_BYTES and number != self._feed.number):
             found = self._feed.changes_after(number)
-            if found is None:  # forgotten: followers see a gap
+            if found is None:
                 number = self._feed.number
                 continue
             record, number = found

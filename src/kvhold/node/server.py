@@ -102,7 +102,7 @@ class Node:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.connections: dict[ClientConnection, None] = {}
         self.numbers = count(1)
-        self.run = randbits(60)  # distinguishes two nodes' client numbers
+        self.run = randbits(60)
         self._most_clients = _LEAST_CLIENTS
         self._listener: Listener | None = None
         # from then on, clients' memory is not taken back
@@ -293,7 +293,7 @@ class Node:
 
     def _post(self, event: Callable[[], None]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._happen, event)
 
     def _happen(self, event: Callable[[], None]) -> None:
@@ -337,7 +337,6 @@ class Node:
         )
 
     async def _watch_clients(self) -> None:
-        """See `peers.py`."""
         while True:
             await asyncio.sleep(_WATCH_S)
             collect_young(may_look=not self._was_busy and not self._busy)

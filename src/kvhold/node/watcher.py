@@ -31,7 +31,7 @@ def restart_when_killed(path: Path) -> bool:
         os.close(lock)
         return False
     gc.collect()
-    gc.freeze()  # not copied by a child's collection
+    gc.freeze()
     had_one = False
     while True:
         began_s = time.monotonic()

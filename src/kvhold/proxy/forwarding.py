@@ -55,7 +55,7 @@ class ProxiedRequest:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether it may reach two engines."""
+        """Whether two engines may get it."""
         return self.inference is not None or self.method in ("GET", "HEAD")
 
     @property
@@ -241,7 +241,6 @@ class Forwarder:
     async def _choose_decode(
         self, request: ProxiedRequest, tried: list[ProxiedEngine]
     ) -> ProxiedEngine | None:
-        """Prefer one that was not tried."""
         engine = self._decode_pool.choose(request.session, tried)
         if engine is None and tried:
             await asyncio.sleep(_PAUSE_S)

@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
 _MOST_SESSION = 256
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# They change one engine, not all.
 _OF_ONE_ENGINE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 

@@ -49,7 +49,6 @@ def request_headers(
 
 
 def prefill_headers(headers: Headers) -> Headers:
-    """The proxy reads the answer itself."""
     dropped = ("accept", "accept-encoding")
     return [
         *((name, value) for name, value in headers if name.lower() not in dropped),
@@ -63,7 +62,6 @@ def answer_headers(headers: Iterable[tuple[str, str]], request_id: str) -> Heade
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's, or a new one."""
     given = headers.get(REQUEST_ID, "")
     if 0 < len(given) <= _MOST_REQUEST_ID and given.isascii() and given.isprintable():
         return given
@@ -92,5 +90,4 @@ def _kept(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> Header
 
 
 def _is_text(value: str) -> bool:
-    """aiohttp can send only UTF-8."""
     return not any("\ud800" <= character <= "\udfff" for character in value)

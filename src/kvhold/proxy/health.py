@@ -59,7 +59,7 @@ class HealthProber:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s(engine)):
                     await event.wait()
-            if not engine.is_up:  # limits probes for requests
+            if not engine.is_up:
                 await asyncio.sleep(self._config.probe_interval_s / 4)
 
     async def _probe_once(self, engine: ProxiedEngine) -> None:

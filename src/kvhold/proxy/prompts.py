@@ -71,7 +71,6 @@ class Inference:
         return _with_params(self.fields, params)
 
     def prefill_body(self, params: Mapping[str, Any]) -> bytes:
-        """The same prompt, and one token."""
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
         fields["max_tokens"] = msgspec.Raw(b"1")
         if "max_completion_tokens" in self.fields:

@@ -52,8 +52,6 @@ _FAULT_COUNTERS = (
 
 @dataclass(frozen=True)
 class FaultRow:
-    """counted: None: not visible"""
-
     tier: str
     fault: str
     right: bool

@@ -221,7 +221,6 @@ async def _follow(node: RunningPeer, given: IO[str], num_batches: int, batch: in
 
 
 def store_steadily(path: str, num_batches: int, batch: int) -> None:
-    """The entry point of a process."""
     with NodeClient(Path(path), name="kvhold bench, storing") as client:
         client.register(_SMALL)
         sys.stdin.readline()

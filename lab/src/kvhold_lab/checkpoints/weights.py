@@ -17,7 +17,6 @@ _SCALED_EMBEDDING = ("gemma",)
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """In place, equally for equal seeds."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

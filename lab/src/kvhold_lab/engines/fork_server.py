@@ -47,14 +47,14 @@ class Fork(msgspec.Struct, frozen=True):
 
 def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's would start threads
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for module in _MODULES:
         importlib.import_module(module)
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         print("what was imported has started threads, and those do not survive a fork")
         return 1
     gc.collect()
-    gc.freeze()  # children do not collect these objects
+    gc.freeze()
     control.sendall(READY)
     _Server(control).run()
     return 0
@@ -83,7 +83,6 @@ class _Server:
                 return
 
     def _answer(self) -> bool:
-        """False: the end of the socket."""
         request, descriptors, _, _ = socket.recv_fds(self._control, MOST_REQUEST_BYTES, 4)
         if not request:
             return False

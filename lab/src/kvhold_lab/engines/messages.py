@@ -17,7 +17,7 @@ class EngineOptions(ChildOperation, frozen=True, kw_only=True, tag="start"):
     """None: the driver chooses."""
 
     model_path: str
-    max_model_len: int  # prompt and output
+    max_model_len: int
     kv_cache_bytes: int
     driver: DriverName = "vllm"
     kv_transfer_config: dict[str, Any] | None = (
@@ -70,7 +70,6 @@ class Generated(ChildReply, frozen=True, kw_only=True, tag="generated"):
     total_s: float
     token_ids: list[int]
     num_cached_tokens: int
-    # for the whole vocabulary, in order
     first_logprobs: list[float] = msgspec.field(default_factory=list)
 
 

@@ -63,7 +63,6 @@ class OpenAIServer(Child):
         engine: int | None = None,
         timeout_s: float = 600.0,
     ) -> Completion:
-        """Greedy, streamed. Raises EngineFailed."""
         request = {
             "model": _MODEL_NAME,
             "prompt": prompt,

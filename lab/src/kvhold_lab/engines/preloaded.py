@@ -22,7 +22,6 @@ from kvhold_lab.engines.fork_server import MOST_REQUEST_BYTES, READY, Fork
 
 VARIABLE = "PRELOAD_VLLM"
 _MOST_SERVERS = 3
-# not read by vLLM's import
 _LATE = ("KVHOLD_", "XDG_", "PYTEST_", "COVERAGE_", "TMPDIR", "_=")
 _START_S = 120.0
 

@@ -166,7 +166,6 @@ def vllm_config_of(
                 f"here, not of {options.block_tokens}"
             )
     config.cache_config.kv_cache_layout = options.kv_layout
-    # vLLM refuses the second without Triton
     if options.second_runner is not None:
         _override(config, use_v2_model_runner=options.second_runner)
     return config

@@ -31,7 +31,6 @@ class CentralServer(ServerProcess):
         )
 
     def environ(self) -> dict[str, str]:
-        """Without the user's settings."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("KVHOLD_")
         } | self._environ

@@ -11,8 +11,6 @@ _CHUNK_BYTES = 512
 
 
 class LearnedDisk:
-    """victims: all evicted keys, in order"""
-
     def __init__(self, policy: LearnedPolicy, capacity: int) -> None:
         self.victims: list[bytes] = []
         learning = Learning()

@@ -43,7 +43,6 @@ def line(row: "SimulatedRow") -> str:
 
 
 def label(policy: str, policy_for: str) -> str:
-    """With `policy_for` unless that is `tokens`."""
     name = policy.rpartition(":")[2]
     return name if policy_for in ("", "tokens") else f"{name} {policy_for}"
 

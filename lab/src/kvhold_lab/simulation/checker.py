@@ -56,8 +56,8 @@ class Checker:
         self.flipped: set[tuple[int, int]] = set()
         self.garbled: set[int] = set()
         self.kicked: set[str] = set()
-        self.scrubbing: Callable[[], list[Entry]] = list  # pinned by the scrubber
-        self.lent: Callable[[], list[Entry]] = list  # pinned for peers
+        self.scrubbing: Callable[[], list[Entry]] = list
+        self.lent: Callable[[], list[Entry]] = list
 
     def watch(self, number: int, state: CacheState, data: bytearray) -> CheckedMemory:
         memory = CheckedMemory(number, data, np.frombuffer(data, np.uint8).ctypes.data)

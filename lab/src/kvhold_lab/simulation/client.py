@@ -505,7 +505,6 @@ class SimClient:
         value: bytes,
         sums: Sequence[int],
     ) -> bool:
-        """False: a wrong checksum."""
         place = self.checker.place("lease", link.node.number, lease, offset)
         if device is not None:
             data = await device.load(link.node.data, offset, place, len(value), sums)
@@ -525,7 +524,6 @@ class SimClient:
     def _is_right(
         self, link: SimLink, offset: int, key: bytes, data: bytes | None, expected: bytes
     ) -> bool:
-        """data: None: a wrong checksum"""
         if data is None and not self.checker.may_be_damaged(link.node.number, offset):
             self.world.find(
                 f"{self.name}: {key.hex()[-16:]} at {offset} is damaged, but no fault damaged it"

@@ -81,7 +81,7 @@ def draw(random: Random, *, seed: int) -> Draw:
 
 def draw_rules(random: Random) -> list[Rule]:
     rules = []
-    quiet = random.random() < 0.4  # wrong answers instead of errors
+    quiet = random.random() < 0.4
     for operation, kind in random.sample(
         _QUIET_FAULTS if quiet else _FAULTS, random.choice((1, 2, 4))
     ):

@@ -174,7 +174,6 @@ class SimLink:
         self._close_if_unused()
 
     def retire(self) -> None:
-        """Close after the last user."""
         self._lifetime.retired = True
         self._wake()
         self._close_if_unused()

@@ -29,7 +29,6 @@ class LinkedNetwork(Network):
         self._sockets_of: dict[str, list[SimSocket]] = {}
 
     def cut(self, sender: str, receiver: str) -> None:
-        """One direction."""
         self._cut.add((sender, receiver))
 
     def slow_down(self, one: str, other: str, seconds: float) -> None:

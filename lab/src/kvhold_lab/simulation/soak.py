@@ -156,8 +156,6 @@ def _find_mutation(patch: Path, first: int, most_seeds: int, hosts: int) -> Muta
 
 
 class _Worker:
-    """A process that runs seeds."""
-
     def __init__(self, source: Path, hosts: int) -> None:
         command = [sys.executable, "-W", "ignore", "-m", _MODULE, *_hosts(hosts)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`

@@ -129,7 +129,6 @@ class SimSocket:
         return len(self._out) < self._most_unsent or self._reset or is_refused
 
     def reset(self) -> None:
-        """Drop bytes on their way, too."""
         if not self.closed:
             self._reset = True
             self._in.clear()
@@ -298,7 +297,6 @@ class SocketLoop:
         self.look_at(fd)
 
     async def sock_accept(self, listener: SimListener) -> tuple[SimSocket, tuple[str, int]]:
-        """Sometimes raises EMFILE."""
         while not listener.waiting:
             listener.arrived.clear()
             await listener.arrived.wait()

@@ -41,7 +41,7 @@ class SimTier:
         # chance that a cancelled transfer goes on
         self.lingers = world.random.choice((0.0, 0.3, 0.8))
         self.lands = world.random.random() < 0.5  # a cancelled put that goes on stores its value
-        self.hangs = world.random.choice((0.0, 0.0, 0.03))  # chance of a slow transfer
+        self.hangs = world.random.choice((0.0, 0.0, 0.03))
         self.usual_s = world.random.choice((0.0002, 0.002, 0.01))
         self.removal_s = world.random.choice((0.0, 0.1, 3.0)) if store.shared else 0.0
         self.traits = TierTraits(

@@ -80,7 +80,7 @@ class World:
         # stalled loops with handles, by time; also former ones
         self._stalled: list[tuple[float, int, SimLoop]] = []
         self._num_stalls = 0
-        self._dead: list[SimLoop] = []  # their `finally` clauses must not run
+        self._dead: list[SimLoop] = []
         self._heap: list[tuple[float, int, SimLoop | None, Handle]] = []
         self._most_scheduled = _MANY_SCHEDULED
         self._last = 0
@@ -196,13 +196,11 @@ class World:
             self.enter(None)
 
     def enter(self, loop: "SimLoop | None") -> None:
-        """None: outside all threads."""
         if self._running is not loop:
             self._running = loop
             events._set_running_loop(loop)
 
     def _step(self) -> bool:
-        """False: nothing is left."""
         heap, now = self._heap, self.now
         while heap and heap[0][0] <= now:
             _, _, loop, handle = heappop(heap)

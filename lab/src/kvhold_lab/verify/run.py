@@ -53,8 +53,6 @@ class VerifySettings:
 
 @dataclass
 class EngineAnswers:
-    """unsteady: questions without a constant answer"""
-
     started: Started
     token_ids: list[list[int]] = field(default_factory=list)
     choices: list[list[Choice]] = field(default_factory=list)

@@ -320,7 +320,6 @@ class _Reader:
         self._computed = []
 
     def loaded(self, failed: set[int]) -> None:
-        """failed: blocks that the connector reports"""
         for request_id in self.ended:
             for held in self._loading.pop(request_id, []):
                 there = [

@@ -29,7 +29,6 @@ class Changes:
         return self._log
 
     def note(self, what: str, entry: Entry) -> None:
-        """See `RamTier.watch`."""
         if self._log is not None:
             self._log.add(what, entry)
         if self.tell is not None:

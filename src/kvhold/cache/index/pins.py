@@ -30,7 +30,7 @@ class Pins:
                 if left:
                     yield len(part)
         finally:
-            if left:  # the caller closed this generator
+            if left:
                 self.unpin(entries[left:])
 
     def hold_turns(self, prefix: Prefix[Entry]) -> Turns[list[Entry]]:

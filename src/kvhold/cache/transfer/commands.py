@@ -107,8 +107,6 @@ class UsedCommand:
 
 @dataclass(frozen=True)
 class StopCommand:
-    """-> `reencode_progressed(number, progress)`"""
-
     number: int
 
 

@@ -10,8 +10,6 @@ _MOST_RUNS = 16
 
 @dataclass
 class _Place:
-    """runs: [first, last] chunk"""
-
     began_s: float
     ended_s: float
     runs: list[list[int]] = field(default_factory=list)

@@ -93,7 +93,7 @@ class PeerSource:
             held = self._state.hold_for_peer(keys)
             try:
                 loop.call_soon_threadsafe(deliver, held)
-            except RuntimeError:  # the peers' loop has ended
+            except RuntimeError:
                 self._release(held)
 
         self._post(hold)

@@ -84,7 +84,7 @@ class ReadBuffer:
             len(self.parts) == 2 and header.codec == RAW and header.header_bytes == len(frame)
         )
         if not in_place:
-            if len(self.parts) == 2:  # the frame changed since the probe
+            if len(self.parts) == 2:
                 frame = memoryview(b"".join(self.parts))[:nbytes]
             entry.checksums = pack(
                 _decode(header, frame[header.header_bytes :], self._chunk, layout)

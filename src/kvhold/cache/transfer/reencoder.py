@@ -158,7 +158,6 @@ class Reencoder:
         return None
 
     async def _scan(self, guard: Guard, spaces: Collection[bytes], silent: set[str]) -> KeyList:
-        """It may read the whole index."""
         chosen = KeyList()
         if spaces:
             keys = await guard.scan(next(iter(spaces)) if len(spaces) == 1 else b"", silent)
@@ -247,7 +246,6 @@ class Reencoder:
                 )
 
     def _look(self, run: _Run, key: bytes, value: memoryview) -> _Looked:
-        """In a thread."""
         space = run.command.spaces[key[:NAMESPACE_BYTES]]
         try:
             return self._reencoded(run, key, space, value)

@@ -351,7 +351,7 @@ class Searches:
         if key in search.pinned or self._ram.find(key) is not None:
             return IN_RAM
         place = search.places.get(key)
-        return place.tier if place is not None else IN_RAM  # it has just expired
+        return place.tier if place is not None else IN_RAM
 
     def _finder_anywhere(
         self, search: Search, held: list[Entry]

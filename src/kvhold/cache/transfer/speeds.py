@@ -53,13 +53,12 @@ class TierSpeed:
 
     @property
     def costs(self) -> tuple[float, float] | None:
-        """Seconds per call, and per byte."""
         costs = self._estimate.costs
         return (costs[0], costs[1]) if costs is not None else None
 
     @property
     def most_bytes(self) -> int:
-        """Estimates hold only near measured sizes."""
+        """Limit requests: estimates hold only near measured sizes."""
         return int(_GROWTH * self._estimate.most(1))
 
     def is_stale(self, now_s: float) -> bool:

@@ -394,7 +394,7 @@ class TierWorker:
             command.prefix, shared=not command.learned, asked_s=command.asked_s
         )
         for guard, pending_clear in pending_clears:
-            if pending_clear.prefix != command.prefix:  # it replaces earlier clears
+            if pending_clear.prefix != command.prefix:  # it replaces earlier clears of the prefix
                 writing += self._write_behind.writing(pending_clear.prefix, guard)
         return writing, pending_clears
 

@@ -112,7 +112,6 @@ class WriteBehind:
                 await self._some_written()
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait for the available tiers' queues."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while loop.time() < until and any(box for box in self._outboxes if box.guard.available):

@@ -167,7 +167,6 @@ class Announced:
             frozenset(place_suffix(group, shard) for shard in range(shards))
             for group in range(len(tables))
         ]
-        # of other models, too
         self._present: dict[bytes, set[bytes]] = {}
         self._described: OrderedDict[bytes, Described] = OrderedDict()
         self._told: dict[bytes, dict[int, list[ExternalBlockHash]]] = {}

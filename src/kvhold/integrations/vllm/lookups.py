@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_CAUSES = 100
-_START_S = 1.0  # a killed node is usually back
+_START_S = 1.0
 _PATIENCE_S = 0.003
 _PAUSE = 0.01  # part of a wait between checks of another engine
 
@@ -74,8 +74,8 @@ class RequestLookups:
         self._cache = cache
         self._thread = thread
         self._may_load = loads
-        self._adapters = adapters  # lookup thread
-        self._media = media  # lookup thread
+        self._adapters = adapters  # on the lookup thread
+        self._media = media  # on the lookup thread
         self._announcer = announcer
         self._tally = tally
         self._not_named: set[str] = set()
@@ -128,7 +128,6 @@ class RequestLookups:
         *,
         stores: bool,
     ) -> None:
-        """stores: the request's chunks are stored"""
         if request_state.naming is None:
             request_state.naming = self.submit_name(request, request_state.rules)
         if request.num_preemptions and self.saves_decode(request_state):
@@ -175,7 +174,6 @@ class RequestLookups:
             prompt.query()
         except KVHoldError as error:
             log.debug("kvhold: request %s is not cached: %s", request.request_id, error)
-        # the scheduler must not fail
         except Exception:
             log.exception("kvhold: request %s is not cached", request.request_id)
         else:

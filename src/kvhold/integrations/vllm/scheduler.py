@@ -499,5 +499,5 @@ def _blocks(
     there[there == _NULL_BLOCK] = -1
     ids: list[int] = there.tolist()
     if part.group.attention == "state":
-        ids += [-1] * (end - begin - len(ids))  # no state yet
+        ids += [-1] * (end - begin - len(ids))
     return [-1] * (begin - first // size) + ids + [-1] * (-(-unused // size) - end)

@@ -376,7 +376,6 @@ class WorkerSide:
             )
         except KVHoldError as error:
             log.debug("kvhold: reserve: %s", error)
-        # the engine's step must not fail
         except Exception:
             log.exception("kvhold: reserve for request %s", store.request_id)
         return None
@@ -487,7 +486,6 @@ class WorkerSide:
             )
 
     def _scatter(self, load: Load, shard: int, lease: Lease, mark: Mark | None) -> list[int]:
-        """Return damaged blocks."""
         pieces = self._pieces_into(load, shard, lease)
         damage = self._copier.scatter(pieces, after=mark).wait()
         damaged: list[int] = []

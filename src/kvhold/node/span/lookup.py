@@ -181,7 +181,6 @@ class _Lookup:
         for wait, answer in zip(waits, before, strict=True):
             try:
                 answers.append(answer if wait is None else wait())
-            # the other answers hold hits
             except KVHoldError as error:
                 failure = failure or error
                 answers.append(s.LookedUp(lost=str(error)))

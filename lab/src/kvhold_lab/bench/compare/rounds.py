@@ -31,7 +31,6 @@ def repeating(
     layerwise: bool = False,
     unchecked: bool = False,
 ) -> ComparePlan:
-    """shares: of reuse, per cent"""
     of_share = {share: _cells(share, layerwise=layerwise, unchecked=unchecked) for share in shares}
     stages = []
     for number in range(1 + rounds):

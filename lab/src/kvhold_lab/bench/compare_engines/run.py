@@ -184,7 +184,6 @@ def _round(
     count: bool,
     nbytes: int,
 ) -> None:
-    """Failed systems leave `peers`."""
     stored: dict[str, float] = {}
     written: dict[str, float] = {}
     retrieved: dict[str, float] = {}

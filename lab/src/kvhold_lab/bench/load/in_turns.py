@@ -24,7 +24,6 @@ class InTurns:
     _num_requests: int = 0
 
     async def send(self, request: Request) -> Reply:
-        """Return the first server's reply."""
         due = time.perf_counter()
         async with self._turn:
             waited_s = time.perf_counter() - due

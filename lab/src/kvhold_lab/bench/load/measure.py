@@ -69,7 +69,6 @@ async def measure_in_turns(
     progress_s: float,
     keep: Callable[[str, Result], None],
 ) -> None:
-    """By `InTurns`."""
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(LoadClient(endpoint))

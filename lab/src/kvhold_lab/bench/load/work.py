@@ -21,8 +21,6 @@ COLD, WARM = "cold", "warm"
 
 @dataclass(frozen=True)
 class Turn:
-    """Completions join all parts without roles."""
-
     role: Literal["system", "user", "assistant"]
     content: Content
 

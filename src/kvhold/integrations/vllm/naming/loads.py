@@ -85,7 +85,6 @@ class AdapterLoads:
             return stamp, identity
         except (LayoutError, OSError) as error:
             log.warning("kvhold: the adapter in %s is not cached: %s", path, error)
-        # an adapter's files may hold anything
         except Exception:
             log.exception("kvhold: the adapter in %s is not cached", path)
         return (), None

@@ -135,7 +135,7 @@ def _add_conditional(config: "VllmConfig", rules: NamingRules, found: dict[str, 
         # it decides between long and short factors
         found["vllm.model_config.max_model_len"] = text_of(model.max_model_len, "max_model_len")
     if str(config.load_config.load_format) == "dummy":
-        found["vllm.model_config.seed"] = text_of(model.seed, "seed")  # for dummy weights
+        found["vllm.model_config.seed"] = text_of(model.seed, "seed")
     if drafts(config):
         _add_draft_model(config.speculative_config, config.load_config, rules, found)
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)

@@ -20,8 +20,6 @@ _QUESTIONS_OF_A_USER = 1 << 20
 
 @dataclass(frozen=True)
 class _Question:
-    """answer_tokens: in the next prompt"""
-
     at_s: float
     tokens: int
     answer_tokens: int
