@@ -4,10 +4,8 @@
      "kv_connector_extra_config": {"spec_name": "HostMemorySpec", "spec_module_path":
      "vllm_host_offload", "cpu_bytes_to_use": 1000000000}}
 
-with this folder on PYTHONPATH. vLLM's `CPUOffloadingSpec` refuses to copy on a CPU. This spec has
-its scheduler's side, index and eviction, and copies in host memory as fast as possible: memory
-touched before use, neighbouring blocks in one piece, two threads a load. For vLLM 0.32, whole
-blocks, one block a chunk.
+with this folder on PYTHONPATH. This spec has the scheduler's side, index and eviction of vLLM's
+`CPUOffloadingSpec`, which refuses to copy on a CPU. For vLLM 0.32, whole blocks, one block a chunk.
 """
 
 import queue

@@ -1,9 +1,8 @@
 """Ask two questions about one long text: the second answer does not compute the text again.
 
-python examples/transformers_reuse.py  # a small model with random weights; nothing is downloaded
-python examples/transformers_reuse.py MODEL  # a folder, or a name on the Hugging Face hub
-python examples/transformers_reuse.py MODEL --node  # in this host's node: run it twice, and the
-first question hits, too
+python examples/transformers_reuse.py               # a small model with random weights
+python examples/transformers_reuse.py MODEL         # a folder, or a name on the hub
+python examples/transformers_reuse.py MODEL --node  # in this host's node
 """
 
 import argparse

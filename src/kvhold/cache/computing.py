@@ -1,9 +1,8 @@
-"""The chunks that engines compute now, and the lookups that wait for them.
+"""The chunks that engines compute now, and the lookups that wait.
 
 An announcement names the whole chunks after a hit. It ends when they are stored or withdrawn, when
 its owner leaves, or when it is late and another engine announces the same chunks. A chunk is stored
-when memory has it for every shard and full-attention group; other groups' chunks come with it. No
-I/O.
+when memory has all its shards and full-attention groups. No I/O.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -5,9 +5,8 @@
     arriving -> chunks are read and pinned; the hit may still grow
     settled  -> the hit has a ticket (`leases.py`), or there is none
 
-`Searches` handles the first three states; a lookup without tiers is settled at once, or may wait
-again. It announces the chunks that its engine will compute. Between two steps, it may be released
-or cleared. No I/O.
+A lookup announces the chunks that its engine will compute. Between two steps, it may be released or
+cleared. No I/O.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,9 +1,5 @@
 """Decides how much of a prompt's KV to load, and remembers why.
 
-    planner.pays(cost, query, layout, here)    # before the probe
-    planner.plan(number, cost, layout, found)  # after it
-    planner.is_too_slow(number, ...)           # during the reads
-
 Tiers' costs are measured (`transfer/speeds.py`). No I/O.
 """
 

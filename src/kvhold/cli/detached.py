@@ -1,10 +1,7 @@
 """`kvhold serve --detach`: the node continues in the background.
 
-    config, say = go_on_detached(config, log_file, restart=True)  # in the child process
-    say("kvhold node ready ...")                                  # the caller prints it, and ends
-
-The node writes to its log only. If it cannot start, the caller's process prints the end of the log
-and ends with the node's exit status.
+It writes to its log only. If it cannot start, the caller's process prints the end of the log and
+ends with the node's exit status.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The thread and event loop that serve a node's peers.
 
-Engines wait neither for a peer's network nor for its encryption: the node's loop only pins chunks,
-at most 128 in a turn. The thread also numbers the chunks that disks find at the start.
+The node's loop only pins chunks, at most 128 in a turn, so engines wait neither for a peer's
+network nor for its encryption.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """The index of a disk with `policy=learned` beside the one with LRU, without files.
 
-use               with LRU, the read of each chunk; with learned, the lookup of the prompt
-evict and write   of a new prompt; with learned, after its lookup
+LRU uses the read of each chunk; learned uses the lookup of the prompt.
 """
 
 from collections.abc import Callable

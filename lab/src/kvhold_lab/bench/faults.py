@@ -1,13 +1,8 @@
 """The fault matrix: the effect of each fault of each tier on a node and its client.
 
-  right        all loaded bytes were right
-  alive        no call raised, and the node still served
-  in_deadline  no call took longer than its deadline and 1 s
-  baseline     after a clear nothing was held
-  counted      the fault is in the counters
-
-Every byte of a chunk follows from its key. The `faults` wrapper damages bytes. Other faults happen
-in the tier's place itself.
+Each row checks that loaded bytes are right, that the node goes on serving, that no call exceeds its
+deadline by more than 1 s, that a clear leaves nothing, and that the fault is counted. Every byte of
+a chunk follows from its key.
 """
 
 import os

@@ -1,10 +1,5 @@
 """The index with `policy = "learned"`, compared with LRU, at several sizes.
 
-    hit                                a prompt that is completely in memory
-    reserve and commit                 a prompt that was looked up before
-    miss, reserve and commit           with the lookup that finds nothing
-    miss, evict, reserve and commit    the same in full memory
-
 Chunks are not written, so both memories have one arena.
 """
 

@@ -3,8 +3,8 @@
 For each request, the chunks in memory are touched, the next ones are promoted from a lower tier,
 and the rest is stored. Transfers take no time. All chunks have one size and one namespace.
 
-The lower tier has a policy of the same class. Below `learned`, it is a real disk index. Below
-another policy that learns from lookups, it uses `lru`.
+The lower tier has the same policy: below `learned`, a real disk index; below another policy that
+learns from lookups, `lru`.
 """
 
 import pkgutil

@@ -3,10 +3,9 @@ tokens_per_s.
 
 The defaults are computed, not measured, for Llama-3.1-8B on one H100 SXM in bfloat16:
 
-- Without attention, a token takes 2 FLOPs for each of the layers' 7.0 billion parameters: 14.0
-  GFLOP. At 350 TFLOP/s (35 % of the GPU's 989) these are 25,000 tokens/s.
-- For each earlier token, attention takes 4 * 4,096 FLOPs per layer, or 524,288 in 32 layers: 14.0
-  GFLOP at 27,000 earlier tokens.
+- Without attention, a token takes 2 FLOPs for each of the layers' 7.0 billion parameters. At 350
+  TFLOP/s (35 % of the GPU's 989) these are 25,000 tokens/s.
+- For each earlier token, attention takes 4 * 4,096 FLOPs per layer: as much at 27,000 tokens.
 """
 
 from dataclasses import dataclass

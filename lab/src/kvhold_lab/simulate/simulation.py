@@ -54,8 +54,6 @@ class SimulatedRow:
     evicted:          from memory; the same as `evictions`
     written_bytes:    the same as `disk_bytes_written`; 0 for `belady`
     request_hit_rate: requests with a chunk found / all requests
-    bytes_read:       not encoded
-    disk_bytes_read, disk_bytes_written: encoded
     events_per_s:     chunks replayed per second, in one thread
     """
 

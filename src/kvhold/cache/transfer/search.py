@@ -23,10 +23,8 @@ class Search:
     awaited:    keys of its reads in progress
     requesting: its next reads are being chosen
     settling:   its hit is being computed
-    places:     of the missing chunks in the tiers
     silent:     why some tier did not answer
     unknown:    keys that a tier could not answer, with reasons
-    sources:    tier of each arrived chunk
     sample:     it loads one chunk, to measure the tier
     hurried:    it ends early, because computing is faster
     idle:       even with the tiers, the hit is not longer than `have_tokens`

@@ -1,10 +1,5 @@
 """Loads a prompt's chunks from lower tiers, and pins them on arrival.
 
-    searches.begin_turns(number, search, ...) # requests a probe
-    searches.probed(number, places)           # reserves memory; requests the reads
-    searches.fetched(entry, ok)               # the last read ends the search
-    search = searches.take(number)
-
 One read serves all searches for its chunk, which enters RAM even if they were released. Between two
 steps, a search may be taken or cleared. No I/O.
 """

@@ -1,8 +1,7 @@
 """Moves chunks between arena and tiers: probes, reads, writes behind, clears.
 
-worker = TierWorker(state, stack, metrics, post)   # a thread with its own event loop
-worker.submit(state.take_commands())               # never blocks
-post(lambda: state.fetched(entry, True))           # runs under the state's lock or in its loop
+A thread with its own event loop. `submit` never blocks; results reach the state through `post`,
+under its lock or in its loop.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 """Publish the cache's contents as vLLM's KV cache events, for routers.
 
 A router matches by vLLM's block hashes, which are known only while a request exists. So each chunk
-that a request stores or finds is *described* as vLLM would publish it.
-
-A chunk is *announced* while all its shards are in memory. A block in several chunks is announced
-with the first and removed with the last.
+that a request stores or finds is *described* as vLLM would publish it. A chunk is *announced* while
+all its shards are in memory.
 
 After lost events, a snapshot gives the difference. After the node's loss, all chunks are removed.
 `AllBlocksCleared` is never sent: routers would forget the GPU's blocks too.

@@ -1,10 +1,5 @@
 """Track one request's computed tokens and stored chunks. No I/O, no vLLM.
 
-    tracker.start(computed_tokens)
-    tracker.advance(scheduled_tokens)   # the step just planned
-    tracker.take(request.all_token_ids) # chunks that become whole in it
-    tracker.finish(request.all_token_ids, num_blocks)
-
 Only the prompt's tokens and those in `all_token_ids` are known; drafts and placeholders are not. A
 step stores the KV of the first min(computed, known) tokens. This KV is final after the step's pass,
 because each pass begins with the last sampled token. An ended request's last token has no KV.

@@ -1,7 +1,6 @@
 """The compared systems: each a real vLLM in its own process, all at the same time.
 
-Memory holds the largest working set in "ram", and 2.5 prompts above a lower tier. Offloading always
-has as much as in "ram".
+Memory holds the largest working set in "ram", and 2.5 prompts above a lower tier.
 """
 
 import math

@@ -10,11 +10,8 @@ no kvhold, so only the standard library and numpy are used. One thread.
     {"op": "store", "tokens": [...], "seed": 1}  -> {"seconds", "written_s", "checksum"}
     {"op": "retrieve", "tokens": [...]}  -> {"seconds", "num_tokens", "checksum"}
     {"op": "lookup", "tokens": [...]}  -> {"seconds", "num_tokens"}
-    {"op": "forget"}  -> {}
+    {"op": "forget" or "stop"}  -> {}
     {"op": "memory"}  -> {"nbytes": ...}
-    {"op": "stop"}    -> {}
-
-Any answer may be {"error": ...}.
 """
 
 import faulthandler

@@ -1,10 +1,8 @@
 """The measured LMCache 0.5.6, with the calls of its own integrations.
 
-  in-process      our connector calls its host copies; it has none for CPUs
-  engine-driven   server; this process copies through shared memory (default on CPUs)
-  lmcache-driven  server; it maps this process's blocks and copies
-
-The layout of blocks is given, because LMCache would guess it wrongly.
+in-process      our connector calls its host copies; it has none for CPUs
+engine-driven   server; this process copies through shared memory (default on CPUs)
+lmcache-driven  server; it maps this process's blocks and copies
 """
 
 import itertools

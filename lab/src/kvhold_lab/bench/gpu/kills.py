@@ -1,8 +1,8 @@
 """Kills processes while they copy: none of their bytes may reach memory that is reserved again.
 
 Children copy one byte value into reserved memory, and are killed at random moments. The memory is
-then reserved and filled with another value, which must stay. The control, a child that continues to
-copy after it has returned its memory, must be found.
+then filled with another value, which must stay. The control, a child that copies after it has
+returned its memory, must be found.
 
     python -m kvhold_lab.bench.gpu.kills SOCKET KIND NUMBER [astray]   # a child; prints "copying"
 """

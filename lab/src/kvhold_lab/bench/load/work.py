@@ -2,9 +2,7 @@
 
 A workload yields phases, a phase sessions. A session yields requests and receives replies:
 
-    def session() -> Session:
-        reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
-        yield Request("round 2", (..., Turn("assistant", reply.content), ...), max_tokens=100)
+    reply = yield Request("round 1", (Turn("user", question),), max_tokens=100)
 """
 
 from array import array
