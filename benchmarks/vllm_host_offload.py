@@ -49,8 +49,6 @@ class HostMemorySpec(CPUOffloadingSpec):
 
 
 class HostMemoryWorker(OffloadingWorker):
-    """Layer by layer, between the engine's tensors and arrays of this process."""
-
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         self._blocks: list[Rows] = [cache.tensor.numpy() for cache in kv_caches.tensors]
         # ones: every page is present
@@ -145,7 +143,6 @@ def _copy(source: list[Rows], target: list[Rows], pieces: list[tuple[slice, slic
 
 
 def _pieces(source: Ids, target: Ids) -> Iterator[tuple[slice, slice]]:
-    """Pairs of rows as slices; neighbours on both sides are joined."""
     if not len(source):
         return
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1

@@ -88,7 +88,6 @@ class Row:
 
     @property
     def shows_it(self) -> bool:
-        """Whether the test fails on the old commit for a valid reason, and passes now."""
         return self.old.result == FAILED and self.now.result == PASSED
 
 
@@ -277,7 +276,6 @@ class Runner:
         }
 
     def _run_pytest(self, tests: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
-        """Return the lines of `Recorder`, and why a started test has no result."""
         report, output, folder = (
             self.scratch / "report",
             self.scratch / "output",
@@ -348,7 +346,6 @@ def _joined(results: Sequence[Result]) -> Result:
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """Kill the run's session, and detached nodes, whose command lines name its folder."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -53,7 +53,6 @@ def _empty_folder(folder: Path) -> Path:
 
 
 def _last_failed(folder: Path) -> list[str]:
-    """As pytest remembers them; also files that could not be collected."""
     try:
         return sorted(json.loads((folder / "v/cache/lastfailed").read_text()))
     except (OSError, ValueError):

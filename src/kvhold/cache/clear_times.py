@@ -16,9 +16,7 @@ class ClearTimes:
         return max(self._all_ns, self._ns.get(namespace, 0))
 
     def note(self, prefix: bytes, now_ns: int, at_ns: int = 0) -> None:
-        """prefix: empty: all namespaces
-        at_ns:  another host's clear that is repeated here; 0: this host's own
-        """
+        """at_ns: time of another host's clear that is repeated here; 0: this host's own"""
         if not prefix:
             latest_ns = max(self._all_ns, *self._ns.values(), 0)
             self._all_ns = max(at_ns or now_ns, latest_ns + 1)

@@ -25,9 +25,8 @@ _LATE = 1.5
 
 
 class WaitEnd(StrEnum):
-    """STORED: the chunks are in memory. ENDED: they are not announced any more. LATE: they did not
-    come when promised. SLOWER: computing the rest here is faster. CUT_SHORT: the caller stopped
-    waiting
+    """ENDED: the chunks are not announced any more. LATE: they did not come when promised. SLOWER:
+    computing the rest here is faster. CUT_SHORT: the caller stopped waiting
     """
 
     STORED = "stored"
@@ -77,9 +76,7 @@ class _Chunk:
 
 @dataclass(eq=False)
 class Wait:
-    """A lookup's wait.
-
-    names:      awaited chunks that are not stored
+    """names:      awaited chunks that are not stored
     hit_end:    the end of the hit with these chunks, and perhaps a tail
     is_broken:  an awaited chunk is not announced any more
     """
@@ -217,7 +214,6 @@ class Computing:
         hit_tokens: int,
         intent: ComputeIntent | None,
     ) -> Wait | None:
-        """Begin a wait for the chunks after a hit. None: computing is faster."""
         if intent is None or not intent.waits or not self._by_name:
             return None
         size, names = layout.tokens_per_chunk, set[bytes]()

@@ -1,6 +1,5 @@
-"""The latest admissions to memory and removals, as numbered events.
-
-Numbers begin at a random value, so another run's number is answered with *lost*.
+"""The latest admissions to memory and removals, as numbered events. Numbers begin at a random
+value.
 """
 
 from collections.abc import Iterable

@@ -35,9 +35,7 @@ _MOST_ABANDONED = 300  # per step
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """A lease of one shard's chunks.
-
-    offsets:    `[group][chunk]`; ABSENT: missing
+    """offsets:    `[group][chunk]`; ABSENT: missing
     num_tokens: `[chunk]`
     checksums:  `[group]`; packed, of the present chunks
     """
@@ -58,9 +56,7 @@ class Held:
 
 @dataclass
 class _Ticket:
-    """A hit that may be claimed.
-
-    shards:   `{shard: [group][chunk]}`
+    """shards:   `{shard: [group][chunk]}`
     claiming: number of claims in progress, which need the pins
     dropped:  released; the last claim unpins the entries
     """

@@ -372,10 +372,6 @@ class Lookups:
         prefix: Prefix[Entry] | None = None,
         sample: bool = False,
     ) -> Turns[None]:
-        """Load chunks without a waiting request.
-
-        sample: only one, to measure its tier
-        """
         number, clears, has_begun = next(self._numbers), self._ram.num_clears, False
         held: list[Entry] = []
         try:

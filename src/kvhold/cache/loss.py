@@ -1,5 +1,3 @@
-"""Warns of a lossy codec that encodes nothing, because the settings allow no loss."""
-
 from kvhold.codecs.budget import LOSSLESS
 from kvhold.codecs.registry import is_lossy
 from kvhold.core.config import RulesConfig

@@ -70,11 +70,6 @@ class LoadPlan:
 
 @dataclass
 class Marks:
-    """A search's plan and its position in the tiers' queues.
-
-    by_tier: `TierSpeed.requested_bytes` after its last read
-    """
-
     by_tier: dict[int, int] = field(default_factory=dict)
     plan: LoadPlan | None = None
 

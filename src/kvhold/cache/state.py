@@ -81,8 +81,6 @@ def new_state(
 
 
 class CacheState:
-    """The cache's parts. Most calls go to `Lookups` or `Leases`, which document them."""
-
     def __init__(
         self,
         ram: RamTier,
@@ -319,8 +317,8 @@ class CacheState:
         return len(self._chores) > 0
 
     def snapshot(self) -> tuple[int, Iterator[list[Entry]]]:
-        """Return the last event's number and RAM's entries. Later events report changes
-        meanwhile.
+        """Return the last event's number and RAM's entries. Later events report changes made during
+        the scan.
         """
         return self._changes.log.last, self.ram.parts()
 
@@ -395,7 +393,7 @@ class CacheState:
         self._writes.done(number)
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read, which may still write to the memory until `let_go`."""
+        """See `FetchCommand`."""
         self._searches.given_up(entry)
 
     def let_go(self, entry: Entry) -> None:
@@ -413,7 +411,7 @@ class CacheState:
         why: Reason = TIER_DOWN,
         origin: Origin | None = None,
     ) -> None:
-        """End one read of a FetchCommand, which no longer writes to the memory."""
+        """See `FetchCommand`."""
         if not ok and why not in PASSING:
             self._evictions.add(entry.key, why)
         self._searches.fetched(entry, ok, expires_at=expires_at, why=why, origin=origin)

@@ -110,7 +110,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line. A `KVHoldError` prints one line and exits with status 1."""
+    """A `KVHoldError` prints one line and exits with status 1."""
     try:
         cli.main(prog_name="kvhold")
     except KVHoldError as error:

@@ -45,10 +45,8 @@ def default_log(config: Config) -> Path:
 def go_on_detached(
     config: Config, log_file: Path, *, restart: bool
 ) -> tuple[Config, Callable[[str], None]]:
-    """Continue in a child process that belongs to the host (`node/host.py`).
-
-    It has no parent, because some engines kill all descendants. Returns settings, and a function
-    with which the caller prints a line and ends. Raises NodeError.
+    """It has no parent, because some engines kill all descendants. Returns settings, and a function
+    that prints a line in the caller's process and ends it. Raises NodeError.
     """
     ready, line = os.pipe()
     start = log_file.stat().st_size if log_file.is_file() else 0

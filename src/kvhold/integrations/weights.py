@@ -273,7 +273,6 @@ def _snapshot_of(path: Path) -> str:
 
 
 def _code_files(auto_map: object) -> list[tuple[str, str]]:
-    """(repository, file) of each class. An empty repository is the model's own."""
     found = []
     for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
         for reference in value if isinstance(value, (list, tuple)) else (value,):

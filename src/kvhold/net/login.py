@@ -27,5 +27,4 @@ class LoginRefused(msgspec.Struct, frozen=True, array_like=True, tag="CentralRef
 
 
 def quoted(text: str, most: int = _MOST_QUOTED) -> str:
-    """Return a text of the other side for logs: printable and short."""
     return "".join(one if one.isprintable() else "?" for one in text[:most])

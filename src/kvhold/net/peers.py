@@ -65,7 +65,7 @@ class Introduce(PeerMessage, frozen=True):
 
 
 class PeerGet(PeerMessage, frozen=True):
-    """Read frames, or ranges of them. -> PeerValues, repeatedly
+    """Read frames, or a range of each. -> PeerValues, repeatedly
 
     keys:   KEY_BYTES each, joined
     room:   the most bytes for each frame

@@ -32,12 +32,6 @@ class RelayWelcome(SpanMessage, frozen=True):
 
 
 class LookUp(SpanMessage, frozen=True):
-    """-> LookedUp
-
-    query:      of the shards of this host's workers
-    deadline_s: of each call to the node
-    """
-
     query: Query
     have_tokens: Annotated[int, msgspec.Meta(ge=0)]
     uses: Uses

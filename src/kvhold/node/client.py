@@ -481,7 +481,6 @@ class NodeClient(WholePrompts):
             log.warning("damaged chunks could not be reported: %s", error)
 
     def _give_back(self, link: Link, request: m.Message | None, *, held: bool = False) -> None:
-        """Never raises: when a link closes, the node takes everything back."""
         if held:
             link.let_go()
             if link.closed:

@@ -175,7 +175,6 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._leave()
 
     def depart(self) -> None:
-        """The client's memory may be taken back while its process lives."""
         self._has_departed = True
         if self._is_closed:
             self._leave()

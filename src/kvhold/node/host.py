@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 
-# Left out: LD_PRELOAD, thread bindings (OMP_*, GOMP_*, KMP_*), devices and settings.
 _KEPT = {
     r"PATH|HOME|USER|LOGNAME|SHELL": "the user's name and home",
     r"LANG|LANGUAGE|LC_\w+|TZ": "the language and time zone of messages and logs",

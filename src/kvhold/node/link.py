@@ -167,7 +167,6 @@ class Link:
             self._leave()
 
     def watch(self, notifier: Notifier, seconds: float) -> None:
-        """Wait for the node's end, the notifier, or `seconds`. Raises OSError, ProtocolError."""
         self._enter()
         try:
             end = select.poll()
@@ -316,10 +315,6 @@ class Link:
     # Receiving.
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Call `is_done` under the lock. Return False after the deadline.
-
-        Raises the connection's error.
-        """
         me = object()
         while True:
             try:

@@ -87,7 +87,7 @@ class PeerThread:
             self._loop.call_soon_threadsafe(self._publisher.start)
 
     def close(self) -> None:
-        """The node's loop must run meanwhile. Idempotent."""
+        """The node's loop must still run. Idempotent."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()

@@ -81,8 +81,6 @@ class SocketPeer:
 
 
 class ProcessEnd:
-    """The end of a process and its device copies. Used in an event loop."""
-
     def __init__(self, fd: int) -> None:
         self._fd = fd
 

@@ -272,7 +272,6 @@ class Session:
         return m.Done(self._state.cleared_ns(request.namespace))
 
     def _clear_turns(self, request: m.Clear) -> Turns[int]:
-        """Hide all chunks at once, and free some before the answer."""
         removed = self._state.clear(request.namespace, at_ns=request.at_ns)
         for _ in range(_CLEAR_STEPS):
             if not self._state.has_chores:

@@ -163,7 +163,6 @@ def _spawn(config: Config, patience: _Patience) -> None:
         )
     finally:
         os.close(output)
-    # with --detach, the process ends when the node listens or has failed
     while not _has_ended(pid):
         patience.pause(
             lambda: f"the node was started, but does not listen yet; {_told(log_path, start)}"

@@ -20,7 +20,7 @@ from kvhold.proxy.engines import ProxiedEngine
 from kvhold.proxy.faults import EngineFault
 from kvhold.proxy.headers import Headers
 
-_BUFFERED_BYTES = 1 << 20  # smaller answers are read as a whole, to repeat the call
+_BUFFERED_BYTES = 1 << 20
 _PROBE_BYTES = 64 << 10
 _KEEPALIVE_S = 3.0  # vLLM's server closes idle connections after 5 s
 

@@ -82,7 +82,6 @@ class EnginePool:
     def choose(
         self, session: str | None, tried: Collection[ProxiedEngine] = ()
     ) -> ProxiedEngine | None:
-        """Return the session's engine, or the least loaded one; None: no engine is usable."""
         usable = [engine for engine in self.engines if engine.is_usable and engine not in tried]
         if not usable:
             return None

@@ -22,7 +22,6 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-# Made by the proxy; they would let a client choose engines.
 _OF_REQUESTS = frozenset(
     {
         "host",

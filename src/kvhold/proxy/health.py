@@ -42,7 +42,6 @@ class HealthProber:
             await asyncio.wait(self._tasks)
 
     def note_fault(self, engine: ProxiedEngine, fault: EngineFault) -> None:
-        """An engine that refuses connections is not used from now on."""
         if fault.reason == "refused" and engine.is_up:
             self._mark_down(engine, fault)
         if fault.reason in ("refused", "disconnected") or not fault.is_sent:

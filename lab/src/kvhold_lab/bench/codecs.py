@@ -144,10 +144,6 @@ def rows(
     *,
     drops: Mapping[str, float | None] | None = None,
 ) -> Iterator[CodecRow]:
-    """drops: accuracy lost by each codec, in points
-
-    Raises ConfigError, AssertionError: a too large error.
-    """
     codecs = [make_codec(name) for name in names]
     for data, sample in samples.items():
         runs = [_Run(codec, sample) for codec in codecs]

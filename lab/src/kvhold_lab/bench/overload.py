@@ -63,7 +63,6 @@ class OverloadSizes:
 
 
 def rows(load: OverloadSizes) -> Iterator[OverloadRow]:
-    """A million chunks take minutes, 5 GB of memory and 4 GB of disk."""
     yield from _turn_rows("longest pause of this machine", _longest_pause_s(load.spin_s))
     with tempfile.TemporaryDirectory(prefix="kvhold-overload-") as scratch:
         folder = Path(scratch) / "kv"

@@ -181,7 +181,6 @@ def _index_rows(sizes: PeersSizes) -> Iterator[PeersRow]:
 
 
 def _event_row(sizes: PeersSizes) -> PeersRow:
-    """From before a commit until a follower's probe finds the last chunk."""
     num_batches = max(2, int(sizes.event_s * _BATCHES_A_SECOND))
     batch = max(1, sizes.events_s // _BATCHES_A_SECOND)
     ram_bytes = num_batches * batch * size_class(_SMALL.layout.tokens_per_chunk) + 8 * SLAB_BYTES
@@ -234,7 +233,6 @@ def store_steadily(path: str, num_batches: int, batch: int) -> None:
 
 
 def _serving_row(sizes: PeersSizes) -> PeersRow:
-    """An engine's lookups, without and with a peer that reads without a pause."""
     space, size = _large(sizes.layers), _SMALL.layout.tokens_per_chunk
     nbytes = _chunk_bytes(space)
     p99_s: dict[bool, list[float]] = {False: [], True: []}
@@ -284,7 +282,7 @@ def _p99_of_lookups(client: NodeClient, prompt: Prompt, count: int) -> float:
 
 
 def read_steadily(url: str, layers: int) -> None:
-    """The entry point of a process. Read between a "g" and an "s" of standard input."""
+    """Runs between a "g" and an "s" of standard input."""
     asyncio.run(_read_steadily(url, layers))
 
 
@@ -381,7 +379,6 @@ def _find(client: NodeClient, prompt: Prompt, num_tokens: int | None = None) -> 
 
 
 def _wait_for_followers(peers: Sequence[RunningPeer], follower: NodeClient) -> None:
-    """Until the chunk that each peer has stored last is in the index."""
     follower.register(_SMALL)
     for number, peer in enumerate(peers):
         last = _prompt(_SMALL, 1, 1000 + number)

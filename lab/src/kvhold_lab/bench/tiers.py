@@ -327,10 +327,6 @@ async def _checks_row(name: str, url: str) -> TierRow:
 async def _in_turn(
     work: dict[str, Work], *, before: dict[str, Work] | None = None, rounds: int = 0
 ) -> dict[str, float]:
-    """Median seconds, without the first round.
-
-    before: untimed preparation. rounds: 0: ROUNDS
-    """
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for number in range(1 + (rounds or ROUNDS)):
         turns = list(work.items())

@@ -37,8 +37,6 @@ READY = b"ready"
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Sent with stdin, stdout, stderr, and a pipe for the exit code."""
-
     module: str
     environment: dict[str, str]
     folder: str

@@ -28,9 +28,7 @@ Weights = npt.NDArray[np.float32]
 MAX_MODEL_LEN = 32_768
 _RECIPE = 1
 _SEED = 20_260
-# standard deviation of attention logits: 1.6**2; some ten of 4,000 tokens carry most weight
 _QUERY_KEY_GAIN = 1.6
-# with 1.5 and an _MLP_GAIN of 1.2 all positions become alike
 _ATTENTION_GAIN = 1.2
 _MLP_GAIN = 1.5
 _LOGIT_STD = 3.0

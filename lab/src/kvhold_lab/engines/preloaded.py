@@ -58,10 +58,6 @@ class ForkedProcess:
 
 
 def spawn(module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> ForkedProcess | None:
-    """In a new process group, with pipes for stdin and stdout.
-
-    environment: the program's whole environment
-    """
     if os.environ.get(VARIABLE) != "1":
         return None
     with _lock:

@@ -73,7 +73,6 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path, *, max_model_len: int) 
 def make_prompt(
     model_path: Path, num_tokens: int, *, seed: int = 0, num_shared_tokens: int = 0
 ) -> list[int]:
-    """All seeds share the first `num_shared_tokens`; the next few tokens differ."""
     if not 0 <= num_shared_tokens <= num_tokens:
         raise ValueError(f"{num_shared_tokens} shared tokens do not fit a prompt of {num_tokens}")
     tokenizer = _load_tokenizer(model_path / "tokenizer.json")

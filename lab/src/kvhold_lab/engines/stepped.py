@@ -1,9 +1,5 @@
 """A vLLM engine in this process, stepped by hand.
 
-    name = engine.add({"prompt_token_ids": [...]}, max_tokens=8)
-    while engine.is_busy():
-        outputs = engine.step()
-
 Only for a child started with `environment_for`: imports read some variables.
 """
 
@@ -36,7 +32,6 @@ def own_environment() -> dict[str, str]:
 
 
 def bound_environment(num_threads: int) -> dict[str, str]:
-    """With threads bound as a user's are. OpenMP reads the variables at load."""
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     return {
         **environment_for(num_threads),

@@ -132,10 +132,6 @@ class MiniEngine:
         return computes
 
     def run(self, *, until: Callable[[], Any] = lambda: False) -> dict[str, list[int]]:
-        """Until all requests have released their blocks, or `until()`.
-
-        Raises TimeoutError after a minute without progress.
-        """
         moved_s = time.monotonic()
         while self.is_busy() and not until():
             if self.step():

@@ -101,7 +101,6 @@ class Runner:
         return found
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """By group; blocks outside a window may belong to another request."""
         return [list(ids) for ids in self._running[request_id].blocks]
 
     def _update(self, output: SchedulerOutput) -> None:

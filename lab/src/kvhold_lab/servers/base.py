@@ -161,7 +161,6 @@ def free_port() -> int:
 
 
 def _own_ports() -> Iterator[int]:
-    """Below the kernel's range from a random start, or 0 (any)."""
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

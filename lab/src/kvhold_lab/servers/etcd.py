@@ -31,7 +31,6 @@ class EtcdServer(ServerProcess):
         return self._open(f"/v3/{path}", data=json.dumps(request).encode(), headers=headers)
 
     def add_user(self, name: str, password: str) -> None:
-        """Turn logins on, for root and a user of the keys below /kvhold/."""
         for user, role in (("root", "root"), (name, "kvhold")):
             self.call("auth/user/add", name=user, password=password)
             self.call("auth/role/add", name=role)

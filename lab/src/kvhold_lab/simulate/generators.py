@@ -178,7 +178,6 @@ def _chat(
 def _agent(
     texts: _Texts, at_s: float, prompt: tuple[_Piece, ...], helpers: list[_Piece]
 ) -> Iterator[_Turn]:
-    """For several tasks. Subagents run at the same time; the agent waits for all."""
     for task in range(texts.turns(1.5)):
         if task:
             at_s += texts.around(600.0, 0.7)
@@ -220,7 +219,6 @@ def _zipf(num: int, exponent: float) -> npt.NDArray[np.float64]:
 
 
 def _by_time(sources: Iterator[Iterator[_Turn]]) -> Iterator[_Turn]:
-    """Each source is in order; the sources are ordered by their starts."""
     waiting: list[tuple[float, int, _Turn, Iterator[_Turn]]] = []
     numbers, coming = count(), next(((turn, s) for s in sources if (turn := next(s, None))), None)
     while waiting or coming:
@@ -234,8 +232,6 @@ def _by_time(sources: Iterator[Iterator[_Turn]]) -> Iterator[_Turn]:
 
 
 class _Blocks:
-    """Blocks with equal text up to their ends get the same id."""
-
     def __init__(self) -> None:
         self._ids: dict[tuple[int, tuple[_Piece, ...]], int] = {}
 

@@ -104,8 +104,6 @@ _CLOCK, _USED, _SIZE, _HEAP, _GHOSTS, _OLDEST, _NEWEST, _PASSED, _HOLE, _TARGET,
 
 
 class _Place(NamedTuple):
-    """heaps: [2, room, 2], the leaves of each queue as (rank, chunk)"""
-
     nodes: Any
     heaps: Any
     passed: Any

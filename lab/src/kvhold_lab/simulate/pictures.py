@@ -58,7 +58,6 @@ def draw(rows: "Sequence[SimulatedRow | DrawnRow]", path: Path, title: str) -> N
 
 
 def draw_panels(panels: Mapping[str, Sequence[DrawnRow]], path: Path) -> None:
-    """One for each set of rows, by title, and one legend."""
     with needing("'kvhold[lab]'"):
         from matplotlib.figure import Figure
     num_rows = -(-(len(panels) + 1) // _COLUMNS)

@@ -88,7 +88,6 @@ def _serve(
         config, policy=learned_policy(arrivals) if config.policy == "learned" else None
     ) as cache:
         cache.register(_SPACE)
-        # given in each lookup, the cost would let the planner skip loads
         if cost is not None:
             cache.lookup(_SPACE.prompt([]).query(), cost=cost.compute_cost(cut.tokens_per_chunk))
         for request in range(found.shape[0]):

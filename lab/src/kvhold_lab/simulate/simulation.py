@@ -89,7 +89,6 @@ def replay_policy(
     lower_capacity: int = 0,
     values: Sequence[ValueRun] | None = None,
 ) -> Replayed:
-    """With the policy's compiled model, or its class. values: for `learned`"""
     trace = cut.chunks, cut.starts, cut.parents
     if policy in MODELS:
         return replay(*trace, policy=policy, capacity=capacity, lower_capacity=lower_capacity)

@@ -26,8 +26,6 @@ def kv(key: bytes, nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """A part of an arena at one allocation. node: None outside arenas."""
-
     node: "CheckedMemory | None"
     offset: int = 0
     allocation: int = 0
@@ -214,7 +212,6 @@ class Checker:
                 )
 
     def check_pins(self) -> None:
-        """Each pin belongs to a ticket, lease, search, write, scrub or peer."""
         state: Any = self._state
         counts: Counter[int] = Counter()
         entries: dict[int, Entry] = {id(entry): entry for entry in state.ram._entries.values()}

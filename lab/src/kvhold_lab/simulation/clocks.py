@@ -1,8 +1,4 @@
-"""The clocks of one simulated host: wall clocks differ, and no two run equally fast.
-
-clock = HostClock(ahead_s=-3.0, drift=1e-5, up_s=7_000.0); loop.clock = clock
-world.wall(); world.clock_ms()     # in a handle of that loop: this host's times
-"""
+"""The clocks of one simulated host: wall clocks differ, and no two run equally fast."""
 
 from dataclasses import dataclass
 from random import Random

@@ -47,7 +47,7 @@ _LOOK_S = 0.2
 _LOOK_AT_BUS_S = 1.0
 _MOST_FOLLOWED = 24
 _FOLLOWED_OF_MANY = (3, 6, 9)
-_RARER = 10  # evictions and checks of pins, in a fleet of more than four
+_RARER = 10
 _BEAT_OF_MANY_S = 2.5  # half of the silence that loses a peer
 _LATEST_S = 10.0
 _MOST_OLD_S = 2 * SILENT_S + 0.5
@@ -199,7 +199,6 @@ class FleetHost(Simulation):
         self.world.enter(None)
 
     def check_bus(self) -> None:
-        """The index of a peer followed by bus is not older than promised."""
         node, now = self.node, self.world.now
         if not isinstance(node, FleetNode) or node.tier_worker_loop.stalled_until + 1.0 > now:
             return

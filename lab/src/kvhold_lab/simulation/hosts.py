@@ -477,7 +477,6 @@ class Hosts:
         clearing = next((host for host in hosts if self._may_put(host)), None)
         if self.central is not None:
             yield self.central.rest
-        # the second clear removes late values under a name of the first
         for number in range(2 if clearing is not None else 0):
             assert clearing is not None
             yield clearing.clear_all
@@ -505,8 +504,6 @@ class Hosts:
             yield self.central.check_end
 
     def _all_learn(self) -> None:
-        """Wait until each host knows each clear that it can still learn."""
-
         def has_learned(host: SimHost) -> bool:
             known = host.promise.known
             return all(known.get(space, number) >= number for space, number in self._told().items())

@@ -1,7 +1,5 @@
 """The network between simulated hosts: partitions, slow links, and hosts without power.
 
-    network = LinkedNetwork(world); network.cut("10.0.0.1", "10.0.0.2"); network.heal()
-
 A cut link passes nothing, not even the end of a connection.
 """
 
@@ -16,8 +14,6 @@ _LOOK_S = 0.2
 
 
 class LinkedNetwork(Network):
-    """touch_of_server: called for each access of a host's server to the caller's memory"""
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.touch_of_server: dict[str, Touch] = {}

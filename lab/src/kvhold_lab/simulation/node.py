@@ -237,8 +237,6 @@ class SimNode(server.Node):
         )
 
     def end_gently(self, drain_s: float, ended: Callable[[], None]) -> None:
-        """As on SIGTERM: close connections, drain the tier worker, cancel its tasks."""
-
         def end(_: Any = None) -> None:
             self.kill()
             ended()

@@ -157,7 +157,6 @@ class World:
             self.random.choice(self._loops).stall(seconds)
 
     def later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Handle:
-        """Outside all threads: of the network, a disk or a pool."""
         handle = Handle(callback, args, self._outside, contextvars.Context())
         self.schedule(self.now + delay_s, None, handle)
         return handle
@@ -344,7 +343,6 @@ class SimLoop(SocketLoop, asyncio.AbstractEventLoop):  # type: ignore[misc]
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
-        """One step after a delay. The result comes after another delay."""
         future = self.create_future()
 
         def work() -> None:

@@ -59,7 +59,6 @@ def make_batches(
 def make_crowd(
     vocabulary: Sequence[int], sizes: PromptSizes, *, seed: int, num_adapters: int = 0
 ) -> list[list[Question]]:
-    """Prompts that all need another block at about the same time."""
     rng = random.Random(seed)
     length = crowd_tokens(sizes)
     shared = [rng.choice(vocabulary) for _ in range(sizes.block)]

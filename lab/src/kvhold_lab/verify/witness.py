@@ -255,7 +255,6 @@ def _first_needed(spec: Any, end: int) -> int:
 
 
 def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
-    """Yield (request, start, end, is_first); a resumed request is first, too."""
     for new in output.scheduled_new_reqs:
         start = new.num_computed_tokens
         yield new.req_id, start, start + output.num_scheduled_tokens[new.req_id], True

@@ -95,8 +95,6 @@ class Prefix(Generic[Found]):
 
 @dataclass(frozen=True)
 class Gap:
-    """The first missing key. keys: all groups' and shards' keys of its chunk"""
-
     key: bytes
     keys: Callable[[], Iterator[bytes]]
 

@@ -32,7 +32,8 @@ class PendingRead:
 class FetchCommand:
     """Read chunks, roughly in order.
 
-    -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` later
+    -> `fetched(entry, ok)`; or `given_up(entry)`, and `let_go(entry)` when it no longer writes to
+    the memory
     """
 
     pending_reads: list[PendingRead]

@@ -94,7 +94,6 @@ class Framer:
 
 
 def _on_a_page(parts: Parts) -> Parts:
-    """Copy the header to the start of a page, for direct I/O."""
     if len(parts) == 1 or parts[0].obj is parts[1].obj:
         return parts
     header = page_aligned(len(parts[0]))

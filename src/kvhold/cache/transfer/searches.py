@@ -42,9 +42,7 @@ class _Coming:
 
 @dataclass
 class _Survey:
-    """A prefix's chunks.
-
-    slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
+    """slowest: `[chunk]`, the lowest tier that it needs, or IN_RAM
     below:   `{tier: [chunk]}` bytes to read; 1 for a read in progress
     coming:  `{tier: chunk}`, the first with a read in progress
     """
@@ -107,7 +105,6 @@ class Searches:
 
     @property
     def num_arriving(self) -> int:
-        """Chunks being read, or given up while a tier still uses their memory."""
         return len(self._coming) + len(self._given_up)
 
     def may_begin(self, query: Query) -> bool:
@@ -140,7 +137,6 @@ class Searches:
             yield from self._request_turns(number, search)
 
     def resume_turns(self, number: int, search: Search, *, has_tiers: bool) -> Turns[None]:
-        """The caller has set `requesting`, so the search is not over."""
         held: list[Entry] = []
         try:
             self._unpin_cleared(search)
@@ -400,7 +396,7 @@ class Searches:
         self._update_searches(coming, entry, why_not, origin)
 
     def given_up(self, entry: Entry) -> None:
-        """End a failed read, which may still write to the memory until `let_go`."""
+        """See `FetchCommand`."""
         coming = self._coming.pop(entry.key)
         self._planner.ended(coming.pending_read.place.tier, entry.nbytes, ok=False)
         self._given_up.add(entry)
@@ -485,7 +481,6 @@ class Searches:
 def sources_turns(
     prefix: Prefix[Entry], search: Search, names: Sequence[str]
 ) -> Turns[dict[str, int]]:
-    """Each chunk counts for the lowest tier that it came from."""
     slowest, find = list[int](), search.sources.get
     for column in prefix.columns():
         below = [

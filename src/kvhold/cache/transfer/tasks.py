@@ -1,5 +1,3 @@
-"""One owner's tasks. A failed one is logged; the others continue."""
-
 import asyncio
 import logging
 from collections.abc import Coroutine

@@ -474,7 +474,6 @@ def _teach(stack: Stack, state: CacheState, policy: str) -> None:
 
 
 def _check_coding(guard: Guard, config: Config) -> None:
-    """Raises ConfigError for an unusable codec, or encryption without a key."""
     try:
         check_codec(guard.config.codec)
     except ConfigError as error:

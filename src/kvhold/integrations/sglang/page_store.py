@@ -152,7 +152,6 @@ class PageStore:
         *,
         uses: Uses = "none",
     ) -> Iterator[tuple[int, int]]:
-        """Yield (first page, number of pages) of present runs. uses: of the first lookup"""
         first = 0
         while first < len(keys):
             pages = self._find(

@@ -57,8 +57,6 @@ _VOLATILE_IN_ADAPTERS = frozenset(
 
 
 class Identity:
-    """model_id: a name for weights and adapters, which are then not read"""
-
     def __init__(self, model: Any, *, model_id: str = "", cache_salt: str = "") -> None:
         self._model = model
         self._model_id = model_id

@@ -289,7 +289,6 @@ class Reuse:
         return int(places.num_tokens[granted].sum())
 
     def _store_sequences(self, view: View, prompt: Prompt, sequences: Any) -> int:
-        """Whole chunks after the prompt's. A sequence's last token has no KV."""
         size = prompt.namespace.layout.tokens_per_chunk
         first = len(prompt.tokens) // size * size
         rows = sequences[:, : view.rows_per_block].cpu().numpy()

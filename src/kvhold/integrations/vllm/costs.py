@@ -129,7 +129,6 @@ class Costs:
         step.quantities = (float(tokens), 1.0, pairs)
 
     def over(self) -> list[Took]:
-        """End the oldest step. Return the times of requests that it completed."""
         if not self._steps:
             return []
         step, now_s = self._steps.popleft(), self._clock()

@@ -2,7 +2,7 @@
 
 Blocks are opaque bytes; the packing's name identifies their arrangement. A shard is one worker's
 KV, or with `head_shards` a part of the worker's heads, for engines with other numbers of workers.
-Workers with equal KV (MLA, or fewer heads than workers) share a shard, and one of them stores it.
+Workers with equal KV (MLA, or fewer heads than workers) share a shard that one worker stores.
 """
 
 from collections.abc import Sequence

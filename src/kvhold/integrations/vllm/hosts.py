@@ -61,7 +61,6 @@ class WorkerHost:
         return tuple(sorted({shard for rank in self.ranks for shard in geometry.held_by(rank)}))
 
     def storers(self, geometry: Geometry) -> Iterable[int]:
-        """Of workers with equal KV, the first on this host stores."""
         stored: set[int] = set()
         for rank in self.ranks:
             if not stored.issuperset(held := geometry.held_by(rank)):

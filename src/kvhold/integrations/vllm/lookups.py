@@ -45,10 +45,7 @@ _PAUSE = 0.01  # part of a wait between checks of another engine
 
 
 class RequestLookups:
-    """Hashing and calls to the cache run on the lookup thread, all else on the scheduler's.
-
-    namespace: for prompts that are hashed from now on
-    """
+    """Hashing and calls to the cache run on the lookup thread, all else on the scheduler's."""
 
     def __init__(
         self,

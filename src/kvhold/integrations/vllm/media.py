@@ -1,9 +1,9 @@
 """Identify a prompt's images, video and audio by a hash of their content.
 
 vLLM's own caches go by an identifier that a client may choose. After an identifier has stood for
-two contents, vLLM may compute one with the other's KV, so later requests with it are not stored.
-vLLM leaves out content that this process already had under the same identifier; then the earlier
-content counts.
+two contents, vLLM may compute one with the other's KV, so later requests of this identifier are not
+stored. vLLM leaves out content that this process already had under the same identifier; then the
+earlier content counts.
 """
 
 import threading
@@ -47,9 +47,7 @@ class Media:
                 self._announced.update(_key(feature) for feature in request.mm_features)
 
     def is_certain(self, request: "Request") -> bool:
-        """Whether each identifier stands for one content, and no other request with it waits to be
-        read.
-        """
+        """Whether each identifier stands for one content, also in waiting requests."""
         with self._lock:
             return all(
                 not self._announced[key] and self._known.get(key, _SEVERAL) != _SEVERAL

@@ -58,10 +58,7 @@ def namespace_of(
 
 
 def host_facts(config: "VllmConfig", settings: Config) -> tuple[tuple[str, str], ...]:
-    """Facts of this host that the KV depends on, besides the engine's configuration.
-
-    The scheduler names the engine by its own host. Raises LayoutError.
-    """
+    """Facts of this host that the KV depends on. Raises LayoutError."""
     model, facts = config.model_config, _model_facts(config, settings)
     if not settings.model_id:
         facts["weights"] = model_identity(

@@ -27,7 +27,6 @@ class Reserving:
         return [layer.result() for layer in self.layers if layer.exception() is None]
 
     def has_lost_copies(self) -> bool:
-        """Whether the device failed in a copy, which may still run."""
         return any(isinstance(layer.exception(), DeviceError) for layer in self.layers)
 
 

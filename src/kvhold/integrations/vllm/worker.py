@@ -381,7 +381,6 @@ class WorkerSide:
         return None
 
     def _groups(self, store: Store) -> npt.NDArray[np.bool_] | None:
-        """[parts, chunks]: a part has all blocks of a chunk; None: all do."""
         if all(min(ids, default=0) >= 0 for ids in store.block_ids):
             return None
         num_tokens = store.names.num_tokens(self._namespace.layout)

@@ -131,8 +131,6 @@ class RelayPlace:
 
 @dataclass
 class _Call:
-    """deadline_s: the relay's own; it may take twice as long for two calls to its node"""
-
     request: s.Request
     deadline_s: float
     answer: "Future[s.Answer]" = field(default_factory=Future)

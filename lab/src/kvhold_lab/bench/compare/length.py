@@ -11,7 +11,6 @@ from kvhold_lab.engines.engine import Engine, binding, options_for
 from kvhold_lab.engines.models import ModelInfo
 from kvhold_lab.engines.prompts import make_prompt
 
-# a quarter is a little more than a multiple of 128, vLLM's block
 LENGTHS = (1_100, 600)
 
 _MOST_S = 45 * 60

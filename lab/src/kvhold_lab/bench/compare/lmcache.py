@@ -30,8 +30,6 @@ _QUIET = {
 
 
 class LMCacheServer:
-    """tier: ram, disk (in `folder`) or redis (at `redis_port` of loopback)."""
-
     def __init__(
         self,
         python: Path,

@@ -132,10 +132,6 @@ def split(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
 def failed(
     rows: Sequence[SystemRow], *, most_reuse: int = 100, strict: bool = False
 ) -> list[SystemRow]:
-    """Rows where kvhold failed, or reused nothing.
-
-    strict: in any of the requests
-    """
     return [
         row
         for row in rows

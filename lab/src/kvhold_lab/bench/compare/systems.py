@@ -79,8 +79,6 @@ class Sizes:
 
 @dataclass
 class RunningSystem:
-    """By name or `key`. errors: why other systems do not run"""
-
     systems: dict[str, System] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     sockets: dict[str, Path] = field(default_factory=dict)

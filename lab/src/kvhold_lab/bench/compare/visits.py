@@ -129,7 +129,6 @@ def visiting(
 
 
 def visits(workload: VisitWorkload, *, rounds: int) -> Iterator[Visit]:
-    """Each document once, then `rounds` prompts and bursts for each share."""
     for document in range(workload.num_documents):
         yield Visit(100, (document,), counts=False)
     at = 0

@@ -219,7 +219,6 @@ def drop_pages(folder: Path) -> None:
 
 
 def own_bytes(pid: int, cache_bytes: int) -> int:
-    """The proportional set size without mappings of KV, known by name or size."""
     return sum(
         nbytes
         for name, size, nbytes in _mappings(pid)

@@ -38,13 +38,6 @@ _AT_MOST = {
 
 @dataclass
 class Measured:
-    """By operation and tier.
-
-    cells:  seconds, or bytes of memory
-    nbytes: KV that an operation moves
-    equal:  by system, whether all loaded bytes were right
-    """
-
     cells: dict[tuple[str, str], list[Cell]] = field(default_factory=lambda: defaultdict(list))
     nbytes: dict[tuple[str, str], int] = field(default_factory=dict)
     equal: dict[tuple[str, str, str], bool] = field(default_factory=dict)

@@ -83,7 +83,6 @@ def measure(
     folder: Path | None,
     say: Callable[[str], None],
 ) -> Measured:
-    """launch: makes a system's process; folder: for files, on the measured disk"""
     measured = Measured()
     chance = random.Random(0)
     for tier in tiers:

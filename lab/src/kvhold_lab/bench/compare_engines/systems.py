@@ -42,7 +42,7 @@ _HERE = Path(__file__).parent
 
 
 class PeerFailed(KVHoldError):
-    """A system has failed. The message is that of the system."""
+    """The message is the system's."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +58,6 @@ class PeerSystem:
     def __init__(
         self, name: str, exchange: Callable[[bytes, str], bytes], end: Callable[[], None]
     ) -> None:
-        """exchange: sends a line, returns its answer, raises EngineFailed; end: kills all"""
         self.name = name
         self._exchange = exchange
         self._end = end

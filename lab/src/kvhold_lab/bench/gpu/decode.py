@@ -184,7 +184,6 @@ def _beside(decoder: StepDecoder, copies: Beside, steps: int) -> tuple[float, in
 
 
 def _window(decoder: StepDecoder, steps: int, copies: Beside | None) -> tuple[Tick, Tick]:
-    """Put steps on the device, one ahead of it. Return the ticks before and after them."""
     began = decoder.tick()
     running, ended = deque[Tick](), began
     for _ in range(steps):

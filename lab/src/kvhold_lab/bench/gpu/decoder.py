@@ -68,7 +68,6 @@ class StepShape:
         return elements * int(self.dtype.itemsize)
 
 
-# Llama-3-8B's heads: 128 MiB of weights and 256 MiB of KV a layer
 GPU = StepShape(
     layers=32,
     width=4096,
@@ -174,8 +173,6 @@ class GpuTick:
 
 
 class QueueDecoder:
-    """On a driver's engine stream. The device reads the clock at a tick."""
-
     def __init__(
         self,
         model: StepModel,

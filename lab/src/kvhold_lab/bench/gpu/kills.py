@@ -51,7 +51,6 @@ SPACE = Namespace(
 
 
 def rows(target: Target) -> Iterator[GpuRow]:
-    """With a GPU, 104 processes, 8 at a time, in 2 minutes."""
     at_once, times = (2, 2) if target.small else (8, 13)
     stray = 0
     with running_node(ram_bytes=at_once * _CHUNKS * _LAYERS * _BLOCK_BYTES + (8 << 20)) as client:

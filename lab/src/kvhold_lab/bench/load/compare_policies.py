@@ -82,7 +82,6 @@ def _check(common: Common, gates: Gates) -> None:
 
 @contextmanager
 def _servers(common: Common) -> "Iterator[dict[str, Endpoint]]":
-    """By policy, without a prefix cache, so that hits come from kvhold."""
     from kvhold_lab.bench.load.demo_server import demo_server
 
     assert common.serve_demo is not None

@@ -22,9 +22,7 @@ Counts = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens between two readings; other users count, too.
-
-    looked_up, by_tier, missed: by kvhold
+    """looked_up, by_tier, missed: by kvhold
     loaded: by the engine from its connector
     own: in the engine's prefix cache
     """

@@ -19,7 +19,6 @@ _RESAMPLES = 4_000
 class PolicyRow:
     """hit_tokens: prompt tokens that the server did not compute
     ttft_low_s, ttft_high_s: interval of the mean
-    waited_mean_s: for other requests, before sending
     """
 
     policy: str

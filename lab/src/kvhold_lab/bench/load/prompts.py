@@ -73,7 +73,6 @@ class TextPrompts:
 
 def _choices(seed: int, name: str, number: int, count: int, base: int) -> list[int]:
     digits, rest = [], number
-    # equally many for each number: otherwise one could be another's prefix
     for _ in range(math.ceil(63 / math.log2(base))):
         rest, digit = divmod(rest, base)
         digits.append(digit)

@@ -149,7 +149,6 @@ def _started(
 
 
 def _options(num_threads: int) -> dict[str, Any]:
-    """A prompt is one pass: otherwise the first pass's write to Redis would slow the lookup."""
     longest = _longest()
     one_pass = {"max_model_len": longest, "max_num_batched_tokens": longest}
     return one_pass | {"prefix_caching": False, "block_size": _BLOCK} | binding(num_threads)

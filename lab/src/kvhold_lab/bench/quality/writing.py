@@ -17,7 +17,6 @@ _FIRST, _SECOND = "bdfgklmnprstvz", "aeiou"
 def written_recall(
     tokenizer: Any, *, num_contexts: int, num_tokens: int, seed: int
 ) -> Iterator[Exams]:
-    """Lines "The number of Bato is 4821.", about `num_tokens` tokens, then `QUESTIONS` again."""
     rng = np.random.default_rng(seed)
     names = [
         f"{a}{b}{c}{d}".capitalize()

@@ -41,7 +41,6 @@ _LAYOUTS = tuple(
         (Group(layers=3, planes=2, heads=2, head_dim=head_dim, dtype="bfloat16"),),
         tokens_per_chunk=_BLOCK * _BLOCKS,
     )
-    # 32: layers of 4 KiB, hashed by the compiled copies. 1: of 128 bytes, hashed by the library.
     for head_dim in (32, 1)
 )
 _CODECS = ("raw", "lossless")

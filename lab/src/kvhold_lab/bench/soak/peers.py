@@ -159,7 +159,6 @@ def _break(
     tally: _Tally,
     until_s: float,
 ) -> None:
-    """At most one node is down, or cut off, at a time."""
     kinds: list[str] = []
     while time.monotonic() < until_s:
         number = chance.randrange(len(fleet))
@@ -236,7 +235,6 @@ def _read(client: NodeClient, prompt: Prompt, tally: _Tally) -> None:
 
 
 def _at_baseline(fleet: list["_Node"], tally: _Tally) -> int:
-    """Clear on the first node. Return the number of nodes that are not empty."""
     until_s = time.monotonic() + _PATIENCE_S
     with ExitStack() as stack:
         clients = [stack.enter_context(node.client()) for node in fleet]

@@ -23,7 +23,6 @@ _PROMPTS = 40
 _AT_ONCE = 4
 _OUTPUT_TOKENS = 6
 _MAY_GROW_BYTES = 200 << 20
-# vLLM's own memory grows until then. With fewer than twice as many, only the node is judged.
 _SETTLED_REQUESTS = 3_000
 _VOCABULARY = range(10, 250)
 

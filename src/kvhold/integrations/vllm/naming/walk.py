@@ -179,7 +179,7 @@ def _add_draft_model(
 def _add_groups(
     config: "VllmConfig", kv_cache: "KVCacheConfig", rules: NamingRules, found: dict[str, str]
 ) -> None:
-    """A stage of several knows only its own layers, so their names are left out."""
+    """One stage of a pipeline does not know the other layers, so names are left out."""
     staged = config.parallel_config.pipeline_parallel_size > 1
     for number, group in enumerate(kv_cache.kv_cache_groups):
         walk(group, f"kv.groups[{number}]", rules, found)

@@ -64,7 +64,6 @@ def read_dataset(path: Path) -> list[Example]:
 
 
 def read_conversations(path: Path, *, rounds: int) -> list[list[ChatExchange]]:
-    """Skip shorter conversations. Raises ConfigError, also if none is long enough."""
     recorded = _read(
         path,
         list[_Recorded],
