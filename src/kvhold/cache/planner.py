@@ -32,7 +32,7 @@ from kvhold.core.planning import (
 
 _REMEMBERED = 512
 _SHOWN = 20
-_SURELY = 1.05  # gain by which a wait ends early
+_SURELY = 1.05  # required gain to end a wait early
 _LATE = 1.5
 _TRY_S = 30.0
 IN_RAM = -1

@@ -331,8 +331,8 @@ class CacheState:
         return self.reencodings.layout_of(key[:NAMESPACE_BYTES])
 
     def hold_for_peer(self, keys: Sequence[bytes]) -> list[tuple[Entry, Layout] | None]:
-        """`ram.unpin_all` ends it. The chunks do not count as used: the other node has them from
-        then on.
+        """`ram.unpin_all` ends the hold. The chunks do not count as used: the other node has them
+        from then on.
         """
         held: list[tuple[Entry, Layout] | None] = []
         for key in keys:

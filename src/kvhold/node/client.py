@@ -118,7 +118,9 @@ class NodeClient(WholePrompts):
         return self._current("arena").buffer
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """From now on, the node takes memory back only after this process has ended."""
+        """See `Cache`. From now on, the node takes memory back only after this process has
+        ended.
+        """
         link = self._current("arena")
         link.uses_device = True
         self._call(m.UseDevice(), m.Done, None, link)
@@ -152,7 +154,7 @@ class NodeClient(WholePrompts):
         wait_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Hit:
-        """deadline_s: per request; `wait_s` limits the wait for lower tiers"""
+        """See `Cache`. deadline_s: per request; `wait_s` limits the wait for lower tiers"""
         link = self._current("lookup")
         found = self._call(
             m.Lookup(query, cost, have_tokens, uses, intent), m.LookupAnswer, deadline_s, link
@@ -216,7 +218,7 @@ class NodeClient(WholePrompts):
         arriving: bool = False,
         deadline_s: float | None = None,
     ) -> Lease | None:
-        """Tickets of other processes are valid."""
+        """See `Cache`. Tickets of other processes are valid."""
         link = self._current("claim")
         buffer = link.hold()
         leased: m.Answer | None = None
@@ -316,7 +318,7 @@ class NodeClient(WholePrompts):
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Reencoding:
-        """deadline_s: per request"""
+        """See `Cache`. deadline_s: per request"""
         link = self._current("reencode")
         begun = self._call(
             m.Reencode(tier, codec, namespace, query), m.ReencodeStatus, deadline_s, link
@@ -335,7 +337,7 @@ class NodeClient(WholePrompts):
         )
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """deadline_s: per page"""
+        """See `Cache`. deadline_s: per page"""
         link = self._current("snapshot")
         part = self._call(m.Snapshot(0), m.Happened, deadline_s, link)
         events, pages = list(part.events), 1
@@ -350,11 +352,11 @@ class NodeClient(WholePrompts):
         return EventBatch(part.events, part.next, part.lost)
 
     def status(self, *, deadline_s: float | None = None) -> NodeStatus:
-        """Unchecked (see `check_status`)."""
+        """Return the status, unchecked (see `check_status`)."""
         return cast(NodeStatus, self._call(m.Status(), m.Report, deadline_s).values)
 
     def clients(self, *, deadline_s: float | None = None) -> list[m.ClientInfo]:
-        """deadline_s: per page"""
+        """Return the node's clients. deadline_s: per page"""
         part = self._call(m.Clients(), m.ClientList, deadline_s)
         found = list(part.clients)
         while part.more:

@@ -162,7 +162,7 @@ class Conversation:
 
 
 def again(error: OSError | ProtocolError) -> OSError | ProtocolError:
-    """Return it without traceback, whose frames would keep the arena mapped."""
+    """Return the error without traceback, whose frames would keep the arena mapped."""
     return type(error)(*error.args)
 
 

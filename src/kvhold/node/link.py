@@ -94,7 +94,7 @@ class Link:
             return self._mapped(writable=False)
 
     def mappings(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Return a read-only and a writable one. Raises NodeError."""
+        """Return a read-only and a writable view. Raises NodeError."""
         with self._count_lock:
             return self._mapped(writable=False), self._mapped(writable=True)
 
@@ -203,7 +203,7 @@ class Link:
             self._close_if_unused()
 
     def retire(self, *, at_once: bool = True) -> None:
-        """Accept no more calls. The link closes when the arena is not held, because then the node
+        """Accept no more calls. The link closes when the arena is not held, because the node then
         takes the memory back.
 
         at_once: False closes in a thread: freeing a dead node's 512 MiB takes 0.2 s

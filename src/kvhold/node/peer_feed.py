@@ -66,7 +66,7 @@ class PeerFeed:
     # Any thread.
 
     def note(self, key: bytes, nbytes: int, num_tokens: int) -> None:
-        """nbytes: without a frame; 0: removed"""
+        """nbytes: without a frame's header; 0: removed"""
         self._notes.append(_Note(self._memory, key, nbytes, num_tokens))
         self._wake()
 

@@ -1,7 +1,7 @@
 """Publishes a node's changes to the bus of its tier of peers.
 
-While the bus is away, changes wait in the feed. If it forgets some, followers see a gap and ask
-this node. Runs in the peers' loop.
+While the bus is away, changes wait in the feed. If the feed forgets some, followers see a gap and
+ask this node. Runs in the peers' loop.
 """
 
 import asyncio

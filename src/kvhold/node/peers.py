@@ -119,7 +119,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Its first thread has ended. Raises OSError."""
+    """Whether no thread is left; the first has ended. Raises OSError."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

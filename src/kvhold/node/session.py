@@ -87,7 +87,7 @@ class Session:
         self._node = node
         self._watch_process = watch_process
         self.uses_device, self.pinned_bytes = False, 0
-        # ticket -> tokens at the last News
+        # ticket -> number of arrivals; more cause News
         self._arriving: dict[int, float] = {}
         self._unwritten: int | None = None
         self._seen = _Snapshot(0, iter(()))

@@ -83,7 +83,7 @@ class OneHost:
             self._clears.clear()
 
     def born(self, key: bytes, origin: Origin | None, allocation: int) -> int:
-        """The latest store, because a chunk from a tier may come from it."""
+        """The latest store, because a chunk from a tier may be that old."""
         return self.stored.get(key, 0)
 
     def binding(

@@ -64,7 +64,7 @@ class ReadBuffer:
         return self.pending_read.layout is not None or nbytes == entry.nbytes
 
     def accept(self, nbytes: int, *, check: bool) -> int:
-        """Return the expiry; 0: never. Raises FrameError."""
+        """Check and decode into the arena. Return the expiry; 0: never. Raises FrameError."""
         entry, layout = self.pending_read.entry, self.pending_read.layout
         if layout is None:
             return 0

@@ -347,7 +347,7 @@ class Searches:
     def _finder_anywhere(
         self, search: Search, held: list[Entry]
     ) -> Callable[[bytes], Entry | TierPlace | None]:
-        """held: receives found entries in RAM, held"""
+        """held: receives found entries in RAM, which are held"""
 
         def find(key: bytes) -> Entry | TierPlace | None:
             entry = self._find_or_coming(key)

@@ -85,7 +85,7 @@ class TierWorker:
         self._stack = stack
         self._metrics = metrics
         self._post = post
-        # requests wait for checks only
+        # separate pools: requests wait for checks, but not for encoding
         self._checking = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-check")
         self._encoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvhold-encode")
         self._shared = [guard for guard in stack.guards if guard.traits.shared]
@@ -376,7 +376,7 @@ class TierWorker:
             await self._remember()
 
     async def _remember(self) -> None:
-        """After the pending clears that they begin."""
+        """Journal other hosts' clears, after the pending clears that they begin."""
         if self._journal is None:
             return
         async with self._remembering:  # else an earlier call may write older numbers last

@@ -42,7 +42,7 @@ class UseQueue:
 
 
 def keys_of(command: UsedCommand) -> Iterator[tuple[list[bytes], bool]]:
-    """In parts, the last chunk first. are_whole: chunks, not tails"""
+    """Yield keys in parts, the last chunk first. are_whole: of chunks, not of tails"""
     query = command.query
     suffixes = [
         place_suffix(group, shard)

@@ -174,7 +174,7 @@ class _Lookup:
                     host.let_go(answer.ticket)
 
     def _ask(self, asks: Sequence[Callable[[], Callable[[], s.LookedUp]] | None]) -> None:
-        """None: its answer stays. Raises the own node's errors."""
+        """Ask hosts at once; None: the answer stays. Raises the own node's errors."""
         before = self.answers or [s.LookedUp()] * len(self.hosts)
         waits = [None if ask is None else ask() for ask in asks]
         answers, failure = list[s.LookedUp](), None

@@ -12,7 +12,7 @@ class MultiRoundQA:
     """`users` concurrent users, who together ask `qps` questions a second, with the whole history
     in the prompt.
 
-    ramp_up_s: in which the first users come; None: users / qps
+    ramp_up_s: until all first users are present; None: users / qps
     staggered: the first users begin at different rounds, with made-up earlier answers
     duration_s: new users follow until then. None: only the first users, to their end
     first_user: runs with different numbers have different histories
