@@ -18,7 +18,7 @@ PACKAGES = ("click", "msgspec", "xxhash")
 
 
 def bring(version: str, *more: str) -> int:
-    """For a machine with that version of Python."""
+    """Fill `.gpu/site` for a machine with that version of Python."""
     options = [
         "--target",
         str(SITE),

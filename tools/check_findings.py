@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass
 class Result:
-    """Of a class or of several parameters, the worst result."""
+    """The result of a class or of several parameters is the worst one."""
 
     result: str
     reason: str = ""
@@ -253,7 +253,7 @@ class Runner:
         return results
 
     def _run_file(self, file: str, listed: Sequence[str]) -> dict[str, Result]:
-        """In one process; after a test that hangs, the others run in a new one."""
+        """Use one process; after a test that hangs, a new one."""
         items: dict[str, Result] = {}
         left = list(listed)
         while left:
@@ -459,7 +459,7 @@ def why_failed(caught: "pytest.ExceptionInfo[BaseException]", text: str, when: s
 
 
 def _is_ours(owner: Any) -> bool:
-    """Of kvhold, or a stand-in in a test."""
+    """Whether it is of kvhold, or a stand-in in a test."""
     name = (
         owner.__name__
         if inspect.ismodule(owner)

@@ -19,7 +19,7 @@ _OF_THE_LAB = "kvhold_lab.simulate.numba_eviction"
 
 
 def main() -> None:
-    """In parallel processes; modules that others import come first."""
+    """Modules that others import come first."""
     began = time.monotonic()
     kernels = sorted(
         (path.stem for path in _KERNELS.glob("numba_*.py")), key=_imported_by, reverse=True

@@ -140,7 +140,7 @@ class Environment:
         return found.version if found else None
 
     def pip(self, *arguments: str | Path) -> None:
-        """In silence. Raises PipError."""
+        """Run silently. Raises PipError."""
         command = [
             self.python,
             "-m",
@@ -367,7 +367,7 @@ def requirements_without(requires: Iterable[str], names: set[str]) -> list[str]:
 
 
 def check_imports(env: Environment, *, with_vllm: bool) -> None:
-    """In a fresh process. vLLM itself is lazy, so import its connector classes."""
+    """Import in a fresh process. vLLM itself is lazy, so its connector classes count."""
     modules = [
         "kvhold",
         "torch",
@@ -385,7 +385,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def run(command: Sequence[str | Path], *, hint: str) -> None:
-    """In silence. Raises SetupError with the whole output and the hint."""
+    """Run silently. Raises SetupError with the whole output and the hint."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise SetupError(f"{' '.join(map(str, command))}\n{done.stdout}\n{hint}")

@@ -91,7 +91,9 @@ def adapter_places(folder: str) -> list[Path]:
 
 
 def code_identity(model: str, auto_map: object, code_revision: str | None) -> list[str]:
-    """Except `model` at its own revision. Raises LayoutError: code outside the local hub cache."""
+    """Name the hub code, except `model` at its own revision. Raises LayoutError: code outside the
+    local hub cache.
+    """
     found = set()
     for repository, file in _code_files(auto_map):
         if repository or (code_revision and not Path(model).expanduser().exists()):

@@ -11,7 +11,7 @@ def is_loopback(host: str) -> bool:
 
 
 def network_of(host: str) -> str:
-    """For IPv6, its /64, because one host may have all of its addresses."""
+    """For IPv6 it is a /64, because one host may have all of its addresses."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

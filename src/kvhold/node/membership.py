@@ -89,7 +89,7 @@ class Departures:
 
     @classmethod
     def of_process(cls, path: Path) -> "Departures":
-        """One per process and socket."""
+        """Return the only one of this process and socket."""
         return _of_process.setdefault(path.absolute(), cls())
 
     def add(self, link: UsedLink) -> None:

@@ -96,7 +96,7 @@ class EngineAnswer:
 
 class EngineCalls:
     def __init__(self, config: ProxyConfig) -> None:
-        """In the event loop. Raises ConfigError: `engine_ca_file` is unusable."""
+        """Call this in the event loop. Raises ConfigError: `engine_ca_file` is unusable."""
         self._config = config
         tls: ssl.SSLContext | bool = True
         if config.engine_ca_file:

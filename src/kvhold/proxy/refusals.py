@@ -37,7 +37,7 @@ class ProxyRefusal(KVHoldError):
 
 
 def error_body(path: str, status: int, message: str) -> bytes:
-    """As OpenAI's or, below /v1/messages, as Anthropic's."""
+    """The form is OpenAI's or, below /v1/messages, Anthropic's."""
     kind = _TYPES.get(status, "api_error")
     if path.startswith("/v1/messages"):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})

@@ -23,10 +23,10 @@ class BenchPlace(Protocol):
         pass
 
     def full_url(self) -> str | None:
-        """Of a full place, with a few MiB; None: impossible."""
+        """Return the URL of a full place of a few MiB; None: impossible."""
 
     def denied_url(self) -> str | None:
-        """With wrong credentials or rights; None: the place has none."""
+        """Return a URL with wrong credentials or rights; None: the place has none."""
 
     def kill(self) -> None:
         pass

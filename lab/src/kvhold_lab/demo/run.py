@@ -35,7 +35,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """For one prompt in the new engine."""
+    """Tokens and bytes are those of one prompt in the new engine."""
 
     driver: DriverName
     model: ModelInfo

@@ -63,7 +63,7 @@ def kvhold_connector(
 
 
 def binding(num_threads: int) -> dict[str, Any]:
-    """With fewer threads than cores vLLM would bind several engines to the same cores."""
+    """With fewer threads than cores, vLLM would bind several engines to the same cores."""
     return {"num_threads": num_threads, "own_binding": num_threads == len(os.sched_getaffinity(0))}
 
 
@@ -122,7 +122,7 @@ class Engine(Child):
         return self._request(ResetPrefixCache(), PrefixCacheReset, timeout_s).done
 
     def check_memory(self, enabled: bool, timeout_s: float = 60.0) -> int:
-        """Of later requests; return the number of connections."""
+        """Set `client.check_memory` of later requests; return the number of connections."""
         return self._request(CheckMemory(enabled=enabled), MemoryChecked, timeout_s).clients
 
     def _spawn(self) -> LoggedProcess:

@@ -17,7 +17,6 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
 
 
 def environment_for(num_threads: int) -> dict[str, str]:
-    """For CPUs: offline, quiet, with `num_threads`."""
     return {
         **_QUIET,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -27,7 +26,6 @@ def environment_for(num_threads: int) -> dict[str, str]:
 
 
 def own_environment() -> dict[str, str]:
-    """As a user runs vLLM, but offline and quiet."""
     return dict(_QUIET)
 
 

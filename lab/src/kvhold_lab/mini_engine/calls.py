@@ -28,12 +28,12 @@ class Calls(Protocol):
         """Make the connector this process's; engines take turns."""
 
     def before_blocks(self, output: SchedulerOutput) -> None:
-        """Before blocks are zeroed and copied."""
+        """Called before blocks are zeroed and copied."""
 
     def around(
         self, output: SchedulerOutput, forward: Forward, sample: Sample
     ) -> tuple[list[int], KVConnectorOutput | None]:
-        """Within the connector's step."""
+        """Compute and sample within the connector's step."""
 
     def without_pass(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run the connector's step alone."""

@@ -47,7 +47,7 @@ class ServerProcess:
             return True
 
     def start(self) -> Self:
-        """With the same port and folder. Return when it answers."""
+        """Return when the server answers, with the same port and folder."""
         assert self._process is None or self._process.poll() is not None, "it runs already"
         with self.log.open("ab") as log:
             _Process(
@@ -89,7 +89,7 @@ class ServerProcess:
         self._end(signal.SIGTERM)
 
     def pause(self) -> None:
-        """Until `resume`; the kernel still accepts connections."""
+        """Stop answering until `resume`; the kernel still accepts connections."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -44,7 +44,7 @@ class Replayed:
 
 
 def find_policy(name: str) -> Callable[[], Policy]:
-    """Such as lru, or a module:Class. Raises ConfigError."""
+    """name: such as lru, or a module:Class. Raises ConfigError"""
     if name in POLICIES:
         return POLICIES[name]
     try:

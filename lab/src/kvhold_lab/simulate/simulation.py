@@ -103,10 +103,8 @@ def replay_policy(
 
 
 def values_of(cut: Cut, setup: Setup) -> Sequence[ValueRun] | None:
-    """For `learned`; None: all are equal.
-
-    Chunks have one size, so `tokens` and `bytes` give the same. For `ttft`, a tier below counts as
-    slow.
+    """Chunks have one size, so `tokens` and `bytes` give the same. For `ttft`, a tier below counts
+    as slow. None: all values are equal.
     """
     if setup.policy_for != "ttft":
         return None

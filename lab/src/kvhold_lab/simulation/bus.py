@@ -234,7 +234,7 @@ class _Subscription:
             self._loop.call_soon(self._end.set)
 
     async def ended(self) -> None:
-        """Or until nothing has come for `_IDLE_S`."""
+        """Wait for the end, or until nothing has come for `_IDLE_S`."""
         before = -1
         while before != self._num_taken:
             before = self._num_taken

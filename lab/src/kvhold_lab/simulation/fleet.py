@@ -510,7 +510,7 @@ class Fleet:
         return ""
 
     def _run_until(self, agrees: Any) -> bool:
-        """For at most `_AGREE_S`."""
+        """Run for at most `_AGREE_S`."""
         world = self.world
         end_s = world.now + _AGREE_S
         while not agrees():

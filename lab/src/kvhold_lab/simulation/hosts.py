@@ -424,7 +424,7 @@ class Hosts:
         self.world.later(self.random.expovariate(self.trouble), self._trouble)
 
     def _lose_a_marker(self) -> None:
-        """One that a running host knows and can put again."""
+        """Remove a marker that a running host can put again."""
         names = [name for name in self.shared.markers.names() if self._is_known(name)]
         if names:
             name = self.random.choice(names)

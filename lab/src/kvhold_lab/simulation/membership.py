@@ -50,7 +50,7 @@ class SimMembership(ABC):
         """Return a node's directory, which lists these hosts."""
 
     def has_changed(self, host: int, addresses: Sequence[str]) -> None:  # noqa: B027
-        """Of a host's node. Empty: there is no node."""
+        """addresses: of a host's node; empty: there is no node"""
 
     @abstractmethod
     def trouble(self) -> None:

@@ -245,7 +245,7 @@ class World:
 
 
 class SimThread:
-    """For slow calls. usual_s: of a call; may be changed"""
+    """A thread for slow calls. usual_s: of a call; may be changed"""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -269,7 +269,7 @@ def _spans(output: "SchedulerOutput") -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _prefix_hashes(followed: _Followed, block_size: int, count: int) -> list[bytes]:
-    """For each block, over everything that its KV depends on."""
+    """A block's hash covers everything that its KV depends on."""
     request = followed.request
     hashes = followed.hashes.setdefault(block_size, [])
     if len(hashes) < count:

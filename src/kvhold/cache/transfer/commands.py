@@ -92,7 +92,7 @@ class ReencodeCommand:
 
 @dataclass(frozen=True)
 class UsedCommand:
-    """For tiers with a learning policy. -> `uses.done(command)`"""
+    """Report a lookup to tiers with a learning policy. -> `uses.done(command)`"""
 
     query: Query
     num_groups: int

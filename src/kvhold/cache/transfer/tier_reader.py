@@ -164,7 +164,7 @@ class TierReader:
             )
 
     async def _resized(self, guard: Guard, missed: list[PendingRead]) -> dict[int, PendingRead]:
-        """By `id`, missed chunks that were re-encoded since the probe."""
+        """Return, by `id`, missed chunks that were re-encoded since the probe."""
         sizes = (
             await guard.probe([pending_read.entry.key for pending_read in missed]) if missed else []
         )

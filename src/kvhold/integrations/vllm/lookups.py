@@ -409,7 +409,7 @@ class RequestLookups:
             self._thread.submit(hit.close)
 
     def withdraw(self, request_state: RequestState) -> None:
-        """Except for chunks that are being stored."""
+        """End the announcement, except for chunks that are being stored."""
         if request_state.announcement is not None:
             self._thread.submit(request_state.announcement.close)
             request_state.announcement = None

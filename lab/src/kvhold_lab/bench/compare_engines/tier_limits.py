@@ -44,7 +44,7 @@ class DiskLimits:
         self._page_cache = page_cache
 
     def measure(self) -> dict[str, Moved]:
-        """Without O_DIRECT if the file system lacks it."""
+        """Measure without O_DIRECT if the file system lacks it."""
         moved = {}
         for name, direct in DISK_LIMITS.items():
             try:

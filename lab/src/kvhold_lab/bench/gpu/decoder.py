@@ -33,7 +33,7 @@ class StepDecoder(Protocol):
         """Weights and KV that a step reads."""
 
     def current(self) -> AbstractContextManager[Any]:
-        """For `Copier.mark` and `fence`."""
+        """Make the decoder's stream current, for `Copier.mark` and `fence`."""
 
     def step(self) -> None:
         """Put a step on the stream."""

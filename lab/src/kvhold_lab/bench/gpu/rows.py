@@ -19,7 +19,7 @@ class GpuRow:
 def rate(
     part: str, name: str, nbytes: int, seconds: float, limit_s: float, goal: float | None
 ) -> GpuRow:
-    """In GB/s. goal: the least ratio"""
+    """Make a row in GB/s. goal: the least ratio"""
     ratio = limit_s / seconds
     ok = None if goal is None else ratio >= goal
     return GpuRow(

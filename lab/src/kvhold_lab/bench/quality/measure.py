@@ -41,14 +41,14 @@ class QualityRow:
 
 @dataclass(frozen=True)
 class MeasuredChannels:
-    """Of each layer: the largest channel's root mean square over the median channel's."""
+    """The largest channel's root mean square over the median channel's, by layer."""
 
     keys: list[float]
     values: list[float]
 
     @classmethod
     def of(cls, kv: Bits) -> "MeasuredChannels":
-        """From `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16."""
+        """kv: `[exams, layers, 2, tokens, heads, head_dim]`, bfloat16 as uint16"""
         numbers = (kv.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         sizes = np.sqrt((numbers**2).mean(axis=(0, 3)))
         flat = sizes.reshape(*sizes.shape[:2], -1)

@@ -177,7 +177,7 @@ def stamp_of(path: str) -> Stamp:
 
 
 def last_change(path: str) -> int:
-    """In ns since 1970; also of folder and links, because a moved file keeps its time."""
+    """The time is in ns since 1970. Folder and links count, because a moved file keeps its time."""
     places = adapter_places(path)
     times = [_changed(place.stat()) for place in {*places, *(file.parent for file in places)}]
     return max([*times, *(made for file in places for made in _times_of_links(file.absolute()))])

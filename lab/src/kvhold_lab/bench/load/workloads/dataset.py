@@ -53,7 +53,7 @@ class ChatExchange(msgspec.Struct, frozen=True):
 
 
 def read_dataset(path: Path) -> list[Example]:
-    """At most 1 GiB. Raises ConfigError."""
+    """Read at most 1 GiB. Raises ConfigError."""
     entries = _read(path, list[_Entry], '{"question": ..., "ctxs": [...], "answers": [...]}')
     if not entries:
         raise ConfigError(f"{path}: there is no question in it")
