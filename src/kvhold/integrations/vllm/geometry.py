@@ -148,8 +148,9 @@ def drafts(config: "VllmConfig") -> bool:
 
 
 def looks_ahead(config: "VllmConfig") -> bool:
-    """Whether the drafter's KV of a token depends on the next one. A hit's last block then only
-    costs accepted drafts.
+    """Whether the drafter's KV of a token depends on the next one.
+
+    It may then be wrong in a hit's last block, which only costs accepted drafts.
     """
     return config.speculative_config is not None and config.speculative_config.method in _LOOK_AHEAD
 
