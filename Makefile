@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 stage = @printf '\n=== %s ===\n' '$(1)'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test lint docs unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
+.PHONY: help setup servers demo test checks parts lint docs kernels unit tiers vllm sglang coverage faults soak-damage soak-kills soak-redis soak-requests simulation mutations clean
 .NOTPARALLEL:
 
 help: ## show this list
@@ -23,9 +23,20 @@ demo: setup ## see what a held KV cache saves, on this machine
 	@$(BIN)/kvhold demo
 
 test: MEASURE = --measure
-test: lint docs unit simulation tiers vllm sglang ## everything that must hold: lint, types, docs, unit tests, tests with real servers, a real vLLM, SGLang's interfaces; coverage
+test: checks parts vllm sglang ## everything that must hold: lint, types, docs, simulation, unit tests, tests with real servers, a real vLLM, SGLang's interfaces; coverage
 	$(call stage,coverage without vLLM)
-	@$(BIN)/python tools/report_coverage.py units servers sglang
+	@$(BIN)/python tools/report_coverage.py parts sglang
+
+# The servers are installed meanwhile: that waits for the network and the disk.
+checks: setup
+	@log=$$(mktemp); $(MAKE) --no-print-directory servers >$$log 2>&1 & servers=$$!; \
+	$(MAKE) --no-print-directory lint docs kernels simulation; checks=$$?; \
+	wait $$servers; servers=$$?; cat $$log; rm $$log; \
+	exit $$((checks ? checks : servers))
+
+parts: setup servers ## the tests without vLLM and SGLang: `unit` and `tiers` at once, because those of tiers mostly wait
+	$(call stage,pytest: units, real servers and long tests)
+	@$(BIN)/python tools/run_tests.py $(MEASURE) parts -m 'not vllm and not sglang' -n 4 --dist loadfile
 
 lint: setup ## style, types, and who may import whom
 	$(call stage,ruff check)
@@ -42,9 +53,11 @@ docs: setup ## build the documentation into site/
 	$(call stage,mkdocs)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-unit: setup ## the tests that need no server and no vLLM; under three minutes
+kernels: setup
 	$(call stage,kernels)
 	@$(BIN)/python tools/compile_kernels.py
+
+unit: kernels ## the tests that need no server and no vLLM; under three minutes
 	$(call stage,pytest: units)
 	@$(BIN)/python tools/run_tests.py $(MEASURE) units -m 'not vllm and not sglang and not server and not slow' -n 2 --dist loadfile
 

@@ -19,7 +19,10 @@ from kvhold_lab.servers.programs import PACKAGES
 from tests.measuring import Measuring, measured
 
 # Files whose tests are long and share nothing.
-SPREAD_FILES = ("tests/memory/test_device_mutations.py",)
+SPREAD_FILES = (
+    "tests/lab/simulation/test_simulation.py",
+    "tests/memory/test_device_mutations.py",
+)
 
 MEASURING = pytest.StashKey[Measuring | None]()
 

@@ -1,6 +1,6 @@
 """Print how much of kvhold's source the measured tests ran, and fail below the floor.
 
-    python tools/report_coverage.py units servers sglang     # stages, as `make test` measures them
+    python tools/report_coverage.py parts sglang             # stages, as `make test` measures them
     python tools/report_coverage.py units --part cache       # the missed lines of one package
 
 `tools/run_tests.py --measure` writes the data to `.coverage/`. The floor, `fail_under` in

@@ -37,6 +37,13 @@ def model() -> ModelInfo:
     return make_model("tiny")
 
 
+@pytest.fixture(scope="module")
+def plain(model: ModelInfo) -> Iterator[Engine]:
+    """An engine without a connector and without vLLM's own prefix cache."""
+    with engine(model, None, prefix_caching=False) as one:
+        yield one
+
+
 @pytest.fixture
 def socket(tmp_path: Path) -> Iterator[Path]:
     """Where the test's node will listen; the engines start it, the test ends it."""
@@ -128,6 +135,14 @@ def batches(prompts: list[list[int]], size: int = 8) -> list[list[list[int]]]:
     return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
 
+def answers_of(one: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    return [
+        tokens
+        for batch in batches(prompts)
+        for tokens in one.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids
+    ]
+
+
 def status(socket: Path) -> NodeStatus:
     with NodeClient(socket, ClientConfig(), name="test") as client:
         return client.status()
@@ -141,17 +156,12 @@ def until(condition: Any, what: str, timeout_s: float = 60.0) -> None:
 
 
 def test_200_random_prompts_in_two_engines_give_the_tokens_of_vllm_alone_and_the_kv_that_was_stored(
-    model: ModelInfo, socket: Path, ledger: Path
+    model: ModelInfo, plain: Engine, socket: Path, ledger: Path
 ) -> None:
     prompts = random_prompts(200, seed=7)
-    with engine(model, None, prefix_caching=False) as plain:
-        expected = [
-            tokens
-            for batch in batches(prompts)
-            for tokens in plain.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids
-        ]
-        with pytest.raises(EngineFailed):
-            plain.generate([], max_tokens=1)
+    expected = answers_of(plain, prompts)
+    with pytest.raises(EngineFailed):
+        plain.generate([], max_tokens=1)
 
     reused = [0, 0]
     with (
@@ -179,34 +189,23 @@ def test_200_random_prompts_in_two_engines_give_the_tokens_of_vllm_alone_and_the
 
 
 def test_an_arena_too_small_for_the_prompts_changes_no_token(
-    model: ModelInfo, socket: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
+    model: ModelInfo, plain: Engine, socket: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.RAM", "2MiB")  # four chunks of the tiny model in each MiB
     prompts = random_prompts(48, seed=11)
-    with engine(model, None) as plain:
-        expected = [
-            tokens
-            for batch in batches(prompts)
-            for tokens in plain.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids
-        ]
+    expected = answers_of(plain, prompts)
     with engine(model, socket, ledger, prefix_caching=False) as small:
         for _ in range(2):
-            answers = [
-                tokens
-                for batch in batches(prompts)
-                for tokens in small.generate_many(batch, max_tokens=OUTPUT_TOKENS).token_ids
-            ]
-            assert answers == expected
+            assert answers_of(small, prompts) == expected
         assert status(socket)["counters"]["kvhold_evicted_chunks{tier=ram}"] > 0
     assert not (ledger / "mismatches").exists()
 
 
 def test_a_damaged_chunk_is_computed_what_is_before_it_is_loaded_and_no_token_changes(
-    model: ModelInfo, socket: Path, ledger: Path
+    model: ModelInfo, plain: Engine, socket: Path, ledger: Path
 ) -> None:
     prompt = list(range(1, 900))
-    with engine(model, None, prefix_caching=False) as plain:
-        expected = plain.generate(prompt, max_tokens=OUTPUT_TOKENS).token_ids
+    expected = plain.generate(prompt, max_tokens=OUTPUT_TOKENS).token_ids
     with engine(model, socket, ledger, prefix_caching=False) as warm:
         warm.generate(prompt, max_tokens=OUTPUT_TOKENS)
         until(lambda: not any(status(socket)["held"].values()), "everything to be stored")
@@ -253,11 +252,10 @@ def test_an_engine_killed_in_the_middle_leaves_nothing_and_disturbs_nobody(
 
 @pytest.mark.parametrize("moment", ["store", "load"])
 def test_an_engine_whose_node_is_killed_in_the_middle_answers_rightly_and_joins_the_next_node(
-    model: ModelInfo, socket: Path, ledger: Path, moment: str
+    model: ModelInfo, plain: Engine, socket: Path, ledger: Path, moment: str
 ) -> None:
     prompt = list(range(1, 900))
-    with engine(model, None, prefix_caching=False) as plain:
-        expected = plain.generate(prompt, max_tokens=OUTPUT_TOKENS).token_ids
+    expected = plain.generate(prompt, max_tokens=OUTPUT_TOKENS).token_ids
     if moment == "load":
         with engine(model, socket, ledger, prefix_caching=False) as first:
             first.generate(prompt, max_tokens=1)

@@ -1,7 +1,4 @@
-"""Codecs: encode chunks to frames, and decode them. docs/format.md defines all bytes.
-
-    frame = frame_chunk(chunk, make_codec("raw"), key=key, layout=layout, ...)
-    unframe_chunk(received, into, key=key, layout=layout, num_tokens=256)
+"""Codecs: encode chunks to frames, and decode them (docs/format.md).
 
 Codecs other than raw are imported on first use, because importing one compiles code.
 """

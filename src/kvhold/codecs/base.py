@@ -56,6 +56,6 @@ class Codec(Protocol):
     ) -> None:
         """Decode one layer into all of `out`.
 
-        Do not trust `encoded`. For bytes that `encode` cannot write, raise FrameError("length") or
-        write arbitrary values. Keep memory and time bounded.
+        For bytes that `encode` cannot write, raise FrameError("length") or write arbitrary values,
+        in bounded memory and time.
         """

@@ -1,8 +1,7 @@
 """Choose a chunk's codec: the tier's, or another one to meet the request's options.
 
-A lossy codec encodes only a chunk whose name allows a loss, so that approximate KV is never found
-as exact KV. If a codec's error bound exceeds `max_error`, the frame's actual error is measured.
-`lossless` encodes the chunk if no other codec can.
+If a codec's error bound exceeds `max_error`, the frame's actual error is measured. `lossless`
+encodes the chunk if no other codec can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from kvhold.core.layout import Layout
 from kvhold.core.store_options import StoreOptions
 
 LOSSLESS = "lossless"
-LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")  # largest error bound first
+LADDER = ("cachegen-small", "cachegen", "cachegen-fine", "fp8", "int8")
 
 
 def frame_within(
@@ -38,7 +37,7 @@ def frame_within(
     checksums: Sequence[int] | None = None,
     align: int = ALIGNMENT,
 ) -> Frame:
-    """Encode and frame a chunk within its options. Arguments and errors as for `frame_chunk`."""
+    """Arguments and errors as for `frame_chunk`."""
 
     def framed(by: Codec) -> Frame:
         return frame_chunk(
@@ -91,9 +90,8 @@ def check_loss(header: FrameHeader) -> None:
 
 
 def measured_error(before: Elements, after: Elements, dtype: str) -> float:
-    """Return the largest |after - before| / the largest |before|. Elements are given as bits.
-
-    The error is infinite if an infinity or NaN changed or appeared.
+    """The largest |after - before| / the largest |before|, of elements as bits. Infinite if an
+    infinity or NaN changed or appeared.
     """
     if np.array_equal(before, after):
         return 0.0

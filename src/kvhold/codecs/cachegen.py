@@ -1,11 +1,7 @@
-"""cachegen: coarse bins, coded with probabilities by channel and token. 1/7 of bfloat16's size.
+"""cachegen: coarse bins, coded with probabilities by channel and token (docs/codecs.md).
 
-After CacheGen (Liu et al., SIGCOMM 2024). Differences:
-
-- A channel has one step (bin width) for all tokens. The channel's spread decides it, so an outlier
-  costs bits, not precision.
-- The channel's mean, rounded to whole steps, is subtracted.
-- Channels of similar spread share a distribution. There are up to 16.
+After CacheGen (Liu et al., SIGCOMM 2024), but a channel has one step (bin width) for all tokens, by
+its spread; its mean, rounded to steps, is subtracted; and up to 16 distributions are shared.
 """
 
 from dataclasses import dataclass
@@ -25,7 +21,7 @@ from kvhold.kernels.numba_bins import Counts
 from kvhold.kernels.numba_floats import LEAST_NORMAL, Bytes, Codes, Floats
 
 RUN = 128
-SHARED = 32  # at least this many elements share a class and a step
+SHARED = 32
 CLASSES = 16
 OCTAVES = 8  # a step is 2**0 to 2**7 times the plane's base
 
@@ -64,11 +60,7 @@ class Fineness:
 
 
 class CacheGen(Quantised):
-    """|decoded - original| is at most half a step, plus half a unit in the last place of the dtype.
-
-    A step is at most 2/7 of the layer's largest magnitude. Zeros stay zeros. A layer is stored
-    unchanged if its largest magnitude is a denormal or below 2**-100.
-    """
+    """A step is at most 2/7 of the layer's largest magnitude."""
 
     name: ClassVar[str] = "cachegen"
     error_bound: ClassVar[float] = 0.15  # 1/7 + 8/7 * 1/256
@@ -79,7 +71,6 @@ class CacheGen(Quantised):
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
         found = elements.reshape(place.planes, -1)
         measured = [bins.measure(plane, place.dtype, place.tokens, place.width) for plane in found]
-        # NaN if any element is NaN
         largest = float(np.max([channels.largest.max() for channels in measured]))
         if not np.isfinite(largest) or 0 < largest < max(_LEAST, LEAST_NORMAL[place.dtype]):
             return None
@@ -112,8 +103,6 @@ class CacheGen(Quantised):
 
 
 class CacheGenFine(CacheGen):
-    """Steps half as wide, at most 1/8 of the layer's largest magnitude. 1/5 of bfloat16's size."""
-
     name: ClassVar[str] = "cachegen-fine"
     error_bound: ClassVar[float] = 0.07  # 1/16 + 17/16 * 1/256
     fineness: ClassVar[Fineness] = Fineness(
@@ -122,8 +111,6 @@ class CacheGenFine(CacheGen):
 
 
 class CacheGenSmall(CacheGen):
-    """Steps 1.6 times as wide, at most 2/5 of the largest magnitude. 1/9 of bfloat16's size."""
-
     name: ClassVar[str] = "cachegen-small"
     error_bound: ClassVar[float] = 0.21  # 1/5 + 6/5 * 1/256
     fineness: ClassVar[Fineness] = Fineness(
@@ -133,9 +120,7 @@ class CacheGenSmall(CacheGen):
 
 @dataclass(frozen=True)
 class _Steps:
-    """The bins of a plane. 2**share neighbouring channels of a head are a group.
-
-    octaves: [groups], a step is base * 2**octave
+    """octaves: [groups], a step is base * 2**octave
     offsets: [groups], the mean in whole steps
     """
 
@@ -154,7 +139,7 @@ class _Steps:
         fineness: float,
         widest: float,
     ) -> "_Steps":
-        """Decide by comparisons and products only, so that every machine chooses the same."""
+        """Only comparisons and products: every machine chooses the same."""
         share = max(0, (-(-SHARED // place.tokens) - 1).bit_length())
         groups = _groups(place.heads, place.head_dim, share)
         sizes = np.bincount(groups) * place.tokens
@@ -168,7 +153,6 @@ class _Steps:
         ).astype(np.float64)
         wide = np.sort(spreads[spreads > 0])
         middling = float(wide[wide.size // 2]) if wide.size else largest / 16
-        # a normal distribution's mean deviation is 0.8 standard deviations
         base = np.float32(
             max(min(1.25 * fineness * middling, widest) / 2**_NEUTRAL, largest / (2**7 * 126))
         )
@@ -244,11 +228,8 @@ def _plane_pieces(plane: Elements, place: LayerShape, steps: _Steps) -> list[Byt
 
 @dataclass(frozen=True)
 class _Coding:
-    """The distributions of a plane. A kind is a distribution's number.
-
-    classes:     [groups], the kind before the shift
-    shifts:      [tokens, runs], or empty
-    kinds:       [tokens * width]
+    """shifts: [tokens, runs], or empty
+    kinds: [tokens * width], numbers of distributions
     """
 
     classes: Bytes
@@ -259,7 +240,6 @@ class _Coding:
 
     @classmethod
     def choose(cls, deviations: bins.Deviations, place: LayerShape, groups: Counts) -> "_Coding":
-        """Use shifts if they save more than half a byte per run."""
         bounds = _bounds(place.heads, place.head_dim)
         found = bins.magnitudes(deviations, place.width, bounds)
         sizes = np.bincount(groups)
@@ -271,7 +251,8 @@ class _Coding:
             )
             - bins.SHIFTS
         )
-        # a number off by a factor of sqrt(2) costs 1/7 bit, by a factor of 2 four times as much
+        # Shifts must save half a byte per run. A number off by a factor of sqrt(2) costs 1/7 bit,
+        # by a factor of 2 four times as much.
         if np.square(shifts).sum() * place.width < 28 * bounds[1:].size * shifts.size:
             shifts = np.zeros((0, 0))
         else:

@@ -1,10 +1,7 @@
 """Encode a whole chunk to a frame, and decode frames.
 
-    frame = frame_chunk(chunk, codec, key=key, layout=layout, num_tokens=256, first_token=512)
-    unframe_layer(header, 3, arrived, into[a:b], layout=layout)       # layers in any order
-
-If a codec does not accept an engine's packing, kvhold converts the chunk to the canonical one,
-where it can. Any thread may call, but not one that an engine waits for. The GIL is released.
+A packing that the codec does not accept is converted to the canonical one, where possible. Any
+thread but an engine's. The GIL is released.
 """
 
 from collections.abc import Sequence
@@ -48,7 +45,7 @@ class Frame:
 
 
 def arranged(codec: Codec, layout: Layout, group: int) -> Layout | None:
-    """Return the layout to pass to `codec` for a group. None: the codec does not accept it."""
+    """None: `codec` does not accept the group."""
     for candidate in (layout, canonical_twin(layout, group)):
         if candidate is not None and codec.accepts(candidate, group):
             return candidate
@@ -81,10 +78,10 @@ def frame_chunk(
 ) -> Frame:
     """Encode and frame one chunk.
 
-    chunk: `layout.chunk_bytes(group, num_tokens)` bytes; do not change them: a raw frame uses them
-    checksums: [layers], if known; only a raw frame uses them
-    out:   at least `max_frame_bytes`; without it raw copies nothing
-    align: the payload begins at a multiple of `align`, a multiple of 8; direct I/O needs 4096
+    chunk:     `layout.chunk_bytes(group, num_tokens)` bytes; a raw frame uses them
+    checksums: [layers], if known; only for a raw frame
+    out:       at least `max_frame_bytes`; without it raw copies nothing
+    align:     of the payload's start, a multiple of 8; direct I/O needs 4096
 
     Raises LayoutError if the layout or the codec rejects the chunk, ValueError if `out` is short.
     """
@@ -202,10 +199,7 @@ def unframe_layer(
     layout: Layout,
     find: FindCodec = find_codec,
 ) -> None:
-    """Verify and decode one layer, after `check_identity`. Errors as for `unframe_chunk`.
-
-    encoded: the bytes at `header.layer_range(layer)`
-    """
+    """As `unframe_payload`. encoded: the bytes at `header.layer_range(layer)`"""
     source, target = memoryview(encoded).cast("B"), memoryview(into).cast("B")
     if len(target) != header.layer_bytes:
         raise ValueError(f"into has {len(target)} bytes, a layer has {header.layer_bytes}")
@@ -230,7 +224,6 @@ def _target(
         return None
     most = max_frame_bytes(codec, layout, group, num_tokens, align=align)
     if out is None:
-        # page-aligned for direct I/O
         return memoryview(mmap(-1, most))
     if len(target := memoryview(out).cast("B")) < most:
         raise ValueError(f"out has {len(target)} bytes, the frame may need {most}")

@@ -1,4 +1,4 @@
-"""View a layer's bytes as aligned elements: compiled code needs them, payloads are not aligned."""
+"""View a layer's bytes as aligned elements: payloads are not aligned."""
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def written_elements(out: memoryview, kind: str) -> Iterator[Elements]:
 
 
 def is_quantisable(layout: Layout, group: int, dtypes: Container[str]) -> bool:
-    """Whether codecs with a loss may encode the group. Never a state: later tokens depend on it."""
+    """Never a state: later tokens depend on it."""
     place = layout.groups[group]
     return place.packing == CANONICAL and place.attention != "state" and place.dtype in dtypes
 

@@ -1,7 +1,4 @@
-"""fp8: float8 e4m3, one byte per element, and a scale for each channel of a head.
-
-Scales are by channel because some channels of keys are far larger than others in every token.
-"""
+"""fp8: float8 e4m3, one byte per element, and a scale for each channel of a head."""
 
 from typing import ClassVar
 
@@ -18,10 +15,8 @@ TOKENS_FOR_CHANNELS = 32
 
 
 class FP8(Quantised):
-    """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448.
-
-    docs/codecs.md has the error bounds. Zeros stay zeros. A layer is stored unchanged if its
-    largest magnitude is a denormal.
+    """e4m3 (OCP; torch.float8_e4m3fn), scaled so that a channel's largest magnitude becomes 448
+    (docs/codecs.md).
     """
 
     name: ClassVar[str] = "fp8"

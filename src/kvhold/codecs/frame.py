@@ -1,11 +1,6 @@
-"""The frame: the only format of chunks outside the arena. docs/format.md defines every byte.
+"""The frame: the only format of chunks outside the arena (docs/format.md).
 
-    header = read_header(buffer, frame_bytes=size)
-    check_identity(header, key=key, layout=layout, num_tokens=256)
-    verify(header, payload)                                             # verify_layer: one layer
-
-Readers check all fields before copying. Checksums find accidents, not forgeries. Any thread; xxhash
-releases the GIL.
+Checksums find accidents, not forgeries. Any thread; xxhash releases the GIL.
 """
 
 from collections.abc import Sequence
@@ -24,7 +19,7 @@ from kvhold.core.layout import CANONICAL, DTYPE_BYTES, MOST_CHUNK_BYTES, Layout
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# a transfer that rewrites line ends or strips the eighth bit breaks it
+# broken by a transfer that rewrites line ends or strips the eighth bit
 MAGIC = b"\x89kvhold\n"
 VERSION = 1
 RAW = "raw"
@@ -34,7 +29,7 @@ ALIGNMENT = 64
 MAX_RANK = 8
 MAX_LAYERS = 4096
 MAX_HEADER_BYTES = 1 << 17
-MAX_CHUNK_BYTES = MOST_CHUNK_BYTES  # encoded or decoded
+MAX_CHUNK_BYTES = MOST_CHUNK_BYTES
 CODEC_BYTES = 16
 PACKING_BYTES = 32
 
@@ -48,7 +43,7 @@ _INT64, _UINT32, _UINT64 = 1 << 63, 1 << 32, 1 << 64
 
 @dataclass(frozen=True)
 class FrameSize:
-    """The sizes in a frame's prefix: within bounds, but not verified."""
+    """Within bounds, but not verified."""
 
     header_bytes: int
     payload_bytes: int
@@ -56,16 +51,10 @@ class FrameSize:
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """A frame's description of its chunk.
-
-    layout:       the layout's fingerprint, 16 bytes
-    first_token:  the first token's position in the prompt; K is rotated for it
-    packing:      CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks,
-        block_bytes]
-    lengths:      [layers] bytes of encoded layers, end to end in the payload
-    checksums:    [layers] xxh3_64 of encoded layers
-    header_bytes: where the payload begins
-    expires_at:   Unix time in seconds; 0: never
+    """first_token: its position in the prompt; K is rotated for it
+    packing: CANONICAL: `shape` is [planes, tokens, heads, head_dim], else [blocks, block_bytes]
+    lengths: [layers] bytes of encoded layers, end to end in the payload
+    checksums: [layers] xxh3_64 of encoded layers
     """
 
     key: bytes
@@ -83,7 +72,6 @@ class FrameHeader:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """[layers] bytes from the payload's start."""
         return tuple(accumulate(self.lengths[:-1], initial=0))
 
     @cached_property
@@ -99,12 +87,11 @@ class FrameHeader:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """Return `(offset, length)` in the frame."""
         return self.header_bytes + self.offsets[layer], self.lengths[layer]
 
 
 def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple[int, ...]]:
-    """Return a layer's `(dtype, shape)`. An opaque packing is uint8."""
+    """`(dtype, shape)`; uint8 for an opaque packing."""
     place = layout.groups[group]
     if place.packing == CANONICAL:
         return place.dtype, (place.planes, num_tokens, place.heads, place.head_dim)
@@ -112,7 +99,7 @@ def layer_shape(layout: Layout, group: int, num_tokens: int) -> tuple[str, tuple
 
 
 def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
-    """Return the header's size. Raises ValueError unless `align` is a multiple of 8."""
+    """Raises ValueError unless `align` is a multiple of 8."""
     if align < 8 or align % 8:
         raise ValueError(f"align is {align}; it must be a multiple of 8")
     least = _SHAPE_AT + 8 * rank + _ROW_BYTES * num_layers + _CHECKSUM.size
@@ -120,7 +107,7 @@ def header_size(*, rank: int, num_layers: int, align: int = ALIGNMENT) -> int:
 
 
 def group_of(key: bytes, layout: Layout) -> int:
-    """Return the key's group. Raises ValueError, or LayoutError for an unknown group."""
+    """Raises ValueError, or LayoutError for an unknown group."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
     group = int.from_bytes(key[-4:-2], "little")
@@ -134,7 +121,7 @@ def checksum(data: Buffer) -> int:
 
 
 def encode_header(header: FrameHeader) -> bytes:
-    """Encode a header. Raises ValueError if no reader would accept it."""
+    """Raises ValueError if no reader would accept the header."""
     if fault := _fault(header):
         raise ValueError(f"not a frame's header: {fault[1]}")
     table = [0] * (3 * len(header.lengths))
@@ -184,10 +171,10 @@ def read_size(prefix: Buffer) -> FrameSize:
 
 
 def read_header(buffer: Buffer, *, frame_bytes: int | None = None) -> FrameHeader:
-    """Read and check a header. Raises FrameError.
-
-    buffer:      the whole header; later bytes are ignored
+    """buffer: the whole header; later bytes are ignored
     frame_bytes: the frame's size, if known, to detect a truncated or padded frame
+
+    Raises FrameError.
     """
     view = memoryview(buffer).cast("B")
     size = read_size(view[:PREFIX_BYTES])
@@ -263,10 +250,7 @@ def check_identity(
     num_tokens: int,
     first_token: int | None = None,
 ) -> None:
-    """Raise FrameError("identity") unless `header` describes the requested chunk.
-
-    first_token: None accepts any
-    """
+    """Raise FrameError("identity") unless `header` describes the requested chunk."""
     group = group_of(key, layout)
     if header.key != key:
         raise FrameError("identity", f"the key is {header.key.hex()}, not {key.hex()}")
@@ -291,7 +275,7 @@ def check_identity(
 
 
 def verify_layer(header: FrameHeader, layer: int, encoded: Buffer) -> None:
-    """Raise FrameError unless `encoded` has this layer's length and checksum."""
+    """Raise FrameError for another length or checksum than this layer's."""
     if len(encoded) != header.lengths[layer]:
         raise FrameError(
             "length", f"layer {layer} is {len(encoded)} bytes of {header.lengths[layer]}"

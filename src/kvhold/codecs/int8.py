@@ -12,11 +12,7 @@ RUN = 128
 
 
 class Int8(Quantised):
-    """Symmetric quantisation by the largest magnitude of each run.
-
-    |decoded - original| is at most 1/254 of that magnitude plus half a unit in the last place of
-    the dtype, together at most 1/127. Zeros and the largest magnitudes are exact.
-    """
+    """Zeros and the largest magnitudes are exact (docs/codecs.md)."""
 
     name: ClassVar[str] = "int8"
     error_bound: ClassVar[float] = 1 / 127

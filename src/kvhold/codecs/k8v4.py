@@ -1,7 +1,4 @@
-"""k8v4: keys as in `int8`, values as in `kivi4`.
-
-Keys get more bits because their errors change the attention, and so the whole answer.
-"""
+"""k8v4: keys as in `int8`, values as in `kivi4`: errors of keys change the attention."""
 
 from typing import ClassVar
 
@@ -17,10 +14,7 @@ VALUE_BITS = 4
 
 
 class K8V4(Quantised):
-    """The error bounds are those of `int8` for keys and of `kivi4` for values.
-
-    Latent KV (MLA) is coded like keys.
-    """
+    """Latent KV (MLA) is coded like keys."""
 
     name: ClassVar[str] = "k8v4"
     error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256

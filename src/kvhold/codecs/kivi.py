@@ -1,8 +1,7 @@
 """KIVI: 4 or 2 bits per element, between the least and the largest of its group.
 
-After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). Some
-channels of keys are many times larger than the others, so a group of keys is tokens of one channel.
-A group of values is channels of one token.
+After Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (ICML 2024). Error
+bounds: docs/codecs.md.
 """
 
 from typing import ClassVar
@@ -21,12 +20,7 @@ SMALLEST = 2.0**-100
 
 
 class KIVI(Quantised):
-    """A group stores its least and its largest value; 14 levels lie between them.
-
-    |decoded - original| is at most 1/30 of their distance (or 2**-119, if that is more), plus half
-    a unit in the last place of the dtype. The two stored values are exact, unless they are less
-    than 2**-119 apart. Groups of zeros stay zeros. Latent KV (MLA) is coded like keys.
-    """
+    """Latent KV (MLA) is coded like keys."""
 
     name: ClassVar[str] = "kivi4"
     error_bound: ClassVar[float] = 0.071  # 1/15 + 1/256
@@ -61,8 +55,6 @@ class KIVI(Quantised):
 
 
 class KIVI2(KIVI):
-    """Two levels lie between a group's ends, so errors reach 1/6 of the range."""
-
     name: ClassVar[str] = "kivi2"
     error_bound: ClassVar[float] = 0.338  # 1/3 + 1/256
     bits: ClassVar[int] = 2
@@ -80,7 +72,7 @@ def values_bytes(place: LayerShape, bits: int) -> int:
 
 
 def write_keys(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
-    """Encode keys [tokens, width]. Return the largest coded magnitude."""
+    """Return the largest coded magnitude. plane: [tokens, width]."""
     full = place.tokens // groups.GROUP
     ends = np.empty((full, 2, place.width), plane.dtype)
     codes, rest = _keys_parts(np.frombuffer(out, np.uint8), place, bits, ends)
@@ -93,7 +85,7 @@ def write_keys(plane: Elements, place: LayerShape, bits: int, out: memoryview) -
 
 
 def read_keys(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
-    """Undo `write_keys`. Raises FrameError."""
+    """Raises FrameError."""
     full = place.tokens // groups.GROUP
     ends = _read_ends(encoded, place, (full, 2, place.width))
     codes, rest = _keys_parts(np.frombuffer(encoded, np.uint8), place, bits, ends)
@@ -104,7 +96,6 @@ def read_keys(encoded: memoryview, place: LayerShape, bits: int, plane: Elements
 
 
 def write_values(plane: Elements, place: LayerShape, bits: int, out: memoryview) -> float:
-    """Encode values [tokens, width]. Return the largest magnitude."""
     ends = np.empty((place.tokens, 2, groups.num_groups(place.width, place.head_dim)), plane.dtype)
     codes = np.frombuffer(out, np.uint8)[ends.nbytes :].reshape(place.tokens, -1)
     groups.rows_encode(
@@ -115,7 +106,7 @@ def write_values(plane: Elements, place: LayerShape, bits: int, out: memoryview)
 
 
 def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elements) -> None:
-    """Undo `write_values`. Raises FrameError."""
+    """Raises FrameError."""
     ends = _read_ends(
         encoded, place, (place.tokens, 2, groups.num_groups(place.width, place.head_dim))
     )
@@ -124,10 +115,7 @@ def read_values(encoded: memoryview, place: LayerShape, bits: int, plane: Elemen
 
 
 def is_too_small(largest: float, place: LayerShape) -> bool:
-    """Whether a layer's largest magnitude is a denormal or below 2**-100.
-
-    Such layers are stored unchanged, to keep the error bound.
-    """
+    """Then the layer is stored unchanged, to keep the error bound."""
     return 0 < largest < max(LEAST_NORMAL[place.dtype], SMALLEST)
 
 

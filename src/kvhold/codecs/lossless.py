@@ -28,19 +28,12 @@ _EXPONENT_STEP = {
     "float8_e4m3fnuz": 16,
 }
 _LEAST_GAIN = 32
-_LEAST_TOKENS = 8  # a bias costs a byte per channel
+_LEAST_TOKENS = 8
 _SYMBOL = Struct("<BH")
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a layer is split.
-
-    parts: the planes, which have separate frequencies
-    width: elements of a token
-    step:  an exponent's step in the first byte
-    """
-
     parts: int
     elements: int
     size: int

@@ -1,7 +1,4 @@
-"""Convert known packings of engines to the canonical one, for codecs with a loss, and back.
-
-Only the order of the bytes changes.
-"""
+"""Convert known packings of engines to the canonical one, for codecs with a loss, and back."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -27,7 +24,7 @@ def is_known(group: Group) -> bool:
 
 @lru_cache(64)
 def canonical_twin(layout: Layout, group: int) -> Layout | None:
-    """Return the layout with canonical packing for a group. None: its packing is unknown."""
+    """None: the group's packing is unknown."""
     place = layout.groups[group]
     if not is_known(place):
         return None
@@ -57,7 +54,7 @@ def from_canonical(plain: memoryview, layer: memoryview, group: Group) -> None:
 def _planes(
     plain: npt.NDArray[np.uint8], group: Group
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return K and V, each [blocks, tokens of a block, heads, head_dim]."""
+    """K and V, each [blocks, tokens of a block, heads, head_dim]."""
     k, v = plain.view(_kind(group)).reshape(2, -1, group.block_tokens, group.heads, group.head_dim)
     return k, v
 

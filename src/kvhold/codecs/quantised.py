@@ -1,10 +1,5 @@
 """The base class of codecs with a loss.
 
-    class Halved(Quantised):
-        name, error_bound = "halved", 0.5
-        def _code(self, elements, place, out): ...          # bytes written; None: store unchanged
-        def _restore(self, encoded, place, target): ...     # raises place.wrong(...)
-
 An encoded layer's first byte is its form: RAW, or one of the codec's.
 """
 
@@ -23,7 +18,7 @@ from kvhold.kernels.numba_floats import KINDS, Floats
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer of `layers`: [planes, tokens, heads, head_dim] of `dtype`."""
+    """[planes, tokens, heads, head_dim] of `dtype`."""
 
     codec: str
     layer: int
@@ -51,10 +46,9 @@ class LayerShape:
 
 
 class Quantised(ABC):
-    """A codec with a loss, for KV of tokens in bfloat16, float16 and float32.
+    """For KV of tokens in bfloat16, float16 and float32. No decoded value becomes infinite.
 
-    A layer is stored unchanged if an element is not finite, or if it would not become smaller. No
-    decoded value becomes infinite.
+    A layer is stored unchanged if an element is not finite, or if it would not become smaller.
     """
 
     name: ClassVar[str]
@@ -108,9 +102,8 @@ class Quantised(ABC):
 
     @abstractmethod
     def _code(self, elements: Elements, place: LayerShape, out: memoryview) -> int | None:
-        """Write the form and the codes. Return the number of bytes, at most `place.nbytes`.
-
-        None: store the layer unchanged.
+        """Write the form and the codes. Return the bytes, at most `place.nbytes`. None: store
+        unchanged.
         """
 
     @abstractmethod
@@ -132,7 +125,7 @@ class Quantised(ABC):
 
 
 def read_scales(data: memoryview, place: LayerShape) -> Floats:
-    """Return float32 [n]. Raises FrameError if one is negative or not finite."""
+    """float32 [n]. Raises FrameError if one is negative or not finite."""
     scales: Floats = read_elements(data, "<f4")
     if not (scales >= 0).all() or not np.isfinite(scales).all():
         raise place.wrong("a scale that is negative or not finite")

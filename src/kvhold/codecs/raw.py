@@ -50,5 +50,5 @@ class Raw:
 
 
 def copy(source: memoryview, target: memoryview) -> None:
-    """Copy with the GIL released, unlike an assignment to a memoryview."""
+    """Releases the GIL, unlike an assignment to a memoryview."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

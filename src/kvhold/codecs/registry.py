@@ -19,7 +19,6 @@ LOSES_NOTHING = ("raw", "lossless")
 
 FindCodec: TypeAlias = Callable[[str], Codec | None]
 
-# importing any codec but raw compiles code
 _OURS: dict[str, EntryPoint] = {
     name: EntryPoint(name, f"kvhold.codecs.{place}", ENTRY_POINTS)
     for name, place in {
@@ -64,17 +63,17 @@ def check_codec(name: str) -> None:
 
 
 def is_lossy(name: str) -> bool:
-    """Whether a known codec loses precision. Imports only a plugin's class."""
+    """Imports only a plugin's class."""
     if name in _OURS:
         return name not in LOSES_NOTHING
     try:
         return name in _plugins() and not _plugins()[name].load().lossless
-    except (ImportError, AttributeError):  # `make_codec` reports it
+    except (ImportError, AttributeError):
         return False
 
 
 def find_codec(name: str) -> Codec | None:
-    """Return the codec for a frame's header. None: unknown, or cannot be loaded (logged)."""
+    """None: unknown, or cannot be loaded (logged)."""
     if name not in _OURS and name not in _plugins():
         return None  # not cached: other hosts may send any name
     try:

@@ -1,12 +1,7 @@
 """Encrypted frames (AES-256-GCM): a tier cannot read chunks, nor swap or alter them unnoticed.
 
-    parts = keyring.seal((header, payload), key=key, tenant="acme")
-    frame = keyring.unseal(sealed, key=key, tenant="acme")          # altered: FrameError("sealed")
-
-Each frame has its own key (HKDF-SHA256; see docs/format.md). So a tenant's key may seal any number
-of frames. A frame cannot be unsealed as another chunk or for another tenant.
-
-A tenant's first key seals; all its keys unseal. Any thread; the GIL is released.
+Each frame has its own key (docs/format.md), bound to chunk and tenant. A tenant's first key seals;
+all its keys unseal. Any thread; the GIL is released.
 """
 
 import base64
@@ -26,7 +21,7 @@ MAGIC = b"\x89kvseal\n"
 VERSION = 1
 KEY_BYTES = 32
 _TAG_BYTES = 16
-_SPARE_BYTES = 16  # the library needs them after its output
+_SPARE_BYTES = 16
 _HEAD = Struct("<8sHH8s32s")  # magic, version, flags, identity of the key, random bytes
 OVERHEAD_BYTES = _HEAD.size + _TAG_BYTES
 
@@ -35,14 +30,12 @@ Parts = Sequence[memoryview]
 
 @dataclass(frozen=True)
 class _Key:
-    """identity: 8 bytes that reveal nothing about the key."""
-
     secret: bytes
     identity: bytes
 
 
 class Keyring:
-    """Keys by tenant. The keys of "" are for tenants without keys."""
+    """The keys of "" are for tenants without keys."""
 
     def __init__(self, keys: Mapping[str, Sequence[bytes]]) -> None:
         """Raises ConfigError. keys: KEY_BYTES each."""
@@ -100,7 +93,7 @@ class Keyring:
         return (sealed[: end + _TAG_BYTES],)
 
     def unseal(self, sealed: memoryview, *, key: bytes, tenant: str) -> memoryview:
-        """Raises FrameError."""
+        """Raises FrameError, with reason "sealed" if it was altered."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

@@ -1,7 +1,7 @@
-"""turboquant4: 4 bits per channel of a randomly rotated vector. Rotation makes channels alike.
+"""turboquant4: 4 bits per channel of a randomly rotated vector (docs/codecs.md).
 
 After Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate"
-(2025). The rotation is a Hadamard matrix with random signs.
+(2025), with a Hadamard matrix and random signs.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,8 @@ LIMIT = 0.145  # of the layer's largest magnitude
 
 
 class TurboQuant4(Quantised):
-    """A vector is a run of 128 channels of a head in one token.
-
-    Each channel's error is about 1/10 of the vector's root mean square. A vector is stored
-    unchanged if an error exceeds LIMIT. Zeros may change, but vectors of zeros do not.
+    """A vector is a run of 128 channels of a head in one token, stored unchanged if an error
+    exceeds LIMIT.
     """
 
     name: ClassVar[str] = "turboquant4"

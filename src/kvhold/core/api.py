@@ -7,15 +7,12 @@
         gather(..., reservation.chunks(group=0))
         reservation.commit()                          # visible now; the rest is released
 
-The holder of a hit, a lease or a reservation owns it. It ends with its `with`, or with the holder's
-connection. A ticket is a number that may be sent to other processes (scheduler to workers), and
-each process claims a lease by the ticket.
+A hit, a lease or a reservation ends with its `with`, or with the holder's connection. Other
+processes may claim leases with a ticket. An *arriving* hit may grow while lower tiers are read; a
+settled hit is final.
 
-A lookup brings chunks of lower tiers into memory. A hit that is *arriving* may grow. It is final
-once it is settled.
-
-Every call is safe from any thread. A miss is a shorter hit. A fault or a missed deadline raises a
-`KVHoldError` and leaves nothing behind.
+Any thread. A miss is a shorter hit. A fault or a missed deadline raises a `KVHoldError` and leaves
+nothing behind.
 """
 
 import time
@@ -38,28 +35,22 @@ from kvhold.core.status import CacheStatus
 from kvhold.core.store_options import DEFAULT_OPTIONS, StoreOptions
 
 # Which chunks of a prompt its lookup uses, for a policy that learns from uses:
-#   all:   in the cache or not
-#   known: not those that were in no lookup before, because the caller will not store them
-#   none:  none, because another lookup of the same request has used them
+# all:   in the cache or not
+# known: not those that were in no lookup before: the caller will not store them
+# none:  another lookup of the same request has used them
 Uses: TypeAlias = Literal["all", "known", "none"]
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01  # between two polls of an arriving hit
-_REENCODING_PAUSE_S = 0.1  # the longest pause between two polls of a re-encoding
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
+_REENCODING_PAUSE_S = 0.1
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
     """The admission of a chunk to a tier, or its removal: one group, one shard.
 
-    Events of later chunks of a prompt may come before those of earlier chunks.
-
-    number:      increases by one from event to event. In a snapshot: the number of the last event
-                 before the snapshot
-    kind:        admitted, evicted, expired or cleared
-    tier:        `ram`; changes in lower tiers are not reported
-    num_tokens:  tokens in the chunk
-    first_token: the position of its first token in the prompt
-    parent:      the key of the preceding chunk in the prompt, in the same group and shard; empty
-                 for a first chunk, or if it is unknown
+    number: one more than the previous event's. In a snapshot: of the last event before it
+    kind:   admitted, evicted, expired or cleared
+    tier:   `ram`; changes in lower tiers are not reported
+    parent: key of the prompt's preceding chunk; empty: none or unknown
     """
 
     number: int
@@ -93,14 +84,10 @@ class EventBatch:
 class Found:
     """The answer to a lookup.
 
-    ticket:   0 when nothing was found and nothing is held
-    arriving: the hit may still grow; ask again
-    sources:  tokens by the place of their KV: memory (`ram`) or the name of a lower tier. If parts
-              of a chunk came from several places, the slowest counts. Empty while arriving
-    reason:   why the hit ends where it ends, None while arriving
-    waits:    it is arriving because another engine computes the missing chunks
-    announcement: number of the caller's announcement that it computes the missing chunks; 0:
-              none. It is the ticket's number, if there is a ticket
+    ticket:       0 when nothing is held
+    sources:      tokens by the place of their KV: `ram` or a lower tier's name
+    waits:        another engine computes the missing chunks
+    announcement: number of the caller's announcement that it computes the missing chunks; 0: none
     """
 
     ticket: int
@@ -113,13 +100,7 @@ class Found:
 
 
 class Hit(Holding):
-    """The pinned result of a lookup: the first `num_tokens` tokens of the prompt.
-
-    ticket:          the number to claim the hit with; 0 when nothing was found
-    arriving:        lower tiers may bring more. `refresh` asks for the current state, `settle` ends
-                     the wait
-    sources, reason: see `Found`
-    """
+    """The pinned result of a lookup: the first `num_tokens` tokens of the prompt."""
 
     def __init__(
         self,
@@ -130,14 +111,10 @@ class Hit(Holding):
         pause: Callable[[float], None],
         give_back_hit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make a hit from the answer to a lookup.
-
-        poll:  `(ticket, settle, growth)` -> the current answer. growth: the next pause also ends
-               when the hit grows
+        """poll: `(ticket, settle, growth)` -> the current answer. growth: the next pause ends when
+              the hit grows
         pause: sleep for the given seconds, or until the hit is complete
-
-        give_back:     ends the hit and its announcement
-        give_back_hit: ends only the hit
+        give_back_hit: ends only the hit; `give_back` its announcement, too
         """
         super().__init__(give_back)
         self._found = found
@@ -148,12 +125,12 @@ class Hit(Holding):
 
     @property
     def ticket(self) -> int:
-        """The number to claim the hit with."""
+        """The number to claim the hit with; 0 when nothing was found."""
         return self._found.ticket
 
     @property
     def num_tokens(self) -> int:
-        """The current length of the hit, in tokens."""
+        """The current length."""
         return self._found.num_tokens
 
     @property
@@ -168,19 +145,19 @@ class Hit(Holding):
 
     @property
     def reason(self) -> Reason | None:
-        """Why the hit ends where it ends, once it is final."""
+        """Why the hit ends where it ends; None while arriving."""
         return self._found.reason
 
     @property
     def waits(self) -> bool:
-        """Whether the hit is arriving because another engine computes the missing chunks."""
+        """Whether another engine computes the missing chunks."""
         return self._found.waits
 
     def take_announcement(self) -> Holding | None:
         """Return the announcement that the caller computes the missing chunks, or None.
 
-        Close it when the computing has ended. Chunks that are being written stay announced until
-        they are stored. An announcement that was not taken ends with the hit.
+        Close it after computing. Chunks that are being written stay announced until they are
+        stored. It ends with the hit, unless taken.
         """
         if not self._found.announcement or self._give_back is None or not self._is_announced:
             return None
@@ -189,7 +166,7 @@ class Hit(Holding):
         return Holding(give_back)
 
     def refresh(self) -> None:
-        """Update the hit's length."""
+        """Update the length."""
         self._update(settle=False)
 
     def settle(self) -> None:
@@ -206,10 +183,7 @@ class Hit(Holding):
         self.settle()
 
     def wait_for_more(self, until_s: float) -> None:
-        """Wait until the hit has grown or is final.
-
-        Settle it when the monotonic clock reads `until_s`.
-        """
+        """As `wait`, but also return when the hit has grown."""
         before, pause_s = self.num_tokens, _FIRST_PAUSE_S
         self._update(settle=False, growth=True)
         while self.arriving and self.num_tokens == before:
@@ -231,20 +205,15 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
     `seen` = `replaced` + `same` + `kept_lossy` + `missing` + `bad` + `unknown` + `failed`.
 
-    done:         it has ended
-    stopped:      why it ended early; empty if it did not
-    replaced:     re-encoded
-    over_budget:  chunks among `replaced` and `same` that have a more exact codec than requested, or
-                  `lossless`, because their namespace allows less loss or none
-    same:         already encoded as requested
-    kept_lossy:   encoded by another lossy codec. They stay as they are, because a chunk loses
-                  precision only once
-    missing:      deleted or expired since they were listed
-    bad:          failed a check, and were removed
-    unknown:      unreadable here: their layout is not registered, or their codec is not installed
-    failed:       unchanged, because the tier failed or there is no key for them
-    bytes_before: bytes of the replaced frames before
-    bytes_after:  bytes of the replaced frames now
+    stopped:     why it ended early; else empty
+    over_budget: `replaced` or `same`, with a more exact codec than requested: their namespace
+                 allows less loss
+    same:        already encoded as requested
+    kept_lossy:  encoded by another lossy codec: a chunk loses precision only once
+    missing:     deleted or expired since they were listed
+    bad:         failed a check, and were removed
+    unknown:     their layout is not registered, or their codec is not installed
+    failed:      unchanged: the tier failed, or there is no key for them
     """
 
     done: bool = False
@@ -263,10 +232,7 @@ class ReencodeProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reencoding(Holding):
-    """A running re-encoding. `progress` is the progress at the last refresh.
-
-    Closing it early stops it. Finished chunks stay re-encoded.
-    """
+    """A running re-encoding. Closing it early stops it; finished chunks stay re-encoded."""
 
     def __init__(
         self,
@@ -286,13 +252,9 @@ class Reencoding(Holding):
         return self.progress
 
     def wait(self, until_s: float = float("inf")) -> ReencodeProgress:
-        """Wait until it is done, or until the monotonic clock reads `until_s`.
-
-        Returns the progress.
-        """
+        """Wait until it is done, or until the monotonic clock reads `until_s`."""
         pause_s = _FIRST_PAUSE_S
         while not self.refresh().done and (left_s := until_s - time.monotonic()) > 0:
-            # a re-encoding sends no notification
             time.sleep(min(pause_s, left_s))
             pause_s = min(_REENCODING_PAUSE_S, 1.5 * pause_s)
         return self.progress
@@ -303,7 +265,7 @@ class Cache(Protocol):
 
     @property
     def arena_buffer(self) -> npt.NDArray[np.uint8]:
-        """[arena bytes], read only; the same memory in every process that shares the cache."""
+        """[arena bytes], read only, shared between processes."""
 
     def map_for_device(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Map the arena twice, read only and writable, for a device that registers it.
@@ -312,16 +274,10 @@ class Cache(Protocol):
         """
 
     def report_pinned(self, nbytes: int, *, numa_node: int = -1) -> None:
-        """Report how many arena bytes are registered with a device.
-
-        numa_node: of the device, for later reservations (`node.numa = "near"`); -1: unknown
-        """
+        """Report how many arena bytes are registered with a device on NUMA node `numa_node`."""
 
     def register(self, namespace: Namespace) -> None:
-        """Make a namespace and its layout known, before any other call about it.
-
-        Repeating it is harmless.
-        """
+        """Make a namespace and its layout known, before other calls about it."""
 
     def lookup(
         self,
@@ -336,17 +292,12 @@ class Cache(Protocol):
     ) -> Hit:
         """Return the longest prefix with all chunks that each shard and group needs, and pin it.
 
-        cost:        the caller's compute cost. The hit then has the length that gives the earliest
-                     first token. A later `refresh` may settle it, if the rest would take longer to
-                     load than to compute
-        have_tokens: tokens that the caller already has. If no tier has more, the lookup loads
-                     nothing and does not wait
+        cost:        of the caller's computing. The hit's length then gives the earliest first token
+        have_tokens: the caller's own. If no tier has more, the lookup loads nothing
         uses:        which chunks count as used; see `Uses`
-        intent:      what the caller does about missing chunks. The lookup may then wait for chunks
-                     that another engine computes; see `Hit.waits` and `Hit.take_announcement`. All
-                     callers of this object are one engine
-        wait_s:      how long to wait for chunks of lower tiers. None: as configured. 0: not at all,
-                     so the hit may be arriving
+        intent:      lets the lookup wait for chunks that another engine computes; see `Hit.waits`
+                     and `Hit.take_announcement`
+        wait_s:      for chunks of lower tiers. None: as configured. 0: the hit may be arriving
         """
 
     def report_timing(
@@ -357,21 +308,19 @@ class Cache(Protocol):
         compute_s: float | None,
         deadline_s: float | None = None,
     ) -> None:
-        """Report the timing of a request that was looked up with its `cost`, for `explain`.
+        """For `explain`: the timing of a request that was looked up with its `cost`.
 
-        load_s:    how long the load took; None: there was none
-        compute_s: how long computing the rest took; None: there was none
+        load_s, compute_s: None: nothing was loaded, or computed
         """
 
     def explain(self, request: str = "", *, deadline_s: float | None = None) -> list[Decision]:
         """Return the latest decisions about lookups with a `cost`, the newest first.
 
-        request: only the decisions of this request, or of requests whose names contain it; empty:
-                 all
+        request: only of requests whose names contain it
         """
 
     def prefetch(self, query: Query, *, deadline_s: float | None = None) -> None:
-        """Start to load a prompt's chunks from lower tiers into memory, and return at once."""
+        """Start to load a prompt's chunks from lower tiers into memory."""
 
     def claim(
         self,
@@ -384,11 +333,10 @@ class Cache(Protocol):
     ) -> Lease | None:
         """Return a lease on one shard's part of a hit, from chunk `first_chunk` on.
 
-        Returns None when the ticket is unknown or no longer valid. A ticket is valid until its hit
-        is closed. One shard may be claimed several times. Each lease has its own pins.
+        None: the ticket is unknown, or its hit is closed. Each lease has its own pins.
 
-        arriving: lease the whole chunks that have arrived so far; the hit may still grow. Otherwise
-                  the claim settles the hit
+        arriving: lease the whole chunks that have arrived so far. Otherwise the claim settles the
+                  hit
         """
 
     def reserve(
@@ -405,21 +353,19 @@ class Cache(Protocol):
 
         For each chunk, either every missing group gets memory, or none does.
 
-        store_options: the options under which the chunks are stored
-        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all. A
-                group may leave out chunks that its attention does not need. From a sliding group, a
-                hit needs only the chunks in the window at its end
+        groups: [groups, chunks] bool, the groups of each chunk that will be written; None: all.
+                From a sliding group, a hit needs only the chunks in the window at its end
         """
 
     def clear(self, namespace: bytes | None = None, *, deadline_s: float | None = None) -> int:
         """Forget everything, or one namespace, in memory and in all writable tiers.
 
-        Waits until it is done. Returns the number of chunks that memory had. Pinned chunks are
-        freed when they are unpinned.
+        Waits until it is done. Returns the number of chunks in memory. Pinned chunks are freed
+        later.
         """
 
     def flush(self, mark: int | None = None, *, deadline_s: float | None = None) -> bool:
-        """Wait until lower tiers have written the chunks committed up to `mark`, or given them up.
+        """Wait until lower tiers have written or given up the chunks committed up to `mark`.
 
         mark:       from `Reservation.commit`; None: until now
         deadline_s: None: the configured wait for arriving chunks
@@ -436,49 +382,42 @@ class Cache(Protocol):
         query: Query | None = None,
         deadline_s: float | None = None,
     ) -> Reencoding:
-        """Re-encode the chunks of a tier with another codec, in the background, online.
+        """Re-encode the stored chunks of a tier, in the background, online, one call after another.
 
-        A smaller codec compresses; `raw` or `lossless` decompresses. No request waits, and every
-        chunk stays readable. Several re-encodings run one after another.
+        A smaller codec compresses; `raw` or `lossless` decompresses.
 
-        namespace: only chunks of this namespace (its digest). None: of every namespace that was
-                   registered or stored to since the start
+        namespace: only its chunks (digest). None: of all that were registered or stored to since
+                   the start
         query:     only the chunks of this prompt
 
-        The codec applies to the chunks that are stored now; later chunks use the tier's own
-        setting. The budget of each namespace still applies: `lossless` replaces a lossy codec where
-        the namespace allows no loss, as by default. A lossy codec never re-encodes a chunk of
-        another lossy codec.
+        `lossless` replaces a lossy codec where the namespace allows no loss. A lossy codec never
+        re-encodes a chunk of another one.
 
         Raises ConfigError (NodeError from a node) for an unknown tier or codec, and for a tier that
-        is read only or cannot replace values. For an unknown namespace, too, unless the codec is
-        `raw` or `lossless` and the tier is not encrypted: its budget and its key are unknown.
+        is read only or cannot replace values. Also for an unknown namespace, unless the codec is
+        `raw` or `lossless` and the tier is not encrypted.
         """
 
     def snapshot(self, *, deadline_s: float | None = None) -> EventBatch:
-        """Return every chunk visible in memory as `admitted` events.
-
-        Continue with `events(snapshot.next)`.
-        """
+        """Return the chunks in memory as `admitted` events. Go on with `events(snapshot.next)`."""
 
     def events(self, after: int, *, deadline_s: float | None = None) -> EventBatch:
-        """Return the events after number `after`, 500 at most.
+        """Return up to 500 events after number `after`; empty: no more.
 
-        Call again with `next` until the batch is empty. Raises KVHoldError where the setting
-        `event_buffer` is 0.
+        Raises KVHoldError where the setting `event_buffer` is 0.
         """
 
     def status(self, *, deadline_s: float | None = None) -> CacheStatus:
-        """Return sizes, counts and counters, for people and monitors."""
+        """Return sizes, counts and counters."""
 
     def close(self) -> None:
         """Release everything that was held through this object."""
 
 
 def mask_bytes(groups: npt.ArrayLike | None, layout: Layout, names: ChunkNames) -> bytes | None:
-    """Encode the `groups` mask of a `reserve`: one byte per group and chunk, row by row.
+    """One byte per group and chunk, row by row.
 
-    Returns None if the mask is None. Raises ProtocolError for another type or shape.
+    Raises ProtocolError for another type or shape.
     """
     if groups is None:
         return None
@@ -496,13 +435,10 @@ def leases_as_they_arrive(
 ) -> Iterator[Lease]:
     """Yield leases on one shard's part of a hit, in the order of its chunks' arrival.
 
-    Each lease is valid until the next is requested. So its chunks can be copied while the rest is
-    read.
+    Each lease is valid until the next is requested. They may contain more than a group of the final
+    hit needs. Raises KVHoldError if the hit is lost.
 
     until_s: the hit is settled when the monotonic clock reads this
-
-    For a group that does not need every chunk, the leases may contain more than the final hit
-    needs. Raises KVHoldError if the hit is lost.
     """
     first = 0
     while True:

@@ -41,10 +41,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class LoadedKV:
-    """The KV of a prompt's first `num_tokens` tokens.
-
-    kv: for each group [layers, planes, num_tokens, heads, head_dim]
-    """
+    """KV of a prompt: for each group [layers, planes, num_tokens, heads, head_dim]."""
 
     num_tokens: int
     kv: list[npt.NDArray[Any]]
@@ -61,13 +58,13 @@ class WholePrompts:
         store_options: StoreOptions = DEFAULT_OPTIONS,
         deadline_s: float | None = None,
     ) -> int:
-        """Store a prompt's missing KV.
+        """Store a prompt's missing KV. Return the number of written tokens.
 
         kv: for each group [layers, planes, tokens, heads, head_dim], with all tokens of the prompt
 
-        Returns the number of written tokens: fewer than are missing if memory is full or another
-        writer has reserved them. Raises LayoutError for arrays that do not fit, and for layouts
-        with several shards or an engine's packing.
+        Fewer tokens are written if memory is full or another writer has reserved them. Raises
+        LayoutError for arrays that do not fit, and for layouts with several shards or an engine's
+        packing.
         """
         layout = prompt.namespace.layout
         _check(prompt, layout)
@@ -99,8 +96,8 @@ class WholePrompts:
 
         wait_s: as in `lookup`
 
-        Raises LayoutError for layouts with several shards, an engine's packing, or groups that
-        a hit needs only in part (sliding windows, states).
+        Raises LayoutError for layouts with several shards, an engine's packing, or groups that a
+        hit needs only in part (sliding windows, states).
         """
         layout = prompt.namespace.layout
         _check(prompt, layout)
@@ -112,7 +109,7 @@ class WholePrompts:
         self.register(prompt.namespace)
         for _ in range(_ATTEMPTS):
             with (
-                suppress(DamagedChunks),  # the cache has removed them
+                suppress(DamagedChunks),
                 self.lookup(prompt.query(), wait_s=wait_s, deadline_s=deadline_s) as hit,
             ):
                 lease = self.claim(hit.ticket, deadline_s=deadline_s) if hit.ticket else None
@@ -144,7 +141,7 @@ def _empty(group: Group, num_tokens: int) -> npt.NDArray[Any]:
 def _chunk(
     buffer: npt.NDArray[np.uint8], at: int, group: Group, num_tokens: int
 ) -> npt.NDArray[Any]:
-    """Return a view of a chunk in the arena: [layers, planes, tokens, heads, head_dim]."""
+    """[layers, planes, tokens, heads, head_dim], in the arena."""
     nbytes = group.layers * group.layer_bytes(num_tokens)
     shape = (group.layers, group.planes, num_tokens, group.heads, group.head_dim)
     return buffer[at : at + nbytes].view(_NUMPY[group.dtype]).reshape(shape)

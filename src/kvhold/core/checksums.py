@@ -1,6 +1,6 @@
 """Checksums of chunks in memory, taken by the writer, checked by each reader.
 
-They are xxh3_64 per layer, as in a raw frame. They detect accidents, not forgery.
+They are xxh3_64 per layer, as in a raw frame, against accidents, not forgery.
 """
 
 import struct
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvhold.core.errors import DamagedChunks, ProtocolError
 
-BYTES = 8  # per checksum
+BYTES = 8
 
 Numbers = npt.NDArray[np.int64]
 Values = npt.NDArray[np.uint64]
@@ -20,10 +20,8 @@ Values = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Checksums of one group's chunks. Slices share memory.
-
-    values: [chunks, layers] uint64
-    known:  [chunks, layers] bool: computed by the writer, or verified by a reader
+    """values: [chunks, layers] uint64
+    known: [chunks, layers] bool: computed by the writer, or verified by a reader
     report: called with the numbers of damaged chunks
     """
 
@@ -39,7 +37,7 @@ class Checksums:
     def expected(
         cls, packed: bytes, present: npt.NDArray[np.bool_], report: Callable[[Numbers], None]
     ) -> "Checksums":
-        """packed:  BYTES for each layer of each present chunk, little-endian
+        """packed: BYTES for each layer of each present chunk, little-endian
         present: [chunks]
 
         Raises ProtocolError for a wrong length.
@@ -67,15 +65,11 @@ class Checksums:
         return Checksums(self.values[:chunks], self.known[:chunks], self.report)
 
     def take(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """Keep a writer's checksums: [chunks, layers]."""
         self.values[chunks, layers.start : layers.stop] = found
         self.known[chunks, layers.start : layers.stop] = True
 
     def compare(self, chunks: Numbers, layers: range, found: Values) -> None:
-        """Compare a reader's checksums: [chunks, layers].
-
-        Reports damaged chunks, then raises DamagedChunks.
-        """
+        """found: a reader's, [chunks, layers]. Reports damaged chunks, then raises DamagedChunks"""
         right = self.values[chunks, layers.start : layers.stop] == found
         self.known[chunks, layers.start : layers.stop] |= right
         damaged = chunks[~right.all(axis=1)]

@@ -6,13 +6,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def on_error(*steps: Callable[[], object]) -> Iterator[None]:
-    """Run the steps if the block does not end normally; the error goes on.
-
-    `with on_error(sock.close): connect(sock)`
-    """
+    """Run the steps if the block does not end normally; the error goes on."""
     try:
         yield
-    # a cancelled call and Ctrl-C, too: the caller alone can undo its work
+    # a cancelled call and Ctrl-C, too
     except BaseException:
         for step in steps:
             step()

@@ -23,9 +23,9 @@ from kvhold.core.store_options import MAX_BITS
 
 _PREFIX = "KVHOLD_"
 _NOT_SETTINGS = ("KVHOLD_CONFIG", "KVHOLD_LOG_LEVEL")
-_INSTALLER = "KVHOLD_SETUP_"  # variables of the installer
-_SERVICE = r"KVHOLD(_[A-Z0-9]+)*"  # a Service named kvhold or kvhold-...
-_KUBERNETES = (  # variables that Kubernetes sets for such a Service: name, value
+_INSTALLER = "KVHOLD_SETUP_"
+_SERVICE = r"KVHOLD(_[A-Z0-9]+)*"
+_KUBERNETES = (
     (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9a-fA-F:.]*")),
     (re.compile(rf"{_SERVICE}_SERVICE_PORT(_[A-Z0-9_]+)?"), re.compile(r"\d+")),
     (re.compile(rf"{_SERVICE}_PORT(_\d+_(TCP|UDP|SCTP))?"), re.compile(r"(tcp|udp|sctp)://.+")),
@@ -415,7 +415,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_kubernetes(variable: str, text: str) -> bool:
-    """The value must match too, so that a misspelt `KVHOLD_LISTEN_PORT=7710` is reported."""
+    """A misspelt `KVHOLD_LISTEN_PORT=7710` is reported."""
     return any(name.fullmatch(variable) and value.fullmatch(text) for name, value in _KUBERNETES)
 
 
@@ -454,7 +454,7 @@ def _read_yaml(path: Path, raw: str) -> dict[str, Any]:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {type(error).__name__}") from None
-    except ValueError as error:  # an invalid date
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}

@@ -6,7 +6,7 @@ Only equal values of equal types give the same bytes. Encodings are never stored
 from collections.abc import Sequence
 from typing import TypeAlias, Union
 
-# recursive, so it needs the quoted form
+# the recursion needs the quoted form
 Plain: TypeAlias = Union[bool, int, float, str, bytes, Sequence["Plain"], None]  # noqa: UP007
 
 

@@ -29,8 +29,6 @@ import msgspec
 from kvhold.core.reasons import TIER_DOWN, Reason
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec for outside data: a wrong form, invalid UTF-8, too deep nesting."""
-
 FrameReason = Literal["magic", "version", "length", "checksum", "identity", "sealed", "lossy"]
 
 
@@ -51,12 +49,9 @@ class CapacityError(KVHoldError):
 
 
 class TierError(KVHoldError):
-    """A tier failed. `reason` labels the fault in metrics."""
-
     retryable = True
     reason = "error"
     miss: Reason = TIER_DOWN
-    """Why its chunks are missed."""
 
     def __init__(self, tier: str, operation: str, detail: str) -> None:
         super().__init__(f"{tier}: {operation}: {detail}")
@@ -106,7 +101,7 @@ class DamagedChunks(KVHoldError):
 
 
 class DeviceError(KVHoldError):
-    """A device failed. Running copies may still use memory."""
+    """Running copies may still use memory."""
 
 
 class DeviceRefused(DeviceError):

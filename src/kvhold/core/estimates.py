@@ -1,12 +1,7 @@
 """Learn costs from times: seconds = the sum of cost * quantity.
 
-    reading = Estimate(2)                          # a cost per call, and a cost per byte
-    reading.measured((1, 8 << 20), 0.09)
-    reading.costs                                  # (0.001, 1.06e-08)
-
-The fit minimises relative errors, not squares, so one stall does not spoil it. Of equal fits, the
-simplest wins. Three measurements in a row that are far off to one side replace older ones. Any
-thread.
+The fit minimises relative errors, because of stalls. Of equal fits, the simplest wins. Three
+measurements in a row that are far off to one side replace older ones. Any thread.
 """
 
 import threading
@@ -17,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST = 48
-_FADING = 0.93  # weight of a measurement relative to the next
-_ALIKE = 0.003  # fits with errors this close are equal
+_FADING = 0.93
+_ALIKE = 0.003
 _ROUNDS = 8
-_LEAST_ERROR = 1e-3  # smaller relative errors count alike
+_LEAST_ERROR = 1e-3
 _OFF = 2.0
 _IN_A_ROW = 3
 
@@ -28,7 +23,7 @@ Quantities = tuple[float, ...]
 
 
 class Estimate:
-    """The costs of some quantities. A quantity that was never 1 or more has no cost."""
+    """A quantity that was never 1 or more has no cost."""
 
     def __init__(self, num_quantities: int) -> None:
         self._subsets = [
@@ -39,8 +34,8 @@ class Estimate:
         self._num_quantities = num_quantities
         self._measured: deque[tuple[Quantities, float]] = deque(maxlen=_MOST)
         self._costs: Quantities | None = None
-        self._unseen = 0  # measurements since the last fit
-        self._off = 0  # consecutive measurements off to one side; negative: faster than predicted
+        self._unseen = 0
+        self._off = 0
         self._lock = threading.Lock()
 
     @property
@@ -64,7 +59,6 @@ class Estimate:
             return min((quantities[quantity] for quantities, _ in self._measured), default=0.0)
 
     def measured(self, quantities: Quantities, seconds: float) -> None:
-        """Add a measurement, unless all quantities are below 1."""
         assert len(quantities) == self._num_quantities
         if seconds <= 0 or max(quantities) < 1:
             return
@@ -77,7 +71,6 @@ class Estimate:
                 self._fit()
                 latest = list(islice(self._measured, len(self._measured) - _IN_A_ROW, None))
                 if {self._side(*one) for one in latest} in ({1}, {-1}):
-                    # no single cost explains old and new measurements
                     self._measured = deque(latest, _MOST)
                     self._fit()
 
@@ -88,7 +81,6 @@ class Estimate:
         self._off = 0 if not side else max(self._off, 0) + 1 if side > 0 else min(self._off, 0) - 1
 
     def _side(self, quantities: Quantities, seconds: float) -> int:
-        """Return 1 if far slower than predicted, -1 if far faster, else 0."""
         if self._costs is None:
             return 0
         thought = sum(
@@ -118,10 +110,9 @@ def fit(
 ) -> npt.NDArray[np.float64]:
     """Return costs [quantities], none negative, by least weighted relative errors.
 
-    rows:    [n, quantities]
-    seconds: [n]
-    weights: [n]
-    subsets: quantities with a cost, preferred first
+    rows:             [n, quantities]
+    seconds, weights: [n]
+    subsets:          quantities with a cost, preferred first
 
     Iteratively reweighted least squares (Schlossmacher 1973).
     """
@@ -146,7 +137,7 @@ def fit(
 def _deviations(
     columns: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64] | None:
-    """Return costs that make each row's sum near 1; None if negative or undetermined."""
+    """None: negative or undetermined."""
     factors, costs = weights, np.zeros(columns.shape[1])
     for _ in range(_ROUNDS):
         weighted = columns * factors[:, None]

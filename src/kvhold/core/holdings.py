@@ -1,7 +1,4 @@
-"""The holdings of a caller: the bytes of a lease or of a reservation.
-
-A holding ends with its `with`, or with the holder's connection.
-"""
+"""The holdings of a caller: the bytes of a lease or of a reservation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ from kvhold.core.checksums import Checksums
 from kvhold.core.errors import DeviceError, ProtocolError
 from kvhold.core.layout import Layout
 
-ABSENT = -1  # the offset of a chunk that was not granted, or that the hit does not need
+ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +22,8 @@ class ChunkBytes:
 
     offsets:    [n] int64, in bytes from the arena's start; ABSENT where there is no chunk
     num_tokens: [n] int64
-    sums:       of a reservation: a copy records the checksums of the bytes it writes. Of a lease: a
-                copy compares its checksums with these. None: nothing is checked
+    sums:       filled by a copy into a reservation, compared by a copy from a lease; None:
+                unchecked
     """
 
     offsets: npt.NDArray[np.int64]
@@ -40,13 +37,13 @@ class ChunkBytes:
 
 
 kept: list["Holding"] = []
-"""Kept holdings. Collecting one would close its connection and free its memory."""
+"""Collecting one would close its connection and free its memory."""
 
 
 class Holding:
-    """A hit, a lease or a reservation, held until it is closed.
+    """A hit, a lease or a reservation, until it is closed. Closing twice is harmless.
 
-    Closing it twice is harmless. If its `with` ends with DeviceError, it is kept.
+    If its `with` ends with DeviceError, it is kept.
     """
 
     def __init__(self, give_back: Callable[[], None]) -> None:
@@ -77,11 +74,10 @@ class Holding:
 
 
 class Lease(Holding):
-    """A lease on the bytes of one shard's part of a hit. Read only.
+    """The bytes of one shard's part of a hit. Read only.
 
-    The bytes do not move until the lease is closed. A copy by `memory.copy` compares them with the
-    stored checksums. A reader that uses the buffer directly must call `verify` after reading, and
-    must not use the bytes before that.
+    They do not move until the lease is closed. A copy by `memory.copy` compares checksums. A direct
+    reader of the buffer must call `verify` after reading, before using the bytes.
     """
 
     def __init__(
@@ -95,13 +91,9 @@ class Lease(Holding):
         checksums: Sequence[bytes] | None = None,
         report: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
-        """Make a lease from the answer to a claim.
-
-        offsets:     [groups, chunks]
-        num_tokens:  [chunks]
-        first_chunk: the number of the first chunk in its prompt
-        checksums:   one item per group, see `Checksums.expected`; None: nothing is compared
-        report:      called with the offsets of damaged chunks
+        """offsets: [groups, chunks]
+        checksums: one item per group, see `Checksums.expected`; None: nothing is compared
+        report: called with the offsets of damaged chunks
 
         Raises ProtocolError for checksums that do not fit the chunks.
         """
@@ -172,12 +164,9 @@ class Reservation(Holding):
         *,
         layout: Layout,
     ) -> None:
-        """Make a reservation from the answer to a reserve.
-
-        offsets: [groups, chunks]; ABSENT for chunks that are present, were not requested, or got no
-                 memory
-        commit:  called with chunk numbers, each granted and given once, and their checksums:
-                 `checksums.BYTES` for each chunk, granted group and layer
+        """offsets: [groups, chunks]; ABSENT: present, not requested, or no memory
+        commit: called with chunk numbers and their checksums: `checksums.BYTES` for each chunk,
+                granted group and layer
         """
         super().__init__(give_back)
         self.num_tokens = num_tokens
@@ -190,19 +179,17 @@ class Reservation(Holding):
 
     @property
     def granted(self) -> list[int]:
-        """The numbers (within the reservation) of chunks with memory in at least one group."""
+        """Numbers within the reservation: chunks with memory in at least one group."""
         return [int(i) for i in np.flatnonzero((self._offsets != ABSENT).any(axis=0))]
 
     def chunks(self, group: int = 0) -> ChunkBytes:
-        """Return the places in `buffer` to write the chunks of `group`; ABSENT: do not write."""
+        """Return the places in `buffer` to write; ABSENT: do not write."""
         return ChunkBytes(self._offsets[group], self.num_tokens, self._sums[group])
 
     def commit(self, chunks: Sequence[int] | None = None) -> int:
         """Make chunks visible; all granted ones by default. Their bytes must be complete.
 
-        Computes the checksums that no copy has taken, from the buffer.
-
-        Returns a mark, for `flush(mark)`.
+        Computes the checksums that no copy has taken. Returns a mark, for `flush(mark)`.
         """
         wanted = [
             chunk
@@ -228,7 +215,6 @@ class Reservation(Holding):
 def _sums_of_chunk(
     buffer: npt.NDArray[np.uint8], layout: Layout, group: int, places: ChunkBytes, chunk: int
 ) -> list[int]:
-    """Return the checksums of one chunk in the buffer: [layers]. xxhash releases the GIL."""
     at, num_tokens = int(places.offsets[chunk]), int(places.num_tokens[chunk])
     ranges = (
         layout.layer_range(group, layer, num_tokens) for layer in range(layout.groups[group].layers)

@@ -2,12 +2,8 @@
 
     Namespace(model="llama", layout=layout).prompt(tokens).chunk_key(0)    # 40 bytes
 
-A key has four parts: the namespace's digest, a chained hash of all tokens up to the chunk's end,
-the group and the shard. The hash is blake2b with 160 bits, too many to construct a collision (RFC
-7693; docs/format.md). The namespace is its salt, so a text has other hashes in each namespace. One
-bit of the digest says whether lossy codecs may encode the KV; see `allows_loss`.
-
-Any thread.
+A key has the namespace's digest, a chained hash of all tokens up to the chunk's end, the group and
+the shard. The hash is blake2b with 160 bits, salted with the namespace (RFC 7693; docs/format.md).
 """
 
 from abc import ABC, abstractmethod
@@ -34,16 +30,16 @@ from kvhold.core.store_options import StoreOptions
 
 NAMESPACE_BYTES = 16
 HASH_BYTES = 20
-NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES  # of a key; group and shard follow
+NAME_BYTES = NAMESPACE_BYTES + HASH_BYTES
 KEY_BYTES = NAME_BYTES + 4
 
 _PERSON = b"kvhold-chunk-1"
 _PERSON_WITH_INSERTS = b"kvhold-insert-1"
 _NO_PARENT = bytes(HASH_BYTES)
 _ONE_HASH = Struct(f"{HASH_BYTES}s")
-_LOSS_BIT = 1  # of the digest's last byte
-TENANT = "tenant"  # the tag that names the KV's owner
-_MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"  # tags
+_LOSS_BIT = 1
+TENANT = "tenant"
+_MAX_ERROR, _MAX_BITS = "kvhold.max_error", "kvhold.max_bits"
 
 
 class ChunkNames(msgspec.Struct, frozen=True, array_like=True):
@@ -80,8 +76,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     tail_hashes:  shortest tail first
     tail_lengths: in tokens
     tenant:       owner of the KV, for encrypted tiers
-    only:         the numbers of the shards that the hit needs, in order; empty: all. An engine on
-                  several hosts asks each node for the shards of that host
+    only:         numbers of the shards that the hit needs, in order; empty: all
     """
 
     namespace: bytes
@@ -104,10 +99,9 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Insert:
-    """An image, video or audio in a prompt, which its token ids do not identify.
+    """An image, video or audio in a prompt.
 
-    start, length: in tokens
-    digest:        hash of everything that its KV depends on, except its position
+    digest: hash of everything that its KV depends on, except its position
     """
 
     start: int
@@ -121,7 +115,6 @@ class Namespace:
 
     shards:     parallel ranks that hold different KV
     cache_salt: text that separates callers
-    hashing:    scheme of the token hashes
     facts:      see `core.naming`
     title:      for people; not in the digest
     """
@@ -201,7 +194,7 @@ class Namespace:
     ) -> "Namespace":
         if not (lora or cache_salt or tags):
             return self
-        if cache_salt and self.cache_salt:  # both salts count
+        if cache_salt and self.cache_salt:
             cache_salt = canonical([self.cache_salt, cache_salt]).hex()
         return replace(
             self,
@@ -215,8 +208,7 @@ class Namespace:
     ) -> "Namespace":
         """Return the namespace whose KV lossy codecs may encode, within a budget.
 
-        See `StoreOptions` for the budget. max_error=1 accepts every codec; max_error=0 allows no
-        loss, and is this namespace. Raises ValueError.
+        See `StoreOptions`. max_error=0 allows no loss. Raises ValueError.
         """
         return self.narrowed(tags=budget_tags(StoreOptions(max_error=max_error, max_bits=max_bits)))
 
@@ -238,7 +230,6 @@ class Namespace:
 
 
 def budget_tags(store_options: StoreOptions) -> tuple[tuple[str, str], ...]:
-    """Return the tags that say how much loss is allowed; none if no loss is."""
     if not store_options.allows_loss:
         return ()
     budget = ((_MAX_ERROR, store_options.max_error), (_MAX_BITS, store_options.max_bits))
@@ -248,14 +239,14 @@ def budget_tags(store_options: StoreOptions) -> tuple[tuple[str, str], ...]:
 def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
     """Return contiguous int32. Raises ValueError unless it is one axis of 32-bit integers."""
     if isinstance(tokens, list) and tokens and type(tokens[0]) is int:
-        with suppress(TypeError, OverflowError):  # the checks below name the fault
-            # unsigned is three times as fast as signed, and four times as fast as numpy
+        with suppress(TypeError, OverflowError):
+            # three times as fast as signed, four times as fast as numpy
             numbers = array("I")
-            numbers.fromlist(tokens)  # faster than array("I", tokens)
+            numbers.fromlist(tokens)
             unsigned = np.frombuffer(numbers, np.uintc)
             if unsigned.max() <= np.iinfo(np.int32).max:
                 found = unsigned.view(np.intc).astype("<i4", copy=False)
-                found.flags.writeable = False  # hashed without a copy
+                found.flags.writeable = False
                 return found
     found = np.asarray(tokens)
     if found.size == 0:
@@ -275,7 +266,7 @@ def as_tokens(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
 
 
 def as_inserts(inserts: Iterable[Insert], num_tokens: int) -> tuple[Insert, ...]:
-    """Sort `inserts`. Raises ValueError if two overlap or one exceeds `num_tokens`."""
+    """Raises ValueError for an overlap, or an end beyond `num_tokens`."""
     checked = [
         (_as_insert(insert, f"inserts[{i}]", num_tokens), i) for i, insert in enumerate(inserts)
     ]
@@ -332,7 +323,7 @@ class _Text(ABC):
 
     @abstractmethod
     def _hashes(self, first: int, last: int) -> bytes:
-        """Return the hashes of the whole chunks `first` to before `last`."""
+        """The whole chunks `first` to before `last`."""
 
     @abstractmethod
     def _tail_hash(self, num_tokens: int) -> bytes:
@@ -344,7 +335,7 @@ class _Text(ABC):
 
     @property
     def tail_lengths(self) -> tuple[int, ...]:
-        """Return the possible tails in tokens: one per block end, or only the text's end."""
+        """Possible tails in tokens: one per block end, or only the text's end."""
         step = self.namespace.layout.tail_tokens
         rest = self.num_tokens % self.namespace.layout.tokens_per_chunk
         if step == 1:
@@ -372,7 +363,7 @@ class _Text(ABC):
         )
 
     def chunks(self, first: int = 0, *, last: int | None = None, tail: bool = True) -> ChunkNames:
-        """Return the whole chunks `first` to before `last` (default: all), and the longest tail."""
+        """The whole chunks `first` to before `last` (default: all), and the longest tail."""
         assert 0 <= first <= self.num_whole, "`first` is beyond the last whole chunk"
         hashes = self._hashes(first, self.num_whole if last is None else last)
         first_token = first * self.namespace.layout.tokens_per_chunk
@@ -394,7 +385,7 @@ class _Text(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Prompt(_Text):
-    """`inserts` are sorted. After `until`, some may extend beyond the end."""
+    """`inserts` are sorted. After `until`, some may exceed the end."""
 
     namespace: Namespace
     tokens: npt.NDArray[np.int32]
@@ -429,7 +420,6 @@ class Prompt(_Text):
     def _links(
         self, chunk: int, parent: bytes, raw: "memoryview | bytes", size: int
     ) -> list[bytes]:
-        """Hash chunks of `size` tokens, from number `chunk`, after the hash `parent`."""
         header, step, links = size.to_bytes(4, "little"), 4 * size, []
         start, is_text = (
             chunk * self.namespace.layout.tokens_per_chunk,
@@ -463,7 +453,6 @@ class Prompt(_Text):
 
     @cached_property
     def _hash(self) -> blake2b:
-        """The initial state. A copy takes half the time of a new one."""
         return blake2b(digest_size=HASH_BYTES, salt=self.namespace.digest, person=_PERSON)
 
     @cached_property
@@ -502,10 +491,7 @@ class Prompt(_Text):
 
 
 class GrowingPrompt(_Text):
-    """A prompt that grows. Appending n tokens costs O(n). One thread at a time.
-
-    Its keys equal those of a `Prompt` of the same text.
-    """
+    """A prompt that grows: appending n tokens costs O(n). One thread at a time."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.namespace = prompt.namespace
@@ -523,7 +509,7 @@ class GrowingPrompt(_Text):
         )
 
     def append(self, tokens: npt.ArrayLike) -> None:
-        """Append [n] integers. Raises ValueError, and changes nothing, for invalid tokens."""
+        """Append [n] integers. Raises ValueError, and then changes nothing."""
         self._rest += as_tokens(tokens).tobytes()
         size = self.namespace.layout.tokens_per_chunk
         whole = len(self._rest) // (4 * size) * 4 * size
@@ -552,7 +538,7 @@ def make_key(namespace: bytes, chain_hash: bytes, group: int, shard: int) -> byt
 
 
 def allows_loss(key: bytes) -> bool:
-    """Whether lossy codecs may encode this chunk. Also takes a namespace's digest."""
+    """Whether lossy codecs may encode it. key: or a namespace's digest"""
     return bool(key[NAMESPACE_BYTES - 1] & _LOSS_BIT)
 
 
@@ -561,7 +547,7 @@ def split_hashes(hashes: bytes) -> Iterator[bytes]:
 
 
 def place_suffix(group: int, shard: int) -> bytes:
-    """Return the end of a key: group and shard, 2 bytes each, little-endian."""
+    """The end of a key: group and shard, 2 bytes each, little-endian."""
     assert 0 <= group <= 0xFFFF and 0 <= shard <= 0xFFFF
     return (group | shard << 16).to_bytes(4, "little")
 

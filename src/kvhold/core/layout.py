@@ -30,17 +30,17 @@ DTYPE_BYTES = {
 }
 
 CANONICAL = "canonical"
-MOST_PACKING = 32  # characters
+MOST_PACKING = 32
 MOST_GROUPS = 256
-MOST_LAYERS = 4096  # limit of a frame's header
-MOST_CHUNK_TOKENS = (1 << 32) - 1  # the same limit
-MOST_CHUNK_BYTES = 1 << 36  # per group; also the limit of a frame
+MOST_LAYERS = 4096
+MOST_CHUNK_TOKENS = (1 << 32) - 1
+MOST_CHUNK_BYTES = 1 << 36
 
 Attention = Literal["full", "sliding", "state"]
 
 
 def packing_name(name: str) -> str:
-    """Shorten a long name. The result ends with the digest of the name."""
+    """A long name is cut, and ends with its digest."""
     return (
         name
         if len(name) <= MOST_PACKING
@@ -52,11 +52,11 @@ def packing_name(name: str) -> str:
 class Group:
     """Layers that share one geometry.
 
-    planes:      2 for K and V, 1 for a latent plane (MLA) or a state
-    attention:   a hit needs all chunks, the last `window` tokens, or the last chunk ("state")
-    packing:     CANONICAL, or an engine's opaque arrangement inside a block
+    planes: 2 for K and V, 1 for a latent plane (MLA) or a state
+    attention: a hit needs all chunks, the last `window` tokens, or the last chunk ("state")
+    packing: CANONICAL, or an engine's opaque arrangement inside a block
     block_bytes: of one opaque block in one layer
-    rotary:      rotary settings of the keys; empty if none or unknown
+    rotary: settings of the keys; empty if none or unknown
     """
 
     layers: int

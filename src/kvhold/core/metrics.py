@@ -1,9 +1,7 @@
 """The table of all metrics, and the counters.
 
-    metrics = Metrics(); metrics.add("kvhold_lookup_tokens", 4000)
-
-An unknown name or label raises KeyError. Each `Metrics` has one writer thread. Another thread may
-call `add` only if it keeps the GIL during both dictionary steps.
+An unknown name or label raises KeyError. One thread writes. Another may `add` only if it keeps the
+GIL during both dictionary steps.
 """
 
 from bisect import bisect_left
@@ -15,8 +13,6 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """A histogram counts observations up to each of `buckets`."""
-
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
@@ -27,7 +23,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Sample:
-    """counts: a histogram's observations, cumulative by bucket; `value` is the observed sum."""
+    """counts: a histogram's observations, cumulative by bucket; `value` is their sum."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -490,7 +486,6 @@ class Metrics:
         self._values[name, _ordered(name, labels)] = value
 
     def forget(self, label: str, value: str) -> None:
-        """Remove all that was counted with a label's value."""
         for name, labels in list(self._values):
             names = TABLE[name].labels
             if label in names and labels[names.index(label)] == value:
@@ -502,7 +497,7 @@ class Metrics:
 
     def samples(self) -> Iterator[Sample]:
         order = {name: i for i, name in enumerate(TABLE)}
-        values = dict(self._values)  # the owner's thread may be counting
+        values = dict(self._values)
         for name, labels in sorted(values, key=lambda key: (order[key[0]], key[1])):
             counts = tuple(accumulate(self._counts.get((name, labels), ())))
             yield Sample(TABLE[name], labels, values[name, labels], counts)

@@ -1,10 +1,7 @@
 """Facts: the named parts of a namespace, for comparisons.
 
-    walk(vllm_config.cache_config, "vllm.cache_config", NamingRules(tables), found)
-    facts = Facts.of(found)
-
 Every field of a configuration is a fact unless a table lists it as harmless: an unknown field costs
-a miss, never wrong KV. Only equal values of one type have equal texts.
+a miss, never wrong KV.
 """
 
 import dataclasses
@@ -24,7 +21,7 @@ from kvhold.core.encoding import canonical
 from kvhold.core.errors import LayoutError, ProtocolError
 
 MAX_TEXT = 4096
-"""A longer text is replaced by its digest, which is not quoted and so equals no other text."""
+"""A longer text is replaced by its digest, unquoted, so it equals no other text."""
 MAX_DESCRIPTION_BYTES = 64 << 10
 MAX_UNPACKED_BYTES = 4 << 20
 
@@ -42,8 +39,6 @@ _SECRET_INSIDE = re.compile(
 
 @dataclass(frozen=True)
 class Table:
-    """The fields of a class that may shape KV, and the harmless ones with reasons."""
-
     named: frozenset[str]
     harmless: Mapping[str, str]
 
@@ -62,12 +57,9 @@ class Table:
 
 @dataclass(frozen=True)
 class NamingRules:
-    """How a configuration is walked.
-
-    tables:   by class name; the nearest base class applies
-    opens:    whether a class is split into attributes
-    atoms:    functions that give the text of a type
-    not_keys: keys to leave out: places and file versions
+    """tables: by class name; the nearest base class applies
+    opens: whether a class is split into attributes
+    atoms: functions that give the text of a type
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -108,10 +100,7 @@ NO_FACTS = Facts()
 
 
 def walk(value: Any, name: str, rules: NamingRules, found: dict[str, str], depth: int = 0) -> None:
-    """Add the facts of `value`, named `name`, to `found`.
-
-    Raises LayoutError for a value that is not plain.
-    """
+    """Add facts to `found`. Raises LayoutError for a value that is not plain."""
     if name in rules.shared:
         return
     if not _is_open(value, rules):
@@ -124,7 +113,7 @@ def walk(value: Any, name: str, rules: NamingRules, found: dict[str, str], depth
 
 
 def text_of(value: Any, name: str, rules: NamingRules = _PLAIN_VALUES, depth: int = 0) -> str:
-    """Return a value's text; if it is longer than MAX_TEXT, its digest. Raises as `walk` does."""
+    """Digest of a text longer than MAX_TEXT. Only equal values of one type have equal texts."""
     text = _text(value, name, rules, depth)
     if len(text) <= MAX_TEXT:
         return text
@@ -228,7 +217,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(title: str, facts: Mapping[str, str]) -> bytes:
-    """Pack a description. If it is too large, its longest texts become digests."""
+    """If the description is too large, its longest texts become digests."""
     shown = {
         name: _hide(text) if _may_be_secret(name, text) else text for name, text in facts.items()
     }
@@ -245,7 +234,7 @@ def pack(title: str, facts: Mapping[str, str]) -> bytes:
 
 
 def unpack(packed: bytes) -> Description:
-    """Raises ProtocolError for invalid bytes."""
+    """Raises ProtocolError."""
     if not packed:
         return Description("")
     try:

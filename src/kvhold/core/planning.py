@@ -1,8 +1,5 @@
 """Predict a request's time to first token for each possible end of the load.
 
-    options = LoadOptions(tokens=np.array([0, 512, 4000]), nbytes=..., wait_s=...)
-    options.tokens[choose(cost, options)]
-
 An unknown cost counts as 0, so that it is tried and measured. No I/O, no state.
 """
 
@@ -13,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-_ALIKE = 1.01  # within 1 %, the longer load wins: it leaves the engine free for other requests
+_ALIKE = 1.01
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -48,10 +45,8 @@ class ComputeCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
-    """What the caller of a lookup does about missing chunks.
-
-    waits:     it may wait for chunks that another engine computes now
-    announces: it will compute and store them now, so others may wait for them
+    """waits: it may wait for chunks that another engine computes now
+    announces: it will compute and store them now, so others may wait
     """
 
     cost: ComputeCost
@@ -61,9 +56,7 @@ class ComputeIntent(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Points at which a load may end.
-
-    tokens: [n] present at that point
+    """tokens: [n] present at that point
     nbytes: [n] to copy
     wait_s: [n] until they arrive
     """
@@ -85,11 +78,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class LoadedChunks(msgspec.Struct, frozen=True):
-    """Chunks of a prompt that came from one peer.
-
-    place:   its address
-    chunks:  runs of chunks, [first, last]; of a long prompt the last run may be complete only in
-             part
+    """chunks: runs of chunks of one peer, [first, last]; the last run may be incomplete
     seconds: from the first request to the last answer
     """
 
@@ -99,14 +88,8 @@ class LoadedChunks(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The decision for one request and its result.
-
-    at_s:         wall clock
-    found:        tokens by source, as far as the lookup searched
-    hit_tokens:   None: it still waits
-    missing:      why the hit ends, in words; empty: nothing is missing, or it still waits
-    load_s, compute_s: measured; None: there was none, or it is unknown
-    loaded:     the chunks that came from peers
+    """missing: why the hit ends, in words; empty: it does not, or still waits
+    load_s, compute_s: measured; None: none, or unknown
     """
 
     request: str
@@ -126,10 +109,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:
-    """Return [n] seconds to compute all after the first `tokens` tokens.
-
-    At least the last token is computed, for its output.
-    """
+    """[n] seconds to compute all after the first `tokens` tokens: at least the last token."""
     num_left = np.maximum(cost.num_tokens - np.maximum(tokens, cost.computed_tokens), 1)
     pairs = num_left * (cost.num_tokens - num_left / 2)
     seconds: Floats = (
@@ -141,14 +121,13 @@ def compute_s(cost: ComputeCost, tokens: Ints) -> Floats:
 
 
 def prefill_s(cost: ComputeCost, first: int, last: int) -> float:
-    """Return the seconds to compute the tokens from `first` to before `last`."""
     num = max(0, last - first)
     steps = -(-num // cost.step_tokens)
     return steps * cost.step_s + num * cost.token_s + num * (last - num / 2) * cost.pair_s
 
 
 def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:
-    """Return [n] seconds of the copy into the engine; 0 if it has the tokens."""
+    """[n] seconds of the copy into the engine; 0 if it has the tokens."""
     seconds: Floats = np.where(
         tokens > cost.computed_tokens, cost.load_s + nbytes * cost.load_byte_s, 0.0
     )
@@ -156,7 +135,6 @@ def load_s(cost: ComputeCost, tokens: Ints, nbytes: Ints) -> Floats:
 
 
 def total_s(cost: ComputeCost, options: LoadOptions) -> Floats:
-    """Return [n] seconds until the first token."""
     return (
         options.wait_s
         + load_s(cost, options.tokens, options.nbytes)
@@ -165,11 +143,11 @@ def total_s(cost: ComputeCost, options: LoadOptions) -> Floats:
 
 
 def choose(cost: ComputeCost, options: LoadOptions) -> int:
-    """Return the best option; among equals, or without costs, the one that loads most."""
+    """Among equals, or without costs, the option that loads most."""
     if not cost.is_known:
         return len(options.tokens) - 1
     totals = total_s(cost, options)
-    return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])  # NaN counts as good
+    return int(np.flatnonzero(~(totals > totals.min() * _ALIKE))[-1])
 
 
 def alternative(cost: ComputeCost, options: LoadOptions, number: int) -> Alternative:

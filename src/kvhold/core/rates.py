@@ -1,8 +1,6 @@
-"""How much came per second in the last minute.
+"""Amounts per second in the last minute.
 
-    events = LastMinute(); events.add(500); events.per_s
-
-One thread adds; any thread reads, and may miss what is being added.
+One thread adds; any thread reads, and may miss the latest.
 """
 
 import time
@@ -14,8 +12,6 @@ _UNUSED = -(10**9)
 
 
 class LastMinute:
-    """Sums of the last 12 parts of 5 seconds."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began_s = clock()

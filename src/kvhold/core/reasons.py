@@ -4,8 +4,6 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """`REASONS` has the meanings."""
-
     WHOLE = "whole"
     NEVER_STORED = "never_stored"
     INCOMPLETE = "incomplete"
@@ -89,7 +87,7 @@ REASONS = {
         "or the way to it, was away"
     ),
 }
-"""The reasons and their meanings. The next chunk is the first whose absence ends the hit."""
+"""With their meanings. The next chunk is the first whose absence ends the hit."""
 
 PASSING = frozenset({TIER_DOWN, PEER_GONE, PEER_SLOW, PEER_DENIED})
-"""Reasons that say nothing about the chunk itself: later it may be found where it was."""
+"""They say nothing about the chunk itself: it may be found later."""

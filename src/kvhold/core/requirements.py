@@ -1,9 +1,5 @@
 """Compare an engine's requirements with the node, at each joining.
 
-    missing = compare(required, offered)
-    missing.refused          # its KV would be stored in clear text
-    missing.different        # see the setting node.on_mismatch
-
 No secrets: URLs have no passwords, and keys are digests. No I/O, no state.
 """
 
@@ -13,13 +9,11 @@ from hashlib import blake2b
 
 import msgspec
 
-STAYS_IN_MEMORY = ("memory", "null")  # these store nothing outside the node's memory
+STAYS_IN_MEMORY = ("memory", "null")
 
 
 class TierTerms(msgspec.Struct, frozen=True, array_like=True):
-    """A tier's properties.
-
-    place: equal for the same place, however the URL is written
+    """place: equal for the same place, however the URL is written
     shown: its URL without secrets
     """
 
@@ -31,9 +25,9 @@ class TierTerms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Requirements(msgspec.Struct, frozen=True, array_like=True):
-    """keys:      digest of encryption.keys
+    """keys: digest of encryption.keys
     encrypted: every tier must be encrypted
-    refuse:    do not join if anything differs
+    refuse: do not join if anything differs
     """
 
     tiers: tuple[TierTerms, ...] = ()
@@ -63,7 +57,6 @@ def digest_of(lines: Sequence[str]) -> bytes:
 
 
 def _leaks(required: Requirements, offered: Requirements) -> list[str]:
-    """Return messages about unencrypted tiers that the engine's settings do not accept."""
     if not required.encrypted and not any(tier.encrypt for tier in required.tiers):
         return []
     accepted = (

@@ -1,9 +1,7 @@
 """Rules: how a request may use the cache, from the settings and from the request.
 
-    request_rules({"store": False, "tags": {"tenant": "a"}}, RulesConfig())
-
-A request may ask for less than the settings allow, but may not change a configured tenant. Requests
-are untrusted, so errors quote only the beginning of values.
+A request may ask for less than the settings allow, but may not change a configured tenant. Errors
+quote only the beginning of its values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,16 +24,13 @@ _NAMES = (
     "max_bits",
     "tags",
 )
-_MOST_QUOTED = 100  # characters of a request in an error
+_MOST_QUOTED = 100
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """A request's rules.
-
-    plan: load only where loading is faster than computing
-    tags: the request's tags and its budget for loss. They are part of the namespace, so that no
-          request finds less exact KV than it allows
+    """plan: load only where loading is faster than computing
+    tags: the request's tags and its budget for loss, parts of the namespace
     wait_for_computing: wait for chunks that another engine computes
     """
 
@@ -48,7 +43,6 @@ class RequestRules:
 
     @property
     def uses(self) -> Uses:
-        """The chunks that a lookup of the request counts as used."""
         return "all" if self.store else "known"
 
 
@@ -93,7 +87,7 @@ def check_tags(tags: Iterable[tuple[str, str]], settings: RulesConfig) -> None:
 
 
 def store_options_of(tags: Iterable[tuple[str, str]]) -> StoreOptions | None:
-    """Return the budget and tenant of a namespace's tags; None if invalid."""
+    """None: invalid tags."""
     named = dict(tags)
     try:
         budget = {

@@ -1,9 +1,5 @@
-"""Secrets in settings: their names, and references.
-
-    resolve("${env:REDIS_PASSWORD}", where="redis://host")
-    resolve("${file:/etc/kvhold/password}", where="...")
-
-References keep secrets out of command lines, which `ps` shows to every user.
+"""Secrets in settings: their names, and references such as `${env:REDIS_PASSWORD}` and
+`${file:/etc/kvhold/password}`, which keep them out of command lines.
 """
 
 import logging
@@ -16,19 +12,17 @@ from pathlib import Path
 from kvhold.core.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
-"""A reference; it is a whole value, or a part of one."""
-
 log = logging.getLogger(__name__)
 
-_public: set[str] = set()  # files that a warning has named
-_MOST_BYTES = 64 << 10  # of a file that holds a secret
+_public: set[str] = set()
+_MOST_BYTES = 64 << 10
 _NAME = re.compile(r"secret|token|pas+(?!ive)|pwd|auth|cred|key(?!s)", re.IGNORECASE)
 # paths, and numbers of tokens
 _NO_SECRET = re.compile(r".*_file|tls_key|tokens_per_.*|.*_tokens", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting, by its name, may hold a secret. Misspelt names match, too."""
+    """Misspelt names match, too."""
     return bool(_NAME.search(name)) and not _NO_SECRET.fullmatch(name)
 
 
@@ -44,7 +38,6 @@ def resolve(text: str, *, where: str, environ: Mapping[str, str] | None = None) 
 
 
 def referenced_variables(texts: Iterable[str]) -> set[str]:
-    """Return the variables of `${env:NAME}` and `TENANT=env:NAME`."""
     names = set()
     for text in texts:
         names |= {name for kind, name in REFERENCE.findall(text) if kind == "env"}
@@ -55,7 +48,7 @@ def referenced_variables(texts: Iterable[str]) -> set[str]:
 
 
 def read_secret(path: str | Path, *, where: str) -> str:
-    """Return a file's text. Raises ConfigError if unreadable, empty or larger than 64 KiB."""
+    """Raises ConfigError if the file is unreadable, empty or larger than 64 KiB."""
     try:
         with Path(path).expanduser().open("rb") as file:
             warn_if_public(file.fileno(), str(path))

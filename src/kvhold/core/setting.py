@@ -31,7 +31,7 @@ def setting(
     maximum: float | None = None,
     secret: bool = False,
 ) -> Any:
-    """Return a field. A secret value is never in errors, logs and status."""
+    """A secret value is never in errors, logs and status."""
     return field(
         default=default,
         metadata={
@@ -158,7 +158,7 @@ def _as_number(value: Any, kind: type[int] | type[float]) -> int | float:
         raise ValueError("must be a number")
     try:
         number = kind(value)
-    except (ValueError, OverflowError):  # an infinite number
+    except (ValueError, OverflowError):
         raise ValueError("must be a whole number" if kind is int else "must be a number") from None
     if kind is int and isinstance(value, float) and value != number:
         raise ValueError("must be a whole number")

@@ -13,7 +13,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes in `text`. The units k, m, g, t are binary. Raises ValueError."""
+    """Units are binary. Raises ValueError."""
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise ValueError(
             f"{text!r} is not a size; write bytes or a number with a unit, such as 5GiB"

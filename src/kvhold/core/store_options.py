@@ -1,4 +1,4 @@
-"""The options for storing chunks."""
+"""Options of a store."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ class StoreOptions:
 
     A lossy codec encodes only chunks whose namespace allows it (`Namespace.allowing_loss`).
 
-    max_error: the most |decoded - original| over the largest |original| of a layer. Beyond it, a
-               more exact codec is used. None: as the codec states; 0: no loss
-    max_bits:  the most bits per element of a lossy codec, on average. Beyond it, a stronger codec
-               is tried within max_error
+    max_error: the most |decoded - original| over the largest |original| of a layer; else a more
+               exact codec is used. None: as the codec states; 0: no loss
+    max_bits:  the most bits per element of a lossy codec, on average; else a stronger codec is
+               tried within max_error
     tenant:    owner of the encryption key; "": the common key
     """
 

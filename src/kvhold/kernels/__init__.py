@@ -1,9 +1,5 @@
 """Copy KV between an engine's blocks (a view) and chunks in the arena.
 
-    plan = plan_blocks(view, block_ids, Chunks(arena, offsets, num_tokens))
-    gather(plan)                                    # all layers, one call
-    scatter(plan, layers=range(4, 5), threads=2)    # one layer, two threads
-
 Three workers give the same bytes: numba for host memory, Triton for a GPU that can address the
 arena, and the reference. On a device a copy follows the current stream, and may end after the call.
 Any thread; concurrent calls must not write the same bytes.
@@ -60,7 +56,7 @@ def gather(
     threads: number, the caller included; host memory only. The GIL is released
     sums:    receives xxh3_64 by chunk and layer; host memory only
 
-    Bytes of negative slots and of other layers do not change. Raises ValueError for bad arguments.
+    Raises ValueError. Bytes of negative slots and of other layers do not change.
     """
     if not plan.chunks.writable:
         raise ValueError("gather would write chunks.base, which is read-only")
@@ -75,10 +71,7 @@ def scatter(
     sums: Sums | None = None,
     worker: Worker | None = None,
 ) -> None:
-    """Copy the plan's chunks into the view's rows. Arguments are as for `gather`.
-
-    sums: receives checksums of all bytes of the layers, taken after the copy
-    """
+    """Copy chunks into rows, as `gather`. sums: of all bytes of the layers, after the copy"""
     if not plan.view.writable:
         raise ValueError("scatter would write a view of read-only tensors")
     _copy(plan, layers, False, threads, sums, worker)
@@ -111,8 +104,7 @@ def sum_layers(
 ) -> None:
     """Write checksums of chunks in host memory to `sums` [chunks, layers of the view].
 
-    chunks:  default: those with a copied row
-    threads: number, the caller included; the GIL is released
+    chunks: default: those with a copied row
     """
     chunks = np.unique(plan.chunk) if chunks is None else chunks
     of_layer = (plan.chunk_rows[chunks] * (plan.view.planes * plan.view.row_bytes))[:, None]

@@ -1,8 +1,7 @@
-"""Quantise numbers to few bins and back, compiled.
+"""Quantise a plane of a layer, [tokens, width], finite, to few bins and back, compiled.
 
-For one plane of a layer, [tokens, width], finite. A bin is the nearest integer to number / step,
-within -127..127, with a step per channel. A deviation is a bin minus the bin of the channel's mean.
-A symbol is a deviation as one byte, or ESCAPE if it is too large; then the bin is an exception.
+A bin is number / step, rounded, in -127..127. A deviation is a bin minus the bin of the channel's
+mean. A symbol is a deviation as one byte, or ESCAPE; then the bin is an exception (docs/format.md).
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -37,7 +36,7 @@ ESCAPE = 0x80
 REACH = 63
 # a magnitude gets a frequency (two bytes) if it or larger ones occur this often
 WORTH_IT = 3
-SHIFTS = 8  # a token's shift is -SHIFTS..SHIFTS - 1
+SHIFTS = 8
 
 
 class Channels(NamedTuple):
@@ -55,7 +54,7 @@ def measure(elements: Elements, dtype: str, tokens: int, width: int) -> Channels
 
 
 def distances(elements: Elements, dtype: str, tokens: int, means: Doubles) -> Doubles:
-    """Return the sum of |element - mean| over the tokens, float64 [width]."""
+    """Sum |element - mean| over the tokens: float64 [width]."""
     assert elements.size == tokens * means.size
     sums = np.zeros(means.size)
     _distances(elements, KINDS[dtype], means, sums)
@@ -94,7 +93,7 @@ def magnitudes(deviations: Deviations, width: int, bounds: Counts) -> Magnitudes
 def spread_kinds(
     classes: Bytes, shifts: Codes, bounds: Counts, tokens: int, num_kinds: int
 ) -> Bytes:
-    """Return kinds: the channel's class, [width], plus the token's shift, [tokens, runs] or empty.
+    """The channel's class, [width], plus the token's shift, [tokens, runs] or empty.
 
     Class 0 is not shifted.
     """
@@ -109,7 +108,7 @@ def spread_kinds(
 
 
 def count(deviations: Deviations, kinds: Bytes, num_kinds: int) -> Counts:
-    """Return int64 [num_kinds, REACH + 2]; the last column counts larger magnitudes."""
+    """int64 [num_kinds, REACH + 2]; the last column counts larger magnitudes."""
     assert deviations.size == kinds.size and int(kinds.max(initial=0)) < num_kinds
     counts = np.zeros((num_kinds, REACH + 2), np.int64)
     _count(deviations, kinds, counts)
@@ -122,7 +121,7 @@ def frequencies(counts: Counts, scale: int) -> tuple[Bytes, Frequencies]:
     counts: [kinds, REACH + 2]
 
     Returns uint8 [kinds], the number of frequencies, and uint16 [kinds, REACH + 1], the frequency
-    of 0, of 1 and -1 each, ... ESCAPE has the rest.
+    of 0, of 1 and -1 each, ...
     """
     assert counts.shape[1] == REACH + 2 and scale >= 4 * (REACH + 1)
     lengths, found = (
@@ -253,7 +252,6 @@ def _spread_kinds(classes: Any, shifts: Any, bounds: Any, num_kinds: int, kinds:
 @compiled(types.void(_i16r, _u8r, types.int64[:, ::1]))
 def _count(deviations: Any, kinds: Any, counts: Any) -> None:
     piece = 1024
-    # two tables, as in numba_rans
     parts = np.zeros((2, counts.shape[0] * 128), np.uint32)
     places = np.empty(piece, np.uint32)
     for begin in range(0, deviations.size, piece):

@@ -6,7 +6,7 @@ from numba import njit, types
 
 
 def readonly(kind: Any, axes: int = 1) -> Any:
-    """Return the type of a contiguous array that is only read. Writable arrays match, too."""
+    """Writable arrays match, too."""
     return types.Array(kind, axes, "C", readonly=True)
 
 
@@ -14,7 +14,7 @@ def compiled(*signatures: Any) -> Any:
     def decorate(source: Any) -> Any:
         try:
             return njit(list(signatures), nogil=True, cache=True)(source)
-        except (RuntimeError, OSError):  # no writable cache
+        except (RuntimeError, OSError):
             return njit(list(signatures), nogil=True)(source)
 
     return decorate

@@ -1,7 +1,7 @@
 """Floats as bits, for the compiled code of quantising codecs.
 
-numba's cache does not notice changes in inlined functions: after a change, delete the `__pycache__`
-next to this file.
+numba's cache does not notice changes in inlined functions: after a change, delete `__pycache__`
+here.
 """
 
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Codes: TypeAlias = npt.NDArray[np.int8]
 Floats: TypeAlias = npt.NDArray[np.float32]
-Elements: TypeAlias = npt.NDArray[Any]  # uint16 or uint32
+Elements: TypeAlias = npt.NDArray[Any]
 
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
 KINDS = {"bfloat16": BFLOAT16, "float16": FLOAT16, "float32": FLOAT32}
@@ -59,7 +59,7 @@ def float_to_half(_: Any, value: Any) -> Any:
 
 @intrinsic
 def nearest(_: Any, value: Any) -> Any:
-    """To nearest, ties to even. The value must be in range."""
+    """Ties to even. The value must be in range."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rounded = builder.call(
@@ -83,7 +83,6 @@ def to_bfloat16(value: Any) -> Any:
 
 @njit(inline="always")
 def load(elements: Any, begin: int, count: int, kind: int, row: Any) -> None:
-    """Load bfloat16, float16 or float32 numbers into `row`, float32."""
     source = elements[begin : begin + count]
     if kind == BFLOAT16:
         for i in range(count):

@@ -1,7 +1,7 @@
-"""Quantise numbers to 4 or 2 bits and back, between the least and largest of a group, compiled.
+"""Quantise numbers to 4 or 2 bits and back, compiled (docs/format.md, kivi4).
 
-docs/format.md (kivi4) defines the bytes. A group is 32 tokens of a channel (columns), or 32
-channels of a head in one token (rows). Elements are finite; ends are exact.
+A group is 32 tokens of a channel (columns), or 32 channels of a head in one token (rows). Elements
+are finite.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from kvhold.kernels.numba_floats import (
     store,
 )
 
-GROUP = 32  # as in KIVI
+GROUP = 32
 
 
 def packed_width(width: int, bits: int) -> int:
@@ -36,9 +36,8 @@ def num_groups(width: int, head_dim: int) -> int:
 def columns_encode(
     elements: Elements, dtype: str, *, bits: int, ends: Elements, codes: Bytes
 ) -> None:
-    """Encode elements [n * GROUP, width].
-
-    ends:  [n, 2, width], least and largest
+    """elements: [n * GROUP, width]
+    ends: [n, 2, width], least and largest
     codes: [n * GROUP, packed_width]
     """
     _check_columns(elements, bits, ends, codes)
@@ -55,11 +54,7 @@ def columns_decode(
 def rows_encode(
     elements: Elements, dtype: str, *, head_dim: int, bits: int, ends: Elements, codes: Bytes
 ) -> None:
-    """Encode elements [tokens, width].
-
-    ends:  [tokens, 2, num_groups], least and largest
-    codes: [tokens, packed_width]
-    """
+    """As `columns_encode`. elements: [tokens, width]; ends: [tokens, 2, num_groups]"""
     _check_rows(elements, head_dim, bits, ends, codes)
     _rows_encode(elements, KINDS[dtype], head_dim, bits, ends, codes)
 
@@ -94,8 +89,7 @@ def _check_rows(elements: Elements, head_dim: int, bits: int, ends: Elements, co
 
 _UINTS = (types.uint16, types.uint32)
 _HALF = np.float32(0.5)
-# the least half range; a smaller one's inverse may overflow, so all elements of its group become
-# the least
+# least half range: below it, inverses may overflow, and all elements become the least
 _LEAST = np.float32(2.0**-120)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _BELOW = np.int32(0x7FFF_FFFF)
@@ -103,7 +97,7 @@ _BELOW = np.int32(0x7FFF_FFFF)
 
 @njit(inline="always")
 def _rank(value: Any) -> Any:
-    """Return an int32 that sorts like the value, -0 before 0."""
+    """An int32 that sorts like the value, -0 before 0."""
     bits = np.int32(as_bits(value))
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _BELOW))
 

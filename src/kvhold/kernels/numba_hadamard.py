@@ -1,9 +1,4 @@
-"""Rotate vectors and code them in 4 bits, compiled.
-
-A vector is a run of 128 channels of a head, padded with zeros to a power of two. Random signs and a
-Hadamard matrix make its numbers resemble normal numbers. Each becomes the nearest of 16 levels
-(Lloyd and Max).
-"""
+"""Rotate vectors and code them in 4 bits, compiled (docs/format.md, turboquant4)."""
 
 from hashlib import blake2b
 from typing import Any
@@ -44,7 +39,7 @@ def head_bytes(head_dim: int) -> int:
 def encode(
     elements: Elements, dtype: str, *, head_dim: int, limit: float, codes: Bytes, scales: Floats
 ) -> None:
-    """Encode [heads * head_dim] to codes [heads, head_bytes] and scales [heads, runs].
+    """[heads * head_dim] -> codes [heads, head_bytes], scales [heads, runs].
 
     A scale is KEPT if the error would exceed `limit`.
     """
@@ -53,7 +48,7 @@ def encode(
 
 
 def decode(codes: Bytes, scales: Floats, dtype: str, *, head_dim: int, elements: Elements) -> None:
-    """Decode. KEPT vectors become zeros. Scales must be finite."""
+    """KEPT vectors become zeros. Scales must be finite."""
     _check(elements, head_dim, codes, scales)
     _decode(codes, scales, KINDS[dtype], head_dim, elements, SIGNS, LEVELS)
 
@@ -97,7 +92,6 @@ def _stage(source: Any, into: Any, half: int) -> None:
 
 @njit(inline="always")
 def _turn(row: Any, spare: Any, size: int) -> Any:
-    """Apply the Hadamard transform to `row[:size]`."""
     stages = 0
     while 1 << stages < size:
         stages += 1

@@ -29,7 +29,7 @@ WRONG = {
 
 
 class PlaneShape(NamedTuple):
-    """A plane. groups: int64 [width], the group of each channel, ascending from 0."""
+    """groups: int64 [width], the group of each channel, ascending from 0."""
 
     tokens: int
     groups: Counts
@@ -47,7 +47,7 @@ def restore(
 ) -> int:
     """Fill `elements` [tokens * width]. Return the bytes used, or a key of WRONG.
 
-    widths:    float32 [8], the step of each octave; finite, not negative
+    widths: float32 [8], the step of each octave; finite, not negative
     """
     width = shape.groups.size
     assert (

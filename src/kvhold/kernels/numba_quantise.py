@@ -32,9 +32,7 @@ E4M3_MAX = 448.0
 def int8_encode(
     elements: Elements, dtype: str, head_dim: int, run: int, codes: Codes, largest: Floats
 ) -> None:
-    """Encode elements [rows * head_dim].
-
-    codes:   [rows * head_dim]
+    """elements, codes: [rows * head_dim]
     largest: [rows * runs of a row]; a row's last run may be shorter
     """
     _check_int8(elements, head_dim, run, codes, largest)
@@ -49,9 +47,8 @@ def int8_decode(
 
 
 def column_largest(elements: Elements, dtype: str, planes: int, width: int) -> Floats:
-    """Return the largest magnitude of each column of [planes, tokens, width], float32.
-
-    It is infinity or NaN if an element is not finite.
+    """float32, of each column of [planes, tokens, width]; infinity or NaN if an element is not
+    finite.
     """
     assert elements.size % (planes * width) == 0
     largest = np.zeros((planes, width), np.float32)
@@ -65,8 +62,7 @@ def all_finite(elements: Elements, dtype: str) -> bool:
 
 
 def fp8_encode(elements: Elements, dtype: str, largest: Floats, codes: Bytes) -> None:
-    """Encode elements [planes, tokens, width].
-
+    """elements: [planes, tokens, width]
     largest: [planes, width], at least the largest magnitude of each column
     """
     assert codes.size == elements.size and elements.size % largest.size == 0
@@ -112,7 +108,7 @@ def _to_e4m3(value: Any) -> Any:
         )
         >> np.uint32(20)
     )
-    # below: rounds by adding 2**14, where float32 has steps of 2**-9
+    # below: adding 2**14 rounds, where float32 has steps of 2**-9
     below = np.uint32(
         as_bits(np.float32(as_float(magnitude) + np.float32(16384))) - np.uint32(141 << 23)
     )
@@ -122,11 +118,11 @@ def _to_e4m3(value: Any) -> Any:
 
 @njit(inline="always")
 def _from_e4m3(code: Any) -> Any:
-    """The value; 480 for NaN."""
+    """480 for NaN."""
     bits = np.uint32(code)
     low = np.uint32(bits & np.uint32(0x7F))
     value = as_float(np.uint32((low << np.uint32(20)) + np.uint32(120 << 23)))
-    # Denormal codes: 2**-7 * (1 + m/8) becomes 2**-6 * m/8.
+    # denormal codes: 2**-7 * (1 + m/8) becomes 2**-6 * m/8
     small = np.float32(np.float32(value - np.float32(2.0**-7)) * np.float32(2))
     value = value if low >= np.uint32(8) else small
     return as_float(np.uint32(as_bits(value) | np.uint32(bits & np.uint32(0x80)) << np.uint32(24)))

@@ -1,9 +1,7 @@
-"""Split elements into byte planes, and code these with interleaved rANS (Duda 2013, Giesen 2014).
+"""Byte planes coded with interleaved rANS (Duda 2013, Giesen 2014; docs/format.md).
 
-docs/format.md defines the bytes. Symbol i of a segment belongs to lane i % LANES: a 32-bit state in
-[2**16, 2**32). Frequencies sum to 2**12, so a symbol costs at most one 16-bit word.
-
-`words` is not trusted: every read is checked.
+Symbol i of a segment belongs to lane i % LANES: a 32-bit state in [2**16, 2**32). Frequencies sum
+to 2**12, so a symbol costs at most one 16-bit word. `words` is not trusted.
 """
 
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ STATE_WORDS = 2 * LANES
 
 
 def split(elements: Elements) -> Bytes:
-    """Return the byte planes of `elements` [n], uint8 [bytes of an element, n]."""
+    """[n] -> byte planes, uint8 [bytes of an element, n]."""
     planes = np.empty((elements.itemsize, elements.size), np.uint8)
     _split(elements, planes)
     return planes
@@ -61,7 +59,7 @@ def histogram(plane: Bytes) -> Counts:
 
 
 def channel_sums(plane: Bytes, width: int) -> Counts:
-    """Return the column sums of `plane` as [n / width, width]."""
+    """Sum the columns of `plane` as [n / width, width]."""
     assert plane.size % width == 0
     sums = np.zeros(width, np.int64)
     _channel_sums(plane, sums)
@@ -79,7 +77,7 @@ def frequencies(counts: Counts) -> Counts:
     missing = SCALE - int(freq.sum())
     if missing > 0:
         freq[present[np.argsort(-rest * (share > 0), kind="stable")[:missing]]] += 1
-    while missing < 0:  # from the most frequent, where a step costs least
+    while missing < 0:
         most = int(freq.argmax())
         taken = min(-missing, int(freq[most]) // 2)
         freq[most] -= taken
@@ -105,7 +103,7 @@ def encode(plane: Bytes, freq: Counts) -> tuple[Words, Counts]:
 def decode(
     words: Words, counts: Counts, freq: Counts, out: Bytes, *, wide: bool | None = None
 ) -> bool:
-    """Decode into `out`. Return False, with `out` undefined, if segments do not end correctly.
+    """Return False, with `out` undefined, if segments do not end correctly.
 
     counts: int64 [segments], each at least STATE_WORDS
     freq:   int64 [256], of sum SCALE
@@ -229,7 +227,7 @@ def _merge(planes: Any, bias: Any, out: Any) -> None:
 
 @compiled(types.void(_bytes, types.int64[::1]))
 def _histogram(plane: Any, counts: Any) -> None:
-    # four tables, so that equal neighbours do not wait for each other's store
+    # four tables: equal neighbours do not wait for each other's store
     parts = np.zeros((4, 256), np.uint32)
     whole = plane.size // 4 * 4
     for i in range(0, whole, 4):
@@ -253,7 +251,7 @@ def _channel_sums(plane: Any, sums: Any) -> None:
         values = plane[row : row + width]
         for i in range(width):
             partial[i] += values[i]
-        if row // width % (1 << 20) == (1 << 20) - 1:  # before it could overflow
+        if row // width % (1 << 20) == (1 << 20) - 1:
             for i in range(width):
                 sums[i] += partial[i]
                 partial[i] = 0
@@ -263,7 +261,7 @@ def _channel_sums(plane: Any, sums: Any) -> None:
 
 @compiled(types.int64(_bytes, readonly(types.int64), types.uint16[::1], types.int64[::1]))
 def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
-    # Division by f: (x * reciprocal) >> 44, exact for f < 2**12 and x < f * 2**20.
+    # (x * reciprocal) >> 44 divides exactly for f < 2**12 and x < f * 2**20
     begins = np.zeros(256, np.uint64)
     freqs = np.zeros(256, np.uint64)
     reciprocals = np.zeros(256, np.uint64)
@@ -289,7 +287,7 @@ def _encode(plane: Any, freq: Any, words: Any, counts: Any) -> int:
             symbol = plane[i]
             x = states[lane]
             f = freqs[symbol]
-            # written in any case: a branch would be unpredictable
+            # always written: a branch would be unpredictable
             full = x >= f << _u20
             row[at - 1] = np.uint16(x & _WORD_MASK)
             at -= int(full)

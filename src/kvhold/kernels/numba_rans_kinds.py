@@ -1,7 +1,6 @@
 """rANS as in numba_rans.py, with frequencies per kind of symbols.
 
-A segment is whole rows of `width` symbols. A symbol's lane is its column modulo LANES. A kind with
-one symbol costs nothing.
+A segment is whole rows of `width` symbols. A symbol's lane is its column modulo LANES.
 """
 
 from typing import Any, TypeAlias
@@ -29,7 +28,7 @@ def encode(symbols: Bytes, kinds: Bytes, width: int, freq: Frequencies) -> tuple
     """Return all words, and the words per segment, int64 [segments].
 
     symbols, kinds: [rows * width]
-    freq:    [kinds, 256], each row of sum SCALE; not 0 for a symbol that occurs
+    freq:           [kinds, 256], each row of sum SCALE; not 0 for a symbol that occurs
     """
     _check(kinds, freq, symbols, width)
     segments = num_segments(symbols.size, width)
@@ -110,7 +109,7 @@ _bytes, _freq = readonly(types.uint8), readonly(types.uint16, 2)
 def _encode(
     symbols: Any, kinds: Any, width: int, segment_size: int, freq: Any, words: Any, counts: Any
 ) -> int:
-    # A range: frequency above, begin below.
+    # a range: frequency above, begin below
     reciprocals, ranges = (
         np.zeros(freq.size, np.uint64),
         np.zeros(freq.size, np.uint64),

@@ -1,7 +1,7 @@
 """The copy in host memory with each layer's checksum: bytes cross memory once.
 
-Streamed bytes are hashed in the registers that they are copied through. Other pieces are hashed in
-the core's cache, after the copy: the arena's bytes, so earlier damage is always found.
+Streamed bytes are hashed in the registers that they are copied through, other pieces in the core's
+cache after the copy.
 """
 
 from typing import Any
@@ -28,10 +28,7 @@ PIECE_BYTES = 32 << 10
 def copy(
     plan: Plan, layers: range, to_arena: bool, threads: int, sums: npt.NDArray[np.uint64]
 ) -> None:
-    """Copy the plan's rows, and write checksums to `sums` [chunks, layers of the view].
-
-    Layers must have more than SHORT_BYTES bytes.
-    """
+    """sums: [chunks, layers of the view], layers of more than SHORT_BYTES bytes."""
     view, chunks = plan.view, plan.chunk_starts.size
     layer_bytes = plan.chunk_rows * (view.planes * view.row_bytes)
     first_runs = np.searchsorted(plan.chunk, np.arange(chunks + 1)).astype(np.int64)
@@ -70,7 +67,7 @@ def copy(
 
 
 def _may_stream(plan: Plan, to_arena: bool) -> bool:
-    """Streaming needs whole lines, and a gather that copies all rows of its chunks."""
+    """Streaming needs whole lines, and a gather of all rows of its chunks."""
     if not plan.view.runs_are_whole or not _on_lines(plan, to_arena):
         return False
     rows = np.bincount(plan.chunk, weights=plan.rows, minlength=plan.chunk_rows.size)
@@ -136,9 +133,9 @@ def _copy_tasks_source(
                         count = min(length // STRIPE_BYTES, stripes - number)
                         fold_and_stream(at, source, number, count, target)
                         for rest in range(count * STRIPE_BYTES, length, STRIPE_BYTES):
-                            _stream_line(target + rest, source + rest)  # the last is folded later
+                            _stream_line(target + rest, source + rest)
                         folded = number + count
-                        if to_arena:  # what was streamed is not in the caches
+                        if to_arena:  # streamed bytes are not in the caches
                             end = source + length
                         continue
                     if not runs_are_whole:
@@ -181,7 +178,7 @@ _COPY_TASKS = types.void(
 def _compile() -> Any:
     try:
         return njit(_COPY_TASKS, nogil=True, cache=True)(_copy_tasks_source)
-    except (RuntimeError, OSError):  # no writable cache
+    except (RuntimeError, OSError):
         return njit(_COPY_TASKS, nogil=True)(_copy_tasks_source)
 
 

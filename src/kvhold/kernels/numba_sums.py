@@ -13,7 +13,7 @@ from kvhold.kernels.view import Int64s
 
 
 def sum_ranges(addresses: Int64s, nbytes: Int64s, threads: int) -> npt.NDArray[np.uint64]:
-    """Return [ranges]. Ranges must have more than SHORT_BYTES bytes."""
+    """[ranges]. Ranges must have more than SHORT_BYTES bytes."""
     assert (nbytes > SHORT_BYTES).all()
     sums = np.empty(addresses.size, np.uint64)
     threads = max(1, min(threads, int(nbytes.sum()) // SLICE_BYTES, addresses.size))

@@ -1,9 +1,5 @@
 """XXH3-64 for compiled loops: fold stripes of 64 bytes into a state, then finish it.
 
-    state = START.copy(); at = state.ctypes.data
-    fold(at, address, 0, (nbytes - 1) // STRIPE_BYTES)
-    value = finish(at, end - STRIPE_BYTES, nbytes)      # == xxhash.xxh3_64_intdigest
-
 For inputs of more than SHORT_BYTES bytes, with the default secret and no seed.
 Algorithm: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 """
@@ -117,7 +113,7 @@ def _fold(
 
 @intrinsic
 def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
-    """Fold `count` stripes from address `data` on. The first is number `first`."""
+    """From address `data` on. The first stripe is number `first`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _fold(builder, *args)
@@ -128,11 +124,7 @@ def fold(_: Any, state: Any, data: Any, first: Any, count: Any) -> Any:
 
 @intrinsic
 def fold_and_stream(_: Any, state: Any, data: Any, first: Any, count: Any, to: Any) -> Any:
-    """`fold`, and copy the stripes to the address `to`, a multiple of LINE.
-
-    The bytes that are folded are those that are copied: each is loaded once. The processor waits
-    for memory while it hashes, and hashes while it waits.
-    """
+    """`fold`, and copy the stripes to the address `to`, a multiple of LINE."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _fold(builder, *args)

@@ -1,7 +1,7 @@
 """Plan a copy: pair a view's slots with places in the arena, as runs for all layers.
 
 A *run* is a stretch of rows in order both in the view and in one chunk. All bounds are checked
-here. One thread at a time may use a plan.
+here. One thread at a time.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ class Chunks:
     base:           uint8 [bytes], contiguous: a numpy array, or a torch tensor
     offsets:        int64 [n], bytes from `base`
     num_tokens:     int64 [n]
-    device_address: address of `base` on the view's device, if that can address this host memory
+    device_address: of `base`, on a view's device
     """
 
     base: Tensor
@@ -71,13 +71,12 @@ class Chunks:
         return bool(self.base.flags.writeable) if isinstance(self.base, np.ndarray) else True
 
     def address_seen_from(self, device: str) -> int | None:
-        """Return the address of `base` on `device`. None: the device cannot reach it."""
         return self.address if device == self.device else self.device_address
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Runs: `rows[i]` rows, from `slots[i]` in the view and `first_rows[i]` of chunk `chunk[i]` on.
+    """Run i: `rows[i]` rows, from `slots[i]` in the view and `first_rows[i]` of chunk `chunk[i]`.
 
     memo: values that a worker derives once
     """
@@ -89,7 +88,7 @@ class Plan:
     slots: Int64s
     rows: Int64s
     chunk_starts: Int64s  # [chunks], bytes from `base`
-    chunk_rows: Int64s  # [chunks]
+    chunk_rows: Int64s
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -101,7 +100,7 @@ class Plan:
         return int(self.rows.sum())
 
     def of_rows(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Return `view_offsets`, `chunk_offsets` and `plane_strides` per row, int64 [rows]."""
+        """`view_offsets`, `chunk_offsets` and `plane_strides` per row, int64 [rows]."""
         within = np.arange(self.num_rows) - np.repeat(np.cumsum(self.rows) - self.rows, self.rows)
         block, row = np.divmod(np.repeat(self.slots, self.rows) + within, self.view.rows_per_block)
         in_view = block * self.view.block_stride + row * self.view.row_stride
@@ -166,9 +165,7 @@ def plan_slots(view: View, slots: npt.NDArray[np.int64], chunks: Chunks) -> Plan
 def plan_blocks(view: View, block_ids: npt.NDArray[np.int64], chunks: Chunks) -> Plan:
     """Pair whole blocks with each chunk. A chunk's last block may be used in part.
 
-    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))]; otherwise as in `plan_slots`
-
-    Raises ValueError for ids or chunks out of bounds.
+    block_ids: int64 [sum(ceil(num_tokens / tokens_per_block))], as `slots` in `plan_slots`
     """
     _check_int64s("block_ids", block_ids)
     chunk_rows = _chunk_rows(view, chunks)

@@ -55,7 +55,7 @@ class _HostMemory:
 
 
 def _paged(view: View, layer: int, plane: int) -> Tensor:
-    """Return the engine's memory, uint8 [blocks, rows_per_block, heads, head_bytes]."""
+    """uint8 [blocks, rows_per_block, heads, head_bytes]."""
     shape = (view.num_blocks, view.rows_per_block, view.heads, view.head_bytes)
     strides = (view.block_stride, view.row_stride, view.head_stride, 1)
     address = int(view.table[layer, plane])

@@ -1,6 +1,6 @@
 """The copy on a GPU of a view with a `Coding`: the same bytes as `numba_coded_copy.py`.
 
-A tile is some runs of one row, so a run's largest element is found in registers.
+A tile is some runs of one row.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ from kvhold.kernels.view import Coding, View
 
 TILE_ELEMENTS = 2048
 _LARGEST = tl.constexpr(3.4028234663852886e38)
-_SMALL = tl.constexpr(2.0**-60)  # a smaller scale's inverse may overflow
+_SMALL = tl.constexpr(2.0**-60)
 _UP = tl.constexpr(2.0**64)
 
 
@@ -53,7 +53,7 @@ def prepare(view: View) -> None:
 
 
 def alignment_of(plan: Plan) -> tuple[int, int]:
-    """Return the alignment in the engine's memory and in the arena, in bytes, at most 16."""
+    """In the engine's memory and in the arena, in bytes, at most 16."""
     address = plan.chunks.address_seen_from(plan.view.device)
     assert address is not None, "the dispatcher admits only memory that the device can address"
     in_view, in_arena = _bits(plan.view)
@@ -111,9 +111,8 @@ def _launch(
 
 
 def _on_device(plan: Plan) -> Any:
-    """Return an int64 tensor, uploaded once per stream.
-
-    Per row: arena address, layer stride, view offset. Per layer: its address.
+    """int64, uploaded once per stream. Per row: arena address, layer stride, view offset. Per
+    layer: its address.
     """
     view = plan.view
     on_host = view.device == "cpu"

@@ -1,12 +1,8 @@
 """The copy on a GPU: one launch for all runs, layers and planes, on the current stream.
 
-- A thread moves 16 bytes at a time if every address, stride and size allows it.
-- A copy within the device has many programs: the engine's next kernels wait for the copy, or for
-  its multiprocessors. A copy of host memory has few, because a program keeps its multiprocessor
-  while it waits for the bus.
-- Numbers of runs and tiles are not specialised, so no copy compiles after `prepare`.
-
-With TRITON_INTERPRET=1 at import, the kernel runs on host memory, for tests.
+A copy of host memory has few programs: each keeps its multiprocessor while it waits for the bus.
+Numbers of runs and tiles are not specialised, so no copy compiles after `prepare`. With
+TRITON_INTERPRET=1 at import, the kernel runs on host memory.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -30,11 +26,7 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class Words:
-    """How bytes are moved.
-
-    nbytes:   of a word, 1 to 8
-    a_vector: words that a thread moves at once
-    """
+    """a_vector: words of `nbytes` that a thread moves at once, up to 16 bytes."""
 
     nbytes: int
     a_vector: int
@@ -124,10 +116,10 @@ def _arena(plan: Plan) -> int:
 
 
 def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
-    """Return an int64 tensor with all tables, and the number of tiles. Uploaded once per stream.
+    """All tables, int64, and the number of tiles. Uploaded once per stream.
 
-    Per run: arena address, plane stride, view offset, words. Per tile: its run, its number in
-    the run. Per layer and plane: its address.
+    Per run: arena address, plane stride, view offset, words. Per tile: its run, its number in the
+    run. Per layer and plane: its address.
     """
     view = plan.view
     on_host = view.device == "cpu"
@@ -145,7 +137,6 @@ def _on_device(plan: Plan, words: Words) -> tuple[Any, int]:
             np.arange(run.size) - (np.cumsum(tiles) - tiles)[run],
             view.table.reshape(-1),
         ]
-        # pinned, so that the upload does not wait for the stream
         tables = torch.empty(
             sum(part.size for part in parts), dtype=torch.int64, pin_memory=not on_host
         )

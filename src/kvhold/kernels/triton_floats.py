@@ -13,7 +13,7 @@ _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 
 @triton.jit
 def load_floats(at, mask, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return float32; 0 outside the mask."""
+    """float32; 0 outside the mask."""
     bits = tl.load(at, mask=mask, other=0)
     if kind == 0:
         values = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -43,11 +43,11 @@ def store_floats(at, values, mask, kind: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def magnitudes_of(values):  # type: ignore[no-untyped-def]
-    """Return int32 bits, which sort like |values|."""
+    """int32 bits, which sort like |values|."""
     return (values.to(tl.uint32, bitcast=True) & _MAGNITUDE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def nearest(values):  # type: ignore[no-untyped-def]
-    """Return int32, ties to even, of magnitudes below 2**22."""
+    """int32, ties to even, of magnitudes below 2**22."""
     return (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B40_0000

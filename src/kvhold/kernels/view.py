@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvhold.core.layout import CANONICAL, DTYPE_BYTES, Group
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
-Tensor: TypeAlias = Any  # torch.Tensor or np.ndarray
+Tensor: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,6 @@ class Coding:
     """The 8-bit form of a row: `elements` codes (int8), then a scale (float32) for each run.
 
     A scale is the largest magnitude of its run: infinity or NaN if an element is not finite.
-
-    elements: per row; a multiple of `run`
-    run:      elements that share a scale; a power of two
     """
 
     dtype: str
@@ -55,7 +52,6 @@ class View:
     table:    int64 [layers, planes] (opaque: [layers, 1]), addresses of slot 0
     owners:   [layers][planes], the tensor that holds each address
     num_rows: slots are 0 .. num_rows - 1
-    writable: False: scatter refuses the view
     coding:   the form of rows in chunks; None: the engine's bytes
     """
 
@@ -109,15 +105,15 @@ class View:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a run may cross the end of a block."""
+        """A run may cross the end of a block."""
         return self.block_stride == self.rows_per_block * self.row_stride
 
     @property
     def rows_are_whole(self) -> bool:
-        """Whether the heads of a row are adjacent, as in a chunk."""
+        """The heads of a row are adjacent, as in a chunk."""
         return self.heads == 1 or self.head_stride == self.head_bytes
 
     @property
     def runs_are_whole(self) -> bool:
-        """Whether a run is one piece of memory."""
+        """A run is one piece of memory."""
         return self.rows_are_whole and self.row_stride == self.row_bytes

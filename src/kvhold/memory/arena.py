@@ -1,10 +1,7 @@
 """The arena: one region of host memory that the node owns and engines map.
 
-    arena = Arena.create(4 << 30)
-    other = Arena.attach(fd, nbytes)                    # the fd came over a Unix socket
-
-The first write to a page is slow (1.4 GB/s, later 5 GB/s), so a thread of the owner (`Toucher`)
-faults pages in. The memory stays while any process maps it.
+The first write to a page is slow (1.4 GB/s, later 5 GB/s), so the owner's `Toucher` faults pages
+in. The memory stays while any process maps it.
 """
 
 import ctypes
@@ -26,10 +23,10 @@ from kvhold.memory.host import HUGE_PAGE_BYTES, all_huge_pages, available_bytes,
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-# takes 1 ms, during which other users of the address space (malloc, mmap) wait
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+# takes 1 ms, during which malloc and mmap wait
 _TOUCH_STEP = HUGE_PAGE_BYTES
-_KEEP_FREE = 256 << 20  # bytes that stay free
+_KEEP_FREE = 256 << 20
 
 # mmap.madvise holds the GIL while the kernel clears pages
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -52,8 +49,6 @@ class Region:
 
 
 class Arena:
-    """A mapping of the shared memory. `fd` can be sent to other processes."""
-
     def __init__(self, fd: int, nbytes: int, huge: bool, writable: bool = True) -> None:
         """writable: False: a write ends the process (SIGSEGV)."""
         self.fd = fd
@@ -67,7 +62,7 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, *, huge_pages: str = "auto") -> Self:
-        """Create an arena of at least `nbytes`. Raises CapacityError if the host lacks the memory.
+        """Raises CapacityError if the host lacks the memory.
 
         huge_pages: "auto": if enough are free; "always": fail if not; "never"
         """
@@ -104,7 +99,7 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, nbytes: int, huge: bool = False, *, writable: bool = False) -> Self:
-        """Map another process's arena. Takes ownership of `fd`. Raises CapacityError."""
+        """Takes ownership of `fd`. Raises CapacityError."""
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             os.close(fd)
@@ -126,7 +121,6 @@ class Arena:
         return [Region(np.frombuffer(self._map, np.uint8).ctypes.data, self.nbytes, self._writable)]
 
     def close(self) -> None:
-        """Unmap the arena, at once or when its last view is deleted."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -156,7 +150,6 @@ class Toucher:
         *,
         after_s: float = 0.0,
     ) -> None:
-        """on_progress: called with `touched_bytes` after each step."""
         self._regions = regions
         self._after_s = after_s
         self._on_progress = on_progress
@@ -192,7 +185,6 @@ class Toucher:
                 step = min(_TOUCH_STEP, region.nbytes - offset)
                 advice = _MADV_POPULATE_WRITE if region.writable else _MADV_POPULATE_READ
                 if _madvise(region.address + offset, step, advice) != 0:
-                    # an old kernel, or no memory: later writes fault pages in
                     log.warning(
                         "pages are not faulted in ahead: %s", os.strerror(ctypes.get_errno())
                     )
@@ -203,12 +195,12 @@ class Toucher:
 
 
 def default_arena_bytes() -> int:
-    """Return a quarter of the free memory, at most 4 GiB."""
+    """A quarter of the free memory, at most 4 GiB."""
     return max(HUGE_PAGE_BYTES, min(4 << 30, available_bytes() // 4))
 
 
 def has_room(nbytes: int, huge_pages: str) -> bool:
-    """Whether an arena fits now, in huge pages if the host has enough, free or not."""
+    """Whether an arena fits, in huge pages if the host has enough, free or not."""
     if huge_pages != "never" and all_huge_pages() * HUGE_PAGE_BYTES >= nbytes:
         return free_huge_pages() * HUGE_PAGE_BYTES >= nbytes
     return nbytes + _KEEP_FREE <= available_bytes()

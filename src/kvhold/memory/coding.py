@@ -1,8 +1,7 @@
 """Chunks with 8 bits per element in memory: `memory_codec = "int8"`.
 
-Each `run` of consecutive elements of a block shares a scale. The packing's name contains the codec,
-so an engine finds only chunks of the same codec. Zeros and the largest magnitudes of runs are
-exact. States, and KV with 8 bits, are not coded.
+Each `run` of consecutive elements of a block shares a scale. The packing's name contains the codec.
+States, and KV with 8 bits, are not coded.
 """
 
 from dataclasses import replace
@@ -17,7 +16,6 @@ from kvhold.memory.copy import PlannedCopy
 
 ERROR_BOUND = 1 / 127  # |decoded - original| over the largest magnitude of a run
 _DTYPES = ("bfloat16", "float16", "float32")
-# shorter runs: scales take more than a quarter of the codes
 _MOST_RUN, _LEAST_RUN = (
     128,
     16,
@@ -25,7 +23,7 @@ _MOST_RUN, _LEAST_RUN = (
 
 
 def coded_group(group: Group, codec: str) -> Group:
-    """Return the group as chunks store it. Raises LayoutError for blocks that cannot be coded."""
+    """The group as chunks store it. Raises LayoutError for blocks that cannot be coded."""
     coding = _coding(group, codec)
     if coding is None:
         return group
@@ -38,7 +36,7 @@ def coded_group(group: Group, codec: str) -> Group:
 
 
 def coded_view(view: View, codec: str) -> View:
-    """Return a view that encodes and decodes. Raises the errors of `coded_group`."""
+    """Raises the errors of `coded_group`."""
     coding = _coding(view.group, codec)
     if coding is None:
         return view
@@ -62,10 +60,7 @@ def coded_block(view: View, plain: bytes) -> tuple[bytes, bytes]:
 
 
 def infinite_chunks(planned: PlannedCopy) -> set[int]:
-    """Return the chunks with an infinity or a NaN, which cannot be decoded.
-
-    Call it when the gather has ended.
-    """
+    """Chunks with an infinity or a NaN, which cannot be decoded. Call it after the gather."""
     plan = planned.plan
     coding = plan.view.coding
     if coding is None:

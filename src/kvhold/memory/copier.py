@@ -1,11 +1,4 @@
-"""Copies between an engine's blocks and the arena.
-
-    mark = copier.mark()                                # the engine's stream, up to here
-    transfer = copier.gather(pieces, after=mark)        # or scatter
-    copier.fence([transfer])                            # the engine's later work runs after it
-    transfer.wait()                                     # all bytes are copied
-
-On a device, the caller keeps four rules:
+"""Copies between an engine's blocks and the arena. On a device, the caller keeps four rules:
 
 - Give each copy the mark of the work that computed or last used its blocks.
 - Write the blocks again only after a `fence`. It delays the device, not the thread.
@@ -33,12 +26,6 @@ from kvhold.memory.views import View
 
 @dataclass(frozen=True)
 class Piece:
-    """The arguments of `plan_copy`.
-
-    ids:    int64 [blocks, or slots, of all chunks]
-    buffer: uint8 [arena bytes]
-    """
-
     view: View
     ids: npt.NDArray[np.int64]
     buffer: npt.NDArray[np.uint8]
@@ -47,7 +34,6 @@ class Piece:
 
     @cached_property
     def planned(self) -> PlannedCopy:
-        """Raises the errors of `plan_copy`."""
         return plan_copy(self.view, self.ids, self.buffer, self.places, unit=self.unit)
 
 
@@ -56,21 +42,16 @@ class Mark(Protocol):
 
 
 class Transfer(Protocol):
-    """Copies submitted together."""
-
     def done(self) -> bool:
-        """Return whether all copies have ended."""
+        """Whether all copies have ended."""
 
     def wait(self) -> list[DamagedChunks | None]:
-        """Return the damaged chunks of each piece.
-
-        Raises other faults, after all copies have ended.
+        """Return the damaged chunks of each piece. Raises other faults, after all copies have
+        ended.
         """
 
 
 class Stage(Protocol):
-    """A device with delays, for `selftest.py`."""
-
     def delay(self, seconds: float) -> None:
         """Keep the engine's stream busy."""
 
@@ -85,30 +66,25 @@ class Stage(Protocol):
 
 
 class Copier(Protocol):
-    """Copies of one device."""
-
     def stages(self) -> Iterator[Stage]:
-        """Yield a stage for each path of copies. All copies take this path until the next item.
-
-        Yields nothing if copies end in their call.
-        """
+        """Yield a stage for each path of copies, used by all copies until the next item."""
 
     def mark(self) -> Mark | None:
-        """Return the end of the engine's stream. None: copies end in their call."""
+        """None: copies end in their call."""
 
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> Transfer:
-        """Copy blocks into chunks. Raises the errors of `plan_copy`."""
+        """Raises the errors of `plan_copy`."""
 
     def scatter(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> Transfer:
-        """Copy chunks into blocks, and compare checksums. Otherwise as `gather`."""
+        """Compares checksums. Raises the errors of `plan_copy`."""
 
     @property
     def stores_block(self) -> bool:
-        """Whether a store ends in its call, as on a device that refuses to pin host memory."""
+        """Whether a store ends in its call: a device may refuse to pin host memory."""
 
     def fence(self, transfers: Sequence[Transfer]) -> None:
         """Make the engine's later work run after the transfers."""
@@ -117,7 +93,7 @@ class Copier(Protocol):
         """Start slow preparations."""
 
     def close(self) -> None:
-        """Release the arena, before it is unmapped. All transfers must have ended."""
+        """Call this before the arena is unmapped, after all transfers."""
 
     def scratch(self, nbytes: int) -> AbstractContextManager[npt.NDArray[np.uint8]]:
         """Yield zeros, uint8 [nbytes], copied like the arena. Transfers must end in the block."""
@@ -135,12 +111,11 @@ class Ended:
 
 
 def wait_for(transfers: Sequence[Transfer]) -> None:
-    """Wait for all. Raise a DeviceError if there was one, else the first fault."""
+    """Raise a DeviceError if there was one, else the first fault."""
     faults: list[Exception] = []
     for transfer in transfers:
         try:
             faults += [damage for damage in transfer.wait() if damage is not None]
-        # raised below, when all transfers have ended
         except Exception as error:  # noqa: BLE001
             faults.append(error)
     if faults:
@@ -148,7 +123,7 @@ def wait_for(transfers: Sequence[Transfer]) -> None:
 
 
 class HostCopier:
-    """Copies blocks in host memory, in the calling thread. Raises ValueError for other blocks."""
+    """In the calling thread. Raises ValueError for blocks that are not in host memory."""
 
     stores_block = True
 

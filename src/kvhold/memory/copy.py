@@ -1,14 +1,10 @@
 """Copies for integrations: an engine's blocks into a reservation, a lease into blocks.
 
-    planned = plan_copy(view, block_ids, lease.buffer, lease.chunks())
-    planned.scatter(range(0, 1), threads=2)                             # layer by layer
+Arrays hold the ids, or slots, of all chunks, end to end. Negative ones are skipped, and those of
+ABSENT chunks. Any thread.
 
-Arrays hold the ids, or slots, of all chunks, end to end. Negative ids and slots are skipped, and
-those of ABSENT chunks. Any thread.
-
-A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does.
-A scatter compares whole chunks, and raises DamagedChunks after it has copied all of them: only the
-blocks of damaged chunks are wrong.
+A gather on the host writes checksums to `places.sums`; on a device `Transfer.wait` does. A scatter
+copies all chunks before it raises DamagedChunks.
 """
 
 from dataclasses import dataclass
@@ -51,31 +47,28 @@ Buffer = npt.NDArray[np.uint8]
 def gather_blocks(
     view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy blocks into chunks.
-
-    block_ids: [blocks of all chunks]; a tail's last block may be filled in part
-    """
+    """block_ids: [blocks of all chunks]; a tail's last block may be filled in part"""
     plan_copy(view, block_ids, buffer, places).gather(threads=threads)
 
 
 def scatter_blocks(
     view: View, block_ids: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy chunks into blocks. Raises DamagedChunks."""
+    """Raises DamagedChunks."""
     plan_copy(view, block_ids, buffer, places).scatter(threads=threads)
 
 
 def gather_slots(
     view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy tokens into chunks. slots: [tokens of all chunks]."""
+    """slots: [tokens of all chunks]."""
     plan_copy(view, slots, buffer, places, unit="slots").gather(threads=threads)
 
 
 def scatter_slots(
     view: View, slots: Int64s, buffer: Buffer, places: ChunkBytes, *, threads: int = 1
 ) -> None:
-    """Copy chunks into slots, which must differ. Raises DamagedChunks."""
+    """slots: of all chunks, which must differ. Raises DamagedChunks."""
     plan_copy(view, slots, buffer, places, unit="slots").scatter(threads=threads)
 
 
@@ -104,10 +97,6 @@ def plan_copy(
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """numbers: [planned chunks], the number of each in `places`
-    moved:   planned chunks with rows to copy
-    """
-
     plan: Plan
     numbers: Int64s
     moved: Int64s
@@ -125,7 +114,7 @@ class PlannedCopy:
         )
 
     def scatter(self, layers: range | None = None, *, threads: int = 1) -> None:
-        """Copy chunks into blocks or slots. Raises DamagedChunks."""
+        """Raises DamagedChunks."""
         layers = range(self.plan.view.layers) if layers is None else layers
         if self.sums is None:
             scatter(self.plan, layers=layers, threads=threads)
@@ -139,7 +128,7 @@ class PlannedCopy:
         self._compare(layers, found)
 
     def take_sums(self, layers: range, chunks: Int64s, *, threads: int = 1) -> None:
-        """Keep checksums after a device's write. The chunks must be complete in these layers."""
+        """Keep checksums of a device's write. The chunks must be complete in these layers."""
         if self.sums is None:
             return
         found = self._empty()
@@ -147,7 +136,6 @@ class PlannedCopy:
         self.sums.take(self.numbers[chunks], layers, found[chunks, layers.start : layers.stop])
 
     def verify(self, layers: range, chunks: Int64s, *, threads: int = 1) -> DamagedChunks | None:
-        """Compare checksums after a device's read. Return the damaged chunks."""
         if self.sums is None:
             return None
         found = self._empty()

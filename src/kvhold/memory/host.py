@@ -11,7 +11,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def available_bytes() -> int:
-    """Return MemAvailable, or the rest of this control group's limit if less."""
+    """MemAvailable, or the rest of this control group's limit if less."""
     free = _meminfo("MemAvailable")
     group = _group_headroom()
     return free if group is None else min(free, group)
@@ -25,7 +25,6 @@ def all_huge_pages() -> int:
 
 
 def free_huge_pages() -> int:
-    """Return the number of free 2 MiB pages that no mapping has reserved."""
     try:
         return int((_HUGE / "free_hugepages").read_text()) - int(
             (_HUGE / "resv_hugepages").read_text()
@@ -35,7 +34,6 @@ def free_huge_pages() -> int:
 
 
 def resident_bytes() -> int:
-    """Return this process's memory that is not shared."""
     pages = Path("/proc/self/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
 
@@ -71,6 +69,6 @@ def _headroom_of(group: Path) -> int | None:
         return None
     if limit == "max":
         return None
-    # inactive file pages count as used, but the kernel drops them on demand
+    # inactive file pages count as used, but are dropped on demand
     reclaimable = int(stat[stat.index("inactive_file") + 1])
     return max(0, int(limit) - max(0, used - reclaimable))

@@ -1,7 +1,7 @@
 """Where threads run and where memory lies: cores and NUMA nodes.
 
 An engine (vLLM on CPUs) may bind threads to single cores and memory to one NUMA node. kvhold's
-threads inherit both, and would compete with the engine's spinning threads. Linux only. Any thread.
+threads inherit both, and would compete with it. Linux only. Any thread.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def parse_list(text: str) -> list[int]:
-    """Return the numbers below 65536 in a list such as "0-3,8". Raises ValueError."""
+    """Parse a list such as "0-3,8", of numbers below 65536. Raises ValueError."""
     numbers: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.strip().partition("-")
@@ -57,17 +57,14 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def take_all_cores(thread: int = 0) -> set[int]:
-    """Let a thread run on all cores of its control group. Return them.
-
-    thread: 0: the calling thread
-    """
+    """Let a thread (0: the caller) run on all cores of its control group. Return them."""
     with suppress(OSError):
         os.sched_setaffinity(thread, _possible_cores())
     return os.sched_getaffinity(thread)
 
 
 def memory_nodes() -> list[int]:
-    """Return the NUMA nodes with memory for this process; empty: unknown."""
+    """NUMA nodes with memory for this process; empty: unknown."""
     try:
         with_memory = set(parse_list((_NODES / "has_memory").read_text()))
         status = Path("/proc/self/status").read_text().splitlines()
@@ -80,7 +77,6 @@ def memory_nodes() -> list[int]:
 
 
 def engine_memory_nodes() -> list[int]:
-    """Return the NUMA nodes of the thread's memory binding, or of its cores."""
     mode, mask = ctypes.c_int(), _mask_of([])
     if (
         system_call(
@@ -104,7 +100,7 @@ def set_default_memory_policy() -> bool:
 
 
 def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
-    """Spread new pages over NUMA nodes. False: the host refuses. regions: whole pages."""
+    """False: the host refuses. regions: whole pages."""
     mask = _mask_of(nodes)
     spread = [
         system_call(
@@ -116,10 +112,6 @@ def interleave(regions: Iterable[Region], nodes: Sequence[int]) -> bool:
 
 
 def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
-    """Make a system call that the C library does not wrap. Return whether it succeeded.
-
-    numbers: by machine
-    """
     number = numbers.get(platform.machine())
     if number is None:
         return False
@@ -131,7 +123,6 @@ def system_call(numbers: Mapping[str, int], name: str, *arguments: Any) -> bool:
 
 
 def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
-    """Return the cores of threads bound to one core each, and of the OpenMP settings."""
     own = {
         thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_PREFIX)
     }
@@ -145,11 +136,10 @@ def spun_cores(environ: Mapping[str, str] = os.environ) -> set[int]:
 
 
 def place_own_threads(cores: str = "") -> None:
-    """Move kvhold's threads off the engine's cores, but near its memory.
+    """Move kvhold's threads off the engine's cores, but near its memory, if the engine binds
+    threads.
 
-    If the engine binds no thread, nothing changes. Later threads need another call.
-
-    cores: a list such as "8-15"; "inherit": change nothing
+    Later threads need another call. cores: a list such as "8-15"; "inherit": change nothing
     """
     if cores == "inherit":
         return

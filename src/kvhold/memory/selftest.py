@@ -1,7 +1,7 @@
 """Check at start that copies are ordered with the engine's own work.
 
-A wrong order is rare and silent, so the check delays a stream. A copy that waits for the delayed
-work must be right. Without the wait it must be wrong, or the check tries a longer delay.
+A wrong order is rare and silent, so the check delays a stream. A copy that waits for it must be
+right, and a copy that does not wait must be wrong.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,6 @@ _DELAYS_S = (0.002, 0.02, 0.2)
 
 
 class Blocks(Protocol):
-    """The engine's access to a piece's blocks, on its stream."""
-
     def write(self, stage: Stage, version: int) -> None:
         """Fill the blocks with a version's bytes."""
 
@@ -27,7 +25,7 @@ class Blocks(Protocol):
         """Copy the blocks' bytes. The result returns them after the copy."""
 
     def bytes_of(self, version: int) -> npt.NDArray[np.uint8]:
-        """Return a version's bytes, in the buffer's order."""
+        """A version's bytes, in the buffer's order."""
 
 
 def check_orders(copier: Copier, piece: Piece, blocks: Blocks) -> None:

@@ -1,31 +1,27 @@
 """Divide a range of bytes among objects.
 
-    slabs = SlabAllocator(arena.nbytes)
-    offset = slabs.allocate(nbytes)               # None: no space
-    slabs.free(offset)
-
 A size is rounded up to a class, which wastes at most 1/8, or less than one ALIGNMENT. A class takes
-*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first,
-because its pages are faulted in. Not thread-safe.
+*slabs* of equal slots; an empty slab is free for other classes. The lowest address is used first.
+Not thread-safe.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
 
-ALIGNMENT = 4096  # for O_DIRECT and huge pages
+ALIGNMENT = 4096
 SLAB_BYTES = 1 << 20
-LARGE_BYTES = SLAB_BYTES // 8  # a slab of smaller slots loses at most an eighth
+LARGE_BYTES = SLAB_BYTES // 8
 _ZONE_ALIGNMENT = 2 << 20
 _SLACK_PART = 64
 
 
 class SlabAllocator:
-    """Allocates offsets in `[0, capacity)`, multiples of ALIGNMENT."""
+    """Offsets in `[0, capacity)`, multiples of ALIGNMENT."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self.used_bytes = 0  # after rounding
+        self.used_bytes = 0
         self._runs = _Runs(self.capacity)
         self._partial: dict[int, list[_Slab]] = {}
         self._slab_starts: list[int] = []
@@ -33,7 +29,6 @@ class SlabAllocator:
         self._large: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate an object. None: no space."""
         assert nbytes > 0
         size = size_class(nbytes)
         if size >= LARGE_BYTES:
@@ -54,14 +49,10 @@ class SlabAllocator:
         return offset
 
     def allocate_all(self, sizes: Sequence[int], zone: int | None = None) -> list[int] | None:
-        """Return an offset per size. None: one does not fit, and nothing is allocated.
-
-        zone: see `ZonedSlabs`
-        """
+        """An offset per size. None: one does not fit, and nothing is allocated."""
         return _allocate_all(self, sizes)
 
     def free(self, offset: int) -> None:
-        """Asserts that the object is allocated."""
         if offset in self._large:
             size = self._large.pop(offset)
             self._runs.give(offset, size)
@@ -105,8 +96,8 @@ class SlabAllocator:
 class ZonedSlabs:
     """Allocates in equal parts of the range (zones), such as the memory of NUMA nodes.
 
-    An object goes to the wanted zone. If that is full, another zone is used only if a certain share
-    of all bytes is free. Otherwise allocation fails, so that the caller evicts more.
+    If the wanted zone is full, another is used only if enough of all bytes is free. Otherwise
+    allocation fails, so that the caller evicts more.
     """
 
     def __init__(self, capacity: int, zones: int) -> None:
@@ -124,7 +115,6 @@ class ZonedSlabs:
         return sum(zone.free_bytes for zone in self._zones)
 
     def allocate(self, nbytes: int, zone: int | None = None) -> int | None:
-        """Allocate in a zone. zone: None: the emptiest"""
         if zone is not None:
             offset = self._zones[zone].allocate(nbytes)
             if offset is not None:
@@ -139,7 +129,6 @@ class ZonedSlabs:
         return None
 
     def allocate_all(self, sizes: Sequence[int], zone: int | None = None) -> list[int] | None:
-        """As `SlabAllocator.allocate_all`."""
         return _allocate_all(self, sizes, zone)
 
     def free(self, offset: int) -> None:
@@ -150,7 +139,7 @@ class ZonedSlabs:
 
 
 def zone_bytes(capacity: int, zones: int) -> int:
-    """Return the size of a zone: whole slabs and huge pages."""
+    """Whole slabs and huge pages."""
     return capacity // zones // _ZONE_ALIGNMENT * _ZONE_ALIGNMENT
 
 

@@ -6,9 +6,8 @@
     view = separate_pools(group, [k_pools, v_pools], axes="slot head dim", tokens_per_block=1)
 
 Axes may have any order and strides, but `dim` must be contiguous. `slot` is blocks and tokens in
-one axis. An axis with one entry may be missing: an MLA tensor is "block token dim". A LayoutError
-names the field in which a tensor disagrees with the group. Elements have the group's dtype, or are
-unsigned integers of that width.
+one axis. An axis with one entry may be missing (MLA). Elements have the group's dtype, or are
+unsigned integers of that width. A LayoutError names the field that disagrees.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,10 +31,7 @@ def per_layer(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """Return a view of one tensor per layer.
-
-    tokens_per_block: required with a `slot` axis
-    """
+    """One tensor per layer. tokens_per_block: required with a `slot` axis."""
     named = _axes(axes, without=("layer",))
     planes = [
         [_Strided.of(tensor, named, f"the tensor of layer {layer}")]
@@ -51,7 +47,7 @@ def per_layer(
 def cross_layer(
     group: Group, tensor: Tensor, *, axes: str | Sequence[str], tokens_per_block: int | None = None
 ) -> View:
-    """Return a view of one tensor for all layers, such as "block layer plane token head dim"."""
+    """One tensor for all layers, such as "block layer plane token head dim"."""
     whole = _Strided.of(tensor, _axes(axes), "the cross-layer tensor")
     layers = _split(group, whole, "layer", group.layers)
     return _paged(
@@ -68,11 +64,9 @@ def separate_pools(
     axes: str | Sequence[str],
     tokens_per_block: int | None = None,
 ) -> View:
-    """Return a view of one tensor per layer and plane.
+    """One tensor per layer and plane, such as "slot head dim" (SGLang).
 
     planes: `group.planes` sequences of `group.layers` tensors
-    axes:   "slot head dim" (SGLang; tokens_per_block is its page size), or "block head token dim"
-        (transformers; a block is a sequence)
     """
     if len(planes) != group.planes:
         raise LayoutError(f"planes: {len(planes)} pools given, group.planes is {group.planes}")
@@ -93,7 +87,7 @@ def separate_pools(
 
 
 def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -> View:
-    """Return a view of one tensor per layer, with contiguous blocks of `group.block_bytes`."""
+    """One tensor per layer, with contiguous blocks of `group.block_bytes`."""
     if group.packing == CANONICAL:
         raise LayoutError(
             "group.packing is canonical; opaque blocks need the name of the engine's packing"
@@ -144,7 +138,7 @@ def opaque_blocks(group: Group, tensors: Sequence[Tensor], *, block_axis: int) -
 
 @dataclass(frozen=True)
 class _Strided:
-    """A tensor, or a slice, as named axes. Sizes in elements, strides in bytes."""
+    """A tensor, or a slice. Sizes in elements, strides in bytes."""
 
     tensor: Tensor
     what: str

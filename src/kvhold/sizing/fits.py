@@ -19,13 +19,11 @@ RATIOS = {
     "cachegen": 7.021,
     "cachegen-small": 9.408,
 }
-"""Plain bytes / frame bytes of a small model's bfloat16 KV (docs/quality.md). Others differ."""
+"""Plain bytes / frame bytes of a small model's bfloat16 KV (docs/quality.md)."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """tokens: in whole chunks"""
-
     place: str
     size_bytes: int
     codec: str
@@ -38,7 +36,7 @@ def is_measured(codec: str, dtype: str) -> bool:
 
 
 def ratio_of(codec: str, dtype: str) -> float:
-    """Return plain bytes / frame bytes. Raises ConfigError: not measured."""
+    """Plain bytes / frame bytes. Raises ConfigError: not measured."""
     if codec not in RATIOS:
         raise ConfigError(f"codec is {codec!r}; measured are {', '.join(RATIOS)}")
     if not is_measured(codec, dtype):
@@ -56,7 +54,7 @@ def fits(
     dtype: str,
     codecs: Sequence[str],
 ) -> list[Fit]:
-    """Return one row per codec. chunk_bytes: in memory"""
+    """One row per codec. chunk_bytes: in memory."""
     ratios = {codec: ratio_of(codec, dtype) for codec in codecs}
     return [
         Fit(

@@ -1,7 +1,7 @@
 """Compute the KV size of a model from its `config.json`, without the model.
 
 A missing or unknown field raises. States (Mamba, linear attention, short convolutions) are not
-counted in bytes: engines choose their shape and type.
+counted: engines choose their shape and type.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,13 @@ DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Other names for the types of `core.layout`."""
-
 _MOST_BYTES = 16 << 20
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
-_PARTS = ("text_config", "language_config", "llm_config")  # of a multimodal model
+_PARTS = ("text_config", "language_config", "llm_config")
 
 Kind = Literal["full", "sliding", "chunked", "state", "full+state", "none"]
 _KINDS: dict[str, Kind] = {
@@ -44,7 +42,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "short_conv"), "state"
     ),
-    **dict.fromkeys(("mlp", "moe"), "none"),  # layers without attention
+    **dict.fromkeys(("mlp", "moe"), "none"),
 }
 # Nemotron-H
 _BY_LETTER: dict[str, Kind] = {"*": "full", "M": "state", "-": "none", "E": "none"}
@@ -85,31 +83,22 @@ _NOT_UNDERSTOOD = {
 
 @dataclass(frozen=True)
 class ModelKV:
-    """The KV of a model.
-
-    groups:       one per kind of layer, with all ranks
-    state_layers: number of layers with a state, whose size is unknown
-    """
-
     groups: tuple[Group, ...]
     state_layers: int = 0
     notes: tuple[str, ...] = ()
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that kvhold stores for a text.
-
-        A sliding layer is stored in full, because a later text may diverge at any token.
-        """
+        """The bytes that kvhold stores for a text: of sliding layers, too, all tokens."""
         return sum(group.layers * group.layer_bytes(num_tokens) for group in self.groups)
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that a hit loads; of sliding layers, the window."""
+        """The bytes that a hit loads; of sliding layers, the window."""
         return sum(
             group.layers * group.layer_bytes(_within(group, num_tokens)) for group in self.groups
         )
 
     def rank_bytes(self, num_tokens: int, tp: int) -> int:
-        """Return one worker's bytes. Raises ConfigError: indivisible heads."""
+        """One worker's bytes. Raises ConfigError: indivisible heads."""
         return sum(
             group.layers * group.layer_bytes(_within(group, num_tokens)) // _divided(group, tp)
             for group in self.groups
@@ -117,7 +106,7 @@ class ModelKV:
 
 
 def read_settings(model: str) -> dict[str, Any]:
-    """Return the settings of a folder, a config.json, or a name in `KNOWN`. Raises ConfigError."""
+    """Read a folder, a config.json, or a name in `KNOWN`. Raises ConfigError."""
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
@@ -312,7 +301,6 @@ def _placed(name: str, places: Any, layers: int) -> list[Kind]:
 
 
 def _geometry(settings: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return planes, heads and head_dim."""
     if settings.get("kv_lora_rank"):  # MLA
         return 1, 1, _number(settings, ("kv_lora_rank",)) + _number(settings, ("qk_rope_head_dim",))
     heads = _number(settings, _HEADS)
@@ -361,7 +349,7 @@ def _dtype(settings: Mapping[str, Any], outer: Mapping[str, Any], wanted: str) -
 def _number(
     settings: Mapping[str, Any], names: Sequence[str], *, default: int | None = None
 ) -> int:
-    """Return the first field that is set. Only with a default may it be 0."""
+    """The first field that is set. Only with a default may it be 0."""
     for name in names:
         if (value := settings.get(name)) is None:
             continue
@@ -382,7 +370,6 @@ def _within(group: Group, num_tokens: int) -> int:
 
 
 def _divided(group: Group, tp: int) -> int:
-    """Return the number of parts of the heads; several of the `tp` workers may hold one part."""
     if tp < 1:
         raise ConfigError(f"tp is {tp}; it must be 1 or more")
     if group.planes == 1:

@@ -1,7 +1,5 @@
 """Conformance suites for tiers, codecs, policies and caches: one pytest class each.
 
-    from kvhold.testing import TierContract
-
 Needs pytest, pytest-asyncio and hypothesis.
 """
 

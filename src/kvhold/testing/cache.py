@@ -1,10 +1,4 @@
-"""Layouts, prompts and chunks for tests of caches.
-
-    store(cache, prompt)
-    assert read(cache, prompt) == prompt.num_tokens  # and every byte is right
-
-Each chunk's bytes are derived from its key.
-"""
+"""Layouts, prompts and chunks for tests of caches."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -68,14 +62,13 @@ PATIENT_S = 60.0
 
 
 def demanded_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return a chunk's content, [nbytes]."""
     return np.random.default_rng(int.from_bytes(key, "little")).integers(
         0, 256, nbytes, dtype=np.uint8
     )
 
 
 def a_prompt(namespace: Namespace, num_tokens: int, seed: int = 0) -> Prompt:
-    """Return a prompt of random tokens. Prompts of one seed share their beginning."""
+    """Random tokens. Prompts of one seed share their beginning."""
     return namespace.prompt(
         np.random.default_rng(seed).integers(0, 50_000, 4096, dtype=np.int32)[:num_tokens]
     )
@@ -105,7 +98,6 @@ def store(
     tail: bool = True,
     groups: npt.ArrayLike | None = None,
 ) -> list[int]:
-    """Reserve, fill and commit chunks from `first` on. Return the granted ones."""
     layout, names = prompt.namespace.layout, prompt.chunks(first, tail=tail)
     with cache.reserve(layout, names, shard, groups=groups) as reservation:
         fill(reservation, layout, names, shard)
@@ -139,7 +131,7 @@ def check(lease: Lease, prompt: Prompt, num_tokens: int, shard: int = 0) -> None
 
 
 def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
-    """Look up a prompt, and check every byte. Return the number of found tokens."""
+    """Check every byte. Return the number of found tokens."""
     with cache.lookup(prompt.query()) as hit:
         if hit.num_tokens:
             lease = cache.claim(hit.ticket, shard)
@@ -150,7 +142,6 @@ def read(cache: Cache, prompt: Prompt, shard: int = 0) -> int:
 
 
 def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
-    """Store twice the arena's size."""
     layout = namespace.layout
     a_chunk = sum(
         layout.chunk_bytes(group, layout.tokens_per_chunk) for group in range(len(layout.groups))
@@ -160,13 +151,8 @@ def flood(cache: Cache, namespace: Namespace, seed: int = 1_000_000) -> None:
 
 
 class CacheFixtures:
-    """Fixtures for all parts of `CacheContract`."""
-
     lower_tiers = False
-    """Whether evicted chunks come back from a lower tier.
-
-    Chunks stay in memory until they are written.
-    """
+    """Whether evicted chunks come back from a lower tier. They stay in memory until written."""
 
     def settle(self, cache: Cache) -> None:
         until = time.monotonic() + PATIENT_S
@@ -176,7 +162,6 @@ class CacheFixtures:
             assert time.monotonic() < until, (
                 f"chunks are still arriving or being written after {PATIENT_S:g} s"
             )
-            # a status has no event to wait for
             time.sleep(0.002)
 
     @pytest.fixture

@@ -5,7 +5,8 @@
         def make_cache(self): ...          # a function that joins or makes a cache of 16 MiB
         lower_tiers = True                 # if there are tiers below memory
 
-After each test no ticket, lease or reservation is held, and a clear empties the arena.
+All caches in one test share their chunks. After each test no ticket, lease or reservation is held,
+and a clear empties the arena.
 """
 
 import random
@@ -41,7 +42,7 @@ from kvhold.testing.cache_stores import CacheStores
 
 
 class CacheContract(CacheLookups, CacheStores):
-    """Needs a fixture `make_cache`. All its caches in one test share their chunks."""
+    """Override the fixture `make_cache`."""
 
     def test_a_prompt_longer_than_the_arena_gets_memory_for_its_beginning(
         self, cache: Cache, space: Namespace

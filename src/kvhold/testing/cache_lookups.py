@@ -164,7 +164,6 @@ class CacheLookups(CacheFixtures):
                     check(lease, prompt, 90)
 
     def test_a_hit_says_where_it_came_from_and_why_it_ends(self, cache: Cache) -> None:
-        # keys that were never stored
         hybrid = registered(cache, Namespace(model="model", layout=HYBRID, cache_salt=token_hex(8)))
         prompt = a_prompt(hybrid, 48)
 

@@ -100,7 +100,7 @@ class CacheStores(CacheFixtures):
         self, cache: Cache, hybrid: Namespace, stores: list[_Partial]
     ) -> None:
         cache.clear()
-        there: set[tuple[int, int]] = set()  # (group, first token of a chunk)
+        there: set[tuple[int, int]] = set()
         for num_tokens, mask in stores:
             store(cache, a_prompt(hybrid, num_tokens), groups=mask, tail=False)
             there |= {

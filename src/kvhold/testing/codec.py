@@ -39,8 +39,6 @@ _CONTENTS = ("normal", "zeros", "constant", "outliers", "huge", "tiny", "positiv
 
 @dataclass(frozen=True)
 class Case:
-    """Some tokens of one group of a layout."""
-
     layout: Layout
     group: int
     num_tokens: int
@@ -55,7 +53,6 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """The elements' dtype; uint8 for an opaque packing."""
         return layer_shape(self.layout, self.group, self.num_tokens)[0]
 
     @property
@@ -67,7 +64,7 @@ class Case:
         return memoryview(from_float64(_values(content, count), self.dtype))
 
     def any_bytes(self) -> memoryview:
-        """A chunk of random bytes, with infinities and NaN."""
+        """Random bytes, with infinities and NaN."""
         return memoryview(random.Random(1).randbytes(self.layers * self.layer_bytes))
 
     def layer_of(self, chunk: memoryview, layer: int) -> memoryview:
@@ -136,7 +133,6 @@ class CodecContract:
 
     @pytest.fixture
     def codec(self) -> Codec:
-        # a fixture cannot be abstract
         raise NotImplementedError("override the fixture `codec`")
 
     @pytest.fixture(params=CASES)
@@ -229,7 +225,7 @@ class CodecContract:
         dice = random.Random(5)
         for damaged in _damaged(good, dice):
             with suppress(FrameError):
-                decode(codec, case, 0, damaged)  # also checks that nothing is written outside
+                decode(codec, case, 0, damaged)
 
     def test_damaged_bytes_cost_bounded_memory(self, codec: Codec) -> None:
         case = next(case for case in CASES.values() if codec.accepts(case.layout, case.group))
@@ -300,7 +296,6 @@ def encode(codec: Codec, case: Case, chunk: memoryview) -> list[bytes]:
 
 
 def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> bytes:
-    """Encode a layer. Check the buffers and `max_size`."""
     before = bytes(plain)
     most = codec.max_size(case.layout, case.group, case.num_tokens)
     assert type(most) is int
@@ -320,7 +315,7 @@ def encode_layer(codec: Codec, case: Case, layer: int, plain: memoryview) -> byt
 
 
 def decode(codec: Codec, case: Case, layer: int, encoded: bytes) -> bytes:
-    """Decode a layer. Check that the codec wrote its whole output and nothing else."""
+    """Check that the codec wrote its whole output and nothing else."""
     results = []
     for fill in (0x55, 0xAA):
         room, out = _guarded(case.layer_bytes, fill=fill)

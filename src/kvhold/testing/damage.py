@@ -1,8 +1,5 @@
 """Damage a running cache's arena from outside, as a stray write would.
 
-    with OpenArena(pid) as arena:
-        arena.flip(offset, bit=3)
-
 Both processes must belong to the same user.
 """
 
@@ -16,7 +13,7 @@ _NAME = "/memfd:kvhold-arena"
 
 class OpenArena:
     def __init__(self, pid: int, fd: int | None = None) -> None:
-        """Open an arena. Raises LookupError unless there is exactly one.
+        """Raises LookupError unless there is exactly one arena.
 
         fd: the arena's descriptor in the process; None: the process's only arena
         """

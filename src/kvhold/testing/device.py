@@ -1,10 +1,7 @@
 """A device whose streams run late, in a seeded order, so a missing event or wait gives wrong bytes.
 
-    device = FakeDevice(seed=7)
-    device.compute(lambda: tensor.fill_(1))             # on the engine's stream
-
-Its memory is the host's. Only events order streams. Nothing runs by itself: a waiting caller runs
-random streams until its event has fired. Thread-safe.
+Only events order streams. Nothing runs by itself: a waiting caller runs random streams until its
+event has fired. Thread-safe.
 """
 
 import ctypes
@@ -29,12 +26,10 @@ class FakeEvent:
         self._device = device
 
     def fired(self) -> bool:
-        """Whether the event has fired. Sometimes runs the device first."""
         self._device.run_seldom()
         return self.has_fired
 
     def wait(self) -> None:
-        """Run the device until the event has fired."""
         self._device.hesitate()
         self._device.wait(self)
 
@@ -42,7 +37,7 @@ class FakeEvent:
 class FakeStream:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.operations: deque[Callable[[], None] | FakeEvent] = deque()  # an event: wait for it
+        self.operations: deque[Callable[[], None] | FakeEvent] = deque()
 
 
 class FakeDevice:
@@ -62,7 +57,6 @@ class FakeDevice:
         self.put(self.engine, work)
 
     def put(self, stream: FakeStream, *operations: "Callable[[], None] | FakeEvent") -> FakeEvent:
-        """Append operations and an event. Return the event."""
         event = FakeEvent(self)
         with self._lock:
             stream.operations += [*operations, lambda: setattr(event, "has_fired", True)]
@@ -91,7 +85,6 @@ class FakeDevice:
                 pass
 
     def run_seldom(self) -> None:
-        """Mostly do nothing, so that polling does not make the device fast."""
         with self._lock:
             if self._random.random() < 0.02:
                 self.run_some()
@@ -99,7 +92,6 @@ class FakeDevice:
     def hesitate(self) -> None:
         with self._lock:
             pause_s = self._random.random() * _HESITATION_S
-        # the delay is the purpose: it mixes the order of threads
         time.sleep(pause_s)
 
     def wait(self, event: FakeEvent) -> None:
@@ -135,13 +127,11 @@ def _is_ready(operation: Callable[[], None] | FakeEvent) -> bool:
 
 
 class FakeDriver:
-    """A `DeviceDriver` (`memory/device/driver.py`) with views of host memory."""
-
     def __init__(
         self, device: FakeDevice, *, has_direct_copies: bool = True, refuses_pinning: bool = False
     ) -> None:
         self.has_direct_copies = has_direct_copies
-        self.pinned: dict[int, int] = {}  # address -> bytes
+        self.pinned: dict[int, int] = {}
         self._device = device
         self._refuses_pinning = refuses_pinning
         self._streams = {lane: device.new_stream(lane.value) for lane in Lane}
@@ -175,7 +165,7 @@ class FakeDriver:
         return event
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> FakeEvent:
-        """See `DeviceDriver`. Unpinned copies end before this returns, as with some drivers."""
+        """Unpinned copies end before this returns, as with some drivers."""
 
         def work() -> None:
             for host, device, nbytes in zip(
@@ -208,7 +198,7 @@ class FakeDriver:
 
     def _may_copy(self, address: int, nbytes: int, *, pinned: bool) -> bool:
         """Real devices accept ranges within one registration, or outside all of them."""
-        pinned_now = self.pinned.copy()  # another thread may pin now
+        pinned_now = self.pinned.copy()
         touched = [
             start
             for start, size in pinned_now.items()
@@ -228,10 +218,7 @@ class FakeDriver:
 def fake_copier(
     device: FakeDevice, *, seed: int = 0, driver: FakeDriver | None = None
 ) -> DeviceCopier:
-    """Return a real copier for this device.
-
-    seed: chooses sizes at which rings fill and chunks are split
-    """
+    """seed: chooses sizes at which rings fill and chunks are split"""
     random = Random(seed)
     sizes = Settings(
         store_ring_bytes=random.choice([1 << 14, 1 << 16, 1 << 20]),

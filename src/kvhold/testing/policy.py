@@ -30,7 +30,7 @@ from kvhold.tiers.policies.base import Policy
 
 @dataclass
 class Known:
-    """One chunk in the model. Times are step numbers. An insert is a step, but not a use."""
+    """Times are step numbers. An insert is a step, but not a use."""
 
     key: bytes
     nbytes: int
@@ -41,7 +41,6 @@ class Known:
 
 
 def make_chunk(number: int, space: str = "a") -> bytes:
-    """Return a key unique to the number and the namespace."""
     return space.encode() * NAMESPACE_BYTES + number.to_bytes(KEY_BYTES - NAMESPACE_BYTES, "big")
 
 
@@ -249,7 +248,7 @@ class PolicyContract(ABC):
             policy = self.make_policy()
             for i in range(length):
                 policy.insert(_KEYS[i], 10, _KEYS[(i + 1) % length])
-            if gone is not None:  # to close the ring elsewhere
+            if gone is not None:
                 policy.remove(_KEYS[gone])
                 policy.insert(_KEYS[gone], 10, _KEYS[(gone + 1) % length])
             policy.insert(_KEYS[length - 1], 10, _KEYS[0])
@@ -312,14 +311,12 @@ class PolicyContract(ABC):
         )
 
     def filled(self, count: int) -> Policy:
-        """Return a policy with `count` keys of 10 bytes."""
         policy = self.make_policy()
         for key in _KEYS[:count]:
             policy.insert(key, 10)
         return policy
 
     def chain(self, count: int, order: Collection[int] = ()) -> Policy:
-        """Return a policy with one prompt of `count` chunks of 10 bytes, inserted in `order`."""
         policy = self.make_policy()
         for i in order or range(count):
             policy.insert(_KEYS[i], 10, _KEYS[i - 1] if i else None)

@@ -21,19 +21,16 @@ def make_key(number: int, namespace: bytes = b"n" * NAMESPACE_BYTES) -> bytes:
 
 
 def make_value(seed: int, nbytes: int) -> bytes:
-    """Return `nbytes` unique to `seed`."""
     return random.Random(seed + 1_000_000).randbytes(nbytes)
 
 
 async def store(tier: Tier, values: dict[bytes, bytes]) -> list[bool]:
-    """Put all values. True: the key is present now."""
     faults = await tier.put([(key, [memoryview(value)]) for key, value in values.items()])
     assert len(faults) == len(values)
     return [fault is None for fault in faults]
 
 
 async def overwrite(tier: Tier, values: dict[bytes, bytes]) -> list[bool]:
-    """Replace all values. True: the key was present."""
     done = await replace(tier, [(key, [memoryview(value)]) for key, value in values.items()])
     assert not any(isinstance(answer, TierError) for answer in done), done
     return [answer is True for answer in done]
@@ -51,12 +48,11 @@ async def fetch(tier: Tier, keys: Sequence[bytes], sizes: Sequence[int]) -> list
 
 
 async def scanned(tier: Tier, prefix: bytes = b"") -> list[bytes]:
-    """Return a scan's keys, sorted, with repetitions."""
     return sorted([key async for key in tier.scan(prefix)])
 
 
 async def partly_scanned(tier: Tier) -> list[bytes]:
-    """Return the keys of a scan that must end with TierIncomplete."""
+    """Keys of a scan that must end with TierIncomplete."""
     keys: list[bytes] = []
 
     async def scan() -> None:

@@ -82,13 +82,12 @@ class TierContract(TierReplaces):
 
     @pytest.fixture
     def tier(self) -> Any:
-        # a fixture cannot be abstract
         raise NotImplementedError("override the fixture `tier`")
 
     async def lose_a_part(self, tier: Any) -> None:
-        """Make a part of the place fail: one disk or server of several.
+        """Make one disk or server of several fail. Some of 64 values must be in it.
 
-        Override this for a tier that works without a part. Some of 64 values must be in that part.
+        Override this for a tier that works without a part.
         """
         pytest.skip("this tier does not work without a part of its place")
 

@@ -16,7 +16,7 @@ class TierReplaces:
     """Skipped for a tier that cannot replace values."""
 
     too_large_bytes: int | None = None
-    """The size of a value that the tier must refuse for lack of room; None: there is no limit."""
+    """A size that the tier must refuse for lack of room; None: there is no limit."""
 
     @pytest.fixture
     def replacing(self, tier: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Convert numbers to bytes and back in every dtype of a layout, exactly and slowly, for tests."""
+"""Convert numbers to bytes and back in every dtype of a layout, exactly and slowly."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def as_float64(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
-    """Return [n] elements; exact, with infinities and NaN kept."""
+    """[n] elements; exact, with infinities and NaN kept."""
     if dtype.startswith("float8"):
         return _float8_values(dtype)[np.frombuffer(data, np.uint8)]
     if dtype == "bfloat16":
@@ -21,7 +21,6 @@ def as_float64(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
 
 
 def from_float64(values: Floats, dtype: str) -> bytes:
-    """Return the nearest finite value of `dtype` for each finite value."""
     if dtype == "bfloat16":
         bits = np.clip(values, -_BFLOAT16_MAX, _BFLOAT16_MAX).astype("<f4").view("<u4")
         return bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
@@ -39,10 +38,10 @@ _BFLOAT16_MAX = 2.0**127 * (2 - 2**-7)
 
 @cache
 def _float8_values(dtype: str) -> Floats:
-    """Return [256], the value of each byte.
+    """[256], the value of each byte.
 
     e4m3fn and e5m2: OCP 8-bit floating point specification. fnuz: bias 8, no infinity, one NaN at
-        minus zero.
+    minus zero.
     """
     codes = np.arange(256)
     if dtype == "float8_e5m2":  # the upper half of a float16

@@ -1,14 +1,8 @@
 """`audit+...`: check a tier's values against the values that were put, and log calls.
 
-    # audit+redis://host:6379/0?audit_max_keys=10000&audit_exclude=probe,scan
-    tier.checked, tier.mismatches  # whole values compared; those that differ from the put
-
-It keeps the `max_keys` digests used last (xxh3-128, against faults, not forgers). A whole value
-with another digest is a TierError. Ranges are not checked.
-
-**A value is checked only if its digest is certain.** A put probes first, which costs a round trip,
-and keeps a digest only if the key was absent. A key with overlapping calls is not checked. Changes
-by other processes are not seen.
+It keeps the `max_keys` digests used last (xxh3-128). A whole value with another digest is a
+TierError. Not checked: ranges, keys that existed before the put (it probes first), keys with
+overlapping calls, changes by other processes.
 """
 
 import asyncio
@@ -42,7 +36,7 @@ OPERATIONS = ("check", "probe", "get", "put", "replace", "delete", "scan")
 log = logging.getLogger("kvhold.audit")
 
 _PREFIX = "audit_"
-_LARGE_BYTES = 256 << 10  # hashed in about 20 µs; more bytes are hashed in a thread
+_LARGE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -130,7 +124,6 @@ class AuditTier:
         with self._logged("replace", len(items)) as line, self._digests.changing(keys):
             digests = await self._hash([parts for _, parts in items])
             done = await replace(self._inner, items)
-            # a key's first value counts
             for (key, parts), digest, outcome in reversed(
                 list(zip(items, digests, done, strict=True))
             ):
@@ -168,7 +161,7 @@ class AuditTier:
         got: list[int | TierError | None],
         before: Sequence[bytes | None],
     ) -> list[int | TierError | None]:
-        # leave out changed keys: the read may have met the old or the new value
+        # of changed keys, the read may have met either value
         some = [
             (i, size, digest)
             for i, digest in enumerate(before)
@@ -238,11 +231,9 @@ class _Digests:
         self._max_keys = max_keys
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
         self._changing: dict[bytes, int] = {}
-        # keys that overlapping calls change
         self._disputed: set[bytes] = set()
 
     def of(self, key: bytes) -> bytes | None:
-        """Return the digest; None: it is unknown or changing."""
         if key in self._changing or key not in self._kept:
             return None
         self._kept.move_to_end(key)

@@ -5,21 +5,17 @@
     faults = await tier.put([(key, [header, payload]), ...])  # each value from the caller's memory
     done = await replace(tier, [(key, [header, payload])])  # over a stored value, if the tier can
 
-Called from one event loop only, never from an engine's thread. Calls may overlap. Every call is per
-item: item i of the answer belongs to key i, and a bad item never loses the others.
+Called from one event loop. Calls may overlap. Item i of an answer belongs to key i.
 
-A missing value is `None`. A fault of one item is a TierError in its place. A fault of the whole
-place (dead, unreachable, forbidden) raises TierError; then nothing is known about any item. Lists
-of unequal lengths raise ValueError before any I/O. No other exception may escape.
+A missing value is `None`. A fault of one item is a TierError in its place; one of the whole place
+(dead, unreachable, forbidden) raises TierError. Lists of unequal lengths raise ValueError before
+any I/O. No other exception may escape.
 
-**Memory.** After a call has returned or raised, the tier neither reads nor writes the caller's
-buffers. A cancelled call ends only when it no longer uses the buffers, however long that takes.
-`in_thread` below ensures this for work in threads.
+**Memory.** After a call, the tier neither reads nor writes the caller's buffers. A cancelled call
+ends only when it no longer uses them (`in_thread`).
 
-A tier does no I/O when it is made, and connects at its first call. After a lost connection, the
-next call connects again. A tier has no breaker, no time-outs unless a library forces them, and no
-retries except after a stale connection: `guard.py` does this for all tiers.
-`kvhold.testing.TierContract` is the conformance suite.
+A tier connects at its first call, and again after a lost connection. `guard.py` has the breaker,
+the time-outs and the retries. `kvhold.testing.TierContract` is the conformance suite.
 """
 
 import asyncio
@@ -33,7 +29,7 @@ from kvhold.core.reasons import EVICTED, Reason
 from kvhold.core.status import FollowedPeersStatus
 from kvhold.tiers.policies.reuse_times import Worths
 
-Parts: TypeAlias = Sequence[memoryview]  # one value in pieces, each C-contiguous, of any format
+Parts: TypeAlias = Sequence[memoryview]  # C-contiguous pieces of one value, of any format
 
 FolderMet: TypeAlias = Callable[[str, str], Awaitable[None]]
 
@@ -44,16 +40,13 @@ Result = TypeVar("Result")
 class TierTraits:
     """The capabilities of a tier.
 
-    name:        the kind of tier
-    durable:     an acknowledged put survives the death of this process, also by `kill -9`
-    shared:      others, on this host or elsewhere, may read, write and delete the same values
-    expires:     removes values by itself when their `ttl_s` has passed
-    replaces:    has `Replaces.replace`
-    read_only:   takes no values; the cache writes none to it
-    lost:        why a value is missing that a probe has found
-    batch_bytes: the best size of one call. Large batches need fewer thread switches. Small ones are
-                 checked while the next one is read, and several at once meet their deadline over a
-                 slow link
+    durable: an acknowledged put survives the death of this process, also by `kill -9`
+    shared: others may read, write and delete the same values
+    expires: removes values when their `ttl_s` has passed
+    replaces: has `Replaces.replace`
+    read_only: the cache writes nothing to it
+    lost: why a value is missing that a probe has found
+    batch_bytes: best size of one call, for overlapping checks and deadlines over a slow link
     """
 
     name: str
@@ -67,28 +60,20 @@ class TierTraits:
 
 
 class Tier(Protocol):
-    """A place where values live.
-
-    Keys are KEY_BYTES long. Values are opaque, of one byte or more: frames below RAM, plain chunks
-    in RAM.
-    """
+    """A place of values. Keys are KEY_BYTES long, values opaque, of one byte or more."""
 
     @property
     def traits(self) -> TierTraits:
-        """The capabilities of the tier; for a wrapper, those of the wrapped tier."""
+        """Of a wrapper: those of the wrapped tier."""
 
     async def check(self) -> None:
-        """Make one cheap round trip.
-
-        Raises TierError if the tier cannot be used now. Its message tells a user the fault and the
-        place.
-        """
+        """Make one cheap round trip. Raises a TierError that names the fault and the place."""
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
         """Return the size in bytes of each value that is whole and readable now.
 
-        `None`: there is no such value. A TierError: unknown, because a part of the place failed; a
-        caller must not take it for a missing value. One round trip for all keys, no side effect.
+        `None`: no such value. A TierError: unknown, because a part of the place failed. No side
+        effect.
         """
 
     async def get(
@@ -96,13 +81,10 @@ class Tier(Protocol):
     ) -> list[int | TierError | None]:
         """Read each value into its parts, in order, and return its size.
 
-        The size is `None` where the value is missing or larger than the parts.
+        `None`: the value is missing, or larger than the parts, which may then hold any bytes.
 
-        starts: read ranges instead. Each range begins at byte `starts[i]` and fills the parts
-                exactly; its length is returned. `None` where the value is missing or ends earlier
-
-        Parts that were not filled completely may hold any bytes. Nothing is written outside the
-        parts.
+        starts: read ranges instead, from byte `starts[i]`, that fill the parts exactly; `None`
+                where the value is missing or ends earlier
         """
 
     async def put(
@@ -110,24 +92,23 @@ class Tier(Protocol):
     ) -> list[TierError | None]:
         """Store each value whole or not at all. Return `None` where it is stored, else the fault.
 
-        The fault is TierFull where there is no room. A key that is already there keeps its value.
+        TierFull: there is no room. A key that is already there keeps its value.
 
         ttl_s: remove the values after this time, if the tier can. None: as the tier's settings say;
-               infinity: never, whatever the settings say
+               infinity: never
         """
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove values; true where one was removed.
 
-        False: the tier holds no such value. Raises TierIncomplete, after the other removals, if a
-        part of the place failed and may still hold some.
+        Raises TierIncomplete, after the other removals, if a part of the place failed.
         """
 
     def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
         """Yield every key that begins with `prefix`, each once, in any order.
 
-        A scan that ends without a fault has read the whole place. Raises TierIncomplete, after the
-        other keys, if a part of the place failed. Raises TierCannotList if it can never list keys.
+        Raises TierIncomplete, after the other keys, if a part of the place failed. Raises
+        TierCannotList if it can never list keys.
         """
 
     async def close(self) -> None:
@@ -141,13 +122,12 @@ class Replaces(Protocol):
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
         """Replace each stored value by a new one; true where a value was replaced.
 
-        False where no value is stored (any longer); then none is created. A TierError means that
-        the old value stays (TierFull if both do not fit at the same time), or that the answer was
-        lost and either value may be there.
+        False where no value is stored; none is created. A TierError: the old value stays (TierFull
+        if both do not fit), or the answer was lost and either value may be there.
 
-        A concurrent reader gets the old value or the new one, whole. In a durable tier this also
-        holds after a `kill -9`. The new value keeps the old one's remaining time to live. If a key
-        occurs twice, its first value counts, and both items get its answer.
+        A concurrent reader gets the old value or the new one, whole; in a durable tier also after a
+        `kill -9`. The new value keeps the remaining time to live. Of a repeated key, the first
+        value counts.
         """
 
 
@@ -156,18 +136,12 @@ class HasFolders(Protocol):
     """A tier whose folders may go away and come back, such as mounted disks."""
 
     def watch_folders(self, met: FolderMet) -> None:
-        """Await `met(path, identity)` at each opening of a folder, before its values are used.
-
-        A folder keeps its identity wherever it is mounted.
-        """
+        """Await `met(path, identity)` at each opening of a folder, before its values are used."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from: one of the places of a tier, and when.
-
-    began_s, ended_s: by a monotonic clock
-    """
+    """Where a value came from, and when (monotonic clock)."""
 
     place: str
     began_s: float
@@ -176,7 +150,7 @@ class Origin:
 
 @runtime_checkable
 class TellsOrigins(Protocol):
-    """A tier of several places that tells from which one a value came."""
+    """A tier of several places."""
 
     async def get_from(
         self,
@@ -186,7 +160,7 @@ class TellsOrigins(Protocol):
         starts: Sequence[int] | None,
         origins: list[Origin | None],
     ) -> list[int | TierError | None]:
-        """Do as `get`. origins: receives that of each value which has arrived"""
+        """As `get`. origins: receives that of each value that has arrived."""
 
 
 class ValueChanges:
@@ -194,11 +168,7 @@ class ValueChanges:
 
     def __init__(self) -> None:
         self.tell: Callable[[bytes, int], None] = _tell_nobody
-        """Called with each value that becomes visible, and its bytes; 0: it was removed.
-
-        From the tier's loop or threads, so that it must be quick. If the place itself is lost,
-        nothing is told of its values.
-        """
+        """Called with each visible value, and its bytes; 0: it was removed. It must be quick."""
 
 
 def _tell_nobody(key: bytes, nbytes: int) -> None: ...
@@ -206,7 +176,7 @@ def _tell_nobody(key: bytes, nbytes: int) -> None: ...
 
 @runtime_checkable
 class TellsChanges(Protocol):
-    """A tier that tells which values it has. Set `changes.tell` before any call."""
+    """Set `changes.tell` before any call."""
 
     @property
     def changes(self) -> ValueChanges: ...
@@ -218,7 +188,7 @@ class KeepsClears(Protocol):
 
     @property
     def numbers(self) -> dict[bytes, int]:
-        """The clears that this host knows: prefix -> number. They are kept for the next start."""
+        """This host's known clears: prefix -> number, kept for the next start."""
 
     def keep_clears(
         self, learned: Callable[[bytes], None], numbers: Mapping[bytes, int] | None
@@ -232,11 +202,11 @@ class KeepsClears(Protocol):
     def advance(self, prefix: bytes, asked_s: float | None = None) -> None:
         """Begin a clear of this host. No older value is found from here on.
 
-        asked_s: Unix time at which memory was cleared: values since then may stay. None: now
+        asked_s: Unix time at which memory was cleared: later values may stay. None: now
         """
 
     def announce(self, prefix: bytes) -> None:
-        """Tell other hosts that this host has nothing left from before the clears it knows."""
+        """Tell other hosts that this host has nothing left from before its known clears."""
 
 
 @runtime_checkable
@@ -244,13 +214,13 @@ class FollowsPeers(Protocol):
     """A tier that reads the chunks of other nodes."""
 
     def peers_status(self) -> FollowedPeersStatus:
-        """Safe from any thread."""
+        """Any thread."""
         ...
 
 
 @runtime_checkable
 class Learns(Protocol):
-    """A tier that can evict by what memory's policy has learnt (`policies/learned.py`)."""
+    """A tier that can evict as memory's policy has learnt (`policies/learned.py`)."""
 
     @property
     def learns(self) -> bool:
@@ -265,16 +235,16 @@ class Learns(Protocol):
         """Record a lookup's chunks, in the order of their eviction. Does no I/O.
 
         prompt, value: see `Policy.used`
-        at_s:          time by the clock of `worths`
-        are_whole:     false: the keys are tails, and no tier has most tails
+        at_s:          by the clock of `worths`
+        are_whole:     false: the keys are tails
         """
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Return whether a chunk is worth at least as much as its first victim. Does no I/O."""
+        """Whether a chunk is worth at least as much as its first victim. Does no I/O."""
 
 
 async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-    """Call `tier.replace(items)`. Raises TierError for a tier that cannot replace values."""
+    """Raises TierError for a tier that cannot replace values."""
     if not tier.traits.replaces or not isinstance(tier, Replaces):
         raise TierError(
             tier.traits.name,
@@ -287,7 +257,7 @@ async def replace(tier: Tier, items: Sequence[tuple[bytes, Parts]]) -> list[bool
 def check_lengths(
     keys: Sequence[bytes], into: Sequence[Parts], starts: Sequence[int] | None
 ) -> None:
-    """Raise ValueError for lists of unequal length. `get` calls this first."""
+    """Raise ValueError for lists of unequal length."""
     if len(keys) != len(into):
         raise ValueError(f"{len(keys)} keys, {len(into)} buffers")
     if starts is not None and len(starts) != len(keys):
@@ -295,7 +265,7 @@ def check_lengths(
 
 
 def raise_if_all_failed(answers: Sequence[object]) -> None:
-    """Raise the first TierError if all answers are such: the whole place is at fault."""
+    """Raise the first TierError if all answers are such."""
     faults = [answer for answer in answers if isinstance(answer, TierError)]
     if faults and len(faults) == len(answers):
         raise faults[0]
@@ -307,10 +277,7 @@ def size_of(parts: Parts) -> int:
 
 
 async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
-    """Run `work()` in a thread of `executor`.
-
-    If cancelled, it waits until the thread has finished, and only then raises CancelledError.
-    """
+    """Run `work()` in a thread. If cancelled, wait until the thread has finished."""
     future = asyncio.get_running_loop().run_in_executor(executor, work)
     try:
         return await asyncio.shield(future)
@@ -321,5 +288,5 @@ async def in_thread(executor: Executor, work: Callable[[], Result]) -> Result:
             except asyncio.CancelledError:
                 continue
         if not future.cancelled():
-            future.exception()  # retrieve it, or asyncio logs it
+            future.exception()  # otherwise asyncio logs it
         raise

@@ -1,7 +1,6 @@
-"""A circuit breaker: whether a tier is used at all.
+"""A circuit breaker: it opens after `failures` failures in a row.
 
-breaker.succeeded(); breaker.failed(now_s)  # opens after `failures` failures in a row
-breaker.next_try_s  # when to try in the background. Success closes; failure doubles the pause
+`next_try_s`: when to try in the background. Success closes it; failure doubles the pause.
 """
 
 _LONGEST_PAUSE_S = 30.0
@@ -20,18 +19,13 @@ class Breaker:
         return self.next_try_s is None
 
     def succeeded(self) -> bool:
-        """Note a success. Return whether the breaker was open."""
         closed = not self.allows
         self._failures, self._pause_s, self.next_try_s = 0, self._first_pause_s, None
         return closed
 
     def failed(self, now_s: float, *, for_good: bool = False) -> bool:
-        """Note a failure. Return whether it opened the breaker.
-
-        for_good: open at once, because retries cannot help, as with wrong credentials
-        """
+        """for_good: open at once, because retries cannot help."""
         self._failures += 1
-        # it was open: a background try, or a call that began before
         if not self.allows:
             if now_s >= (self.next_try_s or 0):
                 self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)

@@ -1,9 +1,4 @@
-"""The tier of a central cache: a shared `kvhold serve --listen` on another host.
-
-    # kvhold://:token@cache.example:7710; with TLS: kvholds://... or ?tls=true
-
-A connection that broke, or whose call was cancelled, is closed; the next call opens another.
-"""
+"""The tier of a central cache: a shared `kvhold serve --listen` on another host."""
 
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -72,7 +67,7 @@ class CentralTier:
     traits: ClassVar[TierTraits] = TierTraits(name="kvhold", shared=True, expires=True)
 
     def __init__(self, config: CentralConfig, *, connect: Connect = open_stream) -> None:
-        """Raises ConfigError for invalid settings. A simulation passes its own `connect`."""
+        """Raises ConfigError. A simulation passes its own `connect`."""
         if not config.host:
             raise ConfigError("kvhold: no server is named; write kvhold://host:7710")
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
@@ -141,7 +136,7 @@ class CentralTier:
     async def put(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> list[TierError | None]:
-        if ttl_s is not None and ttl_s != inf:  # rounded up to seconds, it may exceed the limit
+        if ttl_s is not None and ttl_s != inf:  # rounding up to seconds may exceed the limit
             ttl_s = min(ttl_s, MAX_TTL_S)
         batches = [
             _PutBatch(batch, ttl_s)
@@ -161,7 +156,7 @@ class CentralTier:
         return answer.removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Yield keys. If the server has forgotten the scan, some keys come twice."""
+        """If the server has forgotten the scan, some keys come twice."""
         after, more = b"", True
         while more:
             page = await self._call("scan", c.Scan(prefix, after), c.CentralKeys)

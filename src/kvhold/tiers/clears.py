@@ -1,9 +1,5 @@
-"""The pending clears of a tier. A clear is tried again until its values are removed.
-
-    pending_clear = await clears.begin(prefix)  # suppressed, and in the journal
-    await clears.end(pending_clear)             # removed, now or by a background task
-
-Runs on the guard's event loop.
+"""The pending clears of a tier, on the guard's loop. A clear is retried until its values are
+removed.
 """
 
 import asyncio
@@ -35,14 +31,8 @@ _MOST_PENDING = 1000
 
 
 class Clears:
-    """The clears of one tier.
-
-    remember_generation: writes a shared tier's generations to the disk
-    """
-
     def __init__(self, guard: "Guard") -> None:
         self.suppressed = Suppressed(now)
-        # name prefix of old values to remove -> number of their clear
         self.garbage: dict[bytes, int] = {}
         self.remember_generation: Callable[[], Awaitable[None]] | None = None
         self._guard = guard
@@ -50,7 +40,7 @@ class Clears:
         self._payers: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._journal_turn = asyncio.Lock()
         self._journal: ClearsJournal | None = None
-        self._resumed = set[bytes]()  # clears of the last run
+        self._resumed = set[bytes]()
         # prefix -> number of a pending clear -> see `KeepsClears.advance`
         self._asked_s: dict[bytes, dict[int, float]] = {}
 
@@ -59,9 +49,8 @@ class Clears:
 
         asked_s: see `KeepsClears.advance`
 
-        If there is a journal, the clear is on the disk when this returns. A private tier with too
-        many pending clears gets one clear of everything instead. It is due when the current writes
-        have ended. In a read-only tier the values stay suppressed.
+        With a journal, the clear is on the disk when this returns. A private tier with too many
+        pending clears gets one clear of everything. In a read-only tier the values stay suppressed.
         """
         if (
             not self._guard.traits.shared
@@ -89,8 +78,7 @@ class Clears:
     async def end(self, pending_clear: PendingClear) -> int:
         """Remove the values of a pending clear. Return their number.
 
-        Call this when the prefix's writes from before `begin` have ended. After a fault of the
-        tier, a background task tries again.
+        Call this after the prefix's writes from before `begin`. A background task retries faults.
         """
         if self._stays_suppressed:
             log.warning(
@@ -124,7 +112,6 @@ class Clears:
                     await self._journal.remove(self._guard.place, prefix)
 
     def hide(self, prefix: bytes) -> None:
-        """Suppress a prefix. `remember` writes the clear to the disk."""
         self.suppressed.add(prefix)
 
     async def remember(self) -> None:
@@ -148,13 +135,12 @@ class Clears:
             self._retrying = asyncio.ensure_future(self._retry_clears(first_pause_s=0.0))
 
     async def _clear_pending(self, prefix: bytes) -> int:
-        """Remove the values of one pending clear, except values stored after its start."""
         turn = self._payers.get(prefix)
         if turn is None:
             turn = self._payers[prefix] = asyncio.Lock()
         async with turn:
             pending_clear = self.suppressed.due(prefix)
-            if not pending_clear:  # an earlier call has ended it
+            if not pending_clear:
                 return 0
             if isinstance(self._guard.tier, KeepsClears):
                 removed = await self._clear_by_number(self._guard.tier, prefix, pending_clear)
@@ -165,7 +151,7 @@ class Clears:
         return removed
 
     async def _ended(self, prefix: bytes, pending_clear: int) -> None:
-        """End a pending clear, first in the journal: otherwise a restart would repeat it."""
+        """End it first in the journal: otherwise a restart would repeat it."""
         async with self._journal_turn:
             if self._journal is not None and self.suppressed.number(prefix) == pending_clear:
                 await self._journal.remove(self._guard.place, prefix)
@@ -178,7 +164,7 @@ class Clears:
             self._asked_s[prefix] = later
         tier.advance(prefix, max((asked_s[one] for one in asked_s.keys() - later), default=None))
         if prefix in self._resumed:
-            # nothing older is found on this host: memory is new, and each tier resumes the clear
+            # memory is new, and each tier resumes the clear
             self._resumed.remove(prefix)
             tier.announce(prefix)
         if self.remember_generation is not None:
@@ -194,7 +180,7 @@ class Clears:
         if call.result is None:
             return 0
         if self.remember_generation is not None:
-            # otherwise a restarted node knows the clear only by its marker, which may be lost
+            # the clear's marker may be lost
             await self.remember_generation()
         await self._ended(prefix, pending_clear)
         removed, is_done = await self._remove_garbage(tier, call.result)
@@ -233,11 +219,7 @@ class Clears:
         return removed, True
 
     async def _clear_by_scan(self, prefix: bytes, pending_clear: int) -> int:
-        """Remove all values that a scan finds. Return their number.
-
-        The clear stays pending while an earlier write runs past its deadline: its value may still
-        appear.
-        """
+        """The clear stays pending while an earlier write runs past its deadline."""
         may_appear = self._guard.has_late_writes(self.suppressed.due_s(prefix))
         keys, fault = await self._guard.scan_all(prefix)
         num_keys, left = len(keys), set[bytes]()
@@ -263,7 +245,6 @@ class Clears:
     async def _retry_clears(self, first_pause_s: float | None = None) -> None:
         pause_s = self._guard.config.breaker_pause_s if first_pause_s is None else first_pause_s
         while self.suppressed.all_due or self.garbage:
-            # a retry after a growing pause, cancelled by `close`
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, max(self._guard.config.breaker_pause_s, 2 * pause_s))
             for prefix in self.suppressed.all_due if self._guard.available else ():

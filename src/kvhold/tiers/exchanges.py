@@ -1,4 +1,4 @@
-"""Parts of the exchanges with a central cache and with peers: gets in batches."""
+"""Gets in batches from a central cache and from peers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from kvhold.net.stream import Stream
 from kvhold.net.wire import LENGTH_BYTES, body_length
 from kvhold.tiers.base import Parts, size_of
 
-# amortises a round trip, and leaves work for several connections
 _BATCH_BYTES = 8 << 20
 
 
@@ -24,8 +23,6 @@ Item = TypeVar("Item", bound=_Sized)
 
 @dataclass
 class Getting:
-    """A value to read into `parts`. size: when it has arrived"""
-
     key: bytes
     parts: Parts
     start: int | None
@@ -36,7 +33,7 @@ class Getting:
         return size_of(self.parts)
 
     async def take(self, stream: Stream, size: int | None) -> None:
-        """Read the value's bytes. Raises ProtocolError: they would not fit."""
+        """Raises ProtocolError."""
         self.size = None  # a second reply may overwrite a part of the first one's bytes
         if size is not None:
             if not 0 < size <= self.nbytes or (self.start is not None and size != self.nbytes):
@@ -55,7 +52,6 @@ def gettings(
 
 
 def batched(items: Sequence[Item], most: int | None = None) -> list[list[Item]]:
-    """most: items in a batch; None: any number"""
     batches: list[list[Item]] = []
     left = 0
     for item in items:

@@ -65,9 +65,7 @@ _TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s)")
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of fault of one operation.
-
-    nth:   only the n-th call, or value, counted from 1
+    """nth: only the n-th call, or value, counted from 1
     error: a key of ERRORS
     """
 
@@ -153,7 +151,6 @@ class FaultTier:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """A new set of rules resets all counts."""
         return self._rules
 
     @rules.setter
@@ -227,7 +224,6 @@ class FaultTier:
 
     async def _before(self, operation: str) -> None:
         for rule in self._due(operation, "delay"):
-            # the delay is the purpose
             await asyncio.sleep(rule.delay_s)
         for _ in self._due(operation, "hang"):
             await self._released.wait()
@@ -259,7 +255,6 @@ class FaultTier:
             return None
         if item and self._due("get", "truncate"):
             left = self._random.randrange(item)
-            # otherwise a caller that ignores the size would have the whole value
             _overwrite(parts, left, item)
             item = left
         for rule in self._due("get", "corrupt") if item else ():

@@ -1,15 +1,10 @@
 """The shared file system tier: values as files for many hosts.
 
-    # fs:///mnt/shared/kvhold
-
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>                a value; hh is a byte of the key
 
-No lock, no index, no limit: the operator of the file system removes values.
-
-A temporary file is linked to its final name, which never overwrites. Without links, it is renamed
-unless the value exists. A replacement exchanges two files' names in one step, which some network
-file systems cannot do.
+A temporary file is linked to its final name, which never overwrites; without links, renamed if no
+value exists. A replacement exchanges two files' names: not on all network file systems.
 """
 
 import logging
@@ -93,7 +88,6 @@ class SharedFilesTier:
         return cls(url.apply(SharedFilesConfig(path=url.path)))
 
     async def check(self) -> None:
-        """Check that the folder is in its place. A read-only folder passes."""
         async with self._opener.use() as tree:
             (is_in_place,) = await self._run(self._lookers, tree, "check", [tree.is_in_place])
             if is_in_place is not True:
@@ -148,7 +142,7 @@ class SharedFilesTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace values. Keeps the mtime, since a cleaner may remove files by age."""
+        """Keeps the mtime: a cleaner may remove files by age."""
         first = dict(reversed(items))
         async with self._opener.use() as tree:
             calls = [
@@ -163,7 +157,7 @@ class SharedFilesTier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove values. Raises TierIncomplete if a file could not be removed."""
+        """Raises TierIncomplete if a file could not be removed."""
         once = dict.fromkeys(keys)
         async with self._opener.use() as tree:
             answers = await self._run(
@@ -185,9 +179,8 @@ class SharedFilesTier:
         return [removed.pop(key, False) for key in keys]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Yield keys. All folders are listed first, so the keys must fit in memory.
-
-        Raises TierIncomplete after the keys of the other folders if one cannot be listed.
+        """The keys must fit in memory. Raises TierIncomplete at the end if a folder cannot be
+        listed.
         """
         async with self._opener.use() as tree:
             shards = (
@@ -253,8 +246,6 @@ class SharedFilesTier:
 
 
 class _Job(Generic[Answer]):
-    """`is_lost`: the folder is no longer the one at its path."""
-
     def __init__(
         self, call: Callable[[], Answer], *, operation: str, path: str, tree: FileTree | None = None
     ) -> None:
@@ -323,7 +314,6 @@ def _key(name: str) -> bytes | None:
 
 
 def _raise_if_any(answers: Sequence[object], operation: str) -> None:
-    """Raises TierIncomplete."""
     for answer in answers:
         if isinstance(answer, TierError):
             raise TierIncomplete("fs", operation, f"a part of the folder failed: {answer}")

@@ -1,8 +1,6 @@
 """Limit the calls of a tier: at most `width` at once, the most urgent waiting call first.
 
-    async with gate.turn(Urgency.READ): ...
-
-Writes never take the last turn, so reads find one under any write load.
+Writes never take the last turn.
 """
 
 import asyncio
@@ -13,8 +11,6 @@ from heapq import heappop, heappush
 
 
 class Urgency(IntEnum):
-    """A lower number goes first."""
-
     READ = 0
     DELETE = 1
     WRITE = 2
@@ -49,7 +45,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the caller will not use its turn
+            if turn.done() and not turn.cancelled():
                 self._leave(urgency)
             raise
 

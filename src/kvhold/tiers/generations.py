@@ -1,23 +1,10 @@
-"""A shared tier whose clears hold for every host.
+"""A shared tier whose clears hold for every host (docs/format.md).
 
-    await tier.advance(namespace)  # a clear: no host finds the older values from here on
-    await tier.refresh()  # learn the clears of other hosts
+Marker n: generation n has begun. A search from 0 probes all numbers a power of two ahead, goes to
+the largest marker, and repeats. Probes ask for the next marker; hosts restore evicted ones.
 
-**Generations** count a namespace's clears. From generation 1 on, names in the tier begin with a
-hash of namespace and generation, so no host asks for older values. The number of clears of
-everything follows the hash (docs/format.md), so a host can remove older names of unknown
-namespaces.
-
-**Marker** n: generation n has begun. A probe asks for the next marker, too.
-
-**Search.** From 0, a host probes all numbers a power of two ahead, goes to the largest marker, and
-repeats: 13 is reached through 8 and 12. Hosts restore evicted markers.
-
-**Namespaces are forgotten**, except the `_MOST_USED` used last and those with chunks in memory. The
-next use of a forgotten namespace searches it again.
-
-**Chunks on this host** have a generation too, in a journal. `learned` is called before any key gets
-a newer name, so a running write uses an old name or is stopped.
+The `_MOST_USED` namespaces last used stay known, and those with chunks in memory. `learned` is
+called before any key gets a newer name.
 """
 
 import math
@@ -37,33 +24,28 @@ from kvhold.tiers.table import KeyList
 Result = TypeVar("Result")
 
 ALL = bytes(NAMESPACE_BYTES)
-_PLACE = b"\xff\xff\xff\xff"  # a group and shard that no chunk has
-_SAYS = b"kvhold-clear"  # instead of the hash of tokens
+_PLACE = b"\xff\xff\xff\xff"
+_SAYS = b"kvhold-clear"
 _MARK = b"kvhold: this namespace was cleared".ljust(64)
-_TOKEN_BYTES = 16  # random; shows which host put a marker
-_EVERY_BYTES = 4  # of a name: the number of clears of everything
+_TOKEN_BYTES = 16
+_EVERY_BYTES = 4
 _EVERY_WRAP = 1 << 8 * _EVERY_BYTES
 # Numbers up to this far ahead are not older. A key without a generation has any number there, so
 # the old values of one namespace in 4 million stay.
 _MOST_LATER = 1 << 10
 _BITS_AT_ONCE = 16
 _MOST_BITS = 48
-_SPACES_AT_ONCE = 64  # in one call
-_MOST_SLICES = 64  # in one refresh
+_SPACES_AT_ONCE = 64
+_MOST_SLICES = 64
 _MOST_USED = _SPACES_AT_ONCE * _MOST_SLICES
-_MOST_NUMBERS = 20_000  # the journal's limit, too
-_LOOKS = 4  # for each new number, how many old ones may be forgotten
+_MOST_NUMBERS = 20_000
+_LOOKS = 4
 _MOST_AT_ONCE = 8
 _ROUNDS = 12
-_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1  # instead of the number of a contact
+_NOT_SEARCHED, _SEARCH_AGAIN = 0, -1
 
 
 class _Use:
-    """A namespace in use.
-
-    contact: number of the contact at the latest search; _NOT_SEARCHED: not since the first use
-    """
-
     __slots__ = ("contact", "num_refreshes")
 
     def __init__(self) -> None:
@@ -82,29 +64,23 @@ class GenerationTier:
         may_hold: Callable[[bytes], bool] = lambda space: True,
         holds: Callable[[bytes], bool] = lambda space: False,
     ) -> None:
-        """Wrap a tier.
-
-        learned:  called with each namespace that another host has cleared; b"" means all
-        numbers:  namespace -> generation of this host's chunks, from a journal
-        may_hold: false: do not call `learned` at first contact with a namespace
-        holds:    true: memory has chunks of the namespace, so do not forget it
+        """learned: called with each namespace that another host has cleared; b"" means all
+        numbers: namespace -> generation of this host's chunks, from a journal
+        may_hold: false: do not call `learned` at the first contact with a namespace
+        holds: memory has chunks of the namespace, so do not forget it
         """
         self._read_only = read_only
         self._tier = tier
         self._learned = learned
-        # known generations, without zeros; the least recently used first
         self._numbers: OrderedDict[bytes, int] = OrderedDict(numbers or {})
         self._may_hold = may_hold
         self._holds = holds
-        self._contact = 1  # raised whenever the tier was away
+        self._contact = 1
         self._used: dict[bytes, _Use] = {ALL: _Use()}
-        # used namespaces without ALL; the next one to refresh first
         self._turns: OrderedDict[bytes, None] = OrderedDict()
-        # namespaces that may be forgotten; the least recently used first
         self._lately: OrderedDict[bytes, None] = OrderedDict()
-        # the generation that this host is beginning
         self._own: dict[bytes, int] = {}
-        self._is_failing = False  # the latest question for markers failed
+        self._is_failing = False
         # memory may hold chunks from before an unknown clear
         self._was_away = False
 
@@ -120,7 +96,7 @@ class GenerationTier:
         await self._noticed(self._tier.check())
 
     async def probe(self, keys: Sequence[bytes]) -> Sequence[int | TierError | None]:
-        """Probe keys and the next markers. Raises a marker's fault: there may be a newer clear."""
+        """Raises a marker's fault: there may be a newer clear."""
         spaces = [ALL, *dict.fromkeys(key[:NAMESPACE_BYTES] for key in keys)]
         await self.meet(spaces)
         while True:
@@ -150,9 +126,8 @@ class GenerationTier:
     def putting(
         self, items: Sequence[tuple[bytes, Parts]], *, ttl_s: float | None = None
     ) -> Callable[[], Awaitable[list[TierError | None]]]:
-        """Return a put under the present names.
-
-        A forgotten namespace's names may be old: then no host finds the values.
+        """A put under the present names. Those of a forgotten namespace may be old: then no host
+        finds the values.
         """
         for space in _spaces_of([key for key, _ in items]):
             self.use(space)
@@ -238,10 +213,9 @@ class GenerationTier:
         return old
 
     async def names_of(self, old: bytes) -> KeyList:
-        """Return the names with the prefix `old` (from `advance`), without markers.
+        """The names with the prefix `old` (from `advance`), without markers.
 
-        b"": only names from before the latest known clear of everything. The number in a name
-        distinguishes it from the names that other hosts have used since.
+        b"": only names from before the latest known clear of everything.
         """
         every = self._number(ALL)
         names, _ = await self._scanned(old)
@@ -257,10 +231,6 @@ class GenerationTier:
         return garbage
 
     async def _begin_next(self, space: bytes, prefix: bytes) -> bool:
-        """Put the next marker. Return false if another host put it first.
-
-        Then values stored between both clears have this generation, so another must begin.
-        """
         await self._meet_forgotten([space])
         number = self._number(space) + 1
         self._own[space] = number
@@ -288,7 +258,6 @@ class GenerationTier:
             self._numbers.move_to_end(space)
 
     def _may_forget(self, space: bytes) -> None:
-        """Queue a namespace to be forgotten. If the queue is too long, forget its first ones."""
         self._lately[space] = None
         while len(self._lately) > _MOST_USED:
             first, _ = self._lately.popitem(last=False)
@@ -316,10 +285,6 @@ class GenerationTier:
         return use is not None and use.contact == self._contact
 
     async def _meet_forgotten(self, keys: Sequence[bytes]) -> None:
-        """Search the namespaces forgotten since the probe of these keys.
-
-        Without their numbers, the keys would have the names of an earlier generation.
-        """
         for _ in range(_MOST_AT_ONCE):
             forgotten = [
                 space
@@ -336,10 +301,9 @@ class GenerationTier:
         return dict(self._numbers)
 
     async def refresh(self) -> None:
-        """Learn the clears of the namespaces in use, and restore evicted markers.
+        """Learn the clears of the namespaces in use, and restore evicted markers, in slices.
 
-        Works in slices. After a failure or cancellation, the next refresh begins with the next
-        slice.
+        The next refresh goes on, even after a failure.
         """
         left, due = len(self._turns), self._due([ALL])
         for _ in range(_MOST_SLICES):
@@ -352,7 +316,6 @@ class GenerationTier:
             due = []
 
     def _take_turns(self, count: int) -> list[bytes]:
-        """Return the namespaces to refresh next, and put them last."""
         spaces = []
         for _ in range(min(count, len(self._turns))):
             space, _ = self._turns.popitem(last=False)
@@ -364,7 +327,6 @@ class GenerationTier:
         return [space for space in spaces if space in self._used]
 
     def _due(self, spaces: Sequence[bytes]) -> list[bytes]:
-        """Count a refresh. Return the namespaces to search: a marker in between may be lost."""
         for space in spaces:
             self._used[space].num_refreshes += 1
         return [space for space in spaces if self._used[space].num_refreshes % _ROUNDS == 0]
@@ -430,25 +392,20 @@ class GenerationTier:
             if len(self._numbers) <= _MOST_NUMBERS:
                 break
             first = next(iter(self._numbers))
-            if first in self._used:  # its chunks must not get the names of an earlier generation
+            if first in self._used:  # its chunks must not get older names
                 self._numbers.move_to_end(first)
             else:
                 del self._numbers[first]
 
     async def _catch_up(self, spaces: Sequence[bytes]) -> None:
-        """Search each namespace's latest generation. Call `learned` before it is used.
-
-        Skips a generation that this host is beginning: its clear checks whose marker it is.
+        """Call `learned` before a newer generation is used. Skip one that this host is
+        beginning.
         """
         for some in _sliced(spaces):
             uses = {space: self._used.get(space) for space in some}
             self._learn(await self._searched(some), uses)
 
     def _learn(self, latest: Mapping[bytes, int], uses: Mapping[bytes, _Use | None]) -> None:
-        """Use the results of a search.
-
-        uses: at the start of the search; a namespace forgotten since then is not met
-        """
         for space, number in latest.items():
             if number > self._number(space) and self._own.get(space) != number:
                 known = (
@@ -469,14 +426,13 @@ class GenerationTier:
         known = {
             space: self._number(space) for space in spaces if self._number(space) > latest[space]
         }
-        if known:  # the markers on the way are lost
+        if known:
             latest |= await self._climbed(known)
         return latest
 
     async def _probed(
         self, names: Sequence[bytes], marks: Sequence[tuple[bytes, int]]
     ) -> Sequence[int | TierError | None]:
-        """Probe names, then markers. Raises the fault of a marker that may be there."""
         sizes = await self._tier.probe([*names, *(marker_key(*mark) for mark in marks)])
         for size in sizes[len(names) :]:
             if isinstance(size, TierError):
@@ -500,13 +456,11 @@ class GenerationTier:
         return latest
 
     async def _restored(self, marks: Sequence[tuple[bytes, int]]) -> list[TierError]:
-        """Put markers that the tier has lost. Return the faults."""
         items = [(marker_key(*mark), [memoryview(_MARK)]) for mark in marks]
         faults = await self._noticed(self._tier.put(items, ttl_s=math.inf))
         return [fault for fault in faults if fault is not None]
 
     async def _mark_as_first(self, space: bytes, number: int) -> bool:
-        """Whether this host's marker is certainly the first."""
         mine = bytearray(_MARK)
         mine[-_TOKEN_BYTES:] = os.urandom(_TOKEN_BYTES)
         key, there = marker_key(space, number), bytearray(len(mine))
@@ -519,7 +473,7 @@ class GenerationTier:
     async def _noticed(self, call: Awaitable[Result]) -> Result:
         try:
             return await call
-        # a cancelled call, too: it is unknown what the tier did
+        # even if cancelled: it is unknown what the tier did
         except BaseException:
             self._was_away = True
             self._contact += 1
@@ -528,14 +482,9 @@ class GenerationTier:
     async def _answer_about(
         self, marks: Sequence[tuple[bytes, int]], call: Awaitable[Result]
     ) -> Result:
-        """Await a question for markers. After a fault, their namespaces are searched again.
-
-        After a second fault in a row, all namespaces are. A single fault must not forget the
-        answered slices of a slow tier, or a search of very many namespaces would never end.
-        """
+        """After a fault, search the namespaces of the markers again; after two in a row, all."""
         try:
             answer = await call
-        # a cancelled call, too: it has no answer
         except BaseException:
             self._was_away = True
             if self._is_failing:
@@ -570,13 +519,11 @@ def is_marker(name: bytes) -> bool:
 
 
 def _is_older(name: bytes, every: int) -> bool:
-    """Whether a name is older than the clear of everything with this number."""
     number = int.from_bytes(name[NAMESPACE_BYTES - _EVERY_BYTES : NAMESPACE_BYTES], "little")
     return (number - every) % _EVERY_WRAP >= _MOST_LATER
 
 
 def _leading(number: int) -> list[int]:
-    """Return the numbers through which a search finds `number`: 13 -> 8, 12, 13."""
     leading = {number >> bit << bit for bit in range(number.bit_length())}
     return sorted(
         leading | {1 << bit for bit in range(_BITS_AT_ONCE - 1, number.bit_length(), _BITS_AT_ONCE)}

@@ -1,9 +1,7 @@
-"""Guard one tier with deadlines, fault counters and a circuit breaker.
+"""Guard one tier with deadlines, fault counters and a circuit breaker: a fault is a miss.
 
-    got = await guard.get(keys, into)  # a fault gives misses, never an exception
-
-While the breaker is open, calls return misses at once. A background task tries `check`; its success
-closes the breaker. A call past its deadline is cancelled, but not awaited. One event loop.
+While the breaker is open, calls return misses at once; a background task tries `check`. A late call
+is cancelled, but not awaited. One event loop.
 """
 
 import asyncio
@@ -51,13 +49,11 @@ from kvhold.tiers.table import KEYS_A_PART, KeyList, KeySet
 log = logging.getLogger(__name__)
 
 _REFRESH_TIMEOUT_S = 30.0
-_LEAVE_S = 5.0  # how long a cancelled caller waits for its memory
+_LEAVE_S = 5.0
 _WRITES = ("put", "replace")
 
 
 class Guard:
-    """A tier behind its breaker, deadlines and counters."""
-
     def __init__(
         self,
         tier: Tier,
@@ -67,10 +63,7 @@ class Guard:
         metrics: Metrics,
         place: str | None = None,
     ) -> None:
-        """place: the tier's name in the journal of clears; None: `name`.
-
-        New settings may give a name to another tier, but never a place.
-        """
+        """place: the tier's permanent name in the journal of clears; None: `name`."""
         self.name = name
         self.place = name if place is None else place
         self.config = config
@@ -87,7 +80,7 @@ class Guard:
         self._suppressed = self.clears.suppressed
         self._mending: asyncio.Task[None] | None = None
         self._stuck: dict[asyncio.Task[Any], TierCall[Any]] = {}
-        self._folders: dict[str, str] = {}  # path -> identity
+        self._folders: dict[str, str] = {}
         self._clearing: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._last_fault = ""
@@ -120,8 +113,9 @@ class Guard:
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
     ) -> list[int | None]:
-        """Return the size of each value. Add the tier to `silent` if it failed for a key.
+        """Return the size of each value.
 
+        silent:  receives the tier's name if it failed for a key
         unknown: receives the reasons of failures
         """
         call = TierCall[Sequence[int | TierError | None]](
@@ -211,7 +205,7 @@ class Guard:
         return TierOutcome(stored, call.pending)
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the current names, which change with each clear of a shared tier."""
+        """The names change with each clear of a shared tier."""
         return (
             [self._tier.name_of(key) for key in keys]
             if isinstance(self._tier, GenerationTier)
@@ -221,7 +215,7 @@ class Guard:
     async def replace(
         self, items: Sequence[tuple[bytes, Parts]], *, names: Sequence[bytes] | None = None
     ) -> TierOutcome[bool | None]:
-        """Replace stored values, as `base.replace`; `None` where it failed.
+        """`None` where it failed.
 
         names: taken before the read, so that no value from before a clear replaces a later one
         """
@@ -252,7 +246,7 @@ class Guard:
         return TierOutcome(done, call.pending)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """Return whether a chunk is worth its room in the tier. Counts those that are not."""
+        """Counts chunks that are not worth their room."""
         if self._learning is None or self._learning.admits(key, nbytes):
             return True
         self.drop(1, reason="declined")
@@ -300,7 +294,6 @@ class Guard:
         await self.clears.remember()
 
     def resume_clears(self, journal: ClearsJournal) -> None:
-        """See `Clears.resume`. A folder that is back gets the clears that it has missed."""
         self.clears.resume(journal)
         if isinstance(self._tier, HasFolders):
             self._tier.watch_folders(partial(self._meet_folder, journal))
@@ -314,7 +307,7 @@ class Guard:
             prefixes += self._suppressed.all_due
         self._folders[path] = identity
         for prefix in dict.fromkeys(prefixes):
-            # a pending clear that is not due yet will read this folder too
+            # a clear that is not due yet will read this folder too
             if self._suppressed.due(prefix) or not self._suppressed.number(prefix):
                 pending_clear = PendingClear(prefix, self._suppressed.add(prefix))
                 clearing = asyncio.ensure_future(self.clears.begin_again(pending_clear))
@@ -330,7 +323,6 @@ class Guard:
         holds: Callable[[bytes], bool] = lambda space: False,
         remember: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Make clears hold for all hosts, if the tier is shared (`generations.py`)."""
         if self.traits.shared:
             self.clears.remember_generation = remember
             numbers = journal.reached(self.place) if journal is not None else None
@@ -365,7 +357,7 @@ class Guard:
 
     async def refresh(self) -> None:
         if isinstance(self._tier, GenerationTier) and self.available:
-            # no request waits here, so slowness does not open the breaker
+            # no request waits, so slowness does not open the breaker
             deadline_s = max(_REFRESH_TIMEOUT_S, self.config.probe_timeout_s)
             call = TierCall[None]("check", 0, deadline_s, is_vital=False)
             await self.run(call, self._tier.refresh)
@@ -408,7 +400,7 @@ class Guard:
     ) -> TierError | None:
         """Return the fault, or None.
 
-        A retryable fault is retried once within the deadline, but never a put or a replace.
+        A retryable fault is retried once within the deadline, except in a put or a replace.
         """
         if not self.available:
             fault: TierError = TierUnavailable(
@@ -430,7 +422,7 @@ class Guard:
             or not self.available
         ):
             return first
-        if call.pending is not None:  # it may still write to the buffers
+        if call.pending is not None:
             return first
         if now() - call.began_s >= call.deadline_s:
             return first
@@ -499,7 +491,7 @@ class Guard:
             log.warning("tier %s is left alone until it answers again: %s", self.name, fault)
             if self._mending is not None:
                 self._mending.cancel()
-            if not self._is_closing:  # the close itself may fail
+            if not self._is_closing:
                 self._mending = asyncio.ensure_future(self._mend())
 
     def _fault(self, operation: str, fault: TierError, *, reason: str | None = None) -> None:
@@ -514,7 +506,7 @@ class Guard:
     ) -> int | None:
         if isinstance(item, TierError):
             self._fault(operation, item)
-            if not isinstance(item, TierUnavailable):  # that would pass, and is not about the value
+            if not isinstance(item, TierUnavailable):
                 self._suppressed.unreadable(key)
             return None
         return item
@@ -539,7 +531,6 @@ class Guard:
 
     async def _mend(self) -> None:
         while self._breaker.next_try_s is not None:
-            # a retry when the breaker allows it, cancelled by `close`
             await asyncio.sleep(max(0.0, self._breaker.next_try_s - now()))
             if self._stuck:
                 self._breaker.failed(now())
@@ -547,7 +538,6 @@ class Guard:
                 await self.check()
 
     def has_late_writes(self, from_before_s: float = inf) -> bool:
-        """Whether a write that began before this time runs past its deadline."""
         return any(
             call.operation in _WRITES and call.began_s <= from_before_s
             for call in self._stuck.values()
@@ -562,7 +552,7 @@ class Guard:
         self._stuck.pop(task, None)
         self._metrics.set("kvhold_tier_stuck_calls", len(self._stuck), tier=self.name)
         if not task.cancelled():
-            task.exception()  # otherwise asyncio logs it
+            task.exception()
 
     def count(self, operation: str, **results: int) -> None:
         for result, count in results.items():

@@ -1,9 +1,6 @@
 """The InfiniStore tier: values in an InfiniStore server's memory, over RDMA.
 
-    # infinistore://host:12345?device=mlx5_0&link_type=Ethernet
-
-The client is infinistore 0.2.35. Not tested on RDMA hardware, only up to the client's calls. The
-server has no authentication: run it in a separate network.
+The client is infinistore 0.2.35. Not tested on RDMA hardware. The server has no authentication.
 """
 
 import os

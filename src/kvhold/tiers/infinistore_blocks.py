@@ -1,14 +1,11 @@
 """The InfiniStore tier's logic: values in a store of RDMA blocks.
 
-The store knows no sizes, overwrites blocks, answers one code for a whole batch, and evicts single
-blocks. So a value has blocks of equal size, under names that only this put uses. Its head, a small
-block under the key's own name, has the size and the put's name, and is written last. A reader
-gets the blocks of one put, or misses.
+The store knows no sizes, overwrites blocks, answers one code per batch, and evicts single blocks.
+So a value has equal blocks under names that only this put uses, and a *head*: a small block under
+the key's own name with the size and the put's name, written last.
 
-Bytes pass through slots: memory registered once. A slot belongs to its operation until the end, so
-a cancelled call ends at once. If the operation does not end within seconds, the connection and its
-slots are given up. One event loop calls; one thread blocks; a thread of the client reports
-completions.
+A slot of registered memory belongs to its operation until the end, else its connection is given up
+after seconds. One event loop; one thread blocks; a client thread reports completions.
 """
 
 import asyncio
@@ -36,10 +33,10 @@ Move = Callable[[list[str], list[int], int, int, Callable[[int], None]], int]
 HEAD_BYTES = 64
 _HEAD = struct.Struct("<8sQI16s")  # magic, value bytes, block bytes, put id
 _MAGIC = b"kvholdI1"
-_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
-_LAST_MOVES_S = 5.0  # how long to wait for the moves of cancelled calls
+_COPY_IN_THREAD = 256 << 10
+_LAST_MOVES_S = 5.0
 _NAMES_AT_ONCE = 1000
-_MOVES_AT_ONCE = 64  # the client has 128 request buffers, and aborts if it needs more
+_MOVES_AT_ONCE = 64  # the client aborts beyond its 128 request buffers
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +72,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """slot_bytes: memory of one request, a multiple of `block_bytes`."""
+    """slot_bytes: of one request, a multiple of `block_bytes`."""
 
     root: str
     block_bytes: int
@@ -104,11 +101,6 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Session:
-    """A connection, its registered memory, and its thread.
-
-    free: offsets of free slots
-    """
-
     connection: Connection
     memory: mmap.mmap
     free: "asyncio.Queue[int]"
@@ -229,7 +221,7 @@ class BlockTier:
             await self._drop_blocks(key, head)
             raise
         there = await self._head(key)
-        if there is not None and there.put_id != head.put_id:  # a concurrent put won
+        if there is not None and there.put_id != head.put_id:
             await self._drop_blocks(key, head)
 
     async def _head(self, key: bytes) -> _Head | None:
@@ -254,7 +246,7 @@ class BlockTier:
         before: Callable[[memoryview], None] | None = None,
         after: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """Write blocks from a slot that `before` fills, or read blocks into a slot for `after`."""
+        """Write from a slot that `before` fills, or read into a slot for `after`."""
         async with self._opener.use() as session, self._moves:
             connection, memory, free = session.connection, session.memory, session.free
             at = await free.get()
@@ -262,8 +254,8 @@ class BlockTier:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[int] = loop.create_future()
 
-            def ended(code: int) -> None:  # in a thread of the client
-                with suppress(RuntimeError):  # the loop is closed
+            def ended(code: int) -> None:
+                with suppress(RuntimeError):
                     loop.call_soon_threadsafe(done.set_result, code)
 
             with on_error(lambda: free.put_nowait(at)):
@@ -278,7 +270,6 @@ class BlockTier:
             try:
                 code = await asyncio.shield(done)
             except asyncio.CancelledError:
-                # the device uses the slot's memory until then
                 done.add_done_callback(partial(_give_back, free, at, memory))
                 late = loop.call_later(_LAST_MOVES_S, self._give_up, session)
                 done.add_done_callback(lambda _: late.cancel())
@@ -292,7 +283,6 @@ class BlockTier:
                 free.put_nowait(at)
 
     async def _drop_blocks(self, key: bytes, head: _Head) -> None:
-        """Stop at a missing batch, because the head's number of blocks is not trusted."""
         for at in range(0, head.num_blocks, _NAMES_AT_ONCE):
             if not await self._drop(
                 self._blocks(key, head, at, min(_NAMES_AT_ONCE, head.num_blocks - at))
@@ -310,7 +300,7 @@ class BlockTier:
             return answer
 
     async def _open(self) -> _Session:
-        await self._hung_up()  # the old memory is not registered there
+        await self._hung_up()
         nbytes = self._layout.slots * self._layout.slot_bytes
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvhold-infinistore")
         memory, free = mmap.mmap(-1, nbytes), asyncio.Queue[int]()
@@ -337,7 +327,6 @@ class BlockTier:
         task.add_done_callback(self._hanging_up.discard)
 
     async def _hang_up(self, session: _Session, *, wait: bool) -> None:
-        """wait: for the moves of cancelled calls, at most `_LAST_MOVES_S`"""
         if wait:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_MOVES_S):
@@ -353,7 +342,6 @@ class BlockTier:
     async def _item(
         self, operation: str, call: Callable[[], Awaitable[Result]]
     ) -> Result | TierError | None:
-        """Return None for a missing block, a TierError for other refusals."""
         try:
             return await call()
         except _Refused as refused:
@@ -443,7 +431,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Await all calls. Raise the first error after all have ended, even if cancelled."""
+    """Raise the first error after all have ended, even if cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]

@@ -1,7 +1,5 @@
 """A small file with the pending clears, which must survive a restart.
 
-    journal.begin([place, other])             # once, at the start
-
 The file is replaced in one step. Its lines, with tabs between the fields:
 
 - a clear: the tier's place, the keys' prefix in hex
@@ -10,15 +8,12 @@ The file is replaced in one step. Its lines, with tabs between the fields:
 - a folder: "@" and its identity (`disk/folder.py`), the tier's place
 - a clear that ended without a folder: the folder's line, the prefix in hex
 
-A clear may end while a folder of its tier is away, such as an unmounted disk. Then only the folder
-below the mount point is cleared. The clear is pending again when the missing folder is back.
+A clear that ended while a folder, such as an unmounted disk, was away is pending again when it is
+back. A new place may be any store under another URL, so it gets the pending clears of all removed
+places.
 
-A store may have several places, since its URL can be written in several ways (`place_of`). So a new
-place may be any store, and gets the pending clears of all removed places. This only costs misses.
-
-The file is bounded. A private tier with too many pending clears gets one clear of everything
-(`clears.py`). Clears of a shared tier beyond the bound are logged and not written. If the file is
-invalid, `begin` gives every tier a pending clear of everything.
+Beyond the bounds, a private tier gets one clear of everything (`clears.py`), and clears of a shared
+tier are only logged. An invalid file gives every tier a clear of everything.
 """
 
 import asyncio
@@ -37,8 +32,8 @@ log = logging.getLogger(__name__)
 
 _MOST_JOURNALED = 100_000
 _MOST_REACHED = 20_000
-_MOST_FOLDERS = 64  # absent folders of a tier; the one opened longest ago is forgotten
-_MOST_MISSED = 1000  # clears of a folder; more become one clear of everything
+_MOST_FOLDERS = 64
+_MOST_MISSED = 1000
 _MOST_BYTES = 16 << 20
 
 
@@ -46,7 +41,7 @@ class ClearsJournal:
     """`pending` is read once at the start. Await `add`, `remove` and `reach` from one loop."""
 
     def __init__(self, path: Path, *, any_owner: bool = False) -> None:
-        """Read the file. Raises ConfigError if it cannot be read or belongs to another user."""
+        """Raises ConfigError if the file cannot be read or belongs to another user."""
         self._path = path
         self._any_owner = any_owner
         self._lock = threading.Lock()
@@ -55,9 +50,9 @@ class ClearsJournal:
         self._pending: dict[str, dict[bytes, None]] = {}
         self._reached: dict[str, dict[bytes, int]] = {}
         self._last_places: set[str] = set()
-        # tier -> identity of a folder -> the clears that ended without the folder
+        # tier -> identity of a folder -> clears that it missed
         self._folders: dict[str, dict[str, dict[bytes, None]]] = {}
-        self._present: dict[str, dict[str, str]] = {}  # tier -> path -> identity
+        self._present: dict[str, dict[str, str]] = {}
         try:
             text = self._read()
         except OSError as error:
@@ -84,7 +79,6 @@ class ClearsJournal:
             self._all_owe = True
 
     def begin(self, tiers: Sequence[str]) -> None:
-        """Begin with the configured tiers. tiers: their places"""
         with self._lock:
             if self._all_owe:
                 self._all_owe = False
@@ -130,12 +124,11 @@ class ClearsJournal:
     async def reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
         """Store the generations of this host's chunks: tier -> namespace -> number.
 
-        Call it after `add`: pending clears must cover chunks of older generations.
+        Call it after `add`: pending clears must cover older generations.
         """
         await asyncio.to_thread(self._reach, numbers)
 
     def _reach(self, numbers: Mapping[str, Mapping[bytes, int]]) -> None:
-        # the clears of other namespaces are learned again after a restart
         with self._lock:
             new = {
                 tier: dict(list(of_tier.items())[:_MOST_REACHED])
@@ -170,14 +163,11 @@ class ClearsJournal:
         return places + pending + reached + folders
 
     async def meet(self, tier: str, path: str, identity: str) -> list[bytes]:
-        """Note which folder is at a path of a tier.
-
-        Return the prefixes of the clears that the folder has missed. They are pending again.
-        """
+        """Return the missed clears of the folder at a path, pending again."""
         return await asyncio.to_thread(self._meet, tier, path, identity)
 
     async def remove(self, tier: str, prefix: bytes) -> None:
-        """End a clear. Folders of the tier that are away now have missed it."""
+        """Folders that are away now have missed the clear."""
         await asyncio.to_thread(self._change, tier, prefix, pending=False)
 
     def _change(self, tier: str, prefix: bytes, *, pending: bool) -> None:
@@ -208,7 +198,6 @@ class ClearsJournal:
             return list(missed)
 
     def _miss(self, tier: str, identity: str, prefixes: Iterable[bytes]) -> None:
-        """Note clears that ended without a folder."""
         folders = self._folders.setdefault(tier, {})
         missed = folders.get(identity, {}) | dict.fromkeys(prefixes)
         is_everything = b"" in missed or len(missed) > _MOST_MISSED
@@ -221,7 +210,6 @@ class ClearsJournal:
         self._miss(tier, identity, [bytes.fromhex(each) for each in missed])
 
     def _add(self, tier: str, prefix: bytes) -> None:
-        """Add a pending clear, without saving it."""
         prefixes = self._pending.setdefault(tier, {})
         if not prefix:
             self._pending[tier] = {b"": None}
@@ -284,7 +272,7 @@ class ClearsJournal:
                 opened.write("".join(self._lines()).encode())
                 opened.flush()
                 os.fsync(opened.fileno())
-            if self._is_closed:  # closed during the wait for the disk
+            if self._is_closed:
                 return
             os.rename(temporary, self._path.name, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)

@@ -1,12 +1,7 @@
-"""The memcached tier: chunks in one memcached server (1.6 or later).
+"""The memcached tier: chunks in one memcached server (1.6 or later), by the meta protocol.
 
-    # memcached://cache.example:11211?ttl_s=86400
-
-Speaks the meta protocol, pipelined.
-
-- **Large values:** a value beyond the server's item size (1 MiB by default) is TierFull.
-- **Replace:** `cas`, because a failed `ms` removes the old value.
-- **Ranges:** the tier receives the whole value and drops the rest.
+A value beyond the server's item size (1 MiB by default) is TierFull. A range receives the whole
+value.
 """
 
 import asyncio
@@ -29,10 +24,10 @@ from kvhold.tiers.url import TierUrl
 
 _PORT = 11211
 _SMALL_CONNECTIONS = 2
-_DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
+_DRAIN_BYTES = 4 << 20
 _LONGEST_RELATIVE_S = 30 * 86_400  # longer times to live are dates
 _LAST_DATE_S = 2**31 - 1
-_MAX_PREFIX = 150  # a key is at most 250 bytes
+_MAX_PREFIX = 150
 
 _HIT = re.compile(rb"HD s(\d{1,15})")
 _VALUE = re.compile(rb"VA (\d{1,15})")
@@ -177,7 +172,7 @@ class MemcachedTier:
         return [call.answer is True for call in calls]
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        """Uses `hash`, because the server's lists by age may omit items."""
+        """Uses `hash`: the server's lists by age may omit items."""
         seen: set[bytes] = set()
         try:
             reader, writer = await asyncio.open_connection(self._address.host, self._address.port)
@@ -190,7 +185,7 @@ class MemcachedTier:
                         yield key
             finally:
                 writer.close()
-        except (OSError, ValueError, ProtocolError) as error:  # also an endless line
+        except (OSError, ValueError, ProtocolError) as error:
             raise self._fault("scan", error) from None
 
     async def close(self) -> None:
@@ -279,9 +274,8 @@ class _Call(_Exchange):
 
 
 class _Look(_Exchange):
-    """left_s:  the remaining time to live; None: for ever.
-
-    version: the value's number for `cas`
+    """left_s: the remaining time to live; None: for ever
+    version: for `cas`
     """
 
     def __init__(self, name: bytes) -> None:
@@ -376,7 +370,7 @@ def _nonsense(line: bytes) -> ProtocolError:
 
 
 def _expiry(ttl_s: float | None) -> int:
-    """Return whole seconds (at least 1), a date if that is beyond 30 days, or 0 for never."""
+    """Whole seconds (at least 1), a date if that is beyond 30 days, or 0 for never."""
     if ttl_s is None or ttl_s == math.inf:
         return 0
     seconds = max(1, math.ceil(min(ttl_s, _LAST_DATE_S)))

@@ -1,7 +1,4 @@
-"""The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory.
-
-This tier is below the arena, where engines read unencoded chunks. A codec lets memory hold more.
-"""
+"""The memory tier, `memory://?max_bytes=8GiB&codec=lossless`: encoded frames in memory."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +76,7 @@ class MemoryTier:
             self._arena = None
 
     def _tier(self, operation: str) -> RamTier:
-        """Return the tier. The first call allocates the memory, or raises TierUnavailable."""
+        """The first call allocates the memory, or raises TierUnavailable."""
         if self._ram is None:
             try:
                 self._arena = Arena.create(self._config.max_bytes, huge_pages="never")

@@ -1,15 +1,11 @@
 """The Mooncake tier: values in the memory of a Mooncake Store.
 
-    # mooncake://master:50051?allow_all_interfaces=true&segment_bytes=4GiB
+The client is mooncake-transfer-engine-non-cuda, or the CUDA build. A cancelled call waits for its
+thread, which uses the caller's memory.
 
-The client is mooncake-transfer-engine-non-cuda, or the CUDA build. Its blocking calls run in
-threads. It uses the caller's memory, so a cancelled call waits for its thread.
-
-**The client listens on all interfaces**, without authentication, and no option changes that
-(0.3.13). So the tier requires `allow_all_interfaces=true`. Use a separate network.
-
-The master leases a value to its readers (5 s by default). `delete` waits for the leases, at most
-`delete_wait_s`. RDMA is untested.
+**The client listens on all interfaces**, without authentication and without an option to change
+that (0.3.13), so `allow_all_interfaces=true` is required. `delete` waits for the leases of readers,
+at most `delete_wait_s`. RDMA is untested.
 """
 
 import asyncio
@@ -38,10 +34,10 @@ from kvhold.tiers.files.opener import Opener
 from kvhold.tiers.url import TierUrl
 
 Result = TypeVar("Result")
-Place = tuple[int, int]  # address, bytes
+Place = tuple[int, int]
 
 _NO_ROOM = -200
-_NOT_READY = -703  # being written
+_NOT_READY = -703
 _MISSING = -704
 _EXISTS = -705
 _LEASED = -706
@@ -164,7 +160,6 @@ class MooncakeTier:
                 )
             unique = leased
             if leased:
-                # the client does not report that a lease has ended
                 await asyncio.sleep(_LEASE_POLL_S)
         return [key in removed and key not in keys[:i] for i, key in enumerate(keys)]
 
@@ -197,7 +192,7 @@ class MooncakeTier:
             return await in_thread(self._threads, lambda: work(client))
 
     async def _open(self) -> Any:
-        await self._reach_master()  # `setup` tries a dead master for a long time
+        await self._reach_master()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(
                 self._config.threads, thread_name_prefix="kvhold-mooncake"
@@ -205,7 +200,6 @@ class MooncakeTier:
         return await in_thread(self._threads, self._set_up)
 
     def _begin_close(self, client: Any) -> None:
-        """Begin to close the client, which takes a second. `close` waits for the end."""
         assert self._threads is not None
         self._client_close = self._threads.submit(client.close)
 
@@ -250,7 +244,7 @@ class MooncakeTier:
             raise self._fault(code, "check")
 
     def _sizes(self, client: Any, keys: Sequence[bytes], operation: str) -> list[int | None]:
-        """Ask first which keys exist: with a dead master, the call for sizes takes 4 s."""
+        """Ask which keys exist first: with a dead master, the call for sizes takes 4 s."""
         names = [self._name_of(key) for key in keys]
         codes = dict(zip(names, client.batch_is_exist(names), strict=True))
         if any(code < 0 for code in codes.values()):
@@ -267,7 +261,7 @@ class MooncakeTier:
         starts: Sequence[int] | None,
     ) -> list[int | TierError | None]:
         answers: list[int | TierError | None] = [None] * len(keys)
-        reads: list[tuple[int, int, int]] = []  # index, first byte, bytes
+        reads: list[tuple[int, int, int]] = []
         for i, (nbytes, parts) in enumerate(
             zip(self._sizes(client, keys, "get"), into, strict=True)
         ):
@@ -352,7 +346,6 @@ class MooncakeTier:
         return faults
 
     def _remove(self, client: Any, keys: Sequence[bytes], removed: set[bytes]) -> list[bytes]:
-        """Add removed keys to `removed`. Return keys leased or being written."""
         codes = client.batch_remove([self._name_of(key) for key in keys])
         leased = []
         for key, code in zip(keys, codes, strict=True):
@@ -376,7 +369,6 @@ class MooncakeTier:
 
     @contextmanager
     def _known(self, client: Any, values: Sequence[Parts]) -> Iterator[list[list[Place]]]:
-        """Yield the places of each value's parts, registered for RDMA in the `with`."""
         arrays = [
             [np.frombuffer(part.cast("B"), np.uint8) for part in parts if part.nbytes]
             for parts in values
@@ -419,7 +411,6 @@ class MooncakeTier:
 
 
 def _size_in(replicas: Sequence[Any]) -> int | None:
-    """Return a value's size; None: there is no complete replica in memory."""
     for replica in replicas:
         if replica.is_memory_replica() and replica.status.name == "COMPLETE":
             nbytes: int = replica.get_memory_descriptor().buffer_descriptor.size
@@ -439,10 +430,7 @@ def _cut(places: Sequence[Place], nbytes: Any) -> list[Place]:
 def _without_repeats(
     reads: Sequence[tuple[int, int, int]], keys: Sequence[bytes]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield batches without repeated keys.
-
-    Of two reads of a key in a batch, the client (0.3.13) fills one, but reports both.
-    """
+    """Of two reads of a key in a batch, the client (0.3.13) fills one, but reports both."""
     left = list(reads)
     while left:
         first = {keys[read[0]]: read for read in reversed(left)}

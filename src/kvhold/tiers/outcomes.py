@@ -16,7 +16,6 @@ class TierOutcome(Generic[Result]):
     pending: a task that still uses the caller's memory, which must stay reserved
     failed:  of a read: true for a fault, false for a plain miss
     why:     of a read: the reason of an item that is missing
-    origins: of a read, if the tier tells them
     """
 
     items: list[Result]
@@ -28,10 +27,8 @@ class TierOutcome(Generic[Result]):
 
 @dataclass
 class Unknown:
-    """The keys whose place a probe did not learn.
-
-    why:  the reason of all keys that no tier has; None: all tiers answered
-    keys: single keys about which a tier does not know, each with the reason
+    """why: the reason of all keys that no tier has; None: all tiers answered
+    keys: single keys, each with the reason
     """
 
     why: Reason | None = None

@@ -1,14 +1,8 @@
 """The RAM tier: chunks in the arena, which readers use in place.
 
-    [entry] = tier.reserve_all([Wanted(key, nbytes)], num_tokens=256, first_token=0)
-    tier.commit(entry)    # visible; or tier.abandon(entry)
-    entry = tier.find(key); tier.pin_all([entry]) ... tier.unpin_all([entry])
-
-A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned.
-Not evicted: entries that are pinned or being written, and the parents of those being written.
-
-A *doomed* entry was removed or cleared while pinned or written. It is not found, and its last user
-frees it.
+A reserved entry belongs to its writer. A committed entry is visible, and readable while pinned. Not
+evicted: entries that are pinned or being written, and the parents of those being written. A
+*doomed* entry was removed while in use: its last user frees it.
 
 Single-threaded: a cache's lock or a node's loop protects it.
 """
@@ -33,8 +27,8 @@ from kvhold.tiers.table import SPREAD, KeyTable
 
 ADMITTED, REPLACED = "admitted", "replaced"
 NEVER = (1 << 63) - 1
-_REMOVE_UNITS = 8  # see `cache/chores.py`
-_TRIES_NEAR = 4  # evictions for memory of the wanted NUMA node
+_REMOVE_UNITS = 8
+_TRIES_NEAR = 4
 
 
 @dataclass(slots=True)
@@ -47,12 +41,9 @@ class Wanted:
 
 
 class Entry:
-    """One chunk in the arena.
-
-    taken_bytes: its memory, with rounding
-    expires_at:  Unix time; 0: never; NEVER: not by a tier's own setting either
-    checksums:   of the layers (`core.checksums`); empty for frames, which have their own
-    epoch:       number of clears before the entry
+    """expires_at: Unix time; 0: never; NEVER: not by a tier's own setting either
+    checksums: of the layers; empty for frames
+    epoch: number of clears before the entry
     """
 
     __slots__ = (
@@ -94,8 +85,6 @@ class Entry:
 
 
 class RamTier:
-    """Only the methods of the Tier contract copy bytes."""
-
     traits: ClassVar[TierTraits] = TierTraits(name="ram", expires=True, replaces=True)
 
     def __init__(
@@ -108,8 +97,8 @@ class RamTier:
         numa_nodes: Sequence[int] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """quota_bytes: limit of a namespace; beyond it, it evicts its own chunks; 0: no limit
-        numa_nodes: each has an equal part of the arena; fewer than two: the arena is not divided
+        """quota_bytes: limit of a namespace, which then evicts its own chunks; 0: no limit
+        numa_nodes: each has an equal part of the arena; fewer than two: undivided
         """
         self._arena = arena
         self._zones: dict[int | None, int] = {node: zone for zone, node in enumerate(numa_nodes)}
@@ -127,7 +116,7 @@ class RamTier:
         self._num_live = 0
         self._num_pinned = 0
         self._epoch = 0
-        self._cleared: dict[bytes, int] = {}  # prefix -> epoch; earlier entries are cleared
+        self._cleared: dict[bytes, int] = {}  # prefix -> epoch
         self._sweeping = False
         # called with each entry that becomes visible (ADMITTED) or is removed (the reason)
         self.watch: Callable[[str, Entry], None] | None = None
@@ -135,10 +124,10 @@ class RamTier:
         self.watch_lost: Callable[[bytes], None] | None = None
         self._to_be_continued: dict[bytes, int] = {}
         self._used_by: dict[bytes, int] = {}
-        # receives each namespace that gets its first memory, after `used_bytes_of` counts it
+        # receives each namespace at its first memory, after `used_bytes_of` counts it
         self.new_namespaces: deque[bytes] | None = None
         self._doomed = 0
-        self.refusal: Reason = NO_ROOM  # of the last `reserve_all` that returned None
+        self.refusal: Reason = NO_ROOM
 
     @property
     def num_chunks(self) -> int:
@@ -157,7 +146,7 @@ class RamTier:
         return dict(self._used_by)
 
     def used_bytes_of(self, namespace: bytes) -> int:
-        """Includes memory of reserved entries, and of removed ones still in use. Any thread."""
+        """Includes reserved entries, and removed ones still in use. Any thread."""
         return self._used_by.get(namespace, 0)
 
     @property
@@ -188,7 +177,6 @@ class RamTier:
         return self._arena.view(entry.offset, entry.nbytes)
 
     def holds(self, key: bytes) -> bool:
-        """Whether `key` has an entry, visible or being written."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -265,7 +253,6 @@ class RamTier:
         return entries
 
     def commit(self, entry: Entry) -> None:
-        """Make a reserved entry visible, or free it if it is doomed."""
         assert not entry.committed
         self._is_continued(entry.parent)
         if self.is_doomed(entry):
@@ -291,7 +278,7 @@ class RamTier:
         self._is_lost(entry)
 
     def is_doomed(self, entry: Entry) -> bool:
-        """Whether an entry was removed or cleared. Any thread."""
+        """Any thread."""
         return entry.doomed or (bool(self._cleared) and self._was_cleared(entry))
 
     def pin(self, entry: Entry) -> None:
@@ -303,7 +290,6 @@ class RamTier:
         self._policy.touch_all([entry.key for entry in entries])
 
     def hold(self, entry: Entry) -> None:
-        """Pin an entry without counting it as used."""
         self.hold_all((entry,))
 
     def hold_all(self, entries: Iterable[Entry]) -> None:
@@ -352,7 +338,6 @@ class RamTier:
         ]
 
     def parts(self) -> Iterator[list[Entry]]:
-        """Yield all visible entries in parts. They may change in between."""
         for part in self._entries.parts():
             yield [entry for entry in part if entry.committed and not self.is_doomed(entry)]
 
@@ -372,7 +357,7 @@ class RamTier:
         return removed
 
     def sweep(self) -> Iterator[int]:
-        """Remove the cleared entries. Yields the cost of each step (`cache/chores.py`)."""
+        """Yields the cost of each step (`cache/chores.py`)."""
         if self._sweeping:
             return
         self._sweeping = True
@@ -465,7 +450,7 @@ class RamTier:
         old, nbytes = self.find(key), size_of(parts)
         if old is None:
             return False
-        self.hold(old)  # so that the new value does not evict it
+        self.hold(old)  # the new value must not evict it
         wanted = Wanted(key, nbytes, old.parent)
         entries = self.reserve_all(
             [wanted],
@@ -494,11 +479,11 @@ class RamTier:
             return None
         tries = 0
         while (offsets := self._slabs.allocate_all(sizes, zone)) is None:
-            # evict only the missing bytes, then one entry at a time until a slab has room
+            # evict the missing bytes, then one entry at a time until a slab has room
             if not self._evict(
                 max(1, needed - (self._slabs.capacity - self._slabs.used_bytes)), wanted=wanted
             ):
-                return self._slabs.allocate_all(sizes)  # in any zone
+                return self._slabs.allocate_all(sizes)
             tries += 1
             if tries == _TRIES_NEAR:
                 zone = None

@@ -1,11 +1,7 @@
 """Make tiers from URLs.
 
-    url = "audit+redis://host:6379/0?audit_max_keys=1000&get_timeout_s=2"
-    tier, settings = make_tier(url, plugins=())
-
 A scheme is one of kvhold's own, a plugin's entry point (group "kvhold.tiers"), or `plugin`
-(`plugin://module:Class`). Wrappers stand before the scheme, with a plus sign. Only plugins in the
-settings are run.
+(`plugin://module:Class`). Only plugins in the settings are run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +59,7 @@ _TIERS = {
     "peers-dns": _Home("kvhold.tiers.peers.dns", "DnsPeersTier"),
     "null": _Home("kvhold.tiers.null", "NullTier"),
 }
-_ELSEWHERE = {  # LMCache's schemes
+_ELSEWHERE = {
     "lm": "kvhold://HOST:PORT, a central cache (`kvhold serve --listen`)",
     "mooncakestore": "mooncake://HOST:PORT",
     "external": "plugin://module:Class",
@@ -81,9 +77,9 @@ class TierClass(Protocol):
 
 
 def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardConfig]:
-    """Make a tier and its guard's settings. Raises ConfigError.
+    """plugins: the allowed ones: names of entry points, and "module:Class"
 
-    plugins: the allowed ones: names of entry points, and "module:Class"
+    Raises ConfigError.
     """
     url = parse_url(text)
     *wrappers, scheme = url.scheme.split("+")
@@ -104,10 +100,9 @@ def make_tier(text: str, *, plugins: Sequence[str] = ()) -> tuple[Tier, GuardCon
 
 
 def place_of(text: str) -> str:
-    """Return a digest of a tier's URL without its guard's options and its credentials.
+    """A digest of the URL without its guard's options and its credentials. Raises ConfigError.
 
-    Equal places are the same store, but a store may have several (see `journal.py`). Raises
-    ConfigError.
+    A store may have several (see `journal.py`).
     """
     url = parse_url(text).without(_GUARD_OPTIONS)
     options = sorted(url.options.items())
@@ -124,7 +119,6 @@ def _make(tier_class: TierClass, url: TierUrl) -> Tier:
         return tier_class.from_url(url)
     except KVHoldError:
         raise
-    # a plugin may raise anything
     except Exception as error:
         raise ConfigError(f"tiers: {url.shown}: {type(error).__name__}: {error}") from error
 
@@ -134,7 +128,7 @@ def tier_schemes() -> tuple[str, ...]:
 
 
 def tier_options(scheme: str) -> list[tuple[str, object, str]]:
-    """Return `(name, default, help)` of each option of one of kvhold's own tiers.
+    """`(name, default, help)` of each option of one of kvhold's own tiers.
 
     scheme: "" for the options that all tiers share
 
@@ -226,7 +220,6 @@ def _load_module(home: _Home, shown: str) -> ModuleType:
     except ImportError as error:
         how = f": pip install 'kvhold[{home.extra}]'" if home.extra is not None else ""
         raise ConfigError(f"tiers: {shown}: {error}{how}") from error
-    # a plugin may raise anything
     except Exception as error:
         raise ConfigError(f"tiers: {shown}: {type(error).__name__}: {error}") from error
 

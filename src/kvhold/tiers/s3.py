@@ -1,15 +1,10 @@
 """The S3 tier: values as objects of a bucket, in AWS, Ceph, MinIO, R2 and others.
 
-    # s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1
-
-The client, obstore, has its own threads.
-
-- **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. With
-  `put_if_absent=false`, and for values of `multipart_bytes` or more, a HEAD comes first. Then the
-  last of two concurrent writers wins.
+- **Put.** A conditional PUT (`If-None-Match: *`) keeps a key's first value. A HEAD instead, with
+  `put_if_absent=false` or from `multipart_bytes` on: the last concurrent writer wins.
 - **Replace.** A PUT with `If-Match`. Off with `put_if_absent=false`: such a store may ignore it.
-- **Miss.** Needs the right to list the bucket: otherwise S3 answers 403, which is a fault.
-- **Expiry.** Set lifecycle rules for values, and for the multipart uploads of killed processes.
+- **Miss.** Needs the right to list the bucket: otherwise S3 answers 403, a fault.
+- **Expiry.** Set lifecycle rules for values, and for multipart uploads of killed processes.
 """
 
 import asyncio
@@ -42,13 +37,13 @@ __all__ = ["S3Config", "S3Tier"]
 
 Result = TypeVar("Result")
 
-_COPY_IN_THREAD = 256 << 10  # below it, a thread costs more than the copy
+_COPY_IN_THREAD = 256 << 10
 _COPY_THREADS = 2
 _PARTS_AT_ONCE = 4
 _REPLACE_ROUNDS = 3
 _DELETE_ROUNDS = 3
 _ABORT_S = 5.0
-# obstore's threads must return: a thread that waits for the GIL at exit aborts the process
+# at exit, a wait of obstore's threads for the GIL aborts the process
 _HAND_BACK_S = 0.01
 _LAST = "z"  # sorts after all names of this tier
 
@@ -77,7 +72,6 @@ class S3Tier:
         return cls(url.apply(S3Config(bucket=url.netloc, prefix=url.path)))
 
     async def check(self) -> None:
-        """List an empty page. This tests bucket, credentials and the right to list."""
         try:
             await obstore.list(
                 self._client(), self._root or None, offset=f"{self._root}{_LAST}"
@@ -118,7 +112,6 @@ class S3Tier:
         return [done[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look up the objects first, because S3 does not report which ones it removed."""
         unique = list(dict.fromkeys(keys))
         sizes = [
             _raised(found) for found in await _all([self._size(key, "delete") for key in unique])
@@ -129,7 +122,7 @@ class S3Tier:
         return [key in there and key not in keys[:i] for i, key in enumerate(keys)]
 
     async def _delete(self, names: list[str]) -> None:
-        """Remove objects. Ceph refuses one that is replaced at that moment (UnknownError)."""
+        """Ceph refuses to remove an object that is being replaced (UnknownError)."""
         for turn in range(_DELETE_ROUNDS):
             try:
                 await obstore.delete_async(self._client(), names)
@@ -154,7 +147,6 @@ class S3Tier:
             self._copiers = None
         if self._store is not None:
             self._store = None
-            # obstore has no call that waits for its threads
             await asyncio.sleep(_HAND_BACK_S)
 
     def _client(self) -> S3Store:
@@ -172,10 +164,7 @@ class S3Tier:
         return None
 
     def _fault(self, error: BaseException, operation: str) -> TierError:
-        """Return `error` as a TierError, without traceback.
-
-        obstore may keep the error, and the traceback's frames hold the caller's memory.
-        """
+        """Drop the traceback: obstore may keep the error, and frames hold the caller's memory."""
         error.__traceback__ = None
         return fault_of(error, operation=operation, place=self._place)
 
@@ -205,7 +194,7 @@ class S3Tier:
                     return 0 if start <= there else None
             except OBSTORE_FAULTS as error:
                 fault = self._fault(error, "get")
-                # 416: the range begins beyond the end
+                # the range begins beyond the end
                 return None if is_missing_object(error) or status_of(error) == 416 else fault
             if data is None or (start is not None and len(data) < wanted):
                 return None
@@ -264,7 +253,7 @@ class S3Tier:
                             "replace",
                             f"{self._place}: the store names no version of an object (ETag)",
                         )
-                    # Ceph 16 refuses an object's own tag, but takes it without quotes
+                    # Ceph 16 takes an object's own tag only without quotes
                     is_refused = tag == refused and not tag.startswith("W/")
                     version = tag.strip('"') if is_refused else tag
                     await obstore.put_async(
@@ -333,10 +322,9 @@ class S3Tier:
 
 @asynccontextmanager
 async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[memoryview]]:
-    """Lend the caller's memory to obstore, in pieces of `piece_bytes`; None: whole parts.
+    """Lend memory to obstore, in pieces of `piece_bytes`; None: whole parts.
 
-    On exit, wait until obstore's threads no longer use it: releasing a view that they export raises
-    BufferError.
+    On exit, wait for obstore's threads: releasing an exported view raises BufferError.
     """
     step = piece_bytes or max(1, size_of(parts))
     views = [view[at : at + step] for view in _flat(parts) for at in range(0, view.nbytes, step)]
@@ -346,7 +334,6 @@ async def _lent(parts: Parts, piece_bytes: int | None) -> AsyncIterator[list[mem
         cancelled = False
         while not _released(views):
             try:
-                # obstore does not report that its threads have returned
                 await asyncio.sleep(0.001)
             except asyncio.CancelledError:
                 cancelled = True
@@ -376,7 +363,6 @@ def _fill(parts: Parts, data: memoryview) -> None:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all calls. Returns after all have ended, even if it is cancelled."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

@@ -1,7 +1,5 @@
-"""Map obstore's exceptions to TierError. Messages say how to repair the fault.
-
-A message contains only the status, the server's code and message, or the system's message about the
-connection. So no header, key or signature gets into a log.
+"""Map obstore's exceptions to TierError. Messages say how to repair the fault, without header, key
+or signature.
 """
 
 import re
@@ -12,7 +10,6 @@ from obstore.exceptions import BaseError, InvalidPathError
 
 from kvhold.core.errors import TierDenied, TierError, TierFull, TierUnavailable
 
-# OSError: a missing object; ValueError: a bad argument
 OBSTORE_FAULTS: Final = (BaseError, OSError, ValueError)
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -64,12 +61,12 @@ def is_missing_object(error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Whether another client is writing the object. Its write may still fail."""
+    """Another client is writing the object. Its write may still fail."""
     return _code_of(str(error)) == "ConditionalRequestConflict"
 
 
 def code_of_kept(error: BaseException) -> str:
-    """Return why the server did not remove one of the objects; empty: it is another fault."""
+    """Why the server did not remove one of the objects; empty: another fault."""
     match = _KEPT.search(str(error))
     return match[1] if match else ""
 

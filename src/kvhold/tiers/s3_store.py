@@ -14,11 +14,11 @@ from kvhold.core.errors import ConfigError
 from kvhold.core.setting import setting, size
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")  # no layer encodes these
+_SEGMENT = re.compile(r"[A-Za-z0-9_=+@,:!-][A-Za-z0-9._=+@,:!-]*")
 
-_LEAST_PART = 5 << 20  # for all parts but the last
+_LEAST_PART = 5 << 20
 _NO_TIMEOUT = timedelta(days=1)  # obstore's default is 30 s
-_RETRIES = 1  # for a stale connection or a short overload
+_RETRIES = 1
 _BACKOFF = timedelta(milliseconds=20)
 
 
@@ -88,7 +88,6 @@ def check_config(config: S3Config) -> None:
 
 
 def prefix_of(config: S3Config) -> str:
-    """Return the prefix: empty, or with a final `/`."""
     segments = [segment for segment in config.prefix.split("/") if segment]
     for segment in segments:
         if not _SEGMENT.fullmatch(segment):
@@ -100,7 +99,7 @@ def prefix_of(config: S3Config) -> str:
 
 
 def endpoint_url(config: S3Config) -> str:
-    """Return the endpoint; empty for the default. Raises ConfigError."""
+    """Empty: the default. Raises ConfigError."""
     if not config.endpoint:
         return ""
     parts = _split(config.endpoint)
@@ -110,7 +109,7 @@ def endpoint_url(config: S3Config) -> str:
 
 
 def open_store(config: S3Config) -> S3Store:
-    """Make the client. Raises ConfigError if `ca_file` cannot be read."""
+    """Raises ConfigError if `ca_file` cannot be read."""
     endpoint = endpoint_url(config)
     options: dict[str, Any] = {
         "virtual_hosted_style_request": config.virtual_hosted,
@@ -127,7 +126,7 @@ def open_store(config: S3Config) -> S3Store:
     }
     options |= {name: value for name, value in given.items() if value}
     client: dict[str, Any] = {
-        "allow_http": True,  # a user who writes http:// means it
+        "allow_http": True,
         "connect_timeout": timedelta(seconds=config.connect_timeout_s),
         "timeout": _NO_TIMEOUT,
     }

@@ -1,7 +1,6 @@
 """A tier's scan as a `with`, for a caller that may leave early.
 
-Otherwise the garbage collector decides when an unfinished generator closes its cursor, connection
-or folder.
+Otherwise the garbage collector decides when an unfinished generator closes its resources.
 """
 
 from collections.abc import AsyncIterator

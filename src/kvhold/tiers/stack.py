@@ -1,9 +1,4 @@
-"""The tiers below RAM, in order, each behind its guard.
-
-    places = await stack.probe(keys)                    # the first tier that has each key
-
-Guards handle faults: none is raised.
-"""
+"""The tiers below RAM, in order, each behind its guard, so no fault is raised."""
 
 import asyncio
 from collections.abc import Sequence
@@ -41,9 +36,7 @@ class Stack:
         silent: set[str] | None = None,
         unknown: Unknown | None = None,
     ) -> dict[bytes, TierPlace]:
-        """Return the places of the keys that a tier has. One call per tier.
-
-        silent:  receives the names of tiers that did not answer
+        """silent: receives the names of tiers that did not answer
         unknown: receives why not
         """
         places: dict[bytes, TierPlace] = {}
@@ -61,7 +54,7 @@ class Stack:
         return places
 
     async def clear(self, prefix: bytes, *, shared: bool = True) -> int:
-        """Remove all chunks with this prefix. Return their number.
+        """Return the number of removed chunks.
 
         shared: false leaves out shared tiers, which another host has cleared
         """
@@ -70,7 +63,7 @@ class Stack:
     async def begin_clear(
         self, prefix: bytes, *, shared: bool = True, asked_s: float | None = None
     ) -> list[tuple[Guard, PendingClear]]:
-        """Suppress the chunks of a clear, and journal it. Returns the argument of `end_clear`.
+        """Suppress the chunks of a clear, and journal it. Return the argument of `end_clear`.
 
         asked_s: see `KeepsClears.advance`
         """
@@ -91,7 +84,6 @@ class Stack:
         )
 
     def status(self) -> list[TierStatus]:
-        """Safe from any thread."""
         return [guard.status() for guard in self.guards]
 
     async def close(self) -> None:
@@ -99,7 +91,6 @@ class Stack:
 
 
 def learning_tiers(stack: Stack) -> dict[str, Learns]:
-    """Return the tiers that need to be told of lookups, by name."""
     return {
         guard.name: guard.tier
         for guard in stack.guards
@@ -108,7 +99,7 @@ def learning_tiers(stack: Stack) -> dict[str, Learns]:
 
 
 def make_stack(urls: Sequence[str], *, plugins: Sequence[str], metrics: Metrics) -> Stack:
-    """Make the stack of these URLs, without connecting. Raises ConfigError."""
+    """Does not connect. Raises ConfigError."""
     guards: list[Guard] = []
     for url in urls:
         tier, config = make_tier(url, plugins=plugins)

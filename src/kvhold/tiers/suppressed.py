@@ -1,12 +1,10 @@
 """A tier's values that must not be found: `suppressed.hides(key)`.
 
-- *Cleared*, but not removed yet. `journal.py` keeps these through a restart.
-- *Unreadable* (a bad sector): suppressed for 30 s, so that a tier below can deliver its copy. Then
-  the key is tried again, because its value may be another one.
+They are cleared, but not removed yet, or unreadable: suppressed for 30 s, so that a tier below can
+deliver its copy.
 
-A clear is *pending* from its start until the values of its prefix are removed. Its number keeps an
-earlier removal from ending a later clear. A clear is *due* when the writes from before its start
-have ended: an earlier removal would miss their values.
+A clear is *pending* until its values are removed. Its number keeps an earlier removal from ending a
+later clear. It is *due* when the writes from before its start have ended.
 """
 
 import time
@@ -19,8 +17,6 @@ _UNREADABLE_S = 30.0
 
 
 class PendingClear(NamedTuple):
-    """Remove all values with a prefix, b"" for all keys."""
-
     prefix: bytes
     number: int
 
@@ -33,7 +29,7 @@ class Suppressed:
         self._due_s: dict[bytes, float] = {}
         self._lengths: set[int] = set()
         self._num_clears = 0
-        self._unreadable: OrderedDict[bytes, float] = OrderedDict()  # key -> until when
+        self._unreadable: OrderedDict[bytes, float] = OrderedDict()
 
     @property
     def pending(self) -> list[bytes]:
@@ -50,32 +46,29 @@ class Suppressed:
         return self._num_clears
 
     def add_everything_instead(self) -> int:
-        """Replace all pending clears by one of all values. Return its number."""
         self._pending.clear()
         self._due.clear()
         self._due_s.clear()
         return self.add(b"")
 
     def fall_due(self, prefix: bytes, number: int) -> None:
-        """Make a pending clear and earlier ones of its prefix due."""
         if prefix in self._pending:
             self._due_s[prefix] = self._clock()
             self._due[prefix] = max(number, self._due.get(prefix, 0))
 
     def due(self, prefix: bytes) -> int:
-        """Return the number of the due clear; 0: none is due."""
+        """The number of the due clear; 0: none."""
         return self._due.get(prefix, 0)
 
     def due_s(self, prefix: bytes) -> float:
-        """Return the time at which the latest pending clear of `prefix` fell due."""
         return self._due_s[prefix]
 
     def number(self, prefix: bytes) -> int:
-        """Return the pending clear's number; 0: none is pending."""
+        """The number of the pending clear; 0: none."""
         return self._pending.get(prefix, 0)
 
     def settle(self, prefix: bytes, number: int) -> None:
-        """End a pending clear: the values that were there at its start are removed."""
+        """End a pending clear: its values are removed."""
         if self._pending.get(prefix) == number:
             del self._pending[prefix]
         if self._due.get(prefix, 0) <= number:

@@ -1,10 +1,4 @@
-"""Tables of keys in 256 small dictionaries, so that no step takes long.
-
-    for part in table.parts(): ...  # the table may change between two parts
-
-A dictionary of a million keys takes 20 ms to grow once, and must not change during iteration. An
-entry that exists during the whole scan is in exactly one part.
-"""
+"""Tables of keys in 256 small dictionaries: one of a million keys takes 20 ms to grow once."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -14,9 +8,9 @@ from kvhold.core.keys import NAMESPACE_BYTES
 
 Value = TypeVar("Value")
 
-SPREAD = NAMESPACE_BYTES  # index of the key's byte that selects its dictionary
+SPREAD = NAMESPACE_BYTES
 _MOST = 512
-_PART = 128  # values; a page of a snapshot is one part, and takes half a millisecond
+_PART = 128
 KEYS_A_PART = 256
 
 
@@ -53,10 +47,7 @@ class KeyTable(Generic[Value]):
         return chain.from_iterable(map(dict.values, self.shards))
 
     def parts(self) -> Iterator[list[Value]]:
-        """Yield all values, a few hundred at a time.
-
-        A part may contain removed values.
-        """
+        """The table may change between parts. Values that stay are in exactly one part."""
         for shard in self.shards:
             if not shard:
                 continue
@@ -80,7 +71,6 @@ class KeySet:
         self.shards: list[set[bytes]] = [set() for _ in range(256)]
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the new keys, in order."""
         new = []
         for key in keys:
             shard = self.shards[key[SPREAD]]
@@ -100,7 +90,7 @@ class KeySet:
 
 
 class KeyList:
-    """A list of keys in many short lists: one list of a million keys takes 7 ms to grow once."""
+    """In many short lists: one of a million keys takes 7 ms to grow once."""
 
     __slots__ = ("num", "parts")
 
@@ -112,7 +102,6 @@ class KeyList:
         return self.num
 
     def append(self, key: bytes) -> bool:
-        """Append a key. True: it began a new part, so let other tasks run."""
         begins = not self.parts or len(self.parts[-1]) == KEYS_A_PART
         if begins:
             self.parts.append([])
@@ -121,7 +110,6 @@ class KeyList:
         return begins
 
     def taken(self) -> Iterator[list[bytes]]:
-        """Remove the parts and yield them, the last one first."""
         while self.parts:
             self.num -= len(self.parts[-1])
             yield self.parts.pop()

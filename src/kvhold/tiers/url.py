@@ -1,10 +1,7 @@
 """A tier's address and settings in one line: `redis://user:secret@host:6379/0?ttl_s=3600`.
 
-    url = parse_url("disk:///var/cache/kvhold?max_bytes=100GiB")
-    config = url.apply(DiskConfig(path=url.path))    # sets the options; raises ConfigError
-
-Each option is a field of the tier's settings. A password or an option may be a reference, such as
-`${env:REDIS_PASSWORD}` or `${file:/etc/kvhold/password}`, read when the tier is made.
+A password or an option may be a reference, such as `${env:REDIS_PASSWORD}`, read when the tier is
+made.
 """
 
 import re
@@ -20,7 +17,7 @@ from kvhold.core.setting import apply
 Settings = TypeVar("Settings")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
-_NTH = re.compile(r"[a-z]+:[a-z]+:[\d.]*@\d+(?=[:,+%]|$)")  # a rule with '@': see `faults.py`
+_NTH = re.compile(r"[a-z]+:[a-z]+:[\d.]*@\d+(?=[:,+%]|$)")
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +42,7 @@ class TierUrl:
 
     @property
     def has_secret(self) -> bool:
-        """Whether the line contains a password or token. A reference is not a secret."""
+        """A password or token; a reference is not a secret."""
         user, colon, password = (unquote(part) for part in self._credentials.partition(":"))
         named = [
             password if colon else user,
@@ -55,12 +52,12 @@ class TierUrl:
 
     @property
     def hosts(self) -> list[tuple[str, int | None]]:
-        """Raises ConfigError for an invalid host."""
+        """Raises ConfigError."""
         return [self._host(part) for part in self.netloc.rpartition("@")[2].split(",") if part]
 
     @property
     def shown(self) -> str:
-        """The line without passwords and tokens, for logs, metrics and errors."""
+        """Without passwords and tokens, for logs, metrics and errors."""
         credentials, at, hosts = self.netloc.rpartition("@")
         user, colon, _ = credentials.partition(":")
         shown = f"{user}:***" if colon else "***" if user else ""  # a lone user may be a token
@@ -108,7 +105,7 @@ def parse_url(text: str) -> TierUrl:
         raise ConfigError(f"tiers: {_place(text)!r} is not a URL") from None
     if parts.fragment:
         raise ConfigError(f"tiers: {parts.scheme}://...: '#' begins a fragment; write it as %23")
-    # a password with '/', '?' or '@' may end there, and `shown` would reveal it
+    # `shown` would reveal a password with '/', '?' or '@'
     if any("@" in word for word in (parts.path, *_options_to_check(parts))):
         raise ConfigError(
             f"tiers: {parts.scheme}://...: in a password, '/' is %2F, '?' is %3F and '@' is %40; "
@@ -127,13 +124,11 @@ def parse_url(text: str) -> TierUrl:
 
 
 def _options_to_check(parts: SplitResult) -> Iterator[str]:
-    """Yield the options, without the '@' of valid rules of a `faults+` tier."""
     has_faults = "faults" in parts.scheme.split("+")[:-1]
     for word in parts.query.split("&"):
         yield _NTH.sub("", word) if has_faults and word.startswith("faults=") else word
 
 
 def _place(text: str) -> str:
-    """Return an invalid line without credentials, as far as they can be recognised."""
     line, _, options = text.partition("?")
     return "..." if "@" in options else line.rpartition("@")[2]

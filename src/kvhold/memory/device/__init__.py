@@ -1,9 +1,4 @@
-"""Copies between blocks on a device and the arena.
-
-    copier = copier_for("cuda:0", threads=2, cache=cache)
-
-The contract is in `driver.py`.
-"""
+"""Copies between blocks on a device and the arena. The contract is in `driver.py`."""
 
 import logging
 import os
@@ -43,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
-    """threads: number that copy or take checksums, the caller included; 0: chosen for the device
+    """threads: for copies or checksums, the caller included; 0: chosen for the device
 
     Raises LayoutError for a device without streams, and DeviceError.
     """
@@ -64,7 +59,7 @@ def copier_for(device: str, *, threads: int, cache: Cache) -> Copier:
 
 
 def numa_node_of(device: str, devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Return a GPU's NUMA node; -1: unknown."""
+    """-1: unknown."""
     import torch
 
     if not device.startswith("cuda"):
@@ -85,7 +80,6 @@ def new_checkers() -> Checkers:
 
 
 def sum_threads() -> int:
-    """Return how many threads take the checksums of a device's copies."""
     return min(_MOST_SUM_THREADS, max(1, (os.cpu_count() or 1) // 2))
 
 
@@ -96,8 +90,8 @@ def proven_copier_for(
 
     shown_on_nvidia: the caller's copies were shown to be exact on an NVIDIA GPU
 
-    Raises LayoutError if the check fails, if the device has no streams, or if the caller's copies
-    were not shown to be exact on such a device, and `allow_unproven` is False. Raises DeviceError.
+    Raises DeviceError. Raises LayoutError for a device without streams, a failed check, or a device
+    on which copies were not shown to be exact, unless `allow_unproven`.
     """
     if device == "cpu":
         return copier_for(device, threads=threads, cache=cache)

@@ -16,11 +16,8 @@ from kvhold.memory.device.pinning import Reach
 
 @dataclass(frozen=True)
 class Batch:
-    """Some chunks of a piece.
-
-    number:   the piece's number in its transfer
-    chunks:   numbers in the piece's plan: all chunks with rows, from the first to the last
-    is_whole: all rows of the chunks are copied
+    """number: the piece's number in its transfer
+    chunks: numbers in the piece's plan: all chunks with rows, from the first to the last
     """
 
     piece: Piece
@@ -31,7 +28,6 @@ class Batch:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of these chunks, which keep their numbers."""
         plan = self.piece.planned.plan
         first, last = np.searchsorted(plan.chunk, (self.chunks[0], self.chunks[-1] + 1))
         if last - first == plan.num_runs:
@@ -92,7 +88,6 @@ class Batch:
         return _within_slices(Copies(arena, device, nbytes, reach.pinned), reach)
 
     def copies_of_runs(self, reach: Reach) -> Copies:
-        """Pieces are runs, rows, or heads of rows."""
         plan, view = self.plan, self.plan.view
         arena, offsets, nbytes = plan.chunk_offsets, plan.view_offsets, plan.rows * view.row_bytes
         strides = plan.plane_strides
@@ -119,7 +114,7 @@ class Batch:
 
 
 def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterator[Batch]:
-    """Yield batches of up to `most_bytes`, the first of up to half; each has at least a chunk."""
+    """Batches of up to `most_bytes`, the first of up to half; each has at least a chunk."""
     plan = piece.planned.plan
     chunks = np.unique(plan.chunk)
     if not chunks.size or not layers:
@@ -138,7 +133,7 @@ def batches(piece: Piece, number: int, layers: range, most_bytes: int) -> Iterat
 
 
 def _within_slices(copies: Copies, reach: Reach) -> Copies:
-    """Divide pieces at slices' ends: a device cannot copy across two registrations."""
+    """A device cannot copy across two registrations."""
     host, device, nbytes = copies.host, copies.device, copies.nbytes
     while reach.pinned:
         room = reach.slice_bytes - (host - reach.address) % reach.slice_bytes

@@ -88,6 +88,5 @@ def all_bytes(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> torch.T
 
 
 def bytes_of_block(block: torch.Tensor) -> torch.Tensor:
-    """Return the bytes in memory order: the axis with the longest step first."""
     order = sorted(range(block.ndim), key=lambda axis: -block.stride(axis))
     return block.permute(order).view(torch.uint8)

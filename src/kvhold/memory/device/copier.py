@@ -3,12 +3,9 @@
     store:  blocks --kernel--> ring --copy engine--> arena     # large pieces, ring full: directly
     load:   arena --copy engine--> ring --kernel--> blocks     # directly for large pieces
 
-A copy engine needs microseconds per piece, so a kernel collects small pieces in the ring. A store
-of small pieces waits while the ring is full. All stores use the ring, because the engine may write
-the blocks again after the kernel.
-
-A store's checksums are taken, and a load's compared, after the copy, so earlier damage is found.
-A device's fault is permanent. `wait` still waits for earlier copies.
+A copy engine needs microseconds per piece, so a kernel collects small pieces. Checksums are taken,
+or compared, after the copy, to find damage before it. A device's fault is permanent; `wait` still
+waits for earlier copies.
 """
 
 import logging
@@ -35,16 +32,13 @@ log = logging.getLogger(__name__)
 Mappings: TypeAlias = Callable[[], tuple[Buffer, Buffer]]
 Way: TypeAlias = Literal["ring", "direct"]
 Checkers: TypeAlias = Mapping[Lane, Executor]
-"""For stores and for loads, so that no load's check waits for a store. One thread each."""
+"""One thread each for stores and loads: a load's check waits for no store."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a copier, in bytes.
-
-    batch_bytes:  chunks that are copied together. Several batches let kernels and copies overlap.
-                  The first batch is half as large, so that copies begin early
-    direct_bytes: larger pieces are loaded directly, and stored directly if the ring is full
+    """batch_bytes: chunks that are copied together; half as much in the first batch
+    direct_bytes: larger pieces are loaded directly
     """
 
     store_ring_bytes: int = 256 << 20
@@ -54,8 +48,6 @@ class Settings:
 
 
 class DeviceCopier:
-    """See `Copier`. Buffers outside of `arenas` are copied slower."""
-
     def __init__(
         self,
         driver: DeviceDriver,
@@ -66,20 +58,18 @@ class DeviceCopier:
         threads: int = 1,
         checkers: Checkers | None = None,
     ) -> None:
-        """threads:  number that take checksums
-        checkers: take checksums while later batches are copied; None: `Transfer.wait` does
-        """
+        """checkers: take checksums while later batches are copied; None: `Transfer.wait` does."""
         self._driver = driver
         self._arenas = arenas
         self._settings = settings or Settings()
         self._mappings = mappings
         self._threads = threads
         self._checkers = checkers or {}
-        # two locks, because a load may wait long for its ring
+        # two locks: a load may wait long for its ring
         self._locks = {Lane.STORE: threading.Lock(), Lane.LOAD: threading.Lock()}
         self._rings: dict[Lane, Ring] = {}
         self._fault: DeviceError | None = None
-        self._goes_by: Way | None = None  # chosen by `stages` only
+        self._goes_by: Way | None = None
 
     def stages(self) -> Iterator[Stage]:
         ways: tuple[Way, ...] = ("ring",)
@@ -97,7 +87,6 @@ class DeviceCopier:
         return self._arenas.refusal is not None
 
     def measure(self, device: str) -> None:
-        """Measure the size above which pieces are loaded directly."""
         self._settings = replace(self._settings, direct_bytes=direct_bytes(self, device))
 
     @property
@@ -121,13 +110,11 @@ class DeviceCopier:
     def gather(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> "DeviceTransfer":
-        """Raises DeviceError."""
         return self._submit(self._gather_batch, Lane.STORE, pieces, after, layers)
 
     def scatter(
         self, pieces: Sequence[Piece], after: Mark | None, *, layers: range | None = None
     ) -> "DeviceTransfer":
-        """Raises DeviceError, and CapacityError for a chunk larger than the ring."""
         return self._submit(self._scatter_batch, Lane.LOAD, pieces, after, layers)
 
     def scratch(self, nbytes: int) -> AbstractContextManager[Buffer]:
@@ -137,7 +124,6 @@ class DeviceCopier:
         self._pin_arenas_of([])
 
     def close(self) -> None:
-        """Unpin the arenas, after the end of all transfers."""
         self._arenas.close()
         for checker in self._checkers.values():
             checker.shutdown(wait=False)
@@ -152,7 +138,6 @@ class DeviceCopier:
     ) -> "DeviceTransfer":
         self._pin_arenas_of(pieces)
         marks = [] if after is None else [cast(DeviceEvent, after)]
-        # half a ring, so that two batches overlap
         most_bytes = min(self._settings.batch_bytes, self._ring_bytes(lane) // 2)
         transfer = DeviceTransfer(
             pieces,
@@ -167,7 +152,7 @@ class DeviceCopier:
                 for batch in batches(piece, number, of_piece, most_bytes):
                     with self._locks[lane], self._noting_faults():
                         submit(batch, marks, transfer)
-        # an interrupt, too: the copies must end before the caller gives the memory back
+        # an interrupt, too: the copies must end before the caller frees the memory
         except BaseException as error:
             transfer.is_lost = isinstance(error, DeviceError)
             transfer.wait()
@@ -192,7 +177,7 @@ class DeviceCopier:
             self._check_direct(batch)
             with self._reaching(batch, transfer) as reach:
                 read = self._driver.copy(Lane.STORE, marks, batch.copies_of_runs(reach))
-            whole = (read, batch) if batch.is_whole else None  # else `commit` takes checksums
+            whole = (read, batch) if batch.is_whole else None
             transfer.add(touched=read, ended=read, summed=whole)
             return
         with part:
@@ -210,7 +195,7 @@ class DeviceCopier:
             transfer.add(ended=written, summed=(written, batch))
 
     def _part_for_store(self, batch: Batch) -> Slice | None:
-        """Return None for a direct store. Large pieces do not wait for the ring."""
+        """None: a direct store. Large pieces do not wait for the ring."""
         ring = self._ring(Lane.STORE)
         if not batch.is_whole or self._goes_by == "direct" or not ring.fits(batch.nbytes):
             return None
@@ -268,7 +253,7 @@ class DeviceCopier:
     def _ring(self, lane: Lane) -> Ring:
         if lane not in self._rings:
             self._rings[lane] = Ring(self._driver.new_ring(self._ring_bytes(lane)))
-            self._driver.drain()  # the previous owner may still run kernels
+            self._driver.drain()
         return self._rings[lane]
 
     def _ring_bytes(self, lane: Lane) -> int:
@@ -280,7 +265,6 @@ class DeviceCopier:
 
     @contextmanager
     def _noting_faults(self, *, before: bool = True) -> Iterator[None]:
-        """before: raise an earlier fault first; False: wait for copies even after a fault."""
         if before and self._fault is not None:
             raise self._fault
         try:
@@ -293,8 +277,6 @@ class DeviceCopier:
 
 
 class DeviceTransfer:
-    """Copies submitted together. One thread waits, once."""
-
     def __init__(
         self,
         pieces: Sequence[Piece],
@@ -304,11 +286,8 @@ class DeviceTransfer:
         checker: Executor | None,
     ) -> None:
         self.touched: list[DeviceEvent] = []
-        """Events after which the blocks have been read, or written."""
         self.arenas = [arenas.hold(piece.buffer) for piece in pieces]
-        """The arena of each piece, held until `wait` returns."""
         self.is_lost = False
-        """Whether its submission failed in the device: some copies may run without an event."""
         self._damage: list[set[int]] = [set() for _ in pieces]
         self._pinned = arenas
         self._noting_faults = noting_faults
@@ -325,10 +304,8 @@ class DeviceTransfer:
         checked: tuple[DeviceEvent, Batch] | None = None,
         summed: tuple[DeviceEvent, Batch] | None = None,
     ) -> None:
-        """touched: an event after which the blocks have been read, or written
-
-        checked: an event, and a batch whose checksums are compared after it
-        summed:  an event, and a batch of whole chunks whose checksums are taken after it
+        """touched: after it, the blocks have been read, or written
+        checked, summed: an event, and a batch whose checksums are compared, or taken, after it
         """
         self._ends.append(ended)
         if touched is not None:
@@ -348,7 +325,6 @@ class DeviceTransfer:
         for check in self._checks:
             try:
                 check()
-            # raised below, when all copies have ended
             except Exception as error:  # noqa: BLE001
                 faults.append(error)
         for event in self._ends:
@@ -367,9 +343,8 @@ class DeviceTransfer:
     def _later(
         self, check: Callable[[DeviceEvent, Batch], None], event: DeviceEvent, batch: Batch
     ) -> Callable[[], None]:
-        """Return a call that runs the check, or that waits for the checker to run it."""
         if self._checker is not None:
-            # executors refuse work when the main thread has ended, and after `close`
+            # executors refuse work after the main thread, and after `close`
             with suppress(RuntimeError):
                 return self._checker.submit(check, event, batch).result
         return partial(check, event, batch)

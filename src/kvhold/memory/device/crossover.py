@@ -31,7 +31,7 @@ def direct_bytes(
     *,
     seconds_of: Callable[[Callable[[], object]], float] | None = None,
 ) -> int:
-    """Return the least size at which direct loads are never slower than the ring, or NEVER."""
+    """The least size at which direct loads are never slower than the ring, or NEVER."""
     seconds_of = seconds_of or _median_seconds
     found = NEVER
     for nbytes in reversed(SIZES):

@@ -1,7 +1,7 @@
 """A `DeviceDriver` for NVIDIA GPUs. Needs cuda-bindings.
 
-Streams and events are torch's, shared with the engine. Copies and registrations call the CUDA
-driver: one call copies many pieces, and a failed registration leaves no error behind.
+Streams and events are torch's, shared with the engine. The CUDA driver copies many pieces in one
+call, and a failed registration leaves no error behind.
 """
 
 import ctypes
@@ -27,12 +27,9 @@ _CYCLES_A_SECOND = 2e9
 
 
 class CudaDriver(TorchDriver):
-    """See `DeviceDriver`."""
-
     has_direct_copies = True
 
     def __init__(self, device: torch.device) -> None:
-        """Raises DeviceError."""
         super().__init__(device)
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._context = _checked(
@@ -46,18 +43,16 @@ class CudaDriver(TorchDriver):
         self._attributes.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
     def new_stream(self, *, is_urgent: bool) -> Any:
-        """Lower numbers are more urgent; the engine's own stream has 0."""
         return torch.cuda.Stream(self.device, priority=-1 if is_urgent else 0)
 
     def new_event(self) -> TorchEvent:
-        """Return an event. A thread that waits for it sleeps."""
         return TorchEvent(torch.cuda.Event(blocking=True))
 
     def delay(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))
 
     def copy(self, lane: Lane, after: Sequence[DeviceEvent], copies: Copies) -> TorchEvent:
-        """See `DeviceDriver`. Avoids torch's stream context, which takes 0.1 ms."""
+        """Avoids torch's stream context, which takes 0.1 ms."""
         stream, event = self._streams[lane], self.new_event()
         with device_errors(), self._here():
             for one in after:
@@ -116,10 +111,7 @@ class CudaDriver(TorchDriver):
                 raise DeviceError(f"CUDA: cuMemcpyBatchAsync: error {code}")
 
     def _enter(self) -> None:
-        """Make the device's context current, because torch does not always do so.
-
-        `_here` undoes it.
-        """
+        """torch does not always make the device's context current. `_here` undoes it."""
         _checked(cuda.cuCtxSetCurrent(self._context))
 
     def _current(self) -> Any:
@@ -127,8 +119,8 @@ class CudaDriver(TorchDriver):
 
 
 def _find_copy_batch() -> Callable[..., int] | None:
-    """Return the driver's cuMemcpyBatchAsync, by its address: cuda-bindings takes a list with an
-    object for each piece, which costs more than its copy. None: the driver is older than CUDA 13.
+    """cuMemcpyBatchAsync by its address: cuda-bindings needs an object for each piece, too slow.
+    None: older than CUDA 13.
     """
     flags = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     result = cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", 13000, int(flags))

@@ -14,17 +14,13 @@ from kvhold.memory.copier import Stage
 
 
 class Lane(Enum):
-    """A stream, by its purpose."""
-
-    GATHER = "gather"  # kernels that read blocks
-    STORE = "store"  # to the arena; low priority
-    LOAD = "load"  # from the arena
-    SCATTER = "scatter"  # kernels that write blocks; high priority
+    GATHER = "gather"
+    STORE = "store"  # low priority
+    LOAD = "load"
+    SCATTER = "scatter"  # high priority
 
 
 class DeviceEvent(Protocol):
-    """A point in a stream."""
-
     def fired(self) -> bool:
         """Whether the stream has reached this point."""
 
@@ -34,11 +30,7 @@ class DeviceEvent(Protocol):
 
 @dataclass(frozen=True)
 class Copies:
-    """Pieces of memory to copy, in one direction.
-
-    host, device, nbytes: int64 [n]
-    pinned: registered with the device; else the call may block
-    """
+    """One direction. host, device, nbytes: int64 [n]. pinned: else the call may block"""
 
     host: Int64s
     device: Int64s
@@ -47,10 +39,10 @@ class Copies:
 
 
 class DeviceDriver(Stage, Protocol):
-    """One device. Any thread may call."""
+    """Any thread may call."""
 
     has_direct_copies: bool
-    """Whether `copy` reaches all memory of the device, not only its rings."""
+    """`copy` reaches all memory of the device, not only its rings."""
 
     def record(self) -> DeviceEvent:
         """Record an event on the thread's current stream."""

@@ -1,13 +1,8 @@
 """Pin the arena for a device, in the background, and unpin it before it is unmapped.
 
-    arenas.add(read_only, writable)             # after a join: both mappings
-    held = arenas.hold(buffer)                  # before a transfer
-    with arenas.reaching(held, buffer, begin, end) as reach: ...
-    arenas.release(held)                        # after the transfer
-
-Pinning takes about 0.1 s per GiB, and one call for a large arena fails, so a thread pins slice
-after slice. It pauses between them for the driver's other calls. It keeps the mappings until it has
-unpinned them. Else the device would mistake new memory at the same address for the old memory.
+Pinning takes about 0.1 s per GiB, so a thread pins slices, with pauses for the driver's other
+calls. It keeps the mappings until it has unpinned them: else the device would mistake new memory at
+the same address for the old memory.
 """
 
 import logging
@@ -26,8 +21,8 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, KVHold
 from kvhold.core.sizes import format_size
 from kvhold.memory.device.driver import DeviceDriver
 
-SLICE_BYTES = 256 << 20  # 25 ms per call
-_MOST_WAIT_S = 1.0  # for a slice; a store's lock is held until then, and the engine waits
+SLICE_BYTES = 256 << 20
+_MOST_WAIT_S = 1.0
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -36,10 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reach:
-    """How a device reaches a buffer.
-
-    slice_bytes: a copy of pinned memory may not cross a multiple of it, counted from `address`
-    """
+    """slice_bytes: a copy may not cross a multiple of it, counted from `address`"""
 
     address: int
     pinned: bool
@@ -48,16 +40,12 @@ class Reach:
 
 @dataclass(eq=False)
 class PinnedArena:
-    """One node's arena, or scratch memory. The lock of `changed` protects the fields.
+    """The lock of `changed` protects the fields.
 
-    report:          called with `pinned_bytes` after each slice
-    pinned_bytes:    bytes that are pinned, from the arena's beginning
-    is_pinning:      a slice is being pinned, or will be next
-    is_settled:      no more slices will be pinned
-    users:           running transfers
-    is_leaving:      it is being unpinned, or was unpinned
-    is_left:         it is unpinned
-    thread:          None for scratch memory
+    report:     called with `pinned_bytes`, from the arena's beginning, after each slice
+    is_settled: no more slices will be pinned
+    is_leaving: it is being unpinned, or was unpinned
+    thread:     None for scratch memory
     """
 
     read_only: Buffer
@@ -108,7 +96,7 @@ class PinnedArenas:
         self._slice_bytes = slice_bytes
         self._report = report
         self._lock = threading.Lock()
-        self._arenas: list[PinnedArena] = []  # newest last; changed in place, for the finalizer
+        self._arenas: list[PinnedArena] = []  # changed in place, for the finalizer
         self._refusal: str | None = None
         weakref.finalize(self, _end_all, self._arenas)
 
@@ -119,15 +107,13 @@ class PinnedArenas:
 
     @property
     def refusal(self) -> str | None:
-        """Why the device refuses to pin host memory; None: it does not."""
+        """Why the device refuses to pin host memory, or None."""
         return self._refusal
 
     def note_refusal(self, reason: str) -> None:
-        """Record that the device refuses. Later arenas are not pinned."""
         self._refusal = reason
 
     def add(self, read_only: Buffer, writable: Buffer) -> None:
-        """Start to pin an arena, and end earlier ones."""
         assert read_only.size == writable.size, "two mappings of one arena"
         with self._lock:
             if any(arena.writable is writable for arena in self._arenas):
@@ -173,10 +159,8 @@ class PinnedArenas:
         """Yield how the device reaches bytes `begin` to `end`, to submit a copy.
 
         Waits for a running pin. If the bytes are not pinned, no slice is pinned in the block: the
-        device would refuse the copy.
-
-        Raises DeviceError if nothing may be copied. Raises CapacityError if only a part is pinned,
-        for good or for too long, or if the arena is being unpinned.
+        device would refuse the copy. Raises DeviceError, and CapacityError if only a part is
+        pinned, or if the arena is being unpinned.
         """
         if arena is None:
             yield Reach(_address(buffer), False, self._slice_bytes)
@@ -254,11 +238,11 @@ class PinnedArenas:
 def _live(
     driver: DeviceDriver, arena: PinnedArena, slice_bytes: int, owner: "weakref.ref[PinnedArenas]"
 ) -> None:
-    """Run an arena's thread. `owner` is weak, or the thread would keep it alive."""
+    """`owner` is weak: the thread must not keep it alive."""
     _pin(driver, arena, slice_bytes, owner)
     with arena.changed:
         arena.changed.wait_for(lambda: arena.is_ending and not arena.users)
-        arena.is_leaving = True  # a transfer that begins now is refused
+        arena.is_leaving = True
         arena.changed.notify_all()
     _unpin(driver, arena, slice_bytes)
     arena.is_left = not arena.pinned_bytes
@@ -279,7 +263,6 @@ def _pin(
 
 
 def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> str | None:
-    """Return why a part is not pinned; None: all is, or the arena ends."""
     size = arena.writable.size
     for begin in range(0, size, slice_bytes):
         end = min(begin + slice_bytes, size)
@@ -310,7 +293,7 @@ def _pin_slices(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> s
         if refusal is not None:
             return refusal
         _report_pinned(arena)
-        if arena.thread is not None:  # pin for at most half of the time
+        if arena.thread is not None:
             with arena.changed:
                 arena.changed.wait_for(lambda: arena.is_ending, time.monotonic() - began_s)
     log.info("kvhold: %s are pinned", format_size(size))
@@ -340,7 +323,7 @@ def _unpin(driver: DeviceDriver, arena: PinnedArena, slice_bytes: int) -> None:
 
 
 _never_unmapped: list[PinnedArena] = []
-"""Arenas that could not be unpinned. They stay mapped, so that no memory reuses their addresses."""
+"""Unpinning failed: they stay mapped, so no memory reuses their addresses."""
 
 
 def _end_all(arenas: list[PinnedArena]) -> None:

@@ -1,9 +1,6 @@
-"""Staging memory on a device. Slices are taken and freed in order.
+"""Staging memory on a device. Slices are taken and freed in order, under the caller's lock.
 
-    with ring.take_when_free(nbytes) as part:
-        part.until(event)               # free when `event` fires; without `until`, after the block
-
-The caller holds a lock around `take` and `until`.
+A slice is free after its `with`, or after the event of `until`.
 """
 
 from collections import deque
@@ -23,7 +20,6 @@ class Slice:
         self._is_returned = False
 
     def until(self, event: DeviceEvent) -> None:
-        """Free the slice when `event` has fired."""
         self._last_use = event
 
     def __enter__(self) -> Self:
@@ -54,7 +50,7 @@ class Ring:
         return _aligned(nbytes) <= self.nbytes
 
     def take(self, nbytes: int) -> Slice | None:
-        """Take a slice. None: no space now."""
+        """None: no space now."""
         nbytes = _aligned(nbytes)
         while self._taken and self._taken[0].is_free():
             self._taken.popleft()
@@ -65,7 +61,6 @@ class Ring:
         return self._taken[-1]
 
     def take_when_free(self, nbytes: int) -> Slice:
-        """Wait until earlier slices leave space."""
         assert self.fits(nbytes), "the slice is larger than the ring"
         while (found := self.take(nbytes)) is None:
             self._taken[0].wait()

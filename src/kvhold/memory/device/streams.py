@@ -15,12 +15,10 @@ from kvhold.core.errors import CapacityError, DeviceError, DeviceRefused, Layout
 from kvhold.kernels.view import Tensor
 from kvhold.memory.device.driver import Copies, DeviceEvent, Lane
 
-_URGENT = (Lane.SCATTER,)  # else a load could wait milliseconds for a prefill's kernel
+_URGENT = (Lane.SCATTER,)  # a load must not wait milliseconds for a prefill's kernel
 
 
 class TorchEvent:
-    """See `DeviceEvent`."""
-
     def __init__(self, event: Any) -> None:
         self.event = event
 
@@ -34,8 +32,6 @@ class TorchEvent:
 
 
 class TorchDriver:
-    """See `DeviceDriver`."""
-
     has_direct_copies = False
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +50,7 @@ class TorchDriver:
         return self.new_stream(is_urgent=False)
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Make the device current: else leaving a stream creates a context on the first device."""
+        """Leaving a stream would create a context on the first device."""
         return (
             self._module.device(self.device) if hasattr(self._module, "device") else nullcontext()
         )
@@ -149,7 +145,7 @@ def device_errors() -> Iterator[None]:
     """Raise torch's errors as DeviceError, and lack of device memory as CapacityError."""
     try:
         yield
-    except torch.OutOfMemoryError as error:  # the device still works
+    except torch.OutOfMemoryError as error:
         raise CapacityError(str(error).strip().splitlines()[0]) from error
     except RuntimeError as error:
         raise DeviceError(str(error).strip().splitlines()[0]) from error

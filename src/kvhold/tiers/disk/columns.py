@@ -1,25 +1,21 @@
 """Arrays of one length that grow without a copy.
 
-To grow the keys of a million rows, `realloc` copies 50 MB, and `mremap` moves 12,000 pages. Either
-takes milliseconds, in which the node's loop would stand still. So each array has reserved addresses
-for 16 million items. Memory is used only for the pages that were written.
+Growing the keys of a million rows by `realloc` or `mremap` stops the loop for milliseconds. So each
+array has reserved addresses for 16 million items; only written pages use memory.
 """
 
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
-_RESERVED = 1 << 24  # items
+_RESERVED = 1 << 24
 _FEWEST = 1 << 12
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which `mmap` lacks before Python 3.13
 
 
 class Columns:
     def __init__(self, formats: Sequence[str], item_bytes: Sequence[int]) -> None:
-        """formats: those of `memoryview.cast`; item_bytes: of one item of each column
-
-        Raises OSError: there are no addresses, or no memory.
-        """
+        """formats: of `memoryview.cast`; item_bytes: by column. Raises OSError."""
         self.num_items = 0
         self._formats = formats
         self._item_bytes = item_bytes
@@ -28,7 +24,7 @@ class Columns:
             try:
                 self._maps = [_reserve(self._capacity * nbytes) for nbytes in item_bytes]
                 break
-            except OSError:  # a limit of addresses, or a strict limit of memory
+            except OSError:
                 if self._capacity == _FEWEST:
                     raise
                 self._capacity //= 8
@@ -36,7 +32,6 @@ class Columns:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all items."""
         return self.num_items * sum(self._item_bytes)
 
     @property
@@ -44,15 +39,11 @@ class Columns:
         return self.num_items == self._capacity
 
     def append(self) -> int:
-        """Add an item of zeros to each column, which may not be full. Return its number."""
         self.num_items += 1
         return self.num_items - 1
 
     def grow(self) -> None:
-        """Make room for as many items again. The views have ended.
-
-        Raises OSError: there is no memory. The items stay, and the views have ended, too.
-        """
+        """Double the room. The views have ended. Raises OSError; the items stay."""
         for view in self._views:
             view.release()
         for memory, nbytes in zip(self._maps, self._item_bytes, strict=True):
@@ -60,7 +51,7 @@ class Columns:
         self._capacity *= 2
 
     def views(self) -> "list[memoryview[int]]":
-        """Return each column. Only the first `num_items` of its items are in use."""
+        """Only the first `num_items` items are in use."""
         self._views = [
             memoryview(memory).cast(code)  # type: ignore[call-overload]
             for memory, code in zip(self._maps, self._formats, strict=True)
@@ -70,6 +61,6 @@ class Columns:
 
 def _reserve(nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a small index takes 2 MiB for each column
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a small index takes 2 MiB a column
     return memory

@@ -5,8 +5,8 @@
     new/<host>.<pid>.<n>.<r>  a file that is being written
     <hh>/<key>-<size>-<time>  a value; hh is a byte of the key
 
-The size detects a torn file. The time makes names unique, so a late removal never hits a newer
-file. A file's mtime is its last use. Other files are left alone.
+The size detects a torn file. The time makes names unique: a late removal never hits a newer file. A
+file's mtime is its last use. No call may overlap `close`.
 """
 
 import fcntl
@@ -31,15 +31,12 @@ _IDENTITY = "kvhold.identity"
 _IDENTITY_BYTES = 16
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _VALUE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-(\d{{1,15}})-([0-9a-f]{{1,16}})")
-# the largest time and size that the index can store
 _LATEST_NS = 2**63 - 1
 _MOST_BYTES = (2**32 - 1) * 512
 
 
 @dataclass(frozen=True)
 class FoundValue:
-    """The file of a whole value. Times are in nanoseconds since 1970."""
-
     key: bytes
     name: str
     nbytes: int
@@ -53,8 +50,6 @@ class FileLeft(OSError):
 
 
 class Folder:
-    """No call may overlap `close`."""
-
     def __init__(self, tree: FileTree, lock: int, identity: str) -> None:
         self.path = tree.path
         self.identity = identity
@@ -94,17 +89,17 @@ class Folder:
                 self.remove(f"{NEW}/{name}")
         for shard in sorted(self._tree.names(".")):
             if _SHARD.fullmatch(shard):
-                self._count_removal(shard)  # an earlier run's removals may not be durable
+                self._count_removal(shard)
                 yield list(self._whole_values(shard))
 
     def write(
         self, name: str, pieces: Sequence[memoryview], *, stamp_ns: int, reuse: str | None
     ) -> int:
-        """Write the file whole or not at all. Return its occupied bytes.
+        """Write the whole file or nothing. Return its occupied bytes.
 
         Raises OSError; FileLeft if the file may exist.
 
-        reuse: a file to overwrite and rename; twice as fast as a new one, if its size is the same
+        reuse: a file of equal size to overwrite and rename; twice as fast as a new one
         """
         temporary, state = self._tree.write_new(
             pieces, allocate=True, used_ns=stamp_ns, reuse=reuse
@@ -112,7 +107,6 @@ class Folder:
         try:
             self._tree.rename(temporary, name)
         except OSError as error:
-            # it has its final name if only the folder's sync failed
             try:
                 self.remove(temporary)
                 self.remove(name)
@@ -127,10 +121,7 @@ class Folder:
     def read(
         self, name: str, pieces: Sequence[memoryview], *, at: int | None, size: int, stamp_ns: int
     ) -> int | None:
-        """Return the number of bytes; None if the file is missing or its size is another.
-
-        Raises OSError.
-        """
+        """None: missing, or of another size. Raises OSError."""
         return self._tree.read(name, pieces, at=at, size=size, used_ns=stamp_ns)
 
     def remove(self, name: str) -> None:
@@ -139,12 +130,10 @@ class Folder:
 
     @property
     def unsynced(self) -> list[str]:
-        """The subfolders with removals that a power cut may undo."""
         with self._counting:
             return list(self._removals)
 
     def sync_removals(self, shard: str) -> None:
-        """Raises OSError."""
         with self._counting:
             number = self._removals.get(shard)
         self._tree.sync_folder(shard)
@@ -184,7 +173,7 @@ class Folder:
             )
 
     def _occupied_bytes(self, state: os.stat_result) -> int:
-        """At least the size, since some file systems count blocks late."""
+        """At least the size: some file systems count blocks late."""
         return max(state.st_blocks * 512, -(-state.st_size // self.block_bytes) * self.block_bytes)
 
 
@@ -197,13 +186,11 @@ def value_name(key: bytes, nbytes: int, stamp_ns: int) -> str:
 
 
 def parts_of_name(name: str) -> tuple[bytes, int, int]:
-    """Return the key, the size and the time of `value_name`."""
     key, nbytes, stamp = name.rpartition("/")[2].split("-")
     return bytes.fromhex(key), int(nbytes), int(stamp, 16)
 
 
 def _identity(tree: FileTree) -> str:
-    """Return the folder's identity. A folder without one gets one."""
     file = tree.open_file(_IDENTITY, os.O_RDWR)
     try:
         identity = os.pread(file, 64, 0).decode(errors="replace").strip()

@@ -5,11 +5,8 @@
     index.take(entry)  # no longer found
     index.finish(entry)  # its file was removed; or index.restore(entry): the removal failed
 
-`used_bytes` includes orphans, files being written or removed, and removed files with a reader.
-These are never victims.
-
-An *orphan* is a file that could not be removed and that no entry refers to: its key has no entry or
-a newer file. Until its removal, the next start may find it again.
+`used_bytes` includes files being written, removed or read. An *orphan* is a file that could not be
+removed and that no entry refers to. These are never victims.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -25,10 +22,7 @@ _IN_ROWS = ("lru", "fifo", "mru", "learned")
 
 
 class DiskEntry:
-    """The file of one value. While it is read, all calls get the same object.
-
-    `occupied_bytes` is an estimate until the commit.
-    """
+    """All readers share one object. `occupied_bytes` is an estimate until the commit."""
 
     __slots__ = ("key", "leaving", "nbytes", "occupied_bytes", "readers", "removed", "written_ns")
 
@@ -48,8 +42,6 @@ class DiskEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A new value's entry, whose file may be written once the victims' files are removed."""
-
     entry: DiskEntry
     victims: list[DiskEntry]
 
@@ -63,11 +55,7 @@ class Index:
         learning: Learning | None = None,
         changes: ValueChanges | None = None,
     ) -> None:
-        """Policies other than lru, fifo, mru and learned add 400 bytes per value.
-
-        learning: used by `learned` only
-        changes:  told of each value
-        """
+        """Policies other than lru, fifo, mru and learned add 400 bytes per value."""
         self.limit_bytes = limit_bytes
         self._order = policy
         self._policy: Policy | None = None if policy in _IN_ROWS else make_policy(policy)
@@ -97,7 +85,6 @@ class Index:
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes above the limit, after the removals in progress."""
         return max(0, self._used_bytes - self._leaving_bytes - self.limit_bytes)
 
     def find(self, key: bytes) -> DiskEntry | None:
@@ -118,7 +105,7 @@ class Index:
         return (self._entry(row) for row in list(self._rows.oldest()))
 
     def add(self, entry: DiskEntry, used_ns: int) -> None:
-        """Add a listed file. Call `sort` after the last one."""
+        """Call `sort` after the last one."""
         self._used_bytes += entry.occupied_bytes
         self._show(entry, used_ns, UNKNOWN_PAST)
 
@@ -129,10 +116,9 @@ class Index:
         own: Container[str] = (),
         writing: Container[bytes] = (),
     ) -> list[str]:
-        """Add listed files. Return the names of those that a newer one replaces.
+        """Return the names of files that a newer one replaces.
 
-        own:     names of files written during the listing: already known or removed, and the newest
-                 of their key, whatever their times are
+        own:     names of files written during the listing: the newest of their key
         writing: keys whose new file is being written
         """
         older: list[str] = []
@@ -156,7 +142,6 @@ class Index:
         return older
 
     def sort(self) -> None:
-        """Sort all entries by time of use. Policies with their own order keep it."""
         self._rows.sort()
 
     def sorting(self) -> Sorting:
@@ -165,7 +150,7 @@ class Index:
     def reserve(
         self, key: bytes, written_ns: int, nbytes: int, *, beside: DiskEntry | None = None
     ) -> PlannedFile | None:
-        """Reserve bytes for a file, and take the victims. Without room, return None, take nothing.
+        """Take the victims, too. Without room, return None, take nothing.
 
         beside: the entry to replace, which must be held or read
         """
@@ -180,13 +165,12 @@ class Index:
         return PlannedFile(DiskEntry(key, nbytes, written_ns, occupied), victims)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """See `Learns`."""
         assert self._learned is not None
         left = self.limit_bytes - self._used_bytes + self._leaving_bytes
         return self._occupied_bytes(nbytes) <= left or self._learned.admits(key)
 
     def evict(self, nbytes: int) -> list[DiskEntry] | None:
-        """Take victims of at least `nbytes`, or return None and take none."""
+        """Take at least `nbytes`, or return None and take none."""
         if nbytes <= 0:
             return []
         victims = self._victims(nbytes)
@@ -195,19 +179,16 @@ class Index:
         return victims or None
 
     def commit(self, entry: DiskEntry, occupied_bytes: int, past: int | None = None) -> None:
-        """Make an entry visible. past: the past of the value that it replaces, with `learned`"""
         self._used_bytes += occupied_bytes - entry.occupied_bytes
         entry.occupied_bytes = occupied_bytes
         self._show(entry, entry.written_ns, past)
 
     def swap(self, old: DiskEntry, entry: DiskEntry, occupied_bytes: int) -> None:
-        """Show `entry` instead of `old`, whose file must be removed next."""
         past = self._past_on_disk(old.key)
         self._take(old, evicted=False)
         self.commit(entry, occupied_bytes, past)
 
     def abandon(self, entry: DiskEntry, *, is_orphan: bool = False) -> None:
-        """Give up a reserved entry. is_orphan: its file may exist"""
         if is_orphan:
             self._orphans[entry.name] = entry
         else:
@@ -231,12 +212,10 @@ class Index:
         *,
         are_whole: bool,
     ) -> None:
-        """See `tiers/base.py`, `Learns`."""
         assert self._learned is not None
         self._learned.used(keys, prompt, value, at_s, are_whole=are_whole)
 
     def hold(self, entry: DiskEntry) -> None:
-        """Protect the entry from eviction until `unread`."""
         entry.readers += 1
         self._busy[entry.key] = entry
 
@@ -259,9 +238,8 @@ class Index:
             self._used_bytes -= entry.occupied_bytes
 
     def restore(self, entry: DiskEntry, *, writing: Container[bytes] = ()) -> None:
-        """Show a taken entry whose file could not be removed.
-
-        It becomes an orphan if its key has a new entry or is in `writing`.
+        """Show a taken entry whose file stays: an orphan if its key has a new entry or is in
+        `writing`.
         """
         self._leave(entry)
         if self._rows.find(entry.key) == NONE and entry.key not in writing:
@@ -273,14 +251,12 @@ class Index:
         return [entry for entry in self._orphans.values() if chosen(entry.key)]
 
     def add_orphan(self, name: str) -> None:
-        """Add an orphan that is not counted yet."""
         key, nbytes, written_ns = parts_of_name(name)
         entry = DiskEntry(key, nbytes, written_ns, self._occupied_bytes(nbytes))
         self._used_bytes += entry.occupied_bytes
         self._orphans[name] = entry
 
     def finish_orphan(self, entry: DiskEntry) -> None:
-        """Forget an orphan whose file was removed."""
         del self._orphans[entry.name]
         self.finish(entry)
 
@@ -311,7 +287,6 @@ class Index:
         return None if self._learned is None else self._rows.past(self._rows.find(key))
 
     def _show(self, entry: DiskEntry, used_ns: int, past: int | None = None) -> None:
-        """Make an entry visible. past: None: the value is written now"""
         assert self._rows.find(entry.key) == NONE
         learned, behind = self._learned, NONE
         is_new = learned is not None and past is None

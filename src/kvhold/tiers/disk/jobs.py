@@ -1,8 +1,7 @@
 """The jobs of a disk's threads. A job stores its result in its attributes.
 
-    job = FileWrite(...); await threads.run([job.run]); job.fault, job.occupied_bytes
-
-An OSError in `run` becomes `fault`. With `stop` set, a job only cleans up.
+An OSError in `run` becomes `fault`. `is_lost`: the folder is no longer in its place. With `stop`
+set, a job only cleans up.
 """
 
 import logging
@@ -21,7 +20,6 @@ from kvhold.tiers.files.pauses import with_pauses
 
 _log = logging.getLogger(__name__)
 
-# once so many values are listed, the folder is used while the rest is listed
 SERVES_FROM = 20_000
 
 
@@ -102,7 +100,7 @@ class Open:
 
 
 class OpenMore:
-    """Lists another batch of values: `found`, or None at the end."""
+    """found: another batch of values, or None at the end."""
 
     def __init__(self, rest: Iterator[list[FoundValue]], path: str) -> None:
         self.found: list[FoundValue] | None = None
@@ -118,7 +116,7 @@ class OpenMore:
 
 
 class RemoveNames:
-    """Removes files. `left`: the names of those that could not be removed."""
+    """left: the names of files that could not be removed."""
 
     def __init__(self, folder: Folder, names: Sequence[str]) -> None:
         self.left: list[str] = []
@@ -161,7 +159,7 @@ class Remove:
         self._folder = folder
 
     def run(self, stop: Event) -> None:
-        """Remove the file. `stop` is ignored, because the entry was already taken."""
+        """`stop` is ignored: the entry was already taken."""
         try:
             self._folder.remove(self.entry.name)
             self.gone = True
@@ -193,12 +191,6 @@ class SyncRemovals:
 
 
 class Read:
-    """Reads a file.
-
-    is_broken: the file differed from its entry and was removed
-    is_lost:   the folder is no longer in its place
-    """
-
     def __init__(
         self,
         folder: Folder,
@@ -236,12 +228,6 @@ class Read:
 
 
 class FileWrite:
-    """Writes a file and removes its victims.
-
-    is_left: the write failed, but its file may exist
-    is_lost: the folder is no longer in its place
-    """
-
     def __init__(
         self,
         folder: Folder,
@@ -264,7 +250,7 @@ class FileWrite:
         self._may_reuse = may_reuse
 
     def run(self, stop: Event) -> None:
-        """Overwrite a victim's file if it occupies as many bytes; remove the other victims."""
+        """Overwrite a victim's file if it occupies as many bytes; remove the others."""
         stopped = stop.is_set()
         reused = None if stopped or not self._may_reuse else self._victim_to_reuse()
         for victim in self.victims:

@@ -1,17 +1,7 @@
 """The order of eviction with `policy = "learned"`: the row with the lowest worth first.
 
-    order.used(keys, prompt, value, at_s)        # a lookup's keys, in the order of their eviction
-    for row in order.victims(nbytes, is_held): ...
-
-Memory's policy (`tiers/policies/learned.py`) learns the worths. Each row has a past. The rows of
-one kind and value are one list; only the first row of each list is compared. A row that was in no
-lookup counts as used when it was written, or at the start if it was written earlier.
-
-As in memory, rows that do not pay are worth 0 and go by age; a new chunk may be worth less than 0.
-
-Rows with one past have one worth, which is computed once in a tick of the learner.
-
-Runs in one event loop.
+The rows of one kind and value are one list; only its first row is compared. A row that was in no
+lookup counts as used when it was written, or at the start. One event loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,21 +26,14 @@ from kvhold.tiers.policies.reuse_times import Worths
 
 UNKNOWN_PAST = pack(Ghost(0.0, 0, 0, NEUTRAL))
 _FIRST = place_suffix(0, 0)
-_MOST_AGED = 150  # lists whose first row is compared again in a tick of the learner
-_MOST_KNOWN = 4096  # pasts whose worth is remembered
+_MOST_AGED = 150
+_MOST_KNOWN = 4096
 
-# worth, time of the last use, list, past of its first row, tick in which this was computed
+# worth, time of the last use, list, past of its first row, tick
 Head: TypeAlias = tuple[float, float, int, int, int]
 
 
 class KnownPast(NamedTuple):
-    """The worth of a past, in this tick of the learner.
-
-    at_s:   of the last use
-    number: of the list
-    price:  for `Worths.sell`
-    """
-
     worth: float
     at_s: float
     number: int
@@ -58,9 +41,7 @@ class KnownPast(NamedTuple):
 
 
 class Learning:
-    """The knowledge of one tier about the uses of chunks, shared by its disks.
-
-    worths: of memory's policy; None before `DiskTier.learn_from`
+    """worths: of memory's policy; None before `DiskTier.learn_from`
     ghosts: the pasts of chunks that are not in this tier
     """
 
@@ -71,7 +52,6 @@ class Learning:
     def used_elsewhere(
         self, keys: Iterable[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """Record uses of chunks that are not in this tier. Tails are left out: most are nowhere."""
         if are_whole:
             names = [key[:NAME_BYTES] for key in keys if key.endswith(_FIRST)]
             self.ghosts.use_all(names, pasts_of_use(prompt, value, at_s), at_s)
@@ -81,10 +61,9 @@ class LearnedOrder:
     def __init__(self, rows: Rows, learning: Learning) -> None:
         self._rows = rows
         self._learning = learning
-        # a heap of the lists' heads; some are out of date
         self._heads: list[Head] = []
         self._newest: dict[int, Head] = {}
-        self._first: dict[int, int] = {}  # the rows of the newest heads
+        self._first: dict[int, int] = {}
         self._aged: list[int] = []
         self._known: dict[int, KnownPast] = {}
         self._tick, self._now_s = -1, 0.0
@@ -93,7 +72,7 @@ class LearnedOrder:
     def used(
         self, keys: Iterable[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """Record a lookup's chunks. Within one kind, the first ones are evicted first."""
+        """Within one kind, the first chunks are evicted first."""
         rows, pasts, absent = self._rows, pasts_of_use(prompt, value, at_s), []
         for key in keys:
             row = rows.find(key)
@@ -105,18 +84,16 @@ class LearnedOrder:
             self._learning.used_elsewhere(absent, prompt, value, at_s, are_whole=are_whole)
 
     def past_of(self, key: bytes) -> int:
-        """Return the past of a chunk that is written now."""
         worths, past = self._learning.worths, self._learning.ghosts.find(key[:NAME_BYTES])
         if past or worths is None:
             return past or UNKNOWN_PAST
         return pack(Ghost(worths.now_s, 0, 0, NEUTRAL))
 
     def is_unused(self, row: int) -> bool:
-        """Return whether a row was in no lookup."""
         return uses_of(self._rows.past(row)) == 0
 
     def behind(self, past: int) -> int:
-        """Return the row before which the next row is inserted; NONE: insert it at the end.
+        """The row before which the next row is inserted; NONE: insert it at the end.
 
         A prompt's chunks are written in order, but the last one must be evicted first.
         """
@@ -128,7 +105,6 @@ class LearnedOrder:
         self._added = row
 
     def removed(self, key: bytes, row: int, *, evicted: bool) -> None:
-        """Record a removal. Call this before the row is removed."""
         if row == self._added:
             self._added = NONE
         worths = self._learning.worths
@@ -140,10 +116,6 @@ class LearnedOrder:
             self._learning.ghosts.add(key[:NAME_BYTES], past, self._now_s)
 
     def admits(self, key: bytes) -> bool:
-        """Return whether a chunk is worth at least as much as the first victim.
-
-        A chunk that was in no lookup is admitted.
-        """
         worths, past = self._learning.worths, self.past_of(key)
         if worths is None or not uses_of(past):
             return True
@@ -158,7 +130,6 @@ class LearnedOrder:
         return False
 
     def victims(self, nbytes: int, is_held: Callable[[int], bool]) -> Sequence[int]:
-        """Return rows of at least `nbytes`, the least worth first; empty if impossible."""
         self._renew()
         rows, heads, newest, first = self._rows, self._heads, self._newest, self._first
         victims: list[int] = []
@@ -183,7 +154,6 @@ class LearnedOrder:
         return victims if nbytes <= 0 else []
 
     def _renew(self) -> None:
-        """Compute the worths of lists' first rows again, if these have changed or aged."""
         rows, worths = self._rows, self._learning.worths
         if worths is not None and self._tick != (tick := worths.num_ticks):
             self._tick, self._now_s = tick, worths.now_s

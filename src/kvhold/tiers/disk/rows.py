@@ -1,10 +1,8 @@
 """The rows of an index, one per file, in arrays: about 100 bytes each, no objects.
 
-Rows are in lists, the least recently used first. With `first_past`, each row has a past
-(`tiers/policies/ghosts.py`), and each kind and value has a list. Otherwise there is one list.
-
-1,024 hash tables with linear probing map keys to rows, so each rebuild is short. A removed row
-leaves a mark until a rebuild.
+With `first_past`, each row has a past (`tiers/policies/ghosts.py`), and each kind and value has a
+list, the least recently used row first. Otherwise there is one list. 1,024 hash tables map keys to
+rows.
 """
 
 from array import array
@@ -18,7 +16,7 @@ from kvhold.tiers.disk.columns import Columns
 from kvhold.tiers.policies.ghosts import queue_of
 
 NONE, _REMOVED = -1, -2
-_BLOCK = 512  # the unit of `st_blocks`
+_BLOCK = 512
 _TABLES = 1024
 _SMALLEST = 16
 _MOST_KEYS = 500
@@ -30,11 +28,11 @@ _MIX = 0x9E3779B97F4A7C15
 class Rows:
     """The number of a removed row is reused.
 
-    changed: lists whose first row may have changed since the user last emptied this set
+    changed: lists whose first row may have changed; the user empties this set
     """
 
     def __init__(self, first_past: int | None = None) -> None:
-        """first_past: the past of rows that are added without one; None: rows have no past"""
+        """first_past: of rows that are added without one; None: rows have no past."""
         self.num = 0
         self.changed: set[int] = set()
         self._first_past = first_past
@@ -44,7 +42,6 @@ class Rows:
             (KEY_BYTES, 8, 4, 8, 8, 4, 4, 8)[: None if first_past is not None else -1],
         )
         self._take_views()
-        # by list; lists without rows are absent
         self._oldest: dict[int, int] = {}
         self._newest: dict[int, int] = {}
         self._ordered_to = NONE
@@ -73,11 +70,9 @@ class Rows:
         past: int | None = None,
         behind: int = NONE,
     ) -> int:
-        """Add a new key as the most recently used one of its list.
+        """behind: insert the row just before this row instead of last
 
-        behind: insert the row just before this row of its list instead
-
-        Raises OSError: there is no memory for more rows. All rows stay.
+        Raises OSError: there is no memory for more rows.
         """
         number = _hash(key)
         table = self._tables[number % _TABLES]
@@ -114,14 +109,12 @@ class Rows:
         return self._pasts[row]
 
     def set_past(self, row: int, past: int) -> None:
-        """Change a row's past. The row becomes the most recently used one of its new list."""
         self._unlink(row)
         self._pasts[row] = past
         number = queue_of(past)
         self._link(row, self._newest.get(number, NONE), number)
 
     def first(self, number: int) -> int:
-        """Return the first row of a list; NONE if it is empty."""
         return self._oldest.get(number, NONE)
 
     def after(self, row: int) -> int:
@@ -157,7 +150,7 @@ class Rows:
             pass
 
     def used_ns(self) -> "Iterator[np.ndarray[Any, Any]]":
-        """Yield the times of use in parts: int64 [rows], NONE where a row is free."""
+        """In parts: int64 [rows], NONE where a row is free."""
         for begin in range(0, self._columns.num_items, _MOST_TIMES):
             end = min(begin + _MOST_TIMES, self._columns.num_items)
             used_ns = np.array(self._used_ns[begin:end], np.int64)
@@ -170,7 +163,7 @@ class Rows:
     def order_next(self, row: int, used_ns: int) -> None:
         """Put a row behind those of earlier calls, unless it was removed or used since `used_ns`.
 
-        Rows with another past than `first_past` stay where they are.
+        Rows with another past than `first_past` stay.
         """
         if self._nbytes[row] == NONE or self._used_ns[row] != used_ns:
             return
@@ -181,7 +174,7 @@ class Rows:
         self._ordered_to = row
 
     def keys(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """Yield the keys with this prefix, in parts. Rows may change between parts."""
+        """Rows may change between the parts."""
         for begin in range(0, self._columns.num_items, _MOST_KEYS):
             rows = range(begin, min(begin + _MOST_KEYS, self._columns.num_items))
             keys = [self.key(row) for row in rows if self._nbytes[row] != NONE]
@@ -227,7 +220,6 @@ class Rows:
             (self._pasts,) = pasts
 
     def _link(self, row: int, before: int, number: int) -> None:
-        """Insert a row into list `number` after the row `before`; NONE: at the start."""
         after = self._oldest.get(number, NONE) if before == NONE else self._after[before]
         self._before[row], self._after[row] = before, after
         if before == NONE:
@@ -248,7 +240,7 @@ class Rows:
             self._after[before], self._before[after] = after, before
             return
         number = self.list_of(row)
-        if before == after:  # both are NONE: it was alone
+        if before == after:
             del self._oldest[number], self._newest[number]
         elif before == NONE:
             self._oldest[number], self._before[after] = after, NONE
@@ -258,7 +250,6 @@ class Rows:
             self.changed.add(number)
 
     def _hashes_of(self, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """Return `_hash` of each row's key: uint64 [rows]."""
         used = self._keys[: self._columns.num_items * KEY_BYTES]
         keys = np.frombuffer(used, np.uint8).reshape(-1, KEY_BYTES)[rows]
         head, ends, space = (
@@ -275,8 +266,8 @@ class Sorting:
         sorting.sort()  # may run in a thread
         for _ in sorting.link(): ...
 
-    Rows used after `look` stay last. The victims of `lru` and `fifo` are right after the first step
-    of `link`, those of `mru` at its end.
+    Rows used after `look` stay last. The victims of `lru` and `fifo` are right from the first step
+    of `link` on, those of `mru` at its end.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -311,7 +302,7 @@ class _Table:
 
     def __init__(self) -> None:
         self.rows = array("i", [NONE]) * _SMALLEST
-        self.num_filled = 0  # places that are not NONE
+        self.num_filled = 0
 
     def add(self, row: int, number: int) -> None:
         mask = len(self.rows) - 1
@@ -331,7 +322,6 @@ class _Table:
     def make_again(
         self, hashes_of: "Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]"
     ) -> None:
-        """Rebuild the table without marks, and larger if it is too full."""
         rows = np.array(self.rows, np.int32)
         rows = rows[rows >= 0]
         size, self.num_filled = len(self.rows), len(rows)
@@ -341,7 +331,7 @@ class _Table:
         places = (hashes_of(rows) // np.uint64(_TABLES) & np.uint64(size - 1)).astype(np.int64)
         while len(rows):
             free = table[places] == NONE
-            table[places[free]] = rows[free]  # of several rows for one place, one gets it
+            table[places[free]] = rows[free]
             left = table[places] != rows
             rows, places = rows[left], (places[left] + 1) & (size - 1)
         self.rows = array("i", table.tobytes())

@@ -1,8 +1,7 @@
 """One disk of the disk tier: an index used by the loop, and a folder used by threads.
 
-The first call opens the folder. After a loss of the folder, the next call opens it again. A call
-plans its changes in the index before its threads start. It settles them afterwards, also when
-cancelled, so the byte count is always right.
+A call changes the index before its threads start, and settles the change afterwards, even if
+cancelled.
 """
 
 import asyncio
@@ -46,21 +45,16 @@ _log = logging.getLogger(__name__)
 
 _DAY_NS = 86_400 * 10**9
 
-_FOUND = 4  # listed values between two looks at the clock
+_FOUND = 4
 _TURN_S = 0.0005
 _MOST_KEYS = 500
-_SCANS = 3  # a scan is repeated if a removal failed during it: the value is visible again
+_SCANS = 3  # a failed removal makes its value visible again
 
 
 class _Opened:
-    """An open folder, and the work in progress.
-
-    writing:      key -> a future that is done when the key's write ends
-    leaving:      `id` of a removal job -> its key, and a future that is done when the job ends
-    num_restored: number of failed removals, whose values are visible again
-    own:          while the folder is listed: the names of the files written since its opening
-    is_listed:    the index knows all files
-    is_lost:      the folder was lost; its next opening makes a new index
+    """writing: key -> future of the end of its write
+    leaving: number of a removal -> its key and the future of its end
+    own: during the listing: names of files written since the opening
     """
 
     def __init__(self, folder: Folder, index: Index, last_ns: int) -> None:
@@ -95,7 +89,7 @@ class DiskStore:
         self._settings = settings
         self._closing = False
         self._listing: asyncio.Task[None] | None = None
-        self.met: FolderMet | None = None  # awaited for each opened folder before its first use
+        self.met: FolderMet | None = None
         closed = TierUnavailable("disk", "open", f"{path} was closed")
         self._opener = Opener(self._open, _Opened.close, closed=closed)
         self._readers = IoThreads("kvhold-disk-read", settings.io_threads)
@@ -114,7 +108,6 @@ class DiskStore:
         return self._opener.place.index.index_bytes if self._opener.place else 0
 
     def weight(self, key: bytes) -> bytes:
-        """The disk with the largest weight keeps the key."""
         return blake2b(key, key=self._path_digest, digest_size=8).digest()
 
     async def check(self) -> None:
@@ -136,7 +129,6 @@ class DiskStore:
     def used(
         self, keys: Sequence[bytes], prompt: int, value: int, at_s: float, *, are_whole: bool
     ) -> None:
-        """See `Learns`."""
         learning = self._settings.learning
         assert learning is not None
         heard = learning.used_elsewhere
@@ -145,19 +137,17 @@ class DiskStore:
         heard(keys, prompt, value, at_s, are_whole=are_whole)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
-        """See `Learns`."""
         return self._opener.place is None or self._opener.place.index.admits(key, nbytes)
 
     async def keys(self, prefix: bytes) -> AsyncGenerator[list[bytes], None]:
-        """Yield the keys with this prefix, in parts. A key may come twice.
+        """In parts. A key may come twice.
 
-        Keys of one subfolder follow each other, so a batch of deletes syncs few subfolders. Waits
-        for running writes. Raises TierUnavailable if the folder was lost before the end,
-        TierIncomplete if files stay that may become values at the next start.
+        Waits for running writes. Raises TierUnavailable if the folder was lost, TierIncomplete if
+        files stay that may be values at the next start.
         """
         async with self._opener.use() as opened:
             await self._all_listed(opened, "scan")
-            # a write whose caller has left may show its value later
+            # a cancelled put may still show its value
             await self._written(opened, [key for key in opened.writing if key.startswith(prefix)])
             num_restored: int | None = None
             for _ in range(_SCANS):
@@ -168,7 +158,6 @@ class DiskStore:
                 async for keys in self._keys_by_shard(opened, prefix):
                     yield keys
                     await next_turn()
-                # else a crash could bring back values that the scan did not report
                 await self._left(opened)
             if num_restored != opened.num_restored:
                 raise TierIncomplete("disk", "scan", f"{self._path}: removals fail again and again")
@@ -193,7 +182,7 @@ class DiskStore:
                 for at in range(0, len(keys), _MOST_KEYS):
                     yield keys[at : at + _MOST_KEYS]
         finally:
-            while by_shard:  # to free a million keys at once would block the loop
+            while by_shard:  # freeing a million keys at once would block the loop
                 by_shard.popitem()
                 await next_turn()
 
@@ -235,7 +224,7 @@ class DiskStore:
         return answers
 
     async def put(self, items: Sequence[tuple[bytes, Parts]]) -> list[TierError | None]:
-        """Write values. If another call writes a key, wait for it, and write if it failed."""
+        """If another call writes a key, wait for it, and write if it failed."""
         faults: list[TierError | None] = [None] * len(items)
         todo = list(range(len(items)))
         async with self._opener.use() as opened:
@@ -272,17 +261,14 @@ class DiskStore:
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove values, after their replacements and evictions have ended.
 
-        Otherwise a crash could bring back a value whose replacement or eviction was unfinished.
-        Raises TierIncomplete, after the removals, if another file of a key could not be removed.
-
-        The removals are durable even without `sync`, like all removals before the end of a scan. A
-        clear is forgotten after them, so a power cut must not bring its values back.
+        The removals are durable even without `sync`, because a clear is forgotten after them.
+        Raises TierIncomplete at the end if another file of a key could not be removed.
         """
         async with self._opener.use() as opened:
             await self._all_listed(opened, "delete")  # a file listed later would come back
             while (
                 await self._written(opened, [key for key in keys if opened.index.find(key)])
-                # after the writes, because a replacement ends with the removal of the old file
+                # a replacement ends with the removal of the old file
                 or await self._left(opened, set(keys))
             ):
                 pass
@@ -334,14 +320,12 @@ class DiskStore:
     async def _list_rest(
         self, opened: _Opened, rest: Iterator[list[FoundValue]], own: set[str]
     ) -> None:
-        """List the rest of a folder that is in use. A value not listed yet is a miss."""
         async with self._opener.use() as held:
             if held is opened:
                 await self._list_more(opened, rest, own)
                 opened.own = None
 
     async def _all_listed(self, opened: _Opened, operation: str) -> None:
-        """Wait for the end of the listing. Raises TierUnavailable if it failed."""
         if not opened.is_listed and self._listing is not None:
             await asyncio.wait((self._listing,))
         if not opened.is_listed and not self._closing:
@@ -351,7 +335,6 @@ class DiskStore:
         self._check_kept(opened, operation)
 
     def _check_kept(self, opened: _Opened, operation: str) -> None:
-        """Raises TierUnavailable if the folder was lost: another one may be at its path."""
         if opened.is_lost:
             raise TierUnavailable("disk", operation, f"{self._path} was lost during the call")
 
@@ -423,7 +406,6 @@ class DiskStore:
         todo: Sequence[int],
         faults: list[TierError | None],
     ) -> tuple[dict[int, FileWrite], list[int]]:
-        """Return write jobs by position, and the positions that other calls are writing."""
         jobs: dict[int, FileWrite] = {}
         waiting = []
         for i in todo:
@@ -478,7 +460,7 @@ class DiskStore:
             pieces,
             stamp_ns=stamp_ns,
             victims=self._leave(opened, planned.victims),
-            # Not with `sync`: a power cut could leave new bytes under the old name.
+            # with `sync`, a power cut could leave new bytes under the old name
             may_reuse=not self._settings.sync,
         )
 
@@ -489,7 +471,6 @@ class DiskStore:
         job: FileWrite,
         answers: dict[bytes, bool | TierError],
     ) -> DiskEntry | None:
-        """Show the new file instead of the old one. Return the entry to remove, or None."""
         index, key = opened.index, old.key
         self._settle_removed(opened, job.victims)
         index.unread(old)
@@ -504,13 +485,12 @@ class DiskStore:
             index.swap(old, job.entry, job.occupied_bytes)
             answers[key] = True
             return old
-        answers[key] = False  # a read has removed the broken old file
+        answers[key] = False
         index.commit(job.entry, job.occupied_bytes)
         index.take(job.entry)
         return job.entry
 
     async def _written(self, opened: _Opened, keys: Sequence[bytes]) -> bool:
-        """Wait for the writes of these keys. Return whether there were any."""
         waited = False
         while others := {opened.writing[key] for key in keys if key in opened.writing}:
             await asyncio.wait(others)
@@ -538,7 +518,6 @@ class DiskStore:
         return job.fault
 
     async def _left(self, opened: _Opened, keys: Collection[bytes] | None = None) -> bool:
-        """Wait for the removals of these keys, or of all. Return whether there were any."""
         others = [gone for key, gone in opened.leaving.values() if keys is None or key in keys]
         if others:
             await asyncio.wait(others)
@@ -562,7 +541,6 @@ class DiskStore:
     async def _remove_orphans(
         self, opened: _Opened, chosen: Callable[[bytes], bool], operation: str
     ) -> TierIncomplete | None:
-        """Retry the removal of the chosen keys' orphans. Return the fault if one stays."""
         async with opened.orphans_turn:
             jobs = [Remove(opened.folder, entry) for entry in opened.index.orphans(chosen)]
             try:
@@ -579,7 +557,6 @@ class DiskStore:
         )
 
     async def _sync_removals(self, opened: _Opened, shards: Collection[str]) -> None:
-        """Make removals from these subfolders durable. Raises TierError."""
         jobs = [SyncRemovals(opened.folder, shard) for shard in shards]
         await self._writers.run([job.run for job in jobs])
         for job in jobs:

@@ -14,12 +14,11 @@ _CHANCE_BYTES = 8
 
 
 def shard_of(key: bytes) -> str:
-    """Return one of 256 subfolders, by the tokens' hash."""
     return key[NAMESPACE_BYTES : NAMESPACE_BYTES + 1].hex()
 
 
 def temporary_name() -> str:
-    """Return `<host>-<pid namespace>.<pid>.<counter>.<random>`."""
+    """`<host>-<pid namespace>.<pid>.<counter>.<random>`."""
     return f"{_host()}.{os.getpid()}.{next(_COUNTER)}.{token_hex(_CHANCE_BYTES)}"
 
 
@@ -35,7 +34,7 @@ def writer_of(name: str) -> tuple[str, int] | None:
 
 
 def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
-    """Whether the file's process on this host has ended, or it is older than `stale_s`."""
+    """The file's process on this host has ended, or it is older than `stale_s`."""
     writer = writer_of(name)
     if writer is None:
         return False
@@ -45,7 +44,7 @@ def is_leftover(name: str, *, age_s: float, stale_s: float) -> bool:
 
 @cache
 def _host() -> str:
-    """Includes the pid namespace, since containers may share a host name."""
+    """With the pid namespace: containers may share a host name."""
     space = Path("/proc/self/ns/pid").stat().st_ino
     return "".join(c if c.isalnum() else "-" for c in gethostname())[:64] + f"-{space}"
 

@@ -1,7 +1,5 @@
 """Open a place once for many calls, and close it after the last one.
 
-    async with opener.use() as folder: ...  # opened by the first call, and by the next after `lose`
-
 `open` runs in its own task: a cancelled caller must not lose a lock that a thread has just taken.
 """
 
@@ -67,7 +65,6 @@ class Opener(Generic[Place]):
         return True
 
     async def close(self) -> None:
-        """Wait for the calls under way. Idempotent."""
         self._is_closed = True
         if self._opening is not None:
             await asyncio.wait((self._opening,))
@@ -77,7 +74,7 @@ class Opener(Generic[Place]):
             await held.closed.wait()
 
     async def _get(self) -> _Held[Place]:
-        while True:  # the place may be lost again
+        while True:
             if self._is_closed:
                 raise self._closed_error
             if self._held is not None:
@@ -91,7 +88,7 @@ class Opener(Generic[Place]):
         try:
             self._held = _Held(await self._open())
         finally:
-            self._opening = None  # in the task, so that `_opening` is never a finished task
+            self._opening = None  # in the task: `_opening` is never a finished task
 
     def _close_if_unused(self, held: _Held[Place]) -> None:
         if held.is_retired and not held.users and not held.closed.is_set():

@@ -1,14 +1,8 @@
 """Open folders and files that no other user can change.
 
-    folder = open_folder("/var/cache/kvhold")  # a descriptor; made with mode 0700 if it is missing
-    lock = open_own_file("kvhold.lock", os.O_RDWR | os.O_CREAT, dir_fd=folder)
-
-A safe folder belongs to this user or root, and others can neither write there nor replace it. No
-folder above is writable by all users, unless sticky (as `/tmp`), and no symbolic link on the way
-belongs to another user. A safe file is a regular file of this user, with one name and no link.
-
-The checked descriptor is used, so nothing can be exchanged in between. `Unsafe` says how to
-repair the fault.
+A safe folder belongs to this user or root, and others can neither write there nor replace it, a
+folder above or a symbolic link on the way. A safe file is a regular file of this user, with one
+name. `Unsafe` says how to repair the fault.
 """
 
 import errno
@@ -22,7 +16,7 @@ from contextlib import suppress
 from kvhold.core.cleanup import on_error
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_LINKS = 40  # as in Linux
+_MOST_LINKS = 40
 
 
 class Unsafe(PermissionError):
@@ -34,7 +28,7 @@ class Unsafe(PermissionError):
 
 
 def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: bool = False) -> int:
-    """Return the folder's descriptor. `path` is absolute.
+    """`path` is absolute.
 
     make:      make missing folders with mode 0700
     any_owner: skip the checks, for a folder of another user or a group
@@ -70,11 +64,7 @@ def open_folder(path: str | os.PathLike[str], *, make: bool = True, any_owner: b
 def open_own_file(
     name: str, flags: int, *, dir_fd: int, shown: str | None = None, any_owner: bool = False
 ) -> int:
-    """Return the file's descriptor.
-
-    With O_CREAT, a missing file is made with mode 0600. `O_TRUNC` would empty the file before the
-    check.
-    """
+    """O_CREAT makes a missing file with mode 0600. `O_TRUNC` would empty it before the check."""
     assert not flags & os.O_TRUNC
     shown = shown or name
     try:
@@ -128,7 +118,6 @@ def user_name(uid: int) -> str:
 
 
 def _parts(path: str) -> list[str]:
-    """Return the components, the first one at the end."""
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
@@ -141,7 +130,7 @@ def _check_above(state: os.stat_result, path: str) -> None:
 
 
 def _link_target(name: str, folder: int, walked: str, *, any_owner: bool) -> str | None:
-    """Return a link's target; None: not a link. Raises Unsafe for another user's link."""
+    """None: not a link. Raises Unsafe for another user's link."""
     try:
         state = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

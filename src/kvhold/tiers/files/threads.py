@@ -1,10 +1,7 @@
 """A few threads for the blocking file work of many calls.
 
-    await threads.run([job.run for job in jobs])  # job.run(stop): the result stays with the job
-
-A cancelled call ends only when no thread works on its jobs. Each job runs exactly once: after a
-cancellation with `stop` set, only to clean up. After 5 ms a call goes to the end of the queue, so a
-large batch does not delay a small one.
+A cancelled call ends only when no thread works on its jobs. Each job runs exactly once, after a
+cancellation with `stop` set. After 5 ms a call goes to the end of the queue.
 """
 
 import asyncio
@@ -61,7 +58,6 @@ def _take_a_turn(todo: deque[Job], stop: Event, errors: list[BaseException]) -> 
             return
         try:
             job(stop)
-        # raised by `run`, when all jobs have ended
         except Exception as error:  # noqa: BLE001
             errors.append(error)
         if time.monotonic() > until:

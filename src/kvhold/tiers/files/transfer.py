@@ -1,7 +1,7 @@
 """Move bytes between a value's parts and one file, past the page cache where that is faster.
 
-O_DIRECT moves the leading bytes that are page-aligned in memory and in the file. The page cache
-moves the rest. The system calls release the GIL.
+O_DIRECT moves the leading bytes that are page-aligned in memory and in the file. The GIL is
+released.
 """
 
 import fcntl
@@ -13,20 +13,19 @@ import numpy as np
 
 from kvhold.tiers.base import Parts
 
-PAGE_BYTES = 4096  # alignment for O_DIRECT
+PAGE_BYTES = 4096
 LEAST_DIRECT_BYTES = 128 << 10  # below this, the page cache is faster
 
-_MOST_PIECES = 1024  # IOV_MAX
+_MOST_PIECES = 1024
 _UNSUPPORTED = frozenset({EINVAL, EOPNOTSUPP, ENOSYS})
 
 
 def as_pieces(parts: Parts) -> list[memoryview]:
-    """Return the parts as flat bytes, without empty ones."""
     return [part.cast("B") for part in parts if part.nbytes]
 
 
 def direct_bytes(pieces: Sequence[memoryview], nbytes: int, at: int) -> int:
-    """Return how many of the first `nbytes` can use O_DIRECT at file offset `at`.
+    """How many of the first `nbytes` can use O_DIRECT at file offset `at`.
 
     0 below LEAST_DIRECT_BYTES, or if less than half are aligned.
     """
@@ -55,7 +54,7 @@ def fill_parts(fd: int, pieces: Sequence[memoryview], nbytes: int, *, at: int, d
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Allocate the file's blocks, so that a full disk fails before any write."""
+    """A full disk fails before any write."""
     if nbytes:
         try:
             os.posix_fallocate(fd, 0, nbytes)
@@ -65,7 +64,6 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Return whether O_DIRECT is on now."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
@@ -89,7 +87,7 @@ def _transfer(
     is_direct = limit > 0 and set_direct(fd, True)
     done = 0
     while done < nbytes:
-        if is_direct and (done >= limit or done % PAGE_BYTES):  # a short transfer
+        if is_direct and (done >= limit or done % PAGE_BYTES):
             is_direct = set_direct(fd, False)
         batch = _cut(pieces, done, limit if is_direct else nbytes)
         try:

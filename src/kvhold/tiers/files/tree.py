@@ -1,7 +1,7 @@
 """One folder of kvhold: temporary files in `new/`, complete files elsewhere.
 
 Names are relative to a descriptor of the folder, and no symbolic link below it is followed. Every
-call blocks, and raises OSError.
+call blocks, and raises OSError. None may overlap `close`.
 """
 
 import ctypes
@@ -27,8 +27,6 @@ _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FileTree:
-    """No call may overlap `close`."""
-
     def __init__(self, path: str, root: int, *, direct: bool, sync: bool, any_owner: bool) -> None:
         self.path = path
         self._root = root
@@ -39,7 +37,7 @@ class FileTree:
 
     @classmethod
     def open(cls, path: str, *, direct: str, sync: bool, any_owner: bool = False) -> Self:
-        """Open the folder, and make it if it is missing. Raises `Unsafe` (`safe.py`).
+        """Make a missing folder. Raises `Unsafe` (`safe.py`).
 
         direct:    `always` raises EOPNOTSUPP if there is no O_DIRECT; `auto` works without it
         any_owner: others may own the folder or write to it
@@ -73,7 +71,6 @@ class FileTree:
             os.close(fd)
 
     def stat_file(self, name: str) -> os.stat_result | None:
-        """Return the file's state; None: not a regular file."""
         try:
             state = os.stat(name, dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -81,7 +78,7 @@ class FileTree:
         return state if stat.S_ISREG(state.st_mode) else None
 
     def open_file(self, name: str, flags: int) -> int:
-        """Return the descriptor. Raises `Unsafe` unless it is a regular file of this user."""
+        """Raises `Unsafe` unless it is a regular file of this user."""
         shown = f"{self.path}/{name}"
         return open_own_file(
             name, flags | os.O_CREAT, dir_fd=self._root, shown=shown, any_owner=self._any_owner
@@ -100,7 +97,7 @@ class FileTree:
         used_ns: int | None = None,
         reuse: str | None = None,
     ) -> tuple[str, os.stat_result]:
-        """Write all pieces to a new temporary file. Return its name and state.
+        """Write a new temporary file. Return its name and state.
 
         allocate: preallocate; not on network file systems, where libc writes to each block
         used_ns:  the file's mtime
@@ -123,12 +120,12 @@ class FileTree:
             finally:
                 os.close(fd)  # network file systems may report failed writes here
         except OSError:
-            with suppress(OSError):  # the next start removes the file
+            with suppress(OSError):
                 self.remove(temporary)
             raise
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file. Replaces any file named `new`, and makes a missing folder."""
+        """Replaces any file named `new`, and makes a missing folder."""
         try:
             os.rename(old, new, src_dir_fd=self._root, dst_dir_fd=self._root)
         except FileNotFoundError:
@@ -137,9 +134,8 @@ class FileTree:
         self._sync_folder(new.rpartition("/")[0])
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchange the names of two files in one step.
-
-        Raises FileNotFoundError if one is missing, EOPNOTSUPP if the file system cannot.
+        """In one step. Raises FileNotFoundError if one is missing, EOPNOTSUPP if it is
+        impossible.
         """
         if self._renameat2 is None or self._renameat2(
             self._root, one.encode(), self._root, other.encode(), _RENAME_EXCHANGE
@@ -155,7 +151,7 @@ class FileTree:
             self._sync_folder(name.rpartition("/")[0])
 
     def link(self, old: str, new: str) -> None:
-        """Link a file. Raises FileExistsError if `new` exists, OSError if links do not work."""
+        """Raises FileExistsError if `new` exists, OSError if links do not work."""
         try:
             os.link(old, new, src_dir_fd=self._root, dst_dir_fd=self._root, follow_symlinks=False)
         except FileNotFoundError:
@@ -190,14 +186,14 @@ class FileTree:
             if fill_parts(fd, pieces, nbytes, at=start, direct=self._direct) != nbytes:
                 return None
             if used_ns is not None:
-                with suppress(OSError):  # only affects the order after a restart
+                with suppress(OSError):
                     os.utime(fd, ns=(used_ns, used_ns))
             return nbytes
         finally:
             os.close(fd)
 
     def remove(self, name: str) -> bool:
-        """Remove a file. A power cut may bring it back until `sync_folder`."""
+        """A power cut may bring the file back until `sync_folder`."""
         try:
             os.unlink(name, dir_fd=self._root)
         except FileNotFoundError:
@@ -205,7 +201,6 @@ class FileTree:
         return True
 
     def sync_folder(self, name: str) -> None:
-        """Make removals from a folder durable. A missing folder needs nothing."""
         with suppress(FileNotFoundError):
             self._fsync(name)
 
@@ -245,7 +240,7 @@ class FileTree:
             os.mkdir(name, mode=0o700, dir_fd=self._root)
             fd = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=self._root)
             try:
-                os.fchmod(fd, 0o700)  # whatever the umask
+                os.fchmod(fd, 0o700)
             finally:
                 os.close(fd)
             self._sync_folder(".")

@@ -1,21 +1,13 @@
-"""Changes of peers that come over a bus, instead of a connection to each peer.
+"""Changes of peers that come over a bus, instead of a connection to each peer (docs/peers.md).
 
-    inboxes = Inboxes(metrics); inbox = inboxes.open(incarnation, told, asked_ms=..., own=None)
-    inboxes.put(incarnation, data)               # any bytes from the bus
-    if inbox.continues(number): ...              # the bus can go on after this change
-    record = await inbox.next(number)            # None: it cannot
-
-Records on the bus are not trusted. A node tells its followers a key when they log in
-(`PeerWelcome`), and seals its records with it: forged records, and those of another incarnation,
-are ignored and counted. The clock in the seal shows records that were held back or sent again.
-They are taken, but do not show that the bus is current. The follower compares that clock with its
-own as of the moment when it asked for the welcome: the welcome may arrive late, and would then make
-old records look new.
+Records are not trusted. A node seals them with a key from its `PeerWelcome`. The clock in the seal
+exposes delayed and repeated records. It is compared with this host's clock at the request for the
+welcome, because the welcome may arrive late.
 
     seal: 16 bytes of BLAKE2b, 8 bytes of the node's clock in milliseconds, the records in order,
           as they are sent over a connection
 
-One event loop. The bus itself is `nats_bus.py`.
+One event loop.
 """
 
 import asyncio
@@ -36,12 +28,12 @@ from kvhold.net.wire import LENGTH_BYTES, Decoder, body_length
 
 KEY_BYTES = 32
 MOST_SEALED_BYTES = 256 << 10
-BATCH_BYTES = 64 << 10  # a node begins no further record in a message after this size
-SILENT_S = 5.0  # a node publishes something every second
+BATCH_BYTES = 64 << 10
+SILENT_S = 5.0
 _CANCEL_AGAIN_S = 2.0
 _MAC_BYTES, _CLOCK_BYTES = 16, 8
 _HEAD_BYTES = _MAC_BYTES + _CLOCK_BYTES
-_MOST_WAITING_BYTES = 4 << 20  # of one peer
+_MOST_WAITING_BYTES = 4 << 20
 _record: Decoder[p.Happened] = Decoder(p.Happened)
 
 
@@ -78,49 +70,37 @@ class BusConfig:
 
 
 class BusSession(Protocol):
-    async def publish(self, incarnation: int, data: bytes) -> None:
-        """Publish a sealed record of a node. Its errors are for `Bus.connected`."""
-        ...
+    async def publish(self, incarnation: int, data: bytes) -> None: ...
 
 
 class Bus(Protocol):
     """source: the bus in messages, without secrets
-    fault:  why it cannot be used now; empty: it can. Any thread
+    fault: why it cannot be used now; else empty. Any thread
     """
 
     source: str
     fault: str
 
-    async def read(self, inboxes: "Inboxes") -> None:
-        """Put the records of all nodes into their inboxes, until cancelled."""
-        ...
+    async def read(self, inboxes: "Inboxes") -> None: ...
 
-    def connected(self) -> AbstractAsyncContextManager[BusSession]:
-        """Raises TierUnavailable: no connection, or it has failed."""
-        ...
+    def connected(self) -> AbstractAsyncContextManager[BusSession]: ...
 
-    async def check(self) -> list[str]:
-        """Log in at each server and subscribe. Return the faults."""
-        ...
+    async def check(self) -> list[str]: ...
 
 
 def clock_ms() -> int:
-    """Return the time since some moment that stays the same while this host runs."""
+    """Count milliseconds from a fixed moment while this host runs."""
     return time.monotonic_ns() // 1_000_000
 
 
 async def end_task(task: "asyncio.Task[None]") -> None:
-    """Cancel a task of the bus until it ends.
-
-    `asyncio.wait_for` of Python 3.11, which nats-py uses, may lose a cancellation.
-    """
+    """`asyncio.wait_for` of Python 3.11, which nats-py uses, may lose a cancellation."""
     while not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=_CANCEL_AGAIN_S)
 
 
 def seal(records: bytes, *, key: bytes, incarnation: int, at_ms: int) -> bytes:
-    """records: joined, each with its length"""
     clock = at_ms.to_bytes(_CLOCK_BYTES, "little")
     return _mac(key, incarnation, clock + records) + clock + records
 
@@ -131,18 +111,16 @@ def _mac(key: bytes, incarnation: int, data: bytes) -> bytes:
 
 
 class Inbox:
-    """The records of one incarnation that wait to be taken, with no gap between them.
+    """The waiting records of one incarnation, without gaps.
 
-    begins: the change after which the inbox has, or gets, all changes: a taken one is not there
-            any more. None: none has come
+    begins: the change after which it gets all changes; taken ones are gone. None: none has come
     ends:   the last change that has come
     """
 
     def __init__(self, incarnation: int, key: bytes, clock: Callable[[], int]) -> None:
-        """clock: of this host, in milliseconds"""
         self.incarnation, self.key = incarnation, key
         self._clock = clock
-        self._records: deque[tuple[p.Happened, int]] = deque()  # each with its size in bytes
+        self._records: deque[tuple[p.Happened, int]] = deque()
         self._waiting_bytes = 0
         self._begins: int | None = None
         self._ends = 0
@@ -151,12 +129,11 @@ class Inbox:
         self._arrived = asyncio.Event()
 
     def welcomed(self, peer_clock_ms: int, asked_ms: int) -> None:
-        """Compare the clocks: the peer has told its time, at `asked_ms` of this host or later."""
+        """asked_ms: this host's clock, not later than the peer's."""
         self._ahead_ms = asked_ms - peer_clock_ms
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a record came that the peer sealed in the last `SILENT_S`, not long ago."""
         return self._left_s > 0
 
     @property
@@ -164,7 +141,7 @@ class Inbox:
         return SILENT_S - (self._clock() - self._fresh_at_ms) / 1000
 
     def put(self, data: bytes) -> str:
-        """Take a record from the bus. Returns why it is ignored; empty: it is not."""
+        """Return why the record is ignored; empty: it is not."""
         body = data[_MAC_BYTES:]
         if not compare_digest(_mac(self.key, self.incarnation, body), data[:_MAC_BYTES]):
             return "forged"
@@ -174,7 +151,6 @@ class Inbox:
             return "protocol"
         now_ms = self._clock()
         sealed_ms = int.from_bytes(body[:_CLOCK_BYTES], "little")
-        # no record is sealed later than now: the peer's clock runs faster than this one
         self._ahead_ms = min(self._ahead_ms, now_ms - sealed_ms)
         if now_ms - (sealed_ms + self._ahead_ms) <= 1000 * SILENT_S:
             self._fresh_at_ms = now_ms
@@ -186,7 +162,7 @@ class Inbox:
     def _add(self, record: p.Happened, nbytes: int) -> None:
         end = record.after + _num_changes(record)
         if self._begins is not None and end <= self._ends:
-            return  # it came twice
+            return
         if self._begins is None or record.after != self._ends:
             self._records.clear()
             self._waiting_bytes, self._begins, self._ends = 0, record.after, record.after
@@ -201,16 +177,13 @@ class Inbox:
         self._ends = end
 
     def continues(self, number: int) -> bool:
-        """Whether the bus is current, and no change after `number` is missing."""
         return self._begins is not None and self._begins <= number and self.is_fresh
 
     def drop(self, number: int) -> None:
-        """Forget the records that begin before `number`."""
         while self._records and self._records[0][0].after < number:
             self._pop()
 
     async def next(self, number: int) -> p.Happened | None:
-        """Wait for changes after `number`. None: `continues` is false."""
         while self.continues(number):
             if self._records:
                 return self._pop()
@@ -228,11 +201,6 @@ class Inbox:
 
 
 class Inboxes:
-    """The inboxes of all peers that are followed now, one for an incarnation.
-
-    now_ms: this host's clock, see `clock_ms`
-    """
-
     def __init__(self, metrics: Metrics, clock: Callable[[], int] = clock_ms) -> None:
         self._metrics = metrics
         self.now_ms = clock
@@ -241,11 +209,10 @@ class Inboxes:
         self.num_ignored = 0
 
     def open(self, incarnation: int, told: p.PeerBus, *, asked_ms: int, own: Inbox | None) -> Inbox:
-        """Return the inbox of an incarnation, as its welcome tells of it. Raises ValueError.
+        """own: the caller's inbox, reused for the same incarnation. Another follower's is replaced:
+             it has taken records that the caller lacks
 
-        asked_ms: see `Inbox.welcomed`
-        own:      the caller's inbox; used further if it is that of this incarnation. That of
-                  another follower is replaced: it has taken records that the caller lacks
+        Raises ValueError.
         """
         if len(told.key) != KEY_BYTES or not 0 < incarnation < 1 << 64:
             raise ValueError(f"a bus with a key of {len(told.key)} bytes")
@@ -260,7 +227,6 @@ class Inboxes:
             del self._inboxes[inbox.incarnation]
 
     def put(self, incarnation: int | None, data: bytes) -> None:
-        """incarnation: by the record's subject; None: it names none"""
         if incarnation is not None and incarnation == self.own_incarnation:
             return
         inbox = None if incarnation is None else self._inboxes.get(incarnation)
@@ -276,7 +242,6 @@ class Inboxes:
 
 
 def _records_of(data: memoryview) -> Iterator[tuple[p.Happened, int]]:
-    """Yield the records and their sizes. Raises ProtocolError."""
     while data:
         end = LENGTH_BYTES + body_length(data[:LENGTH_BYTES])
         if end > len(data):

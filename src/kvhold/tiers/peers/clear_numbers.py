@@ -1,14 +1,8 @@
 """The numbers of clears, by which a clear on one host holds for the chunks of its peers.
 
-    numbers.advance(prefix)            # this host clears
-    numbers.learn(prefix, number)      # a peer has cleared; true: this host must clear, too
-    numbers.announce(prefix)           # nothing older is left here: tell the followers
-
-A host takes chunks from a peer only if the peer has announced the same clears, or later ones. A
-number is larger than every number known for its prefix, and about the time in milliseconds, so that
-it is also larger than those that a host has forgotten. It is the time at which memory was cleared,
-not that at which the tiers follow: a later clear of a peer must have a larger number, because it
-also holds for chunks that were stored here in between. Any thread.
+A host takes chunks only from a peer that has announced the same clears, or later ones. A number is
+larger than every known one of its prefix, and about the time in milliseconds at which memory was
+cleared: later clears, which also hold for chunks stored in between, have larger ones. Any thread.
 """
 
 import threading
@@ -18,8 +12,8 @@ from collections.abc import Callable, Mapping
 from kvhold.core.keys import NAMESPACE_BYTES
 
 EVERYTHING = b""
-MOST_NUMBERS = 20_000  # the journal's limit, too
-_MOST_AHEAD_MS = 10 * 366 * 86_400_000  # a larger number is no clear's
+MOST_NUMBERS = 20_000
+_MOST_AHEAD_MS = 10 * 366 * 86_400_000
 
 
 class ClearNumbers:
@@ -42,13 +36,11 @@ class ClearNumbers:
             return dict(self._announced)
 
     def resume(self, numbers: Mapping[bytes, int]) -> None:
-        """Take the numbers of the last run. Older chunks that are left are suppressed."""
         with self._lock:
             self._numbers.update(numbers)
             self._announced.update(numbers)
 
     def advance(self, prefix: bytes, asked_s: float | None = None) -> int:
-        """asked_s: Unix time at which memory was cleared; None: now"""
         with self._lock:
             asked_s = self._clock() if asked_s is None else asked_s
             number = max(self._numbers.get(prefix, 0) + 1, int(asked_s * 1000))
@@ -78,7 +70,7 @@ class ClearNumbers:
                 self.watch(prefix, number)
 
     def allow(self, namespace: bytes, announced: Mapping[bytes, int]) -> bool:
-        """Whether a peer that has announced these clears has nothing older of a namespace."""
+        """Whether a peer with these clears has nothing older of a namespace."""
         return all(
             announced.get(prefix, 0) >= self._numbers.get(prefix, 0)
             for prefix in (EVERYTHING, namespace)
@@ -86,10 +78,7 @@ class ClearNumbers:
 
 
 def keep(numbers: dict[bytes, int], prefix: bytes, number: int) -> None:
-    """Note a clear among at most `MOST_NUMBERS`.
-
-    The clear of everything is kept; else the oldest clear is forgotten.
-    """
+    """The clear of everything is kept; else the oldest one beyond `MOST_NUMBERS` is forgotten."""
     numbers.pop(prefix, None)
     numbers[prefix] = number
     while len(numbers) > MOST_NUMBERS:

@@ -1,10 +1,4 @@
-"""Where a list of peers comes from, if it is not in the tier's URL.
-
-    listing = await directory.read()      # -> the addresses of all peers; raises TierError
-
-The tier reads the list again and again (`roster.py`). So a directory neither waits for changes nor
-keeps the list.
-"""
+"""Where a list of peers comes from, if it is not in the tier's URL."""
 
 import re
 from collections.abc import Sequence
@@ -23,9 +17,8 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 
 @dataclass(frozen=True)
 class Listing:
-    """addresses: of other nodes, and of this one if the directory does not know which it is
-    fault:     what is wrong, though the list could be read; empty: nothing
-    is_alone:  this node is listed, and no other: an empty list is no fault
+    """addresses: of other nodes, and of this one if the directory does not know it
+    is_alone: only this node is listed: an empty list is no fault
     """
 
     addresses: Sequence[Address]
@@ -39,11 +32,8 @@ class Listing:
 
 @dataclass(frozen=True)
 class Own:
-    """This node, as it registers itself in a directory.
-
-    address:     where other nodes reach it, `HOST:PORT`; empty: it serves no peers
-    incarnation: 0: it serves no peers
-    port:        where it listens for peers; 0: it does not
+    """address: where other nodes reach it, `HOST:PORT`; empty: it serves no peers
+    incarnation, port: 0: it serves no peers
     """
 
     address: str = ""
@@ -52,25 +42,19 @@ class Own:
 
 
 class Directory(Protocol):
-    """source: the directory in messages, without secrets"""
-
     source: str
 
     async def read(self, own: Own) -> Listing:
-        """Return the list of peers. The caller cancels it at a deadline.
-
-        own: registered here, if the directory keeps registrations
+        """own: registered here, if the directory keeps registrations
 
         Raises TierError.
         """
         ...
 
-    def registered_as(self) -> str:
-        """Return the address under which this node is registered; empty: it is not."""
-        ...
+    def registered_as(self) -> str: ...
 
     async def close(self) -> None:
-        """End a registration. The caller cancels it at a deadline. Raises TierError."""
+        """End a registration. Raises TierError."""
         ...
 
 
@@ -85,7 +69,6 @@ class DirectoryConfig:
 
 
 def is_host_name(text: str) -> bool:
-    """Return whether a text may be the name of a host. That of an IP address may, too."""
     return len(text) <= MOST_NAME and _NAME.fullmatch(text) is not None
 
 

@@ -1,10 +1,5 @@
-"""The peers whose addresses a DNS name has, such as the name of a headless service.
-
-    # peers-dns://kvhold-peers.ns.svc:7711?token_file=/etc/kvhold/token&tls=true
-
-The host's resolver is asked every `refresh_s`, so /etc/hosts and search domains hold. Each A and
-AAAA address is a peer. Its certificate must have the name, not the address. Ports of SRV records
-are not read: all peers listen on one port.
+"""The peers whose addresses a DNS name has, such as the name of a headless service
+(docs/peers.md).
 """
 
 import asyncio
@@ -26,7 +21,7 @@ from kvhold.tiers.peers.tier import PeersConfig, PeersTier
 from kvhold.tiers.url import TierUrl
 
 Resolve: TypeAlias = Callable[[str], Sequence[str]]
-"""Return the addresses of a name. In a thread. Raises OSError."""
+"""In a thread. Raises OSError."""
 
 
 def resolve(name: str) -> Sequence[str]:
@@ -40,7 +35,7 @@ class DnsDirectory:
         self._name = name
         self._port = port
         self._resolver = resolver
-        # a thread of its own, because a silent DNS server may hold it for long
+        # a silent DNS server may hold the thread for long
         self._thread = ThreadPoolExecutor(1, "kvhold-dns")
         self._asking: asyncio.Future[Sequence[str]] | None = None
 
@@ -50,7 +45,7 @@ class DnsDirectory:
                 self._thread, self._resolver, self._name
             )
         try:
-            # an answer that comes too late is the next read's
+            # a late answer is the next read's
             found = await asyncio.shield(self._asking)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or str(error)

@@ -1,13 +1,10 @@
-"""The peers that have registered in etcd, each under a lease.
-
-    # peers-etcd://etcd-a:2379,etcd-b:2379/kvhold/peers?token_file=/etc/kvhold/token&tls=true
-
-A node that serves peers (`peers.listen`) keeps one key below the prefix. The key ends with its
-lease: at once when the node ends, after `lease_s` when it was killed. All read the prefix every
-`refresh_s`; nobody watches, so a connection that hangs costs one reading.
+"""The peers that have registered in etcd, each under a lease (docs/peers.md).
 
     key:   PREFIX/<incarnation, 16 hexadecimal digits>
     value: {"address": "10.0.0.5:7711", "incarnation": 1234}
+
+A node's key goes when it ends, or `lease_s` after a kill. All nodes read the prefix every
+`refresh_s`.
 """
 
 from collections.abc import Sequence
@@ -45,7 +42,7 @@ MOST_LISTED = 128
 _MOST_PREFIX = 200
 _MOST_ENDPOINTS = 16
 _MOST_VALUE_BYTES = 512
-_LEASE_READS = 3  # a lease outlives two readings that fail
+_LEASE_READS = 3
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -78,7 +75,7 @@ class EtcdDirectory:
         self._gateway = gateway
         self._prefix = prefix
         self._lease_s = lease_s
-        self._lease = 0  # 0: none
+        self._lease = 0
         self._registration: Registration | None = None
 
     async def read(self, own: Own) -> Listing:
@@ -93,7 +90,7 @@ class EtcdDirectory:
         answer = await self._gateway.call("kv/range", request, RangeAnswer)
         found, num_bad = self._parse(answer.kvs)
         if self._registration is not None and self._registration not in found:
-            self._registration = None  # somebody has removed it
+            self._registration = None
         others = [one for one in found if one.incarnation != own.incarnation]
         if num_bad:
             fault = fault or (
@@ -118,7 +115,7 @@ class EtcdDirectory:
             await self._gateway.close()
 
     async def _keep_registered(self, wanted: Registration) -> None:
-        """Keep the lease, or take another one. Raises TierError."""
+        """Raises TierError."""
         if self._lease:
             kept = await self._gateway.call(
                 "lease/keepalive", LeaseRequest(self._lease), KeepAliveAnswer
@@ -137,7 +134,6 @@ class EtcdDirectory:
             self._registration = wanted
 
     def _parse(self, kvs: Sequence[KeyValue]) -> tuple[list[Registration], int]:
-        """Return the registrations, and the number of keys that are none."""
         found = []
         for kv in kvs:
             try:

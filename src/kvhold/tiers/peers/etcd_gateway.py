@@ -1,10 +1,7 @@
 """The JSON gateway of etcd 3.4 and later: the few calls that registrations need.
 
-    gateway = EtcdGateway(["https://etcd-a:2379"], user="", password="", tls=context)
-    answer = await gateway.call("kv/range", RangeRequest(...), RangeAnswer)
-
-Several endpoints are tried in turn, each for a part of the time. An answer has at most 1 MiB.
-Passwords and tokens are in no error. One event loop.
+Endpoints are tried in turn, each for a part of the time. Passwords and tokens are in no error. One
+event loop.
 """
 
 import ssl
@@ -19,9 +16,8 @@ from kvhold.tiers.peers.faults import TIER
 
 _MOST_ANSWER_BYTES = 1 << 20
 _MOST_QUOTED = 200
-_CALLS_S = 3.0  # for all endpoints
+_CALLS_S = 3.0
 _LEAST_CALL_S = 0.5
-# a token is not valid any more: it has expired, or rights have changed
 _TOKEN_IS_OLD = ("invalid auth token", "revision of auth store is old")
 
 Answer = TypeVar("Answer")
@@ -92,8 +88,8 @@ class EtcdGateway:
     def __init__(
         self, endpoints: Sequence[str], *, user: str, password: str, tls: ssl.SSLContext | None
     ) -> None:
-        """endpoints: such as http://127.0.0.1:2379; user: empty: without a login"""
-        self._endpoints = list(endpoints)  # the last one that answered comes first
+        """endpoints: such as http://127.0.0.1:2379; user: empty: without a login."""
+        self._endpoints = list(endpoints)
         self._user, self._password = user, password
         self._tls = tls
         self._token = ""
@@ -129,7 +125,7 @@ class EtcdGateway:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 fault = _fault(endpoint, str(error) or f"no answer within {call_s:g} s")
             else:
-                if status != 503:  # no leader, or the server ends
+                if status != 503:
                     self._endpoints.remove(endpoint)
                     self._endpoints.insert(0, endpoint)
                     return _decode(endpoint, path, status, body, kind)

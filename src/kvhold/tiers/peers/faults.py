@@ -9,9 +9,6 @@ TierError
  └─ TierDenied
      └─ PeerDenied       the token or a certificate is not accepted
 
-    raise PeerGone("get", address, "closed", "the server closed the connection")
-    fault_of("get", address, error)    # of an error of the connection
-
 `cause` is one word for metrics and tables, `advice` a sentence for `kvhold doctor`.
 """
 
@@ -111,7 +108,6 @@ def refusal_of(address: Address, refused: LoginRefused) -> PeerFault:
 
 
 def fault_of(operation: str, address: Address, error: Exception) -> PeerFault:
-    """Return the fault for an error of a connection."""
     text = str(error) or type(error).__name__
     match error:
         case PeerFault():
@@ -127,7 +123,7 @@ def fault_of(operation: str, address: Address, error: Exception) -> PeerFault:
             text = f"its certificate is not accepted: {text}"
             return PeerDenied(operation, address, "certificate", text)
         case ssl.SSLError():
-            if "CERTIFICATE" in text or "UNKNOWN_CA" in text:  # an alert of the other side
+            if "CERTIFICATE" in text or "UNKNOWN_CA" in text:
                 text = f"it does not accept this node's certificate: {text}"
                 return PeerDenied(operation, address, "certificate", text)
             return PeerGone(operation, address, "tls", text)

@@ -1,14 +1,7 @@
-"""Follows one peer: a snapshot, then its changes, into the index.
+"""Follows one peer: a snapshot, then its changes, into the index (docs/peers.md).
 
-    await Follower(peer, index, ...).run()     # until cancelled
-
-A lost connection or a gap begins again: with the next change if the peer still has it, else with a
-snapshot. While a peer is not followed, its chunks are not found; after `forget_s` they leave the
-index.
-
-**With a bus** (`bus.py`). The connection is closed as soon as the bus continues where it is. If the
-bus has a gap or is silent, the peer is followed over a connection again. The peer stays followed
-meanwhile, if it answers.
+After a lost connection or a gap, it goes on with the next change if the peer still has it, else
+with a snapshot.
 """
 
 import asyncio
@@ -32,11 +25,11 @@ from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-_LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0  # over a connection, after the bus failed
+_LEAST_BUS_PAUSE_S, _LONGEST_BUS_PAUSE_S = 1.0, 60.0
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_VERSION, _MOST_NAME = 40, 64
-_AT_ONCE = 500  # changes between two turns of the loop
+_AT_ONCE = 500
 _news: Decoder[p.News] = Decoder(p.News)
 
 
@@ -54,10 +47,8 @@ class Follower:
         learned: Callable[[bytes], None],
         inboxes: Inboxes | None = None,
     ) -> None:
-        """most_chunks: in the index
-        is_followed_elsewhere: whether an incarnation is followed at another of its addresses
+        """is_followed_elsewhere: whether an incarnation is followed at another of its addresses
         learned: called with each namespace that a peer has cleared, b"" means all
-        inboxes: of the bus; None: there is no bus
         """
         self._peer = peer
         self._index = index
@@ -70,7 +61,7 @@ class Follower:
         self._inboxes = inboxes
         self._inbox: Inbox | None = None
         self._bus_pause_s = _LEAST_BUS_PAUSE_S
-        self._bus_from_s = 0.0  # the bus is not used before
+        self._bus_from_s = 0.0
         self._told = ""
 
     async def run(self) -> None:
@@ -87,7 +78,7 @@ class Follower:
                 pause_s = _FIRST_PAUSE_S
                 self._peer.lost_s = now()
             elif self._peer.lost_s is None and self._index.count(self._peer.number):
-                self._peer.lost_s = now()  # of a cut snapshot, or from before it left the list
+                self._peer.lost_s = now()
             if fault is not None:
                 self._peer.changed_state(away_for=fault)
                 self._peer.record.failed(fault)
@@ -97,15 +88,11 @@ class Follower:
             self._peer.tried.set()
             if self._peer.lost_s is not None and now() - self._peer.lost_s >= self._forget_s:
                 await self._forget()
-            # a retry after a growing pause, cancelled by `close`
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _follow_once(self) -> PeerFault | None:
-        """Follow until something fails.
-
-        Returns the fault; None: it is this node itself, or one that is followed already.
-        """
+        """Return the fault; None: it is this node itself, or one that is followed already."""
         peer = self._peer
         try:
             while (inbox := await self._follow_connection()) is not None:
@@ -119,10 +106,7 @@ class Follower:
             peer.is_open = peer.is_by_bus = False
 
     async def _follow_connection(self) -> Inbox | None:
-        """Follow over a connection until the bus can go on, and return its inbox.
-
-        None: it is this node itself, or one that is followed already.
-        """
+        """Follow until the bus can go on, and return its inbox. None: as for `_follow_once`."""
         peer = self._peer
         stream: Stream | None = None
         asked_ms = 0 if self._inboxes is None else self._inboxes.now_ms()
@@ -137,7 +121,7 @@ class Follower:
                 return None
             peer.is_open = True
             if welcome.incarnation != peer.incarnation:
-                peer.changed_state()  # if the bus was followed, the peer was followed until now
+                peer.changed_state()
                 await self._forget(welcome.incarnation)
             peer.kvhold = login.quoted(welcome.kvhold, _MOST_VERSION)
             peer.name = login.quoted(welcome.name, _MOST_NAME)
@@ -151,7 +135,7 @@ class Follower:
                     news = _news.decode(await read_body(stream))
                 await self._take(news)
                 if self._inbox is None or not peer.is_followed:
-                    continue  # or a snapshot is not complete
+                    continue
                 self._inbox.drop(peer.after)
                 if self._bus_continues():
                     return self._inbox
@@ -160,10 +144,6 @@ class Follower:
                 stream.close()
 
     def _use_inbox(self, welcome: p.PeerWelcome | None, asked_ms: int = 0) -> None:
-        """Open the inbox of a peer that publishes, and close the one before.
-
-        asked_ms: see `Inbox.welcomed`
-        """
         before, self._inbox = self._inbox, None
         if self._inboxes is None:
             return
@@ -184,7 +164,6 @@ class Follower:
         )
 
     async def _follow_bus(self, inbox: Inbox) -> None:
-        """Take changes from the bus. Returns when changes are missing, or it is not current."""
         peer, began_s = self._peer, now()
         peer.is_by_bus = True
         self._is_followed()
@@ -194,7 +173,7 @@ class Follower:
                 if record.after >= peer.after:
                     await self._take(record)
         except (ProtocolError, ValueError) as error:
-            peer.after = 0  # a snapshot, too, because a part of the record may be in the index
+            peer.after = 0
             log.warning("%s: its record on the bus cannot be used: %s", peer.address, error)
         finally:
             peer.is_by_bus = False
@@ -209,7 +188,7 @@ class Follower:
         peer = self._peer
         if isinstance(news, p.Page):
             if news.is_first:
-                peer.is_followed, peer.after = False, 0  # its index is not complete
+                peer.is_followed, peer.after = False, 0
                 await self._forget_chunks()
                 peer.clears = {}
             await self._take_clears(news.clears)
@@ -240,7 +219,7 @@ class Follower:
             peer.tried.set()
 
     async def _change(self, digests: bytes, sizes: bytes) -> int:
-        """Add chunks, or remove them if they have no sizes. Returns their number."""
+        """Add chunks; without sizes, remove them. Returns their number."""
         numbers, nbytes = unpack(digests, sizes)
         peer, index = self._peer.number, self._index
         for begin in range(0, len(numbers), _AT_ONCE):
@@ -266,7 +245,6 @@ class Follower:
                 await next_turn()
 
     async def _forget(self, incarnation: int = 0) -> None:
-        """incarnation: whose chunks come instead"""
         self._peer.incarnation, self._peer.after = incarnation, 0
         self._peer.clears = {}
         self._peer.lost_s = None

@@ -1,13 +1,8 @@
 """Which peers have which chunks: 17 bytes a slot, at most 0.7 of the slots in use, no objects.
 
-    index = PeerIndex(); index.add(digest_of(key), nbytes, peer=0)
-    index.find(digest_of(key))   # -> PeerChunk(nbytes, peers), or None
-
-A chunk is known by a digest of 8 bytes. Two keys may share one: then a peer is asked in vain, which
-is a miss. Frames name their keys, so no wrong byte is taken.
-
-1,024 tables with linear probing, so that each growth is short and a snapshot can be read a table at
-a time: a chunk that exists during the whole scan is in exactly one part. One thread.
+If two keys share a digest of 8 bytes, a peer is asked in vain: frames name their keys. 1,024 tables
+with linear probing: each growth is short. In a scan by table, a chunk that stays is in exactly one
+part. One thread.
 """
 
 from array import array
@@ -19,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 MOST_PEERS = 32
 DIGEST_BYTES = 8
-_SLOT_BYTES = 17  # of the four arrays of a table
+_SLOT_BYTES = 17
 _TABLES = 1024
 _SMALLEST = 8
 _MOST_FULL = 0.7
@@ -29,7 +24,7 @@ _TOO_LARGE = 1 << 40
 
 class PeerChunk(NamedTuple):
     """nbytes: the largest size at its peers, or more
-    peers:  bit n: peer n has the chunk
+    peers: bit n: peer n has the chunk
     """
 
     nbytes: int
@@ -37,14 +32,14 @@ class PeerChunk(NamedTuple):
 
 
 class IndexPart(NamedTuple):
-    """Some chunks. digests, sizes: joined, DIGEST_BYTES each, little-endian"""
+    """digests, sizes: joined, DIGEST_BYTES each, little-endian."""
 
     digests: bytes
     sizes: bytes
 
 
 def digest_of(key: bytes) -> int:
-    return xxh3_64_intdigest(key) or 1  # 0 is a free slot
+    return xxh3_64_intdigest(key) or 1
 
 
 class PeerIndex:
@@ -63,12 +58,9 @@ class PeerIndex:
         return self._tables[digest % _TABLES].find(digest)
 
     def add(self, digest: int, nbytes: int, *, peer: int) -> None:
-        """Note that `peer` has a chunk.
+        """The largest size is kept: codecs of hosts may differ, and a smaller frame fits, too.
 
-        One size is kept, the largest: codecs of hosts may differ, and a smaller frame fits, too. It
-        may be too large after the peer with it has left.
-
-        Ignores what no peer of this version says: the digest of a free slot, or such a size.
+        Ignores the digest of a free slot, and invalid sizes.
         """
         if digest and 0 < nbytes < _TOO_LARGE:
             self._tables[digest % _TABLES].add(digest, nbytes, 1 << peer)
@@ -77,30 +69,25 @@ class PeerIndex:
         self._tables[digest % _TABLES].remove(digest, 1 << peer)
 
     def forget(self, peer: int) -> Iterator[None]:
-        """Remove a peer from all chunks, in steps of one table."""
         for table in self._tables:
             table.forget(1 << peer)
             yield
 
     def parts(self, peer: int) -> Iterator[IndexPart]:
-        """Yield the chunks of one peer, a table at a time. They may change in between."""
+        """The chunks of one peer, a table at a time. They may change in between."""
         for table in self._tables:
             part = table.part(1 << peer)
             if part.digests:
                 yield part
 
     def count(self, peer: int) -> int:
-        """Return the number of a peer's chunks. Any thread."""
         return self._counts[peer]
 
 
 class _Table:
-    """One entry of each array is a slot.
-
-    digests: 0: free
-    sizes:   low and high part of the size, 40 bits together
-    peers:   a mask
-    counts:  chunks of each peer, in all tables
+    """digests: 0: free
+    sizes: low and high part of the size, 40 bits together
+    counts: chunks of each peer, in all tables
     """
 
     __slots__ = ("counts", "digests", "num", "peers", "sizes_high", "sizes_low")
@@ -167,7 +154,6 @@ class _Table:
         return IndexPart(digests.astype("<u8").tobytes(), sizes.tobytes())
 
     def _slot(self, digest: int) -> int:
-        """Return the chunk's slot, or the free one where it belongs."""
         digests, size = self.digests, len(self.digests)
         at = digest // _TABLES % size
         while (there := digests[at]) and there != digest:
@@ -191,7 +177,7 @@ class _Table:
         self.sizes_low[at], self.sizes_high[at] = nbytes & 0xFFFFFFFF, nbytes >> 32
 
     def _free(self, hole: int) -> None:
-        """Free a slot, and move later chunks that would not be found behind it."""
+        """Move later chunks that would not be found behind it."""
         size, at = len(self.digests), hole
         while True:
             at = (at + 1) % size
@@ -210,7 +196,6 @@ class _Table:
             self._resize(max(_SMALLEST, int(self.num / _MOST_FULL * _GROWTH) + 1))
 
     def _resize(self, size: int) -> None:
-        """Move the chunks that a peer has to new arrays."""
         before = (self.digests, self.sizes_low, self.sizes_high, self.peers)
         self._allocate(size)
         self.num = 0
@@ -227,13 +212,12 @@ class _Table:
 
 
 def pack(chunks: Sequence[tuple[int, int]]) -> IndexPart:
-    """Join `(digest, size)` pairs."""
     numbers = np.array(chunks, "<u8").reshape(-1, 2)
     return IndexPart(numbers[:, 0].tobytes(), numbers[:, 1].tobytes())
 
 
 def unpack(digests: bytes, sizes: bytes) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the numbers of an IndexPart. Raises ValueError: their lengths do not fit."""
+    """Raises ValueError: the lengths do not fit."""
     if len(digests) % DIGEST_BYTES or len(sizes) not in (0, len(digests)):
         raise ValueError(f"{len(digests)} bytes of digests and {len(sizes)} of sizes")
     return (

@@ -1,17 +1,9 @@
 """A stream of NATS JetStream that carries the changes of all nodes of a fleet.
 
-    bus = NatsBus(config)                        # raises ConfigError
-    await bus.read(inboxes)                      # until cancelled: all subjects, one subscription
-    async with bus.connected() as session:       # raises TierError
-        await session.publish(incarnation, data)
-
     subject: STREAM.<incarnation, 16 hexadecimal digits>
 
-The stream is made if it is missing; one that exists is used as it is. A connection that fails is
-made again, to the next server. The reader then goes on where it was. It asks for no
-acknowledgements: the numbers of the changes show what is missing.
-
-Each event loop has a `NatsBus` of its own. No password or token is in an error.
+Records are not acknowledged: the numbers of the changes show gaps. Each event loop has its own
+`NatsBus`. No password or token is in an error.
 """
 
 import asyncio
@@ -57,9 +49,9 @@ _CONNECT_S = 2
 _CALL_S = 2.0
 _CLOSE_S = 1.0
 _PING_S = 5
-_IDLE_S = 15.0  # then the subscription is made again
+_IDLE_S = 15.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000  # more are dropped: a gap
+_MOST_PENDING_BYTES, _MOST_PENDING = 16 << 20, 20_000
 _MOST_QUOTED = 200
 _FAULTS = (nats.errors.Error, OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError)
 
@@ -92,7 +84,6 @@ class NatsBus:
         self.fault, self._is_reported = "not connected yet", False
 
     async def read(self, inboxes: Inboxes) -> None:
-        """Put the records of all nodes into their inboxes, until cancelled."""
         pause_s, number = _FIRST_PAUSE_S, 0
         while True:
             try:
@@ -104,16 +95,14 @@ class NatsBus:
                     finally:
                         number = subscription.number
             except TierUnavailable:
-                pass  # `connected` has noted it
-            # a retry after a growing pause, cancelled by the tier's `close`
+                pass
             await asyncio.sleep(pause_s * (0.5 + random.random()))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator["NatsSession"]:
-        """Raises TierUnavailable: no connection, or it has failed."""
         server = self._servers[0]
-        self._servers.append(self._servers.pop(0))  # the next one is tried after a fault
+        self._servers.append(self._servers.pop(0))
         client = _Client(must_use_tls=self._tls is not None)
         session = NatsSession(client, self._config)
         try:
@@ -122,7 +111,7 @@ class NatsBus:
                     servers=[f"{_SCHEME}{server}"],
                     name="kvhold",
                     allow_reconnect=False,
-                    # else nats-py tries a server that is away for two minutes
+                    # else nats-py tries a lost server for two minutes
                     max_reconnect_attempts=1,
                     reconnect_time_wait=0,
                     connect_timeout=_CONNECT_S,
@@ -152,7 +141,7 @@ class NatsBus:
 
     async def check(self) -> list[str]:
         faults = []
-        for _ in list(self._servers):  # `connected` takes the next one
+        for _ in list(self._servers):
             try:
                 async with self.connected() as session:
                     await session.subscribe(Inboxes(Metrics()), after=0)
@@ -184,7 +173,6 @@ class NatsSession:
         self._ended.set()
 
     async def note(self, error: Exception) -> None:
-        """Log what nats-py reports, and the errors of a subscription's callback."""
         self.last_error = error
         level = logging.DEBUG if isinstance(error, nats.errors.Error | OSError) else logging.ERROR
         log.log(level, "peers: NATS: %s", type(error).__name__)
@@ -194,7 +182,6 @@ class NatsSession:
         return self._ended.is_set()
 
     async def find_stream(self) -> None:
-        """Make the stream if it is missing."""
         config = self._config
         try:
             found: StreamInfo = await self._jetstream.stream_info(config.bus_stream)
@@ -214,15 +201,13 @@ class NatsSession:
         self._last_number = found.state.last_seq
 
     async def publish(self, incarnation: int, data: bytes) -> None:
-        """Raises errors that `connected` maps."""
         stream = self._config.bus_stream
         await self._jetstream.publish(f"{stream}.{incarnation:016x}", data, stream=stream)
 
     async def subscribe(self, inboxes: Inboxes, *, after: int) -> "_Subscription":
-        """after: number of the last message that was read; 0: begin with new ones"""
+        """after: number of the last message that was read; 0: only new ones"""
         stream = self._config.bus_stream
         subscription = _Subscription(inboxes, after, self._ended)
-        # a stream that was made again counts from 1
         resumes = 0 < after <= self._last_number
         await self._jetstream.subscribe(
             f"{stream}.*",
@@ -242,8 +227,6 @@ class NatsSession:
 
 
 class _Subscription:
-    """number: of the last message in the stream that was read"""
-
     def __init__(self, inboxes: Inboxes, number: int, ended: asyncio.Event) -> None:
         self._inboxes = inboxes
         self.number = number
@@ -252,13 +235,12 @@ class _Subscription:
 
     async def take(self, message: Msg) -> None:
         self._num_taken += 1
-        # a message that somebody sent to this inbox, not to the stream, has no number
+        # a message sent to this inbox, not to the stream, has no number
         with suppress(nats.errors.Error, ValueError, IndexError):
             self.number = message.metadata.sequence.stream
         self._inboxes.put(_incarnation_of(message.subject), message.data)
 
     async def ended(self) -> None:
-        """Wait until the connection is closed, or nothing has come for `_IDLE_S`."""
         before = -1
         while before != self._num_taken:
             before = self._num_taken
@@ -271,7 +253,7 @@ class _Subscription:
 class _Client(Client):  # type: ignore[misc]  # it may not be installed
     """Sends nothing in clear text if TLS is wanted: NATS begins without, and the server decides.
 
-    nats-py has no public way for this, nor for closing a connection whose login was refused.
+    nats-py has no public way for this, nor to close a connection whose login was refused.
     """
 
     def __init__(self, *, must_use_tls: bool) -> None:
@@ -279,7 +261,6 @@ class _Client(Client):  # type: ignore[misc]  # it may not be installed
         self._must_use_tls = must_use_tls
 
     async def end(self) -> None:
-        """Close the connection, also one that was never complete."""
         try:
             with suppress(*_FAULTS):
                 async with asyncio.timeout(_CLOSE_S):
@@ -296,7 +277,7 @@ class _Client(Client):  # type: ignore[misc]  # it may not be installed
 
 
 def _servers_of(text: str) -> list[Address]:
-    """Raises ConfigError, which does not quote the setting: it may hold a password."""
+    """Raises ConfigError without the setting, which may hold a password."""
     names = text.removeprefix(_SCHEME).split(",")
     if not text.startswith(_SCHEME) or "@" in text or "/" in text.removeprefix(_SCHEME):
         raise ConfigError(
@@ -309,7 +290,6 @@ def _servers_of(text: str) -> list[Address]:
 
 
 def _login_of(config: BusConfig) -> tuple[str, str, str]:
-    """Return user, password and token."""
     password, token = config.bus_password, config.bus_token
     if config.bus_password_file:
         password = read_secret(config.bus_password_file, where="peers: bus_password_file")

@@ -1,10 +1,6 @@
-"""One peer: its connections, what it said last, and whether to ask it.
+"""One peer: its connections, its latest state, and whether to ask it.
 
-    stream = await peer.open()                      # logged in
-    await peer.fetch(items, timeout_s=2.0)          # -> a fault, or None; `items` have their sizes
-
-A peer that fails, or does not answer in time, is left alone for a while (`breaker.py`). One event
-loop.
+A peer that fails is left alone for a while (`breaker.py`). One event loop.
 """
 
 import asyncio
@@ -36,7 +32,7 @@ from kvhold.tiers.peers.faults import (
 )
 from kvhold.tiers.peers.record import PeerRecord
 
-_MOST_KEYS = 128  # of one get: what the peer looks up in one turn
+_MOST_KEYS = 128
 _greeting: Decoder[p.Greeting] = Decoder(p.Greeting)
 _values: Decoder[p.PeerValues] = Decoder(p.PeerValues)
 
@@ -44,19 +40,13 @@ Connect: TypeAlias = Callable[[Address, ssl.SSLContext | None], Awaitable[Stream
 
 
 class Peer:
-    """number:      its bit in the index
+    """number: its bit in the index
     incarnation: of the node whose chunks are in the index; 0: none
-    after:       number of the last change in the index
-    clears:      what it has announced
-    is_followed: the index is complete and current
-    is_self:     this node itself, named in a list that all hosts share
+    after: number of the last change in the index
+    is_self: this node itself, named in a list that all hosts share
     is_elsewhere: the same node is followed at another of its addresses
-    away_for:    why it is not followed; None: it is, or was not tried yet
-    state_at_s:  when one of these four last changed
-    is_listed:   not removed from the list of a directory
-    is_open:     a connection or the bus follows this incarnation
-    is_by_bus:   followed over the bus
-    tried:       set when it is followed, or cannot be
+    away_for: why it is not followed; None: it is, or was not tried yet
+    tried: set when it is followed, or cannot be
     """
 
     def __init__(
@@ -109,7 +99,6 @@ class Peer:
         return self.is_followed and not self.is_paused
 
     def why_not_asked(self) -> PeerFault | None:
-        """Return why its chunks are not found; None: they are."""
         if self.is_followed:
             return self.last_fault if self.is_paused else None
         return self.away_for or PeerGone("probe", self.address, "closed", "not followed yet")
@@ -129,7 +118,6 @@ class Peer:
         self.is_self, self.is_elsewhere = is_self, is_elsewhere
 
     def status(self, num_chunks: int) -> FollowedPeerStatus:
-        """num_chunks: in the index. Any thread."""
         record, now_s = self.record, time.monotonic()
         state, fault, since_s = self._state()
         last = record.last_fault
@@ -160,7 +148,6 @@ class Peer:
         }
 
     def _state(self) -> tuple[str, PeerFault | None, float]:
-        """Return the state, its fault, and when it began."""
         fault = self.away_for
         if self.is_self:
             return "itself", None, self.state_at_s
@@ -176,7 +163,7 @@ class Peer:
         return "refused" if is_refused else "away", fault, self.state_at_s
 
     async def fetch(self, items: Sequence[Getting], *, timeout_s: float) -> PeerFault | None:
-        """Read values. Sizes of missing ones stay None. Returns the fault of those not answered."""
+        """Sizes of missing values stay None. Returns the fault of unanswered ones."""
         batches = [_GetBatch(batch) for batch in batched(items, _MOST_KEYS)]
         nbytes = sum(batch.value_bytes for batch in batches)
         self.asked_bytes += nbytes
@@ -202,7 +189,6 @@ class Peer:
         return None
 
     def introduction(self) -> bytearray:
-        """Return the record that follows the peer's welcome."""
         return encode(self._introduction())
 
     async def open_to_follow(self) -> tuple[Stream, p.PeerWelcome]:
@@ -217,12 +203,10 @@ class Peer:
         return stream, greeting
 
     def mended(self) -> None:
-        """Ask the peer again: it has a new connection."""
         self._pool.close_idle()
         self._breaker.succeeded()
 
     def _failed(self, fault: PeerFault, items: Sequence[Getting]) -> PeerFault:
-        """Leave the peer alone for a while, then ask it over new connections."""
         self._pool.close_idle()
         self.record.load_failed(fault, num_missed=sum(item.size is None for item in items))
         if not self.is_paused:
@@ -234,7 +218,6 @@ class Peer:
         return fault_of(operation, self.address, error)
 
     def close(self) -> None:
-        """It is not used any more. Its metrics go, too."""
         self._pool.close()
         self.record.close()
 

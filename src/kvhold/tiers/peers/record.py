@@ -1,6 +1,4 @@
-"""What happened with one peer, for `kvhold peers` and the metrics.
-
-    record.loaded(begin_s, chunks=12, nbytes=..., absent=1); record.failed(fault, num_missed=3)
+"""The events of one peer, for `kvhold peers` and the metrics.
 
 The tiers' loop writes. Any thread reads.
 """
@@ -36,7 +34,6 @@ class PeerRecord:
         return median(times) if times else None
 
     def close(self) -> None:
-        """Remove the peer from the metrics. Calls that still end are not counted there."""
         self._metrics.forget("peer", self._address)
         self._metrics = Metrics()
 
@@ -49,7 +46,6 @@ class PeerRecord:
         self._metrics.set("kvhold_peer_index_chunks", num_chunks, peer=self._address)
 
     def loaded(self, seconds: float, *, num_chunks: int, nbytes: int, num_absent: int) -> None:
-        """Note an answered get."""
         self.num_loads += 1
         self.num_chunks += num_chunks
         self.num_absent += num_absent

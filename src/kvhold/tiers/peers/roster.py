@@ -1,13 +1,7 @@
 """The peers that a tier follows now: those of its URL, or those that a directory lists.
 
-    roster = Roster(...); roster.start(); roster.peers ...; await roster.close()
-
-A directory is read every `refresh_s`. A peer that leaves the list is lost: its chunks are not
-found, and leave the index after `forget_s`. If it is listed again before, it is followed from where
-it was.
-
-A list that cannot be read, or is empty, changes nothing at first. After `keep_list_s`, those peers
-leave that are lost; what answers is followed further. One event loop, but for `status` and `own`.
+The chunks of an unlisted peer are not found, and leave the index after `forget_s`. One event loop,
+but for `status` and `own`.
 """
 
 import asyncio
@@ -28,9 +22,9 @@ from kvhold.tiers.peers.peer import Peer
 
 log = logging.getLogger(__name__)
 
-_READ_S = 4.0  # less than a check may take, see `GuardConfig.get_timeout_s`
+_READ_S = 4.0
 _LEAVE_S = 2.0
-_MOST_NAMED = 10  # addresses in a line of the log
+_MOST_NAMED = 10
 _GOES_ON = "the last list stays in use"
 TOO_MANY = (
     f"at most {MOST_PEERS} peers are followed; for more hosts use a central cache (kvhold://), or "
@@ -54,8 +48,8 @@ class Roster:
         directory: Directory | None = None,
         timing: DirectoryConfig | None = None,
     ) -> None:
-        """make_peer:  its arguments are the peer's number and its address
-        addresses:  without a directory: all peers, at most MOST_PEERS
+        """make_peer: called with the peer's number and its address
+        addresses: without a directory: all peers, at most MOST_PEERS
         """
         self._index = index
         self._make_peer = make_peer
@@ -65,7 +59,7 @@ class Roster:
         self._timing = timing or DirectoryConfig()
         self._peers: dict[int, Peer] = {}
         self._following: dict[Peer, asyncio.Task[None]] = {}
-        self._leaving: dict[Peer, asyncio.Task[None]] = {}  # the oldest first
+        self._leaving: dict[Peer, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reading: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -80,7 +74,6 @@ class Roster:
 
     @property
     def peers(self) -> list[Peer]:
-        """The peers of the list, in the order of their numbers. Any thread."""
         return [peer for _, peer in sorted(dict(self._peers).items()) if peer.is_listed]
 
     @property
@@ -93,14 +86,12 @@ class Roster:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the peers in the index, also of those that are no longer listed."""
         return list(self._peers)
 
     def by_number(self, number: int) -> Peer | None:
         return self._peers.get(number)
 
     def start(self) -> None:
-        """Idempotent."""
         if self._loop is not None or self._is_closed:
             return
         self._loop = asyncio.get_running_loop()
@@ -111,19 +102,17 @@ class Roster:
             self._reading = self._loop.create_task(self._keep_reading(self._directory))
 
     async def wait_for_list(self) -> None:
-        """Wait until the directory was asked once."""
         if self._directory is not None:
             await self._was_read.wait()
 
     def serve_as(self, own: Own) -> None:
-        """Tell the directory about this node, now. Any thread."""
+        """Tell the directory about this node. Any thread."""
         self.own = own
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def is_followed_elsewhere(self, peer: Peer, incarnation: int) -> bool:
-        """Whether another address of the same node is in use."""
         return any(
             other.is_open and other.incarnation == incarnation
             for other in self._peers.values()
@@ -131,7 +120,6 @@ class Roster:
         )
 
     def status(self) -> FollowedPeersStatus:
-        """Any thread."""
         directory, loop = self._directory, self._loop
         return {
             "directory": "" if directory is None else directory.source,
@@ -148,7 +136,6 @@ class Roster:
         }
 
     async def close(self) -> None:
-        """End following, and a registration."""
         self._is_closed = True
         tasks = [*self._following.values(), *self._leaving.values()]
         if self._reading is not None:
@@ -214,10 +201,7 @@ class Roster:
         self._list_fault = fault
 
     async def _use(self, addresses: Iterable[Address]) -> int:
-        """Follow these peers, and no others. Returns the number of those that are too many.
-
-        Peers that are listed already come first.
-        """
+        """Follow these peers only, listed ones first. Returns the number beyond the limit."""
         wanted = set(addresses)
         before = [peer for peer in self.peers if peer.address not in wanted]
         for peer in before:
@@ -256,7 +240,6 @@ class Roster:
         self._leaving[peer] = self._loop.create_task(self._forget_later(peer))
 
     async def _forget_later(self, peer: Peer) -> None:
-        # cancelled when the peer is listed again
         await asyncio.sleep(self._forget_s)
         await self._forget(peer)
         del self._leaving[peer]

@@ -1,14 +1,7 @@
-"""The tier of peers: the chunks of other nodes, which serve them (`peers.listen`).
+"""The tier of peers: the chunks of other nodes, which serve them (docs/peers.md).
 
-    # peers://host-a:7711,host-b:7711?token_file=/etc/kvhold/token&tls=true
-
-The list of peers is in the URL, or comes from a directory (`dns.py`, `etcd.py`).
-
-Each peer is followed, so a probe sends nothing. A get goes to the least loaded peer that has the
-chunk. A chunk that is no longer there is a miss, and leaves the index. Nothing is written.
-
-**Clears** (`clear_numbers.py`). A peer's chunks are found only if the peer has made this host's
-clears, too. This host learns the clears of its peers.
+Each peer is followed, so a probe sends nothing. A peer's chunks are found only if it has made this
+host's clears (`clear_numbers.py`).
 """
 
 import asyncio
@@ -46,7 +39,7 @@ from kvhold.tiers.peers.peer import Connect, Peer
 from kvhold.tiers.peers.roster import TOO_MANY, Roster
 from kvhold.tiers.url import TierUrl
 
-_KEYS_A_TURN = 300  # about a millisecond
+_KEYS_A_TURN = 300
 _OTHERS_S = 1.0
 
 
@@ -107,7 +100,7 @@ class PeersTier:
     ) -> None:
         """addresses: of the peers; with a directory: to whose hosts a token may be sent
 
-        Raises ConfigError for invalid settings.
+        Raises ConfigError.
         """
         if not config.tls and (config.ca_file or config.cert_file or config.key_file):
             raise ConfigError("peers: ca_file, cert_file and key_file are for TLS; add tls=true")
@@ -135,7 +128,6 @@ class PeersTier:
         self._learned: Callable[[bytes], None] = lambda prefix: None
         self._index = PeerIndex()
         self.metrics = Metrics()
-        """By peer. The tiers' loop writes them."""
         self._bus = self.make_bus()
         self._inboxes = None if self._bus is None else Inboxes(self.metrics)
         self._reading: asyncio.Task[None] | None = None
@@ -175,7 +167,7 @@ class PeersTier:
 
     @staticmethod
     def token_of(url: TierUrl) -> str:
-        """Return the token in a URL. Raises ConfigError if it has a user, too."""
+        """Raises ConfigError if the URL has a user, too."""
         if url.username:
             raise ConfigError(
                 f"tiers: {url.shown}: there are no users, only a token; write "
@@ -188,7 +180,6 @@ class PeersTier:
         return self._roster.peers
 
     async def listed(self) -> list[Peer]:
-        """Return the peers. A directory is read first, and then its peers are followed."""
         if self._roster.has_directory:
             self._start()
             await self._roster.wait_for_list()
@@ -203,7 +194,6 @@ class PeersTier:
         return len(self._index)
 
     def peers_status(self) -> FollowedPeersStatus:
-        """Any thread."""
         status = self._roster.status()
         if self._bus is not None and self._inboxes is not None:
             status |= {
@@ -214,7 +204,6 @@ class PeersTier:
         return status
 
     def make_bus(self) -> Bus | None:
-        """Return the bus of the settings, for one event loop. Raises ConfigError."""
         if not self._config.bus:
             return None
         try:
@@ -225,18 +214,13 @@ class PeersTier:
         return bus
 
     def check_serving(self, config: ServePeersConfig) -> None:
-        """Raises ConfigError if the node that this tier belongs to could not be registered."""
+        """Raises ConfigError if the node of this tier could not be registered."""
 
     def serve_as(self, own: Own) -> None:
-        """Tell the tier of which node it is part, if that serves peers. Any thread.
-
-        It does not follow itself.
-        """
+        """Set the node that this tier belongs to, if that serves peers. Any thread."""
         self._roster.serve_as(own)
         if self._inboxes is not None:
             self._inboxes.own_incarnation = own.incarnation
-
-    # Clears, see `guard.KeepsClears`.
 
     @property
     def numbers(self) -> dict[bytes, int]:
@@ -254,10 +238,8 @@ class PeersTier:
     def announce(self, prefix: bytes) -> None:
         self.clear_numbers.announce(prefix)
 
-    # The contract of a tier.
-
     async def check(self) -> None:
-        """Passes if one peer is followed. The others may take `_OTHERS_S` more."""
+        """Pass once one peer is followed. The others may take `_OTHERS_S` more."""
         self._start()
         await self._roster.wait_for_list()
         trying = {asyncio.ensure_future(peer.tried.wait()) for peer in self.peers}
@@ -335,7 +317,7 @@ class PeersTier:
         return [TierError(TIER, "put", "nothing is written to peers") for _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Forget chunks, such as damaged ones. They are found again when a peer adds them."""
+        """Forget chunks, such as damaged ones, until a peer adds them again."""
         for key in keys:
             for number in self._roster.numbers:
                 self._index.remove(digest_of(key), peer=number)
@@ -350,7 +332,7 @@ class PeersTier:
     async def close(self) -> None:
         self._is_closed = True
         if self._reading is not None:
-            self._reading.cancel()  # now, because the caller's deadline may cut this off
+            self._reading.cancel()
         await self._roster.close()
         if self._reading is not None:
             await end_task(self._reading)
@@ -379,7 +361,6 @@ class PeersTier:
         )
 
     def _allowed(self, space: bytes) -> int:
-        """Return the mask of the peers whose chunks of a namespace may be used now."""
         return sum(
             peer.mask
             for peer in self.peers
@@ -387,7 +368,6 @@ class PeersTier:
         )
 
     def _faults(self, space: bytes) -> dict[int, TierError]:
-        """Return why the other peers' chunks of a namespace may not be used, by mask."""
         return {
             peer.mask: fault
             for peer in self.peers
@@ -396,7 +376,6 @@ class PeersTier:
         }
 
     def _shares(self, items: Sequence[Getting]) -> list["_Share"]:
-        """Give each item to the least loaded peer that has it."""
         shares: dict[int, _Share] = {}
         allowed: dict[bytes, int] = {}
         peers = {peer.number: peer for peer in self.peers}

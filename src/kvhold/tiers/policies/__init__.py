@@ -18,7 +18,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "s3fifo": S3FifoPolicy,
     "learned": LearnedPolicy,
 }
-# policies that need not be told of lookups: of all tiers, only a node's disks are told
+# `learned` must be told of lookups: of all tiers, only a node's disks are
 TIER_POLICIES = tuple(name for name in POLICIES if name != "learned")
 
 __all__ = [

@@ -4,16 +4,14 @@
     for key in policy.victims(nbytes, pinned):        # keys to evict, in order, for `nbytes` bytes
         policy.remove(key, evicted=True)
 
-**No policy evicts a prefix before its continuation**, because a continuation alone is useless. A
-pinned continuation protects its whole prefix, as far as the links reach.
-
-Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
+**No policy evicts a prefix before its continuation.** A pinned continuation protects its whole
+known prefix. Not thread-safe. `kvhold.testing.PolicyContract` is the conformance suite.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-# Classes of a chunk's value per byte (`cache/values.py`): NEUTRAL, more or less by half octaves.
+# classes of a chunk's value per byte (`cache/values.py`), by half octaves around NEUTRAL
 NUM_VALUES = 16
 NEUTRAL = 8
 
@@ -22,38 +20,36 @@ class Policy(Protocol):
     """Keys are KEY_BYTES long and begin with the namespace, which chunk and parent share.
 
     learns:   whether the policy must be told of lookups
-    declined: whether the last `victims` was empty because `wanted` is worth less than a victim
+    declined: the last `victims` was empty because `wanted` is worth less than a victim
     """
 
     learns: bool
     declined: bool
 
     def insert(self, key: bytes, nbytes: int, parent: bytes | None = None) -> None:
-        """Add a chunk. For a known key, only an unknown parent is set.
+        """For a known key, only an unknown parent is set.
 
-        parent: key of the previous chunk, of the same group and shard; it may be absent. A parent
-                that continues `key` is ignored, because it would close a cycle
+        parent: key of the previous chunk, of the same group and shard; it may be absent. One that
+                continues `key` is ignored
         """
 
     def touch(self, key: bytes) -> None:
-        """Count a chunk as used. Ignores unknown keys."""
+        """Ignores unknown keys."""
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
         """Count chunks as used, in this order."""
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
-        """Record a lookup. Return the `prompt` argument of `used` and `missed`.
+        """Record a lookup, if `learns`. Return the `prompt` argument of `used` and `missed`.
 
-        Called only if `learns`.
-
-        keys:     the keys of a prompt's whole chunks, in the first group and shard, in order
+        keys:     of a prompt's whole chunks, in the first group and shard, in order
         num_here: number of leading chunks that the hit has
         """
 
     def used(self, keys: Iterable[bytes], prompt: int, value: int = NEUTRAL) -> None:
         """Record the chunks of a hit, in all groups and shards.
 
-        value: the value of each, below `NUM_VALUES`
+        value: of each, below `NUM_VALUES`
         """
 
     def missed(
@@ -65,18 +61,16 @@ class Policy(Protocol):
         """
 
     def expected_back_s(self, key: bytes, ago_s: float) -> float | None:
-        """Return how long after its eviction a chunk was expected to be used again.
+        """How long after its eviction a chunk was expected to be used again. Call it before
+        `missed`.
 
-        None: unknown, or no use was expected. Call this before `missed`, which records a new use.
+        None: unknown, or no use was expected.
 
         ago_s: seconds since the eviction, or since the chunk was declined
         """
 
     def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """Remove a chunk. Ignores unknown keys.
-
-        evicted: true for a victim; false for a cleared chunk
-        """
+        """Ignores unknown keys. evicted: true for a victim; false for a cleared chunk."""
 
     def victims(
         self,
@@ -90,7 +84,7 @@ class Policy(Protocol):
         No victim is pinned, and each comes after all its continuations. Removes nothing. `pinned`
         is called with known keys only.
 
-        namespace: choose only among its keys, for a quota
+        namespace: choose only among its keys
         wanted:    the chunk that needs the bytes; if it is worth less than a victim, return nothing
         """
 

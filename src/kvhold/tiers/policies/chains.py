@@ -1,12 +1,7 @@
 """The shared part of all policies: chains, candidates for eviction, bytes per namespace.
 
-    class FifoPolicy(ChainPolicy):
-        def _inserted(self, chunk: Chunk) -> None:
-            self._rank(chunk, self._now())            # the lowest rank is evicted first
-
-*Leaves* are chunks without a continuation here. Queues order them by rank, for each namespace and
-for all together. Insert, touch and remove cost O(log leaves) at most. `victims` costs O((victims +
-pinned leaves before them) log leaves).
+*Leaves* are chunks without a continuation here. Queues order them by rank, per namespace and for
+all. Insert, touch and remove cost O(log leaves).
 """
 
 from abc import ABC, abstractmethod
@@ -23,17 +18,13 @@ from kvhold.tiers.table import KeyTable
 
 _BUCKET_BITS = 8
 _SWEPT_AT_ONCE = 128
-_SWEPT_A_CALL = 3  # keeps about two places per leaf at most
+_SWEPT_A_CALL = 3
 
 
 class Chunk:
-    """One known key.
-
-    rank:  unique; the lowest is evicted first
-    uses:  a counter for the policy
-    use:   the last use, for `LearnedPolicy`
-    place: its entry in the heaps; None if it is not a leaf
-    space: its namespace
+    """rank: unique; the lowest is evicted first
+    use: the last use, for `LearnedPolicy`
+    place: in the heaps; None if it is not a leaf
     """
 
     __slots__ = ("key", "nbytes", "parent", "place", "queue", "rank", "space", "use", "uses")
@@ -50,21 +41,19 @@ class Chunk:
         self.place: Place | None = None
 
 
-Place: TypeAlias = tuple[int, int, Chunk]  # compared by the unique rank
+Place: TypeAlias = tuple[int, int, Chunk]
 
 
 class Queue:
-    """Leaves that are ranked together, of one namespace or of all.
-
-    Each heap has the places of 256 neighbouring ranks. A new place makes the chunk's old one stale.
-    Each call sweeps some stale places, so no call takes long.
+    """Each heap has the places of 256 neighbouring ranks. A chunk's older places are stale; each
+    call sweeps a few.
     """
 
     __slots__ = ("_buckets", "_credit", "_order", "_to_sweep")
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[int, int], list[Place]] = {}
-        self._order: list[tuple[int, int]] = []  # some are obsolete
+        self._order: list[tuple[int, int]] = []
         self._to_sweep: list[tuple[int, int]] = []
         self._credit = 0
 
@@ -88,7 +77,6 @@ class Queue:
         return None
 
     def peek(self) -> Place | None:
-        """Return the place that `pop` would return, without removing it."""
         while self._order:
             bucket = self._buckets.get(self._order[0], [])
             while bucket:
@@ -99,7 +87,7 @@ class Queue:
         return None
 
     def is_surely_empty(self) -> bool:
-        """Whether no leaf is left. False if finding out would take long."""
+        """False if finding out would take long."""
         if len(self._buckets) > 1 or len(self._order) > _SWEPT_AT_ONCE:
             return not self._buckets
         return self.peek() is None
@@ -139,12 +127,6 @@ class Queue:
 
 
 class ChunkSpace:
-    """The chunks of one namespace, or all chunks.
-
-    queues:      by number
-    small_bytes: bytes in the small queue of S3-FIFO
-    """
-
     __slots__ = ("nbytes", "num_chunks", "queues", "small_bytes")
 
     def __init__(self) -> None:
@@ -161,8 +143,6 @@ class ChunkSpace:
 
 
 class ChainPolicy(ABC):
-    """Subclasses override `_inserted`, and other hooks if needed."""
-
     learns = False
 
     def __init__(self) -> None:
@@ -329,7 +309,6 @@ class ChainPolicy(ABC):
             self._place(above)
 
     def _continues(self, chunk: Chunk, first: Chunk) -> bool:
-        """Return whether `chunk` is `first` or continues it. Cheap if chunks come in order."""
         if chunk is first or first.key not in self._continued:
             return chunk is first
         return any(above.parent == first.key for above in (chunk, *self._above(chunk)))
@@ -344,7 +323,7 @@ class Walk:
         self.space = space
         self.taken: list[bytes] = []
         self.freed_bytes = 0
-        self.declined = False  # the remaining leaves are worth more than the new chunk
+        self.declined = False
         self._policy = policy
         self._pinned = pinned
         self._seen: list[Place] = []
@@ -367,7 +346,6 @@ class Walk:
                 self._push(place)
 
     def next(self, queue: int) -> Chunk | None:
-        """Return the next unpinned leaf of a queue, or None. Returns each leaf once."""
         while (place := self.space.queue(queue).pop()) is not None:
             self._seen.append(place)
             if not self._pinned(place[2].key):
@@ -375,7 +353,6 @@ class Walk:
         return None
 
     def take(self, chunk: Chunk) -> None:
-        """Take a victim. A parent without other continuations becomes a leaf."""
         self.taken.append(chunk.key)
         self.freed_bytes += chunk.nbytes
         if chunk.parent is None:
@@ -394,4 +371,4 @@ class Walk:
         self.space.queue(place[2].queue).push(place)
 
     def settle(self) -> None:
-        """Accept the victims. A policy may now move the chunks that it passed over."""
+        """A policy may now move the chunks that it passed over."""

@@ -1,12 +1,7 @@
-"""Remembers the last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
+"""The last use of chunks that are not in memory: 9 bytes each, in a table of fixed size.
 
-    ghosts.add(name, pack(Ghost(at_s=12.0, kind=3, uses=2)), now_s)
-    past = ghosts.take(name)                    # 0: none
-    unpack(past, now_s)
-
-A name's hash chooses a set of eight places. A new chunk in a full set replaces the chunk with the
-oldest use. A place has 32 bits of the hash. Two names are confused once in 500 million lookups,
-which gives a wrong estimate.
+A name's hash chooses a set of eight places. A new chunk in a full set replaces the one with the
+oldest use.
 
     number:  past (tick 22 | value 4 | kind 9 | uses 5) | tag 24
     mark:    one byte, 0 in an empty place; one call searches a set for it
@@ -28,13 +23,13 @@ _MARKS = 255
 TICK_S = 2.0
 _TICKS = 1 << 22
 _KIND_BITS, _USES_BITS = 9, 5
-_PAST_BITS = 4 + _KIND_BITS + _USES_BITS  # below the tick
+_PAST_BITS = 4 + _KIND_BITS + _USES_BITS
 MOST_KINDS = 1 << _KIND_BITS
 MOST_USES = (1 << _USES_BITS) - 1
 
 
 class Ghost(NamedTuple):
-    """at_s: time of the last use; uses: 1 to `MOST_USES`; value: 0 to 15"""
+    """at_s: of the last use; uses: 1 to `MOST_USES`; value: 0 to 15."""
 
     at_s: float
     kind: int
@@ -45,20 +40,19 @@ class Ghost(NamedTuple):
 class Ghosts:
     def __init__(self, most: int = _MOST) -> None:
         """most: a power of 2, 8 or more."""
-        self._firsts = most - _WAYS  # the bits of a set's first place
+        self._firsts = most - _WAYS
         self._places = np.zeros(most, np.uint64).data
         self._marks = bytearray(most)
         self.nbytes = 9 * most
         self.num = 0
 
     def add(self, name: bytes, past: int, now_s: float) -> int:
-        """Remember a chunk. Return the past that it replaced, of this or another chunk; 0: none."""
+        """Return the replaced past, of this or another chunk; 0: none."""
         number = xxh3_64_intdigest(name)
         place = self._find(number)
         return self._set(number, past, now_s) if place < 0 else self._renew(place, past)
 
     def take(self, name: bytes) -> int:
-        """Return a chunk's past and forget it; 0: none."""
         place = self._find(xxh3_64_intdigest(name))
         if place < 0:
             return 0
@@ -67,7 +61,6 @@ class Ghosts:
         return self._places[place] >> _TAG_BITS
 
     def find(self, name: bytes) -> int:
-        """Return a chunk's past; 0: none."""
         place = self._find(xxh3_64_intdigest(name))
         return 0 if place < 0 else self._places[place] >> _TAG_BITS
 
@@ -79,12 +72,10 @@ class Ghosts:
         *,
         if_known: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """Record uses of chunks now.
-
-        pasts:    the past to remember: `[number of earlier uses]`
+        """pasts: the past to remember: `[number of earlier uses]`
         if_known: add no unknown chunks
 
-        Returns the earlier pasts of the known chunks, and the pasts of chunks that were replaced.
+        Returns the earlier pasts of the known chunks, and the pasts of replaced chunks.
         """
         find, new = self._find, pasts[0]
         known, replaced = [], []
@@ -98,7 +89,6 @@ class Ghosts:
         return known, replaced
 
     def _find(self, number: int) -> int:
-        """Return the place of a chunk by its hash; -1: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         mark, end = (number >> 56) % _MARKS + 1, first + _WAYS
         place = self._marks.find(mark, first, end)
@@ -107,13 +97,11 @@ class Ghosts:
         return place
 
     def _renew(self, place: int, past: int) -> int:
-        """Change the past of a place. Return the old one."""
         number = self._places[place]
         self._places[place] = past << _TAG_BITS | number & _TAG
         return number >> _TAG_BITS
 
     def _set(self, number: int, past: int, now_s: float) -> int:
-        """Remember an unknown chunk. Return the past of the chunk that it replaced; 0: none."""
         tag, first = number & _TAG, number >> _TAG_BITS & self._firsts
         place = self._marks.find(0, first, first + _WAYS)
         if place < 0:
@@ -137,7 +125,6 @@ def pack(ghost: Ghost) -> int:
 
 
 def pack_queue(at_s: float, queue: int, uses: int) -> int:
-    """queue: of `queue_of`"""
     uses = min(uses, MOST_USES)
     return int(at_s / TICK_S) % _TICKS << _PAST_BITS | queue << _USES_BITS | uses
 
@@ -148,12 +135,10 @@ def unpack(past: int, now_s: float) -> Ghost:
 
 
 def age_s_of(past: int, now_s: float) -> float:
-    """Return the time since the last use."""
     return (_tick(now_s) - (past >> _PAST_BITS)) % _TICKS * TICK_S
 
 
 def queue_of(past: int) -> int:
-    """Return the value and the kind in one number: value * MOST_KINDS + kind."""
     return past >> _USES_BITS & (1 << _PAST_BITS - _USES_BITS) - 1
 
 

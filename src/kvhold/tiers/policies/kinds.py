@@ -1,11 +1,11 @@
-"""The kinds of chunks that `learned` distinguishes: by uses, pause and new chunks of the prompt.
+"""The kinds of chunks that `learned` distinguishes (docs/eviction.md).
 
-A *prompt* is the number that `LearnedPolicy.looked_up` returns: pause and new chunks in one number.
+A *prompt* (`LearnedPolicy.looked_up`): pause and new chunks in one number.
 """
 
 from kvhold.tiers.policies.ghosts import MOST_USES, Ghost, pack
 
-USES, PAUSES, NEW = 7, 5, 8  # numbers of values
+USES, PAUSES, NEW = 7, 5, 8
 _PROMPTS = PAUSES * NEW
 
 
@@ -13,13 +13,13 @@ def kind_of(uses: int, prompt: int) -> int:
     return (min(uses.bit_length(), USES) - 1) * _PROMPTS + prompt
 
 
-# by the number of earlier uses: the number to add to the packed past of a chunk's first use
+# by earlier uses: the number to add to the packed past of a first use
 _PAST_OF_NEXT_USE = [
     pack(Ghost(0.0, kind_of(uses, 0), uses)) for uses in (*range(1, MOST_USES + 1), MOST_USES)
 ]
 
 
 def pasts_of_use(prompt: int, value: int, now_s: float) -> list[int]:
-    """Return the past of a chunk that is used now: `[number of earlier uses]`."""
+    """For chunks used now: `[number of earlier uses]`."""
     first = pack(Ghost(now_s, prompt, 0, value))
     return [first + more for more in _PAST_OF_NEXT_USE]

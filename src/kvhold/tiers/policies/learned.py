@@ -1,15 +1,7 @@
-"""Evicts the chunk with the lowest worth, which is learnt from the times between uses.
+"""Evicts the chunk with the lowest worth, learnt from the times between uses (docs/eviction.md).
 
-A chunk is used when a prompt that contains it is looked up. Each chunk has a *kind*: how often it
-was used, how long its prompt had paused before the last use, and how many chunks of that prompt
-were new. `reuse_times.py` learns for each kind when such chunks are used again. A chunk's worth
-follows from its kind, the time since its last use and its *value* (`base.py`). Only the oldest leaf
-of each kind and value is compared.
-
-A new chunk is declined if a chunk that it would evict is worth more.
-
-`ghosts.py` remembers evicted and missing chunks. Without it, the policy would learn only from
-chunks that stayed in memory.
+Only the oldest leaf of each kind and value is compared. A new chunk is declined if a victim is
+worth more. `ghosts.py` remembers evicted and missing chunks.
 """
 
 import time
@@ -37,11 +29,10 @@ from kvhold.tiers.table import SPREAD
 
 _PAUSES_S = (30.0, 120.0, 480.0)
 _UNKNOWN_PROMPT = 0
-_UNKNOWN = NEUTRAL * MOST_KINDS  # the queue of a chunk that was in no lookup
-# There are 4480 queues at most. Their heads are renewed in parts:
+_UNKNOWN = NEUTRAL * MOST_KINDS
 _MOST_AGED = 150  # heads per tick
 _MOST_CHANGED = 16  # heads per victim
-_FIRST = place_suffix(0, 0)  # the suffix of the keys given to `looked_up` and `missed`
+_FIRST = place_suffix(0, 0)
 _FACTORS: list[float] = [2.0 ** ((value - NEUTRAL) / 2) for value in range(NUM_VALUES)]
 
 Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
@@ -50,10 +41,9 @@ Head: TypeAlias = tuple[float, int, int]  # worth, rank, queue
 class LearnedSpace(ChunkSpace):
     """Each queue with a leaf is in `newest` or in `changed`.
 
-    heads:   a heap of the queues' first leaves; some are out of date
-    newest:  each queue's latest head in the heap
-    changed: queues whose first leaf may have changed
-    aged:    queues whose first leaf may have another worth by now
+    heads:  a heap of the queues' first leaves; some are out of date
+    newest: each queue's latest head in the heap
+    aged:   queues whose first leaf may have another worth by now
     """
 
     __slots__ = ("aged", "changed", "heads", "newest", "tick")
@@ -85,7 +75,7 @@ class LearnedPolicy(ChainPolicy):
         self._begun_s = clock()
         self.times = ReuseTimes((USES, PAUSES, NEW), _FACTORS)
         self.ghosts = Ghosts()
-        self._uses_at: dict[int, Use] = {}  # results of `_use_at` by past, for `_version`
+        self._uses_at: dict[int, Use] = {}
         self._version = 0
 
     def looked_up(self, keys: Sequence[bytes], num_here: int) -> int:
@@ -151,7 +141,7 @@ class LearnedPolicy(ChainPolicy):
             return None
         ghost = unpack(past, self.times.now_s)
         age_s = self.times.now_s - ago_s - ghost.at_s
-        if age_s < -TICK_S:  # it was used since
+        if age_s < -TICK_S:
             return None
         return self.times.expected_s(ghost.kind, max(0.0, age_s))
 
@@ -161,7 +151,6 @@ class LearnedPolicy(ChainPolicy):
             self.times.advance(now_s)
 
     def _num_known(self, keys: Sequence[bytes], num_here: int) -> int:
-        """Return how many chunks were ever used. Assumes that the known chunks are the first."""
         low, high = num_here, len(keys)
         while low < high:
             middle = (low + high) // 2
@@ -175,7 +164,6 @@ class LearnedPolicy(ChainPolicy):
         return key in self._chunks or self._ghost(key) != 0
 
     def _pause(self, key: bytes) -> int:
-        """Return the class of the time since the last use of a known chunk."""
         chunk, now_s = self._chunks.get(key), self.times.now_s
         if chunk is not None:
             assert chunk.use is not None
@@ -185,7 +173,6 @@ class LearnedPolicy(ChainPolicy):
         return 1 + sum(now_s - at_s >= most for most in _PAUSES_S)
 
     def _ghost(self, key: bytes) -> int:
-        """Return the past of a chunk that is not here; 0: unknown."""
         return self.ghosts.find(key[:NAME_BYTES])
 
     def _use_at(self, past: int) -> Use:
@@ -200,10 +187,7 @@ class LearnedPolicy(ChainPolicy):
         return use
 
     def _inserted(self, chunk: Chunk) -> None:
-        """Give a new chunk its past, which all its groups and shards share.
-
-        The entry of the first group and shard takes the past out of the ghosts.
-        """
+        """A chunk's groups and shards share a past; the first one takes it out of the ghosts."""
         self._advance()
         name, times = chunk.key[:NAME_BYTES], self.times
         first = chunk if chunk.key.endswith(_FIRST) else self._chunks.get(name + _FIRST)
@@ -215,7 +199,7 @@ class LearnedPolicy(ChainPolicy):
         else:
             chunk.uses, chunk.queue = (uses_of(past), queue_of(past)) if past else (1, _UNKNOWN)
         chunk.use = times.use(chunk.queue % MOST_KINDS)
-        chunk.rank = 0, self._now()  # it is in no queue yet
+        chunk.rank = 0, self._now()
 
     def _touched(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -230,7 +214,6 @@ class LearnedPolicy(ChainPolicy):
             self._drop_if_empty(before, chunk)
 
     def _drop_if_empty(self, queue: int, chunk: Chunk) -> None:
-        """Drop a queue that `chunk` has left. Otherwise up to 4480 empty queues would remain."""
         for space in (self._all, chunk.space):
             assert isinstance(space, LearnedSpace)
             space.drop_if_empty(queue)
@@ -270,8 +253,6 @@ class LearnedPolicy(ChainPolicy):
 
 
 class _LearnedWalk(Walk):
-    """A queue's head is checked only when it is the lowest one."""
-
     space: LearnedSpace
 
     def __init__(
@@ -310,9 +291,9 @@ class _LearnedWalk(Walk):
                 self._renew(first[2])
                 continue
             space.changed.add(first[2])
-            if (chunk := self.next(first[2])) is None:  # all leaves of the queue are pinned
+            if (chunk := self.next(first[2])) is None:
                 continue
-            if chunk.rank[1] != first[1]:  # the head was pinned: the next leaf may be worth more
+            if chunk.rank[1] != first[1]:
                 self._push(self._seen.pop())
                 continue
             if first[0] > self._most_worth:

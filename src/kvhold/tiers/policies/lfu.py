@@ -1,6 +1,6 @@
 """Least frequently used: evicts the chunk with the fewest uses; of several, the oldest.
 
-The number of uses does not decay. A removal forgets it.
+Uses do not decay. A removal forgets them.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Most recently used: evicts the chunk with the latest use.
 
-For texts that are used in rotation and do not all fit: LRU would miss each of them every time.
+For texts that are used in rotation and do not all fit.
 """
 
 from collections.abc import Sequence

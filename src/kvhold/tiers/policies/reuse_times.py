@@ -1,38 +1,19 @@
-"""Learns after how long chunks are used again, for each kind of chunk.
+"""Learns after how long chunks are used again, for each kind of chunk (docs/eviction.md).
 
-    times = ReuseTimes((7, 5, 8))
-    times.advance(now_s)
-    used = times.use(kind, num_chunks)       # used now
-    times.end(used, num_chunks)              # used again now
-    times.worth(used)                        # the worth of keeping such a chunk from now on
+Chunks last used at about the same time are a *cohort*. The table has counts by kind and bucket of
+age: intervals between two uses that reached the bucket, and that ended there.
 
-An *interval* begins with each use of a chunk and ends with its next use, wherever the chunk is
-then. Chunks that were last used at about the same time are one *cohort*. For each kind and bucket
-of age, the table counts the intervals that reached the bucket, and those that ended there. An open
-interval counts only for the ages that it has reached (a period life table).
-
-Both counts decay with a half-life. A kind is described by several numbers. The estimate of a kind
-with few uses comes mostly from all kinds that share its first numbers.
-
-Suppose that a chunk is kept until it is used again, but for a time h at most. Its worth is the
-maximum over all h of
+The worth of a chunk is the maximum over all times h of
 
     P(used again within h) - price * E[seconds until then, or h]
 
-The *yield* is the price at which the worth is 0 (a Gittins index). The price is half the mean yield
-of evicted chunks. So chunks with a far lower yield are worth 0; they are evicted by age.
+The *yield* is the price at which the worth is 0 (a Gittins index). Chunks whose yield is far below
+the price are worth 0, and evicted by age. For a new chunk, h is at least the end of the first
+bucket; a worth below 0 saves writes. A *factor* says how much a use of a chunk saves, and
+multiplies the probability.
 
-For a new chunk, h is the end of the first bucket or later. So its worth can be below 0, and then it
-does not evict a chunk that is worth 0. Without this rule, there would be as many hits, but more
-bytes written.
-
-If one use of a chunk saves more than another's, the chunk has a larger *factor*. The factor
-multiplies the probability. So the worth is factor * (the worth at price / factor).
-
-Memory has its own price, and so has each disk tier below it (`add_place`). A disk's thread may ask
-its `Worths` while memory's thread calls `ReuseTimes`.
-
-All results depend on the calls alone. Pure.
+Each place has its own price. A disk's thread may read its `Worths` while memory's thread calls
+`ReuseTimes`. Pure.
 """
 
 from bisect import bisect_right
@@ -46,27 +27,25 @@ import numpy.typing as npt
 
 _SHORTEST_S = 0.5
 _BUCKETS_AN_OCTAVE = 2
-_NUM_BUCKETS = 44  # the last one begins after 12 days
+_NUM_BUCKETS = 44
 _COHORTS_A_BUCKET = 4
-_COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s` in `use_at`
+_COHORTS_A_TIME = 10  # more than can begin within the resolution of `at_s`
 _TICK_S = 0.25
 _HALF_LIFE_S = 2 * 3600.0
 _KINDS_A_TICK = 8
-# after a pause many cohorts change their bucket; each tick handles some, so that no tick is long
-_MOST_AGED = 2000  # uses per tick
-_COHORT_UNITS = 20  # a cohort takes as long as this many uses
+# many cohorts change their bucket after a pause, so each tick handles some
+_MOST_AGED = 2000
+_COHORT_UNITS = 20
 
-# The prior: the same hazard in each bucket of the first hour, so that the worth falls with age.
+# the prior: an equal hazard in each bucket of the first hour
 _PRIOR_HAZARD = 0.04
 _PRIOR_S = 3600.0
 _PRIOR_USES = 1.0
-# after this many uses, a kind's own counts weigh as much as those of similar kinds: in total, and
-# for each bucket
 _SCALE_USES = 25.0
 _SHAPE_USES = 125.0
-_PRICE = 0.5  # of the mean yield of evicted chunks
-_PRICE_SHARE = 0.2  # a round of updates moves the price by this share of the difference
-_EXPECTED = 0.5  # a chunk with this probability of another use is expected to be used again
+_PRICE = 0.5
+_PRICE_SHARE = 0.2
+_EXPECTED = 0.5
 
 _EDGES_S = [
     0.0,
@@ -81,8 +60,6 @@ Floats = npt.NDArray[np.float64]
 
 
 class Cohort:
-    """Chunks last used between two moments, by kind."""
-
     __slots__ = ("begun_s", "bucket", "ended_s", "uses")
 
     def __init__(self, now_s: float) -> None:
@@ -93,11 +70,7 @@ class Cohort:
 
 
 class Use:
-    """The last use of some chunks of one kind, in one cohort.
-
-    num:  chunks that were not used again so far
-    into: the use that it was merged into
-    """
+    """into: the use that it was merged into."""
 
     __slots__ = ("cohort", "into", "kind", "num")
 
@@ -112,18 +85,16 @@ NO_USE = Use(-1, Cohort(0.0))
 
 
 class Worths:
-    """The worths of chunks in one place, at its price.
-
-    table: `[factor][kind][bucket]`, not multiplied by the factor. Factors that were never used
-           share one list
+    """table: `[factor][kind][bucket]`, not multiplied by the factor. Unused factors share one
+    list
     """
 
     def __init__(self, times: "ReuseTimes", worths: list[list[float]]) -> None:
         self.table = [worths] * len(times.factors)
         self.price = 0.0
         self._times = times
-        self._sold = (0.0, 0)  # the sum of yields of evicted chunks, and their number
-        self._counted = (0.0, 0)  # the same, as of the last `set_price`
+        self._sold = (0.0, 0)
+        self._counted = (0.0, 0)
 
     @property
     def now_s(self) -> float:
@@ -131,11 +102,10 @@ class Worths:
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks. Results of `worth` change only with it."""
+        """Results of `worth` change only with it."""
         return self._times.num_ticks
 
     def worth(self, kind: int, age_s: float, factor: int) -> float:
-        """Return the worth of a chunk. age_s: the time since its last use"""
         return self.worth_and_yield(kind, age_s, factor)[0]
 
     def worth_and_yield(self, kind: int, age_s: float, factor: int) -> tuple[float, float]:
@@ -143,7 +113,6 @@ class Worths:
         return self.table[factor][kind][bucket] * by, self._times.yields[kind][bucket] * by
 
     def sell(self, price: float) -> None:
-        """Note the yield of a chunk that was evicted or not admitted."""
         self._sold = self._sold[0] + price, self._sold[1] + 1
 
     def set_price(self) -> None:
@@ -156,16 +125,15 @@ class Worths:
 
 class ReuseTimes:
     def __init__(self, sizes: Sequence[int], factors: Sequence[float] = (1.0,)) -> None:
-        """sizes:   for each number that describes a kind: how many values it has
-        factors: see above; calls take an index of this list. It must contain 1.0
+        """sizes: for each number that describes a kind: how many values it has
+        factors: must contain 1.0; calls take an index
         """
         self.num_kinds = prod(sizes)
-        # number of groups of kinds with the same first number, the same first two numbers, ...
         self._groups = list(accumulate(sizes, mul))
         self._reached = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._ended = np.zeros((self.num_kinds, _NUM_BUCKETS))
         self._num_chunks = self._num_uses = 0.0
-        self._cohorts = [Cohort(0.0)]  # the oldest first
+        self._cohorts = [Cohort(0.0)]
         self._to_update = 0
         self._round_hazards = np.zeros((self.num_kinds, _NUM_BUCKETS))
         yields, (worths,) = _evaluate(_PRIOR[None], [0.0])
@@ -178,24 +146,21 @@ class ReuseTimes:
         self.now_s = 0.0
         self.next_tick_s = _TICK_S
         self.num_ticks = 0
-        self.version = 0  # results of `use_at` change when it does
+        self.version = 0
 
     @property
     def num_cohorts(self) -> int:
         return len(self._cohorts)
 
     def num_open(self, use: Use) -> int:
-        """Return how many open intervals a use has, with the uses merged into it."""
         return _merged(use).num
 
     def add_place(self) -> Worths:
-        """Add a place below memory. Return its worths."""
         place = Worths(self, list(self._worths[self._factors_used[0]]))
         self._places.append(place)
         return place
 
     def advance(self, now_s: float) -> None:
-        """Set the time. Results of `worth` change only when `num_ticks` changes."""
         if now_s < self.next_tick_s:
             return
         self._count_youngest()
@@ -214,7 +179,6 @@ class ReuseTimes:
         self._update()
 
     def use(self, kind: int, num_chunks: int = 1) -> Use:
-        """Record that chunks of one kind are used now. All uses in one tick share one object."""
         cohort = self._cohorts[-1]
         use = cohort.uses.get(kind)
         if use is None:
@@ -224,7 +188,6 @@ class ReuseTimes:
         return use
 
     def end(self, use: Use, num_chunks: int = 1) -> None:
-        """Record that chunks of a use are used again."""
         use = _merged(use)
         use.num -= num_chunks
         cohort = use.cohort
@@ -232,19 +195,18 @@ class ReuseTimes:
             self._ended[use.kind, cohort.bucket] += num_chunks
 
     def move(self, before: Use, after: Use, num_chunks: int) -> None:
-        """Record that chunks of a use are used again now. after: a result of `use`"""
+        """Record that chunks are used again now. after: a result of `use`."""
         if num_chunks:
             self.end(before, num_chunks)
             after.num += num_chunks
 
     def forget(self, use: Use, num_chunks: int = 1) -> None:
-        """Stop observing chunks of a use."""
         if use.into is not None:
             use = _merged(use)
         use.num -= num_chunks
 
     def use_at(self, kind: int, at_s: float) -> Use:
-        """Return the latest use of a kind at a past time or before it, to end or forget it."""
+        """Return the latest use of a kind at or before a past time, to end or forget it."""
         cohorts = self._cohorts
         place = bisect_right(cohorts, at_s, key=_begun_s) - 1
         for cohort in reversed(cohorts[max(0, place - _COHORTS_A_TIME) : place + 1]):
@@ -253,29 +215,26 @@ class ReuseTimes:
         return Use(kind, cohorts[max(0, place)])
 
     def last_s(self, use: Use) -> float:
-        """Return when the chunks were used, or a little before."""
         return _merged(use).cohort.begun_s
 
     def use_factor(self, factor: int) -> None:
-        """Compute worths with a factor from now on."""
         if factor not in self._factors_used:
             self._factors_used.append(factor)
             for place in self._places:
                 place.table[factor] = list(place.table[self._factors_used[0]])
 
     def worth(self, use: Use, factor: int = 0) -> float:
-        """Return the worth of a chunk, 0 or more."""
         if use.into is not None:
             use = _merged(use)
         worth = self._worths[factor][use.kind][use.cohort.bucket] * self.factors[factor]
         return worth if worth > 0.0 else 0.0
 
     def worth_of_new(self, kind: int, factor: int = 0) -> float:
-        """Return the worth of a new chunk. It is below 0 if the yield is below the price."""
+        """Below 0 if the yield is below the price."""
         return self._worths[factor][kind][0] * self.factors[factor]
 
     def expected_s(self, kind: int, age_s: float) -> float | None:
-        """Return the median time to the next use, among chunks of this age that are used again.
+        """The median time to the next use, among chunks of this age that are used again.
 
         None: little is known yet, or most chunks are not used again.
         """
@@ -290,12 +249,10 @@ class ReuseTimes:
         return float(np.interp(used[-1] / 2, [0.0, *used], [0.0, *ends_s]))
 
     def evicted(self, use: Use, factor: int = 0) -> None:
-        """Record the yield of an evicted chunk."""
         use = _merged(use)
         self._memory.sell(self.yields[use.kind][use.cohort.bucket] * self.factors[factor])
 
     def declined(self, kind: int, factor: int = 0) -> None:
-        """Record the yield of a chunk that was declined."""
         self._memory.sell(self.yields[kind][0] * self.factors[factor])
 
     def _count_youngest(self) -> None:
@@ -306,7 +263,6 @@ class ReuseTimes:
         self._num_uses += len(uses)
 
     def _age(self) -> None:
-        """Count the ages that cohorts have reached, the oldest cohorts first."""
         left = _MOST_AGED
         for cohort in self._cohorts:
             before = cohort.bucket
@@ -336,7 +292,6 @@ class ReuseTimes:
         self._cohorts = kept
 
     def _update(self) -> None:
-        """Compute the worths of some kinds again."""
         first = self._to_update
         last = min(first + _KINDS_A_TICK, self.num_kinds)
         self._to_update = last % self.num_kinds
@@ -355,7 +310,7 @@ class ReuseTimes:
             place.set_price()
 
     def _hazards(self) -> Floats:
-        """Return `[kinds, buckets]`: P(an interval ends in a bucket, given that it reaches it)."""
+        """`[kinds, buckets]`: P(an interval ends in a bucket, given that it reaches it)."""
         chunks_a_use = max(1.0, self._num_chunks / max(1.0, self._num_uses))
         ended, reached = self._ended.sum(0), self._reached.sum(0)
         prior = _PRIOR_USES * chunks_a_use
@@ -407,12 +362,8 @@ def _are_alike(older: Cohort, younger: Cohort) -> bool:
 
 
 def _evaluate(hazards: Floats, prices: Sequence[float]) -> tuple[Floats, list[Floats]]:
-    """Return yields, and worths by price, `[kinds, buckets]`, for chunks in the middle of a bucket.
-
-    The probabilities of a bucket are conditional on reaching it, because few chunks may reach it.
-    """
+    """Return yields, and worths by price, `[kinds, buckets]`, in the middle of a bucket."""
     hazards = np.clip(hazards, 0.0, _MOST_HAZARD)
-    # [kinds, from, to]
     left = np.cumprod(np.where(_LATER, 1.0 - hazards[:, None], 1.0), axis=2)
     hits = 1.0 - left
     spent_s = np.where(_LATER, _WIDTHS_S * (1.0 - 0.5 * hazards)[:, None], 0.0)

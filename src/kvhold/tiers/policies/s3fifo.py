@@ -1,11 +1,8 @@
 """S3-FIFO (Yang et al., SOSP 2023): evicts chunks without a second use early.
 
-- **Small** queue: new keys, a tenth of the bytes. At its turn, a used key moves to the main queue
-  with its prefix; an unused key is the victim.
-- **Ghost** queue: keys of the small queue's victims. Such a key enters the main queue next time.
-- **Main** queue: at its turn, a used key goes to the end.
-
-A cleared key gets no ghost.
+New keys are in the small queue, a tenth of the bytes. At its turn, a used key moves to the main
+queue with its prefix; an unused one is the victim, and a ghost unless cleared. A ghost's key enters
+the main queue next time. There, a used key goes to the end at its turn.
 """
 
 from collections import OrderedDict
@@ -15,7 +12,7 @@ from kvhold.tiers.policies.chains import ChainPolicy, Chunk, ChunkSpace, Walk
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
-_MOST_FREQUENT = 3  # the paper counts uses in two bits
+_MOST_FREQUENT = 3
 
 
 class S3FifoPolicy(ChainPolicy):

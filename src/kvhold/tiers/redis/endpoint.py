@@ -24,7 +24,7 @@ class Tls:
         self._context: ssl.SSLContext | None = None
 
     async def context(self) -> ssl.SSLContext | None:
-        """Return the context; None: no TLS. Raises TierDenied if its files cannot be used."""
+        """None: no TLS. Raises TierDenied if its files cannot be used."""
         if self._config.tls and self._context is None:
             try:
                 self._context = await asyncio.to_thread(_make_context, self._config)
@@ -54,7 +54,7 @@ class RedisEndpoint:
         self._bulk = Pool(self._open, connections)
 
     async def run(self, operation: str, exchanges: Sequence[Exchange], *, bulk: bool) -> None:
-        """Set each exchange's reply or fault. Never raises TierError."""
+        """Never raises TierError."""
         await run(
             self._bulk if bulk else self._small,
             exchanges,
@@ -112,7 +112,7 @@ class RedisEndpoint:
                     f"{self.address} needs a password: write redis://:password@... ({reply.code})",
                 )
             if name == "CLIENT" and not isinstance(found, TierUnavailable):
-                return  # not every user may set a name
+                return
             raise found
         if name == "ROLE" and not (isinstance(reply, list) and reply and reply[0] == b"master"):
             raise TierUnavailable("redis", "connect", f"{self.address} is not a primary now")

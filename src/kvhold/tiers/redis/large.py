@@ -1,16 +1,12 @@
 """Values stored in parts, in the format of `split.py`.
 
-A put without a time to live has three steps:
-1. Upload the parts, which expire after hours.
-2. Write the head, which makes the value visible and expires after one hour.
-3. Remove the expiry of the head and the parts, in one transaction, if the head is still there.
+A put uploads the parts, writes the head, which makes the value visible, and then removes their
+expiry in one transaction, if the head is still there. So an interrupted put expires. With a time to
+live, the parts expire two hours after the head. A head without all parts is a miss, and its reader
+removes it.
 
-So the remains of an interrupted put expire. A head without all parts (the server may evict one) is
-a miss, and its reader removes it. With a time to live, the parts expire two hours after the head.
-
-A delete removes the head that it saw and its parts in one transaction. A smaller string is removed
-without one, for speed. If a value in parts replaces it at that moment, its parts are removed next,
-unless the delete is interrupted just then.
+A delete removes the head that it saw and its parts in one transaction. A small string is removed
+without one, for speed; parts of a value that replaces it then are removed next.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +40,7 @@ class LargeValues:
         self._part_bytes = part_bytes
 
     async def sizes(self, names: Sequence[bytes]) -> list[int | TierError | None]:
-        """Return sizes; None: a part is missing, or the string has changed; or a fault."""
+        """None: a part is missing, or the string has changed."""
         peeks = [peek(name) for name in names]
         await self._router.run("probe", peeks, bulk=False)
         return [
@@ -84,40 +80,36 @@ class LargeValues:
         return nbytes
 
     async def put(self, name: bytes, value: Parts, ttl_ms: int | None) -> bool | TierError:
-        """Return true if stored, false if the name has a string, or the fault."""
+        """True if stored, false if the name has a string, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         try:
             return await self._put(name, head, value, ttl_ms)
         except TierError as error:
-            with suppress(TierError):  # otherwise the value expires, or is complete
+            with suppress(TierError):
                 await self.mend(name, head)
             return error
 
     async def replace(self, name: bytes, value: Parts) -> bool | TierError:
-        """Replace a value. Return whether there was one, or the fault."""
         head = Head.new(size_of(value), self._part_bytes)
         names = head.part_names(name)
         try:
             await self._upload(names, head, value)
             done = await replace_string(self._router, name, [memoryview(head.pack())], parts=names)
             if done is False:
-                with suppress(TierError):  # otherwise the parts expire
+                with suppress(TierError):
                     await self.remove_parts([(name, head)])
-        except TierError as error:  # keep the parts, which may be in use
+        except TierError as error:
             return error
         return done
 
     async def mend(self, name: bytes, head: Head) -> None:
-        """Remove a head that lacks parts, with its parts. A later value stays."""
         await self._transact("delete", lambda: _Remove(name, head))
         await self.remove_parts([(name, head)])
 
     async def delete(self, name: bytes) -> bool:
-        """Remove the present value, with its parts. Return whether there was one."""
         return await self._transact("delete", lambda: _Remove(name)) not in (0, None)
 
     async def remove_parts(self, heads: Sequence[tuple[bytes, Head]]) -> None:
-        """Remove the parts of values whose heads are removed. heads: (name, head)"""
         calls = [
             RedisCall(part, "UNLINK", part)
             for name, head in heads
@@ -147,7 +139,7 @@ class LargeValues:
         )
         await self._router.run("put", [written], bulk=False)
         if written.reply is None and written.fault is None:
-            with suppress(TierError):  # otherwise the parts expire
+            with suppress(TierError):
                 await self.remove_parts([(name, head)])
             return False
         if written.fault is not None or written.reply != b"OK":
@@ -190,12 +182,12 @@ class LargeValues:
 
 
 def peek(name: bytes) -> RedisCall:
-    """Read one byte more than HEAD_BYTES, because a longer string is not a head."""
+    """One byte more than HEAD_BYTES: a longer string is not a head."""
     return RedisCall(name, "GETRANGE", name, 0, HEAD_BYTES)
 
 
 class RemoveString(RedisCall):
-    """Remove a string in one round trip. The reply is the number of removed strings.
+    """The reply is the number of removed strings.
 
     seen: the string's first bytes, one more than a head has
     """
@@ -215,15 +207,13 @@ class RemoveString(RedisCall):
         refused = next((reply for reply in replies if isinstance(reply, ErrorReply)), None)
         match replies[-1]:
             case [seen, int(removed)]:
-                self.seen = seen if isinstance(seen, bytes) else b""  # a list has none
+                self.seen = seen if isinstance(seen, bytes) else b""
                 self.reply = removed
             case other:
                 self.reply = refused or no_answer(other)
 
 
 class _Remove(Transaction):
-    """Remove a string, and its parts if it is a head. With `only`, remove only this head."""
-
     def __init__(self, name: bytes, only: Head | None = None) -> None:
         super().__init__(name)
         self._only = only
@@ -237,8 +227,6 @@ class _Remove(Transaction):
 
 
 class _Persist(Transaction):
-    """Remove the expiry of a head and its parts, unless it was removed or replaced."""
-
     def __init__(self, name: bytes, head: Head) -> None:
         super().__init__(name)
         self._head = head

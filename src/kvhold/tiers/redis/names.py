@@ -34,5 +34,5 @@ class RedisNames:
         return key if self.of(key) == name else None
 
     def pattern(self, prefix: bytes) -> bytes:
-        """Return a pattern for SCAN. It may match other names, too."""
+        """For SCAN. It may match other names, too."""
         return b"%b{%b*" % (_GLOB.sub(rb"\\\1", self._prefix), prefix.hex().encode())

@@ -1,7 +1,5 @@
 """Replace an existing string in one transaction.
 
-    done = await replace_string(router, name, [head], parts=part_names)    # the parts are written
-
 The new parts live one hour longer than the value. The old ones expire after a minute, for readers
 of the old head.
 """
@@ -23,9 +21,9 @@ _SPARE_MS = 3600_000
 async def replace_string(
     router: Router, name: bytes, value: Parts, *, parts: Sequence[bytes] = ()
 ) -> bool | TierError:
-    """Replace the string at `name`. Returns whether there was one, or the fault.
+    """Return whether there was a string, or the fault.
 
-    parts: names of the value's parts, if `value` is a head
+    parts: names of the value's written parts, if `value` is a head
     """
     reply = await transact(router, "replace", lambda: _Replace(name, value, parts), bulk=True)
     if isinstance(reply, TierError):

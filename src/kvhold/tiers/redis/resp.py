@@ -1,7 +1,6 @@
 """The part of the Redis protocol, version 2, that a tier needs. Replies are not trusted.
 
-An invalid reply raises ProtocolError and ends the stream's use. Announced sizes are checked before
-memory is allocated. An error reply is a value: it concerns one command.
+An invalid reply raises ProtocolError and ends the stream's use.
 """
 
 import re
@@ -14,7 +13,7 @@ from kvhold.net.pool import Exchange
 from kvhold.net.stream import Bytes, Stream
 from kvhold.tiers.base import Parts, size_of
 
-_MAX_SMALL_BYTES = 1 << 20  # of a string that is not a value
+_MAX_SMALL_BYTES = 1 << 20
 _MAX_ITEMS = 1 << 16
 _MAX_DEPTH = 5
 _INTEGER = re.compile(rb"-?\d{1,19}")
@@ -71,11 +70,9 @@ class RedisCall(Exchange):
         self.reply = None
 
     def asking_request(self) -> Sequence[Bytes]:
-        """Return the request to a server that takes over the key's slot."""
         return (command("ASKING"), *self.request)
 
     async def take_asked(self, stream: Stream) -> None:
-        """Read the replies of `asking_request`."""
         await read_reply(stream)
         await self.take(stream)
 
@@ -127,7 +124,7 @@ async def read_reply(stream: Stream, depth: int = 0) -> Reply:
 
 
 async def read_string_head(stream: Stream) -> int | ErrorReply | None:
-    """Return the string's length; None: a null string. The string and its CRLF follow."""
+    """None: a null string. The string and its CRLF follow."""
     line = await stream.line()
     if line[:1] == b"-":
         return ErrorReply(_readable(line[1:]))
@@ -156,7 +153,6 @@ def fault_of(reply: Reply, operation: str) -> TierError:
 
 
 def no_answer(reply: Reply) -> ErrorReply:
-    """Return an error for a reply that does not fit its command."""
     return (
         reply
         if isinstance(reply, ErrorReply)

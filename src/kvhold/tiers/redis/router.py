@@ -1,7 +1,5 @@
 """Send calls to their keys' servers, and follow keys that move.
 
-    await router.run("get", calls, bulk=True)          # each call now has its reply or its fault
-
 After a server's failure or a cancelled call, the topology is read again. A failed call is retried
 once, on another server.
 """
@@ -39,7 +37,7 @@ class Router:
             raise next(fault for fault in faults if fault)
 
     async def _run(self, operation: str, calls: Sequence[RedisCall], *, bulk: bool) -> None:
-        failed: dict[RedisCall, RedisEndpoint] = {}  # the endpoint is not tried again
+        failed: dict[RedisCall, RedisEndpoint] = {}
         asking: dict[RedisCall, RedisEndpoint] = {}
         pending = list(calls)
         for _ in range(_MAX_ROUNDS):
@@ -129,7 +127,6 @@ class Router:
 
 
 def outage(call: RedisCall, operation: str) -> TierError | None:
-    """Return the fault of a call, if its server caused it."""
     fault = fault_in(call, operation)
     return (
         fault

@@ -1,15 +1,9 @@
 """The Redis tier: chunks in Redis or Valkey; one server, one behind Sentinel, or a cluster.
 
-    # redis://:secret@cache.example:6379/0?ttl_s=86400
-
-A value is one string, written whole by `SET ... NX`; for larger ones see `split.py`.
-
-**Primaries only.** A replica would miss new values and return deleted ones. A failover may lose the
-latest values.
-
-The server's user needs the commands get, getrange, strlen, set, unlink, pexpire, persist,
-watch, unwatch, multi, exec, scan, ping and select on the keys of the prefix; also pttl to replace
-values, `cluster|slots` for a cluster, and `role` for Sentinel. Needs Redis 6.2 or later.
+A value is one string, written by `SET ... NX`, or parts (`split.py`). Only primaries are used.
+Needs Redis 6.2 or later, and a user with these commands on the keys of the prefix: get, getrange,
+strlen, set, unlink, pexpire, persist, watch, unwatch, multi, exec, scan, ping and select; also pttl
+to replace values, `cluster|slots` for a cluster, and `role` for Sentinel.
 """
 
 import math
@@ -30,7 +24,7 @@ from kvhold.tiers.redis.topology import ask, make_topology
 from kvhold.tiers.redis.values import ReadRange, ReadWhole, fill
 from kvhold.tiers.url import TierUrl
 
-_SCAN_COUNT = 1000  # names in one round trip
+_SCAN_COUNT = 1000
 _MAX_TTL_MS = 100 * 365 * 86_400_000
 _PROBE_ROUNDS = 3
 _PUT_ROUNDS = 3
@@ -61,7 +55,7 @@ class RedisTier:
         await self._router.run("check", [RedisCall(name, "STRLEN", name)], bulk=False)
 
     async def probe(self, keys: Sequence[bytes]) -> list[int | TierError | None]:
-        """Return sizes; a fault where the server of a cluster does not answer."""
+        """A key's fault: its server in a cluster does not answer."""
         sizes: list[int | TierError | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         for _ in range(_PROBE_ROUNDS):
@@ -80,7 +74,6 @@ class RedisTier:
                 strict=True,
             ):
                 sizes[i] = nbytes
-            # a part is missing, or a string has replaced the head
             todo = [i for i in unsure if sizes[i] is None]
             if not todo:
                 break
@@ -110,7 +103,6 @@ class RedisTier:
             await self._got(call, parts, start)
             for call, parts, start in zip(calls, into, froms, strict=True)
         ]
-        # an empty range read nothing, so probe
         for i in (i for i, start in enumerate(froms) if start is not None and not size_of(into[i])):
             (nbytes,) = await self.probe([keys[i]])
             if isinstance(nbytes, int):
@@ -140,7 +132,6 @@ class RedisTier:
         return [faults[key] for key, _ in items]
 
     async def replace(self, items: Sequence[tuple[bytes, Parts]]) -> list[bool | TierError]:
-        """Replace values one by one: each takes two round trips alone on a connection."""
         answers: dict[bytes, bool | TierError] = {}
         for key, parts in items:
             if key not in answers:
@@ -148,7 +139,6 @@ class RedisTier:
         return [answers[key] for key, _ in items]
 
     async def delete(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove values. Those in parts go one by one: each takes two round trips."""
         removed, faults = [False] * len(keys), list[TierError]()
         calls: dict[int, RemoveString] = {}
         heads: dict[int, bytes] = {}
@@ -157,7 +147,7 @@ class RedisTier:
             if isinstance(length, TierError):
                 faults.append(length)
             elif length == HEAD_BYTES:
-                heads[i] = name  # may be a head
+                heads[i] = name
             elif length != 0:
                 calls[i] = RemoveString(name)
         if calls:
@@ -167,7 +157,7 @@ class RedisTier:
             if (fault := fault_in(call, "delete")) is not None:
                 faults.append(fault)
         came = [(call.name, head) for call in calls.values() if (head := Head.parse(call.seen))]
-        if came:  # heads that were written after the lengths were read
+        if came:
             await self._large.remove_parts(came)
         for i, name in heads.items():
             try:
@@ -179,7 +169,7 @@ class RedisTier:
         return removed
 
     async def scan(self, prefix: bytes) -> AsyncIterator[bytes]:
-        seen: set[bytes] = set()  # SCAN may return a key twice
+        seen: set[bytes] = set()
         for endpoint in await self._topology.primaries():
             cursor = b"0"
             while True:
@@ -200,7 +190,6 @@ class RedisTier:
             raise fault_of(reply, "check")
 
     async def _lengths(self, keys: Sequence[bytes], operation: str) -> list[Reply | TierError]:
-        """Return lengths; an ErrorReply where the key holds no string, a TierError for a fault."""
         names = [self._names.of(key) for key in keys]
         calls = [RedisCall(name, "STRLEN", name) for name in names]
         await self._router.run(operation, calls, bulk=False)
@@ -243,7 +232,7 @@ class RedisTier:
     async def _put_once(
         self, todo: dict[bytes, Parts], ttl_ms: int | None, faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Set each key's entry in `faults`. Return the keys that had a value before."""
+        """Fills `faults`. Returns the keys that had a value before."""
         taken: list[bytes] = []
         small: dict[bytes, RedisCall] = {}
         options = ("NX",) if ttl_ms is None else ("NX", "PX", ttl_ms)
@@ -282,10 +271,8 @@ class RedisTier:
     async def _unreadable(
         self, keys: Sequence[bytes], faults: dict[bytes, TierError | None]
     ) -> list[bytes]:
-        """Remove values that lack parts. Return their keys, which can be put again.
-
-        Sets a fault for a key that holds no string, because it would never be found. An empty key
-        was stored and removed, so its put stands.
+        """Sets a fault for a key that holds no string. Returns keys whose damaged values were
+        removed.
         """
         broken: list[bytes] = []
         for key, length in zip(keys, await self._lengths(keys, "put"), strict=True):
@@ -298,7 +285,6 @@ class RedisTier:
         return broken
 
     async def _mended(self, name: bytes) -> bool:
-        """Remove a head that lacks parts. Return whether there was one."""
         if await self._large.sizes([name]) != [None]:
             return False
         look = peek(name)

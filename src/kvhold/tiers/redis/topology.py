@@ -1,7 +1,6 @@
 """Find the server of a key: a single one, Sentinel's primary, or a cluster slot's owner.
 
-Sentinels and cluster nodes are asked at the first use, and again after `invalidate`. All are asked
-at once, and the first good answer counts, so a dead one costs no time.
+Sentinels and cluster nodes are asked at the first use, and after `invalidate`.
 """
 
 import asyncio
@@ -23,16 +22,16 @@ Answer = TypeVar("Answer")
 
 class Topology(Protocol):
     async def endpoint_of(self, name: bytes) -> RedisEndpoint:
-        """Return the server of a name. Raises TierError if no server answers."""
+        """Raises TierError if no server answers."""
 
     async def primaries(self) -> Sequence[RedisEndpoint]:
-        """Return all servers that hold keys. Raises TierError."""
+        """All servers that hold keys. Raises TierError."""
 
     def invalidate(self) -> None:
         """Ask the servers again before the next key."""
 
     def moved(self, name: bytes, reply: ErrorReply, by: RedisEndpoint) -> RedisEndpoint | None:
-        """Return the server that a MOVED or ASK reply of `by` names; None if it is invalid."""
+        """The server of a MOVED or ASK reply of `by`; None: it is invalid."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -78,7 +77,7 @@ class Discovered(ABC):
 
     @abstractmethod
     async def _discover(self) -> None:
-        """Ask the servers who serves which keys."""
+        """Ask which server has which keys."""
 
     async def _learn(self) -> None:
         if not self._known:
@@ -213,7 +212,7 @@ def make_topology(config: RedisConfig) -> Topology:
 
 
 def slot_of(name: bytes) -> int:
-    """Return a name's slot, by the Redis Cluster specification."""
+    """By the Redis Cluster specification."""
     start = name.find(b"{")
     end = name.find(b"}", start + 1)
     tag = name[start + 1 : end] if 0 <= start and start + 1 < end else name
@@ -229,10 +228,7 @@ async def ask(endpoint: RedisEndpoint, *words: bytes | str) -> Reply:
 
 
 async def first_good(questions: Sequence[Coroutine[Any, Any, Answer]]) -> Answer:
-    """Return the first answer, and cancel the other questions.
-
-    If all fail, raises the TierError that a user can most likely repair.
-    """
+    """If all fail, raise the TierError easiest to repair."""
     tasks = [asyncio.ensure_future(question) for question in questions]
     faults: list[TierError] = []
     try:

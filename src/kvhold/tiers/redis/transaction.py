@@ -1,8 +1,6 @@
 """Change a string only if it is unchanged since it was read: WATCH, then MULTI ... EXEC.
 
-    reply = await transact(router, "delete", lambda: Remove(name), bulk=False)
-
-Each transaction takes two round trips, alone on its connection.
+It takes two round trips, alone on its connection.
 """
 
 from abc import abstractmethod
@@ -24,14 +22,14 @@ class Transaction(RedisCall):
     """
 
     def __init__(self, name: bytes, *looks: bytes, value_bytes: int = 0) -> None:
-        """looks: further commands that read, such as PTTL"""
+        """looks: further commands that read, such as PTTL."""
         request = (command("WATCH", name), command("GETRANGE", name, 0, HEAD_BYTES), *looks)
         super().__init__(name, request=request, value_bytes=value_bytes)
         self.is_changed = False
 
     @abstractmethod
     def commands(self, seen: bytes, looked: Sequence[Reply]) -> list[Sequence[Bytes]]:
-        """Return the changes to make; may be none.
+        """The changes to make, if any.
 
         seen:   the first bytes of the string, one more than a head has
         looked: the replies of the further commands
@@ -71,7 +69,6 @@ class Transaction(RedisCall):
         done = await read_reply(stream)
         refused = _first_error(queued)
         if refused is not None and refused.code == "ASK":
-            # a part is on the other server, but not the string
             refused = ErrorReply(f"TRYAGAIN the slot is moving: {refused.text}")
         if refused is None and isinstance(done, list) and len(done) == len(commands):
             self.reply = _first_error(done) or done[0]
@@ -84,7 +81,6 @@ class Transaction(RedisCall):
 async def transact(
     router: Router, operation: str, make: Callable[[], Transaction], *, bulk: bool
 ) -> Reply | TierError:
-    """Return the transaction's reply, or its fault. Raises TierError if the server failed."""
     for _ in range(_ROUNDS):
         call = make()
         await router.run(operation, [call], bulk=bulk)

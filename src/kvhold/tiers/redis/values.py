@@ -6,11 +6,11 @@ from kvhold.tiers.base import Parts, size_of
 from kvhold.tiers.redis.resp import RedisCall, read_string_head
 from kvhold.tiers.redis.split import HEAD_BYTES, looks_like_head
 
-_DRAIN_BYTES = 4 << 20  # beyond it, a new connection is cheaper
+_DRAIN_BYTES = 4 << 20
 
 
 class ReadWhole(RedisCall):
-    """`GET`. The reply is the size; None if missing or too large; or the bytes of a head."""
+    """The size; None if missing or too large; or the bytes of a head."""
 
     def __init__(self, name: bytes, parts: Parts) -> None:
         self.parts = parts
@@ -35,7 +35,7 @@ class ReadWhole(RedisCall):
 
 
 class ReadRange(RedisCall):
-    """`GETRANGE`. The reply is the size of the parts, or None; then see `short_bytes`."""
+    """The size of the parts, or None; then see `short_bytes`."""
 
     def __init__(self, name: bytes, start: int, parts: Parts) -> None:
         self.parts = parts
@@ -63,7 +63,6 @@ class ReadRange(RedisCall):
 
 
 def fill(parts: Parts, data: bytes) -> int | None:
-    """Copy `data` into `parts`. Return its size; None: it does not fit or is empty."""
     if len(data) > size_of(parts) or not data:
         return None
     at = 0
